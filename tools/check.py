@@ -1,0 +1,126 @@
+"""Is the source clean, does the wheel work, and has this state of it been tested on a GPU?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from gpu_digest import ROOT, digest
+
+WHEEL_LIMIT = 1_000_000  # bytes
+
+# Run by an interpreter that has nothing but the wheel and its dependencies, outside the checkout.
+IMPORT_FROM_WHEEL = """
+import sys
+import numpy
+import cuflash
+from cuflash import _source
+
+assert "cupy" not in sys.modules, "importing cuflash imported CuPy"
+kernels = _source.kernels_dir()
+assert kernels.parent == __import__("pathlib").Path(cuflash.__file__).parent, kernels
+assert (kernels / "config.cuh").is_file(), kernels
+q = numpy.random.default_rng(0).standard_normal((2, 3, 5, 8), dtype=numpy.float32)
+out = cuflash.attention(q, q, q, causal=True)
+error = abs(out - cuflash.reference.attention(q, q, q, causal=True)).max()
+assert error < 1e-5, error
+cuflash.show_config()
+"""
+
+
+def run(*command: str, **options: object) -> None:
+    """Run a command; raise CalledProcessError where it fails."""
+    subprocess.run(command, check=True, cwd=options.get("cwd", ROOT), env=options.get("env"))
+
+
+def check_ruff() -> str:
+    """Lint and formatting."""
+    run(sys.executable, "-m", "ruff", "check", ".")
+    run(sys.executable, "-m", "ruff", "format", "--check", ".")
+    return "clean"
+
+
+def check_types() -> str:
+    """Strict mypy on the package."""
+    run(sys.executable, "-m", "mypy")
+    return "clean"
+
+
+def check_wheel() -> str:
+    """Build the wheel, weigh it and import it where nothing else is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+        run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT))
+        (wheel,) = Path(folder).glob("cuflash-*.whl")
+        size = wheel.stat().st_size
+        if size >= WHEEL_LIMIT:
+            raise ValueError(f"the wheel has {size} bytes, and {WHEEL_LIMIT} is the limit")
+        with zipfile.ZipFile(wheel) as archive:
+            held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        expected = expected_in_wheel()
+        if held != expected:
+            raise ValueError(f"the wheel differs from the checkout in {sorted(held ^ expected)}")
+        clean = Path(folder) / "clean"
+        run(sys.executable, "-m", "venv", str(clean))
+        python = str(clean / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+        run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", str(wheel))
+        environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+        run(python, "-c", IMPORT_FROM_WHEEL, cwd=folder, env=environment)
+    return f"{size / 1000:.0f} kB; imported and run in a clean environment"
+
+
+def expected_in_wheel() -> set[str]:
+    """Name every source file of the checkout as the wheel must hold it."""
+    names = set()
+    for folder, prefix in (("cuflash", "cuflash"), ("kernels_cu", "cuflash/kernels_cu")):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                names.add(f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}")
+    return names
+
+
+def check_gpu_report() -> str:
+    """Compare the digest in the committed GPU test report with the sources; never a failure."""
+    path = ROOT / "tests" / "gpu_report.json"
+    if not path.exists():
+        return "WARNING: there is no tests/gpu_report.json"
+    report = json.loads(path.read_text())
+    counts = ", ".join(f"{report.get(key)} {key}" for key in ("passed", "failed", "skipped"))
+    summary = f"{counts} on {report.get('device')}"
+    if report.get("digest") != digest():
+        return f"WARNING: stale, other sources were tested ({summary})"
+    return f"matches the sources ({summary})"
+
+
+CHECKS = {
+    "ruff": check_ruff,
+    "mypy": check_types,
+    "wheel": check_wheel,
+    "GPU report": check_gpu_report,
+}
+
+
+def main() -> int:
+    """Run every check, also after one has failed, and print one line for each."""
+    results = {}
+    failed = False
+    for name, check in CHECKS.items():
+        start = time.perf_counter()
+        try:
+            verdict = check()
+        except (subprocess.CalledProcessError, ValueError) as error:
+            failed = True
+            verdict = f"FAILED: {error}"[:300]
+        results[name] = f"{verdict} [{time.perf_counter() - start:.0f} s]"
+    print("\n".join(f"check: {name}: {verdict}" for name, verdict in results.items()), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

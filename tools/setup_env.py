@@ -1,0 +1,302 @@
+"""Which interpreter can run the tests, the demo or the checks here, and what must be installed first?
+
+    python tools/setup_env.py {demo,test,check} [arguments for the program]
+
+An interpreter that already has what the task needs is used as it is. Otherwise `.venv` is created
+and the extras that the task and this machine's NVIDIA driver call for are installed into it; a stamp
+makes the next run start at once. Standard library only: this file runs before anything is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST_PYTHON = (3, 11)
+OLDEST_CUDA = 12
+NEWEST_CUDA = 13  # a newer driver runs what was built for CUDA 13
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing that can be asked for."""
+
+    extras: tuple[str, ...]
+    command: tuple[str, ...]
+    uses_gpu: bool = False
+    compiles_kernels: bool = False
+
+
+TASKS = {
+    "demo": Task(extras=("demo",), command=("examples/atom_mapping.py",), uses_gpu=True),
+    "test": Task(
+        extras=("test",), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True
+    ),
+    "check": Task(extras=("dev",), command=("tools/check.py",)),
+}
+
+# Distributions that a task can do without, and what it then cannot do.
+OPTIONAL = {"rdkit": "the demo then reads no SMILES but its own two"}
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What nvidia-smi says: the CUDA version that the driver serves, or why there is none to use."""
+
+    cuda: tuple[int, int] | None
+    reason: str = ""
+
+    @property
+    def extra(self) -> str | None:
+        """The extra whose CuPy this driver runs."""
+        return f"cuda{min(self.cuda[0], NEWEST_CUDA)}" if self.cuda else None
+
+
+def parse_nvidia_smi(output: str) -> Driver:
+    """Read the CUDA version from nvidia-smi's header."""
+    if "No devices were found" in output:
+        return Driver(None, "nvidia-smi found no device")
+    match = re.search(r"CUDA[A-Za-z ]*Version *: *(\d+)\.(\d+)", output)
+    if match is None:
+        return Driver(None, "nvidia-smi names no CUDA version")
+    major, minor = int(match[1]), int(match[2])
+    if major < OLDEST_CUDA:
+        return Driver(None, f"the driver serves CUDA {major}.{minor}, and {OLDEST_CUDA} is needed")
+    return Driver((major, minor))
+
+
+def find_driver() -> Driver:
+    """Ask nvidia-smi for the NVIDIA driver of this machine."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Driver(None, "no NVIDIA driver was found (no nvidia-smi)")
+    try:
+        answer = subprocess.run(
+            [program], capture_output=True, text=True, errors="replace", timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Driver(None, f"nvidia-smi did not answer ({type(error).__name__})")
+    if answer.returncode != 0:
+        words = (answer.stdout + answer.stderr).split()
+        return Driver(None, f"nvidia-smi failed ({' '.join(words)[:120] or answer.returncode})")
+    return parse_nvidia_smi(answer.stdout)
+
+
+def wanted_extras(task: Task, driver: Driver, platform: str = sys.platform) -> tuple[str, ...]:
+    """Name the extras that the task calls for on this machine."""
+    if task.uses_gpu and driver.extra:
+        return (*task.extras, driver.extra)
+    if task.compiles_kernels and platform != "darwin":
+        return (*task.extras, "compile12")
+    return task.extras
+
+
+# Run by a candidate interpreter: prints, as JSON, what it lacks. The CuPy of a GPU machine may come
+# from conda or stand beside a system-wide CUDA, so it is asked to work and not looked up by name.
+PROBE = r"""
+import importlib.metadata as metadata, json, sys, tomllib
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    try:
+        from pip._vendor.packaging.requirements import Requirement
+    except ImportError:
+        sys.exit("neither packaging nor pip is installed")
+path, *extras = sys.argv[1:]
+with open(path, "rb") as file:
+    project = tomllib.load(file)["project"]
+lines = list(project["dependencies"])
+for extra in extras:
+    if not extra.startswith(("cuda", "compile")):
+        lines += project["optional-dependencies"][extra]
+missing = []
+for requirement in map(Requirement, lines):
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        continue
+    try:
+        installed = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        missing.append(requirement.name)
+        continue
+    if not requirement.specifier.contains(installed, prereleases=True):
+        missing.append(requirement.name)
+for extra in extras:
+    if not extra.startswith(("cuda", "compile")):
+        continue
+    cupy_requirement = Requirement(project["optional-dependencies"][extra][0])
+    try:
+        import cupy
+        from cupy_backends.cuda.libs import nvrtc
+        nvrtc.getVersion()
+        assert cupy_requirement.specifier.contains(cupy.__version__)
+        assert extra.startswith("compile") or cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:
+        missing.append(extra)
+print(json.dumps(missing))
+"""
+
+
+def missing_from(python: str, extras: tuple[str, ...], pyproject: Path) -> list[str] | None:
+    """Name what an interpreter lacks for these extras; None where it cannot even be asked."""
+    probe = subprocess.run(
+        [python, "-c", PROBE, str(pyproject), *extras],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        answer = json.loads(probe.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
+    return [str(name) for name in answer]
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the text says what the user can do."""
+
+
+@dataclass(frozen=True)
+class Venv:
+    """The project's own virtual environment and the stamp of what was installed into it."""
+
+    folder: Path
+    pyproject: Path
+
+    @property
+    def python(self) -> str:
+        """Path of its interpreter."""
+        windows = self.folder / "Scripts" / "python.exe"
+        return str(windows if os.name == "nt" else self.folder / "bin" / "python")
+
+    @property
+    def stamp_file(self) -> Path:
+        """Where the extras are recorded, beside a digest of the file that defines them."""
+        return self.folder / "cuflash-extras.json"
+
+    def digest(self) -> str:
+        """Digest of pyproject.toml."""
+        return hashlib.sha256(self.pyproject.read_bytes()).hexdigest()
+
+    def installed_extras(self) -> tuple[str, ...] | None:
+        """Extras installed from any state of pyproject.toml; None without a readable stamp."""
+        try:
+            return tuple(json.loads(self.stamp_file.read_text())["extras"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def holds(self, extras: tuple[str, ...]) -> bool:
+        """Whether these extras were installed from the present pyproject.toml."""
+        if not Path(self.python).exists():
+            return False
+        try:
+            stamp = json.loads(self.stamp_file.read_text())
+        except (OSError, ValueError):
+            return False
+        return stamp.get("digest") == self.digest() and set(extras) <= set(stamp["extras"])
+
+    def install(self, extras: tuple[str, ...]) -> None:
+        """Create it where it is absent and install the project with these extras."""
+        before = self.installed_extras() or ()
+        union = tuple(sorted({*before, *extras}))
+        rebuild = len({extra[-2:] for extra in union if extra.startswith(("cuda", "comp"))}) > 1
+        if rebuild:
+            say("the driver now serves another CUDA, so .venv is rebuilt")
+            union = extras
+        if rebuild or not Path(self.python).exists():
+            say(f"creating .venv with Python {sys.version.split()[0]}")
+            clear = ["--clear"] if rebuild else []
+            made = subprocess.run([sys.executable, "-m", "venv", *clear, str(self.folder)])
+            if made.returncode != 0:
+                raise SetupError(
+                    f"{sys.executable} -m venv failed (Debian and Ubuntu: apt install python3-venv)"
+                )
+        self.stamp_file.unlink(missing_ok=True)
+        target = f"{self.pyproject.parent}[{','.join(union)}]"
+        say(f"installing {', '.join(union)} into .venv, once")
+        quiet = [] if sys.stdout.isatty() else ["--quiet"]
+        pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+        if subprocess.run([*pip, "--editable", target]).returncode != 0:
+            raise SetupError(f"pip could not install {', '.join(union)} (its message is above)")
+        self.stamp_file.write_text(json.dumps({"digest": self.digest(), "extras": union}))
+
+
+def say(text: str) -> None:
+    """Print one line that is told apart from the program's own output."""
+    print(f"cuflash: {text}", flush=True)
+
+
+def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
+    """Return an interpreter that has these extras, preparing `.venv` where none has them."""
+    pyproject = root / "pyproject.toml"
+    venv = Venv(root / ".venv", pyproject)
+    missing = missing_from(sys.executable, extras, pyproject)
+    if missing is not None and set(missing) <= set(OPTIONAL):
+        for name in missing:
+            say(f"skipped: {name} is not installed: {OPTIONAL[name]}")
+        say(f"{sys.executable} has what is needed and is used as it is")
+        return sys.executable
+    if venv.holds(extras):
+        return venv.python
+    try:
+        venv.install(extras)
+    except SetupError as error:
+        kernels = {extra for extra in extras if extra.startswith(("cuda", "compile"))}
+        if missing is None or not set(missing) <= {*OPTIONAL, *kernels}:
+            raise
+        say(f"{error}: {sys.executable} is used as it is")
+        say(f"skipped: what needs {', '.join(missing)}")
+        return sys.executable
+    return venv.python
+
+
+def newer_python() -> str | None:
+    """Find an interpreter on PATH that is new enough, for a caller that is not."""
+    for minor in (14, 13, 12, 11):
+        found = shutil.which(f"python3.{minor}")
+        if found:
+            return found
+    return None
+
+
+def main() -> int:
+    """Prepare an interpreter and run the task with it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if sys.version_info < OLDEST_PYTHON:
+        python = newer_python()
+        if python is None:
+            say("Python 3.11 or later is needed, and none is on the PATH")
+            return 1
+        return subprocess.call([python, *sys.argv])
+    task = TASKS[options.task]
+    driver = find_driver() if task.uses_gpu else Driver(None)
+    if driver.cuda:
+        say(f"the NVIDIA driver serves CUDA {driver.cuda[0]}.{driver.cuda[1]}")
+    elif task.uses_gpu:
+        say(f"skipped: everything that runs on a GPU: {driver.reason}")
+    try:
+        python = choose_interpreter(wanted_extras(task, driver), ROOT)
+    except SetupError as error:
+        say(str(error))
+        return 1
+    environment = dict(os.environ)
+    if python == sys.executable:
+        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [python, *task.command, *options.arguments]
+    return subprocess.call(command, cwd=ROOT, env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
