@@ -1,10 +1,10 @@
-"""Which interpreter can run the tests, the demo or the checks here, and what must be installed first?
+"""Which interpreter can run the tests, the demo or the checks, and what must be installed first?
 
     python tools/setup_env.py {demo,test,check} [arguments for the program]
 
 An interpreter that already has what the task needs is used as it is. Otherwise `.venv` is created
-and the extras that the task and this machine's NVIDIA driver call for are installed into it; a stamp
-makes the next run start at once. Standard library only: this file runs before anything is there.
+and the extras that the task and this machine's NVIDIA driver call for are installed into it; a
+stamp makes the next run start at once. Standard library only: this runs before anything is there.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Task:
 
 TASKS = {
     "demo": Task(extras=("demo",), command=("examples/atom_mapping.py",), uses_gpu=True),
-    "test": Task(
-        extras=("test",), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True
-    ),
+    "test": Task(extras=("test",), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
 }
 
@@ -50,7 +48,7 @@ OPTIONAL = {"rdkit": "the demo then reads no SMILES but its own two"}
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi says: the CUDA version that the driver serves, or why there is none to use."""
+    """What nvidia-smi says: the CUDA version that the driver serves, or why none can be used."""
 
     cuda: tuple[int, int] | None
     reason: str = ""
@@ -100,64 +98,14 @@ def wanted_extras(task: Task, driver: Driver, platform: str = sys.platform) -> t
     return task.extras
 
 
-# Run by a candidate interpreter: prints, as JSON, what it lacks. The CuPy of a GPU machine may come
-# from conda or stand beside a system-wide CUDA, so it is asked to work and not looked up by name.
-PROBE = r"""
-import importlib.metadata as metadata, json, sys, tomllib
-try:
-    from packaging.requirements import Requirement
-except ImportError:
-    try:
-        from pip._vendor.packaging.requirements import Requirement
-    except ImportError:
-        sys.exit("neither packaging nor pip is installed")
-path, *extras = sys.argv[1:]
-with open(path, "rb") as file:
-    project = tomllib.load(file)["project"]
-lines = list(project["dependencies"])
-for extra in extras:
-    if not extra.startswith(("cuda", "compile")):
-        lines += project["optional-dependencies"][extra]
-missing = []
-for requirement in map(Requirement, lines):
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        continue
-    try:
-        installed = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
-        missing.append(requirement.name)
-        continue
-    if not requirement.specifier.contains(installed, prereleases=True):
-        missing.append(requirement.name)
-for extra in extras:
-    if not extra.startswith(("cuda", "compile")):
-        continue
-    cupy_requirement = Requirement(project["optional-dependencies"][extra][0])
-    try:
-        import cupy
-        from cupy_backends.cuda.libs import nvrtc
-        nvrtc.getVersion()
-        assert cupy_requirement.specifier.contains(cupy.__version__)
-        assert extra.startswith("compile") or cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:
-        missing.append(extra)
-print(json.dumps(missing))
-"""
-
-
 def missing_from(python: str, extras: tuple[str, ...], pyproject: Path) -> list[str] | None:
     """Name what an interpreter lacks for these extras; None where it cannot even be asked."""
-    probe = subprocess.run(
-        [python, "-c", PROBE, str(pyproject), *extras],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    probe = [python, str(Path(__file__).with_name("probe_extras.py")), str(pyproject), *extras]
     try:
-        answer = json.loads(probe.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        answer = subprocess.run(probe, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return [str(name) for name in answer]
+    return [str(name) for name in json.loads(answer.stdout.splitlines()[-1])]
 
 
 class SetupError(Exception):

@@ -1,0 +1,89 @@
+"""What do all tests share: Hypothesis profiles, skips with their reasons, the array module?"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Choose one with --hypothesis-profile=<name>.
+settings.register_profile("dev", deadline=None)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), derandomize=True, max_examples=40, print_blob=True
+)
+settings.register_profile(
+    "thorough",
+    settings.get_profile("dev"),
+    max_examples=2000,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("dev")
+
+
+def why_no_nvrtc() -> str:
+    """Say why no kernel can be compiled here; empty where one can."""
+    try:
+        import cupy  # noqa: F401
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except ImportError:
+        return "CuPy is not installed"
+    except RuntimeError as error:
+        return f"NVRTC cannot be loaded ({str(error).splitlines()[0]})"
+    return ""
+
+
+def why_no_gpu() -> str:
+    """Say why no kernel can run here; empty where one can."""
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        return "CuPy is not installed"
+    except RuntimeError as error:
+        return f"no NVIDIA device can be used ({str(error).splitlines()[0]})"
+    return "" if count else "there is no NVIDIA device"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run."""
+    reasons = {
+        "gpu": why_no_gpu(),
+        "nvrtc": why_no_nvrtc(),
+        "slow": "" if config.getoption("--slow") else "not asked for with --slow",
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"tests marked {marker}: {reason}"))
+                break
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line for each reason to skip, however many tests it stopped."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped: {count} {reason}", yellow=True)
+
+
+# Of session scope, since Hypothesis refuses fixtures that are made anew for each test function.
+@pytest.fixture(scope="session", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request: pytest.FixtureRequest):
+    """Return the array module that a test runs on, NumPy and then CuPy."""
+    if request.param == "numpy":
+        return np
+    import cupy
+
+    return cupy

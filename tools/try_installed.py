@@ -1,0 +1,38 @@
+"""Does the installed package work where only it and its dependencies are?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import cuflash
+from cuflash import _source
+
+
+def main() -> int:
+    """Find the kernel sources inside the package, attend over NumPy arrays, show the table."""
+    if "cupy" in sys.modules:
+        return fail("importing cuflash imported CuPy")
+    package = Path(cuflash.__file__).parent
+    kernels = _source.kernels_dir()
+    if kernels.parent != package or not (kernels / "config.cuh").is_file():
+        return fail(f"the kernel sources are not inside {package} but in {kernels}")
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 8), dtype=np.float32)
+    out = cuflash.attention(q, k, v, causal=True)
+    error = np.abs(out - cuflash.reference.attention(q, k, v, causal=True)).max()
+    if not error < 1e-5:
+        return fail(f"attention is off by {error}")
+    cuflash.show_config()
+    return 0
+
+
+def fail(reason: str) -> int:
+    """Print the reason and return the exit status."""
+    print(f"the installed package: {reason}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
