@@ -1,0 +1,32 @@
+"""Exact, IO-aware attention on CuPy and NumPy arrays."""
+
+from cuflash import reference
+from cuflash._attention import (
+    attention,
+    attention_backward,
+    attention_vjp,
+    merge,
+    weights,
+    workspace_size,
+)
+from cuflash._errors import CompileError
+from cuflash._options import Options
+from cuflash._results import AttentionResult, Gradients
+from cuflash._show_config import show_config
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionResult",
+    "CompileError",
+    "Gradients",
+    "Options",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "merge",
+    "reference",
+    "show_config",
+    "weights",
+    "workspace_size",
+]

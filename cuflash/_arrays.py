@@ -1,0 +1,104 @@
+"""Which array library do the arguments belong to, and how do foreign arrays come in?"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash._errors import problem_with
+
+Array = Any
+
+_DLPACK_CUDA = 2
+_EXPECTED = "a NumPy array, or a CuPy or other array on a GPU"
+
+
+def is_cupy(array: object) -> bool:
+    """Whether ``array`` is a CuPy array, without importing CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def array_module(array: Array) -> ModuleType:
+    """NumPy for NumPy arrays, CuPy for CuPy arrays."""
+    return sys.modules["cupy"] if is_cupy(array) else np
+
+
+def native(name: str, array: object) -> Array:
+    """Return ``array`` as a plain NumPy or CuPy array, without a copy; a TypeError otherwise."""
+    if type(array) is np.ndarray or is_cupy(array):
+        return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise problem_with(
+            name, TypeError, got="a masked array", expected=_EXPECTED, fix="pass mask= instead"
+        )
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)
+    device = getattr(array, "__dlpack_device__", None)
+    if device is not None and device()[0] == _DLPACK_CUDA:
+        return _cupy(name).from_dlpack(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _from_cuda_array_interface(_cupy(name), array)
+    fix = "wrap it in np.asarray" if isinstance(array, list | tuple | int | float) else ""
+    if device is not None:
+        fix = "for an array in host memory write np.from_dlpack(array)"
+    raise problem_with(
+        name, TypeError, got=_qualified_name(type(array)), expected=_EXPECTED, fix=fix
+    )
+
+
+def same_module(**arrays: Array | None) -> ModuleType:
+    """The one array module of all given arrays; a mixture is a TypeError."""
+    first_name, module = "", None
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        own = array_module(array)
+        if module is None:
+            first_name, module = name, own
+        elif own is not module:
+            raise problem_with(
+                name,
+                TypeError,
+                got=f"a {own.__name__} array",
+                expected=f"a {module.__name__} array like {first_name}",
+                fix="move one with cupy.asarray or cupy.asnumpy",
+            )
+    return module or np
+
+
+def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
+    """Wrap device memory zero-copy; order after its producer's stream by an event."""
+    interface = array.__cuda_array_interface__
+    shape, pointer = interface["shape"], interface["data"][0]
+    dtype = np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    ends = [0] if strides is None else [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low = sum(e for e in ends if e < 0)
+    high = sum(e for e in ends if e > 0)
+    extent = dtype.itemsize * int(np.prod(shape)) if strides is None else high - low
+    memory = cupy.cuda.UnownedMemory(pointer + low, max(extent, 0) + dtype.itemsize, array)
+    producer = interface.get("stream")
+    if producer is not None:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.ExternalStream(producer))
+        cupy.cuda.get_current_stream().wait_event(event)
+    start = cupy.cuda.MemoryPointer(memory, -low)
+    return cupy.ndarray(shape, dtype, start, strides=strides)
+
+
+def _cupy(name: str) -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: an array on a GPU needs CuPy; install cuflash[cuda12] or cuflash[cuda13]"
+        ) from error
+    return cupy  # type: ignore[no-any-return]
+
+
+def _qualified_name(cls: type) -> str:
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"

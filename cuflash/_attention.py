@@ -1,0 +1,641 @@
+"""What can a user call? The public functions, thin over problem, host path and launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+
+from cuflash import _host
+from cuflash._arrays import Array, native, same_module
+from cuflash._errors import not_yet, problem_with
+from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._problem import (
+    Problem,
+    canonical_view,
+    check_destination,
+    common_dtype,
+    describe,
+    gradient_operand,
+    require_float,
+    require_shape,
+)
+from cuflash._results import AttentionResult, Gradients
+
+_WRT = ("q", "k", "v")
+_WRT_LATER = ("bias", "alibi_slopes", "sink", "scale")
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = ...,
+    axes: Any = ...,
+    precision: str | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+    config: Any = ...,
+    **score_options: Unpack[ScoreOptions],
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = ...,
+    axes: Any = ...,
+    precision: str | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+    config: Any = ...,
+    **score_options: Unpack[ScoreOptions],
+) -> AttentionResult: ...
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    out: Any = None,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Array | AttentionResult:
+    """Compute exact attention, ``softmax(scale * q k^T) v``, in O(M + N) memory.
+
+    Parameters
+    ----------
+    q : array, batch + (m, d)
+        Queries; float16, bfloat16, float32 or float64. Any strides.
+    k : array, batch + (n, d)
+        Keys.
+    v : array, batch + (n, d_v)
+        Values. Leading axes of q, k and v broadcast as in :func:`numpy.matmul`; the last of them
+        is heads where heads matter. Dtypes promote as in NumPy and decide the result's.
+    options : Options, optional
+        Score options; or give them as keywords (``causal=True``), not both.
+    axes : four pairs, optional
+        (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
+        ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
+    precision : {None, "ieee", "tf32"}
+        ``"tf32"`` permits TF32 products for float32; the CPU path ignores the permission.
+    deterministic : bool
+        Same bits every run on one device. The forward always is.
+    return_lse : bool
+        Return :class:`AttentionResult` instead of the output alone.
+    out : array, or (out, lse) with ``return_lse``, optional
+        Where to write: exact shape, the result's dtype, or float32 for 16-bit inputs; any strides
+        without overlap.
+    workspace : uint8 array, optional
+        Scratch memory of at least :func:`workspace_size` bytes.
+    config : kernel configuration, optional
+        Overrides the choice of tiles; CuPy arrays only.
+    **score_options
+        Parameters of :class:`Options`.
+
+    Returns
+    -------
+    out : array, batch + (m, d_v)
+        In the dtype of the inputs. A query that sees no key gives 0.
+    lse : array, batch + (m,)
+        Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
+        (float64 for float64); -inf for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong kind or value; the message names it, what came and what was
+        expected. Nothing has been launched or written.
+    NotImplementedError
+        For an option that a later version brings.
+
+    Notes
+    -----
+    Causal masks align bottom-right: query ``m`` sees key ``n`` iff ``n <= m + N - M``. With 3
+    queries and 5 keys::
+
+        x x x . .
+        x x x x .
+        x x x x x
+
+    ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
+    (Dao 2023, algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 128, 64), dtype=np.float32)
+    >>> cuflash.attention(q, k, v, causal=True).shape
+    (2, 8, 128, 64)
+    """
+    chosen = resolve(options, score_options)
+    xp, q, k, v = _operands(q, k, v)
+    _check_common(xp, deterministic, workspace, config)
+    out, lse = _result_pair(out, return_lse)
+    problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
+    if lse is not None:
+        require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
+        if lse.dtype != problem.lse_dtype:
+            raise problem_with(
+                "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(problem.lse_dtype)
+            )
+        check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays())
+    if out is None:
+        out = xp.empty(problem.out_shape, problem.dtype)
+    if lse is None and (return_lse or xp is np):
+        lse = xp.empty(problem.lse_shape, problem.lse_dtype)
+    _run_forward(problem, q, k, v, chosen, out, lse)
+    return AttentionResult(out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    dlse: Array | None = None,
+    wrt: tuple[str, ...] = _WRT,
+    grads_out: Gradients | None = None,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
+
+    The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
+    best one :class:`Options` for both, or use :func:`attention_vjp`.
+
+    Parameters
+    ----------
+    dout : array, batch + (m, d_v)
+        Cotangent of ``out``; any strides, read in the dtype of the inputs. Rows of queries that
+        see no key are not read.
+    q, k, v : array
+        As given to :func:`attention`.
+    out : array, batch + (m, d_v)
+        Result of :func:`attention`.
+    lse : array, batch + (m,)
+        Its logarithm of sums.
+    dlse : array, batch + (m,), optional
+        Cotangent of ``lse``.
+    wrt : tuple of {"q", "k", "v"}
+        The gradients to compute.
+    grads_out : Gradients, optional
+        Arrays to write into, of exactly the shape and dtype of the inputs.
+    options, axes, precision, deterministic, workspace, config, **score_options
+        As in :func:`attention`.
+
+    Returns
+    -------
+    Gradients
+        Each with exactly the shape and dtype of its input: summed over broadcast axes and over
+        the query heads that share a key/value head.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Notes
+    -----
+    Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
+    dlse``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 128, 64), dtype=np.float32)
+    >>> options = cuflash.Options(causal=True)
+    >>> out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    >>> grads = cuflash.attention_backward(out, q, k, v, out, lse, options=options)
+    >>> grads.dk.shape
+    (8, 128, 64)
+    """
+    chosen = resolve(options, score_options)
+    wanted = _wanted(wrt)
+    given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+    xp, q, k, v = _operands(q, k, v)
+    dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
+    dlse = None if dlse is None else native("dlse", dlse)
+    same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+    _check_common(xp, deterministic, workspace, config)
+    problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+    for name, array in (("dout", dout), ("out", out)):
+        require_float(name, array)
+        require_shape(name, array, problem.out_shape, "the result of attention")
+    for name, array in (("lse", lse), ("dlse", dlse)):
+        if array is not None:
+            require_float(name, array)
+            require_shape(name, array, problem.lse_shape, "the lse of attention")
+    gradients = {}
+    for name in wanted:
+        buffer = None if grads_out is None else getattr(grads_out, "d" + name)
+        if buffer is None:
+            buffer = xp.empty(given[name].shape, given[name].dtype)
+        else:
+            _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays())
+        gradients[name] = buffer
+    _run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients)
+    return Gradients(**{"d" + name: array for name, array in gradients.items()})
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention together with its pullback, which cannot be called with other options.
+
+    Parameters
+    ----------
+    q, k, v, options, axes, precision, deterministic, return_lse, **score_options
+        As in :func:`attention`.
+
+    Returns
+    -------
+    result : array or AttentionResult
+        What :func:`attention` returns.
+    pullback : callable
+        ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.ones((3, 8, 16, 4), np.float32)
+    >>> out, pullback = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> pullback(np.ones_like(out)).dv.sum()
+    np.float32(512.0)
+    """
+    chosen = resolve(options, score_options)
+    common: dict[str, Any] = {"options": chosen, "axes": axes, "precision": precision}
+    common["deterministic"] = deterministic
+    result = attention(q, k, v, return_lse=True, **common)
+
+    def pullback(
+        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = _WRT
+    ) -> Gradients:
+        return attention_backward(
+            dout, q, k, v, result.out, result.lse, dlse=dlse, wrt=wrt, **common
+        )
+
+    return (result if return_lse else result.out), pullback
+
+
+def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
+    """Combine attention over disjoint sets of keys into attention over all of them.
+
+    ``lse = log(sum_i exp(lse_i))`` and ``out = sum_i exp(lse_i - lse) * out_i``.
+
+    Parameters
+    ----------
+    outs : array, or sequence of arrays batch + (m, d_v)
+        Partial results; for one array, parts lie along ``axis``.
+    lses : array, or sequence of arrays batch + (m,)
+        Their logarithms of sums; a part with -inf is neutral.
+    axis : int
+        Where the parts are in both arrays, counted from the front; 0 for sequences.
+
+    Returns
+    -------
+    AttentionResult
+        ``out`` in the dtype of ``outs``, ``lse`` in that of ``lses``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parts of different libraries, shapes or dtypes, or for no parts.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 64, 16))
+    >>> parts = [cuflash.attention(q, k[s], v[s], return_lse=True)
+    ...          for s in (slice(0, 20), slice(20, 64))]
+    >>> whole = cuflash.merge([p.out for p in parts], [p.lse for p in parts])
+    >>> np.allclose(whole.out, cuflash.attention(q, k, v))
+    True
+    """
+    outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
+    xp = same_module(outs=outs, lses=lses)
+    for name, array in (("outs", outs), ("lses", lses)):
+        require_float(name, array)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < lses.ndim:
+        raise problem_with(
+            "axis", ValueError, got=repr(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
+        )
+    require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
+    if lses.shape[axis] == 0:
+        raise problem_with("outs", ValueError, got="no parts", expected="at least one part")
+    dtype = _host.arithmetic(lses.dtype)
+    with np.errstate(all="ignore"):
+        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
+        highest = parts.max(0)
+        shift = xp.where(xp.isneginf(highest), 0, highest)
+        weight = xp.exp(parts - shift)
+        total = weight.sum(0)
+        lse = shift + xp.log(total)
+        weight = (weight / xp.where(total == 0, 1, total))[..., None]
+        scaled = weight * xp.moveaxis(outs, axis, 0).astype(
+            xp.promote_types(dtype, _host.arithmetic(outs.dtype))
+        )
+        out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
+    return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
+
+
+def weights(
+    q: Array,
+    k: Array,
+    lse: Array,
+    /,
+    *,
+    rows: Any = None,
+    cols: Any = None,
+    options: Options | None = None,
+    axes: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Selected attention probabilities, ``exp(score - lse)``.
+
+    Parameters
+    ----------
+    q, k : array
+        As given to :func:`attention`.
+    lse : array, batch + (m,)
+        Logarithm of sums that :func:`attention` returned.
+    rows, cols : slice or 1-D integer array, optional
+        Queries and keys to select; ``None`` takes all of one side, but not of both: ask for the
+        whole matrix by ``rows=slice(None)``.
+    options, axes, **score_options
+        As in :func:`attention`; of ``axes`` the first two pairs are used.
+
+    Returns
+    -------
+    array, batch + (number of rows, number of cols)
+        float32 (float64 for float64); 0 where invisible.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = np.eye(4)
+    >>> lse = cuflash.attention(q, k, k, return_lse=True).lse
+    >>> cuflash.weights(q, k, lse, rows=[0]).round(3)
+    array([[0.355, 0.215, 0.215, 0.215]])
+    """
+    chosen = resolve(options, score_options)
+    pairs = axes if axes is None or len(axes) != 4 else (axes[0], axes[1], axes[1], (-2, -1))
+    xp, q, k, _ = _operands(q, k, k)
+    lse = native("lse", lse)
+    same_module(q=q, lse=lse)
+    problem = describe(q, k, k, chosen, axes=pairs)
+    require_float("lse", lse)
+    require_shape("lse", lse, problem.lse_shape, "the lse of attention")
+    if rows is None and cols is None:
+        raise problem_with(
+            "rows", ValueError, got="neither rows nor cols", expected="a selection",
+            fix="rows=slice(None) asks for the whole matrix",
+        )  # fmt: skip
+    m = xp.arange(problem.seqlen_q)[_selection("rows", rows, xp)]
+    n = xp.arange(problem.seqlen_k)[_selection("cols", cols, xp)]
+    dtype = _host.arithmetic(problem.dtype)
+    scores = _host.Scores(problem, chosen, (), xp)
+    q_rows = canonical_view(q, problem.q)[..., m, :].astype(dtype)
+    k_cols = canonical_view(k, problem.k)[..., n, :].astype(dtype)
+    with np.errstate(all="ignore"):
+        score, _ = scores.scores(q_rows, k_cols, m, n)
+        lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
+        seen = scores.visible(m[:, None], n[None, :], m, n) & ~xp.isneginf(lse_rows)
+        p = xp.where(seen, xp.exp(score - lse_rows), 0)
+    return p.reshape(*problem.batch_shape, m.size, n.size)
+
+
+def workspace_size(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    backward: bool = False,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    **score_options: Unpack[ScoreOptions],
+) -> int:
+    """Bytes of ``workspace=`` that a call needs; 0 for NumPy arrays.
+
+    Parameters
+    ----------
+    q, k, v, options, axes, precision, **score_options
+        As in :func:`attention`.
+    backward : bool
+        For :func:`attention_backward` instead of :func:`attention`.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.zeros((8, 16, 4))
+    >>> cuflash.workspace_size(q, q, q, backward=True)
+    0
+    """
+    chosen = resolve(options, score_options)
+    xp, q, k, v = _operands(q, k, v)
+    problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+    if xp is np:
+        return 0
+    from cuflash import _launch
+
+    return _launch.workspace_size(problem, backward=backward)
+
+
+def _operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
+    """q, k, v as arrays of one library and one dtype."""
+    q, k, v = native("q", q), native("k", k), native("v", v)
+    xp = same_module(q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        dtype = common_dtype({"q": q.dtype, "k": k.dtype, "v": v.dtype})
+        q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
+    return xp, q, k, v
+
+
+def _check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
+    if not isinstance(deterministic, bool | np.bool_):
+        raise problem_with(
+            "deterministic", TypeError, got=repr(deterministic), expected="True or False"
+        )
+    if workspace is not None and getattr(workspace, "dtype", None) != np.uint8:
+        got = getattr(workspace, "dtype", type(workspace).__name__)
+        raise problem_with(
+            "workspace", TypeError, got=got, expected="a uint8 array of workspace_size(...) bytes"
+        )
+    if xp is np and config is not None:
+        raise problem_with(
+            "config", TypeError, got=repr(config), expected="None for NumPy arrays",
+            fix="it selects the tiles of a GPU kernel",
+        )  # fmt: skip
+
+
+def _result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
+    """The destinations of out and lse."""
+    if out is None:
+        return None, None
+    if not return_lse:
+        return native("out", out), None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise problem_with(
+            "out", TypeError, got=type(out).__name__, expected="a pair (out, lse) with return_lse"
+        )
+    return native("out", out[0]), native("out", out[1])
+
+
+def _wanted(wrt: Any) -> tuple[str, ...]:
+    expected = 'a tuple of "q", "k", "v"'
+    if not isinstance(wrt, tuple | list):
+        raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
+    for name in wrt:
+        if name in _WRT_LATER:
+            raise not_yet(f"wrt={name!r}", "the release that completes the score options")
+        if name not in _WRT:
+            raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
+    return tuple(name for name in _WRT if name in wrt)
+
+
+def _check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others: Array) -> None:
+    argument, like = f"grads_out.d{name}", inputs[name]
+    same_module(**{name: like, argument: buffer})
+    require_shape(argument, buffer, like.shape, name)
+    if buffer.dtype != like.dtype:
+        raise problem_with(
+            argument, TypeError, got=f"dtype {buffer.dtype}", expected=f"{like.dtype} as in {name}"
+        )
+    check_destination(argument, buffer, **inputs, **others)
+
+
+def _run_forward(
+    problem: Problem, q: Array, k: Array, v: Array, options: Options, out: Array, lse: Any
+) -> None:
+    lse_view = lse.reshape(*problem.batch, problem.seqlen_q)
+    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+        out[...] = 0
+        lse[...] = -np.inf
+    else:
+        _host.forward(problem, q, k, v, options, canonical_view(out, problem.out), lse_view)
+
+
+def _run_backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    options: Options,
+    gradients: dict[str, Array],
+) -> None:
+    dtype = _host.arithmetic(problem.dtype)
+    rows = (*problem.batch, problem.seqlen_q)
+    views = {
+        name: canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
+        for name, a in gradients.items()
+    }
+    sums = {name: np.zeros(view.shape, dtype) for name, view in views.items()}
+    if 0 not in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+        _host.backward(
+            problem,
+            canonical_view(dout, gradient_operand(problem, "dout", dout)),
+            q,
+            k,
+            v,
+            canonical_view(out, gradient_operand(problem, "dout", out)),
+            lse.reshape(rows),
+            None if dlse is None else dlse.reshape(rows),
+            options,
+            sums,
+        )
+    for name, view in views.items():
+        view[...] = sums[name]
+
+
+def _stacked(name: str, parts: Any, axis: int) -> Array:
+    if not isinstance(parts, list | tuple):
+        return native(name, parts)
+    if axis != 0:
+        raise problem_with("axis", ValueError, got=repr(axis), expected="0 for a sequence of parts")
+    if not parts:
+        raise problem_with(name, ValueError, got="no parts", expected="at least one part")
+    arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+    xp = same_module(**{f"{name}[{i}]": array for i, array in enumerate(arrays)})
+    for i, array in enumerate(arrays):
+        require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
+        if array.dtype != arrays[0].dtype:
+            raise problem_with(
+                f"{name}[{i}]", TypeError, got=f"dtype {array.dtype}", expected=arrays[0].dtype
+            )
+    return xp.stack(arrays)
+
+
+def _selection(name: str, chosen: Any, xp: ModuleType) -> Any:
+    if chosen is None:
+        return slice(None)
+    if isinstance(chosen, slice):
+        return chosen
+    array = chosen if hasattr(chosen, "strides") else np.asarray(chosen)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise problem_with(
+            name, TypeError, got=repr(chosen), expected="None, a slice or 1-D integers"
+        )
+    return xp.asarray(array)

@@ -1,0 +1,37 @@
+"""How does cuflash say that something is wrong?"""
+
+from __future__ import annotations
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled.
+
+    Attributes
+    ----------
+    config : object
+        The frozen configuration that was being compiled.
+    log : str
+        The compiler's log.
+    source : str or None
+        Path of the dumped, self-contained source, if it could be written.
+    """
+
+    def __init__(self, message: str, *, config: object, log: str, source: str | None) -> None:
+        super().__init__(message)
+        self.config = config
+        self.log = log
+        self.source = source
+
+
+def problem_with(
+    argument: str, kind: type[Exception], *, got: object, expected: str, fix: str = ""
+) -> Exception:
+    """Build the exception for one bad argument; every user error has this one form."""
+    message = f"{argument}: got {got}, expected {expected}"
+    return kind(f"{message}; {fix}" if fix else message)
+
+
+def not_yet(argument: str, when: str, instead: str = "") -> NotImplementedError:
+    """Build the exception for a valid request that this version cannot serve."""
+    message = f"{argument}: not available in this version, planned for {when}"
+    return NotImplementedError(f"{message}; {instead}" if instead else message)

@@ -1,0 +1,306 @@
+"""What may change the meaning of a score? The frozen, validated set of score options."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import operator
+from collections import namedtuple
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+import numpy as np
+
+from cuflash._errors import not_yet, problem_with
+
+Array = Any
+Signature = tuple[Any, ...]
+
+#: Options that come with a later version, and their neutral value.
+_LATER: dict[str, Any] = {
+    "alibi_slopes": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "segment_ids": None,
+    "sink": None,
+    "dropout": 0.0,
+    "seed": None,
+}
+
+
+def signature(array: Array | None) -> Signature | None:
+    """(shape, strides, dtype) of an array: all that validation and kernels depend on."""
+    return None if array is None else (array.shape, array.strides, array.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Options:
+    """Score options of one attention call, forward and backward alike.
+
+    Build it once and pass it as ``options=`` so that forward and backward cannot disagree and a
+    repeated call costs one lookup; or pass the same keywords to the functions directly.
+
+    Parameters
+    ----------
+    causal : bool or {"top_left", "bottom_right"}
+        Key ``n`` is visible to query ``m`` iff ``n <= m + offset``. ``True`` and
+        ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
+    offset : int or integer array, core shape (), optional
+        Position of query 0 among the keys. Default: kv_length - q_length of that batch entry.
+    window : (left, right), optional
+        Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
+        ``causal`` caps ``right`` at 0.
+    scale : float, optional
+        Factor of ``q . k``; finite. Default ``1 / sqrt(head_dim)``.
+    softcap : float, optional
+        ``score = softcap * tanh(score / softcap)``; finite and positive.
+    bias : floating array, core shape (m, n), optional
+        Added to the score after softcap, in natural units. ``-inf`` means invisible.
+    mask : bool array, core shape (m, n), optional
+        ``True`` where the query may attend to the key.
+    q_lengths, kv_lengths : int or integer array, core shape (), optional
+        Number of valid queries and keys of each batch entry; the rest is invisible.
+    enable_gqa : bool
+        Query heads (the last batch axis) come in consecutive groups that share a key/value head.
+    alibi_slopes, score_mod, mask_mod, segment_ids, sink, dropout, seed
+        Not available in this version.
+
+    Notes
+    -----
+    Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
+    entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
+    two options are equal when their plain values are equal and their arrays are the same objects.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> cuflash.Options(causal=True, window=(128, None))
+    Options(causal=True, window=(128, None))
+    """
+
+    causal: bool | str = False
+    offset: Array | int | None = None
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    bias: Array | None = None
+    alibi_slopes: Array | None = None
+    score_mod: Any = None
+    mask: Array | None = None
+    mask_mod: Any = None
+    segment_ids: Any = None
+    q_lengths: Array | int | None = None
+    kv_lengths: Array | int | None = None
+    sink: Array | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    enable_gqa: bool = False
+    #: Plain values and the layouts of arrays: the part of the options that a Problem depends on.
+    signature: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, neutral in _LATER.items():
+            value = getattr(self, name)
+            if value is not neutral and not (isinstance(value, int | float) and value == neutral):
+                raise not_yet(name, "the release that completes the score options")
+        set_ = functools.partial(object.__setattr__, self)
+        set_("causal", _causal(self.causal))
+        set_("window", _window(self.window))
+        set_("scale", _number("scale", self.scale))
+        set_("softcap", _number("softcap", self.softcap, positive=True))
+        set_("offset", _integers("offset", self.offset))
+        set_("q_lengths", _integers("q_lengths", self.q_lengths))
+        set_("kv_lengths", _integers("kv_lengths", self.kv_lengths))
+        if isinstance(self.causal, str) and self.offset is not None:
+            raise problem_with(
+                "offset",
+                ValueError,
+                got=f"offset={self.offset!r} with causal={self.causal!r}",
+                expected="an alignment word or an offset, not both",
+                fix="write causal=True with offset=",
+            )
+        _array("bias", self.bias)
+        _array("mask", self.mask)
+        if self.mask is not None and self.mask.dtype != np.bool_:
+            raise problem_with(
+                "mask",
+                TypeError,
+                got=f"dtype {self.mask.dtype}",
+                expected="dtype bool, True where the query may attend",
+                fix="additive masks go to bias=",
+            )
+        if not isinstance(self.enable_gqa, bool | np.bool_):
+            raise problem_with(
+                "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
+            )
+        set_("signature", OptionLayout(*(_part(getattr(self, name)) for name in OPTION_NAMES)))
+
+    def arrays(self) -> dict[str, Array]:
+        """The options that are arrays, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: value for name, value in named.items() if hasattr(value, "strides")}
+
+    def __hash__(self) -> int:
+        return hash(self.signature)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Options) or self.signature != other.signature:
+            return NotImplemented if not isinstance(other, Options) else False
+        theirs = other.arrays()
+        return all(value is theirs[name] for name, value in self.arrays().items())
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not f.init or (not hasattr(value, "strides") and value == f.default):
+                continue
+            text = f"<{value.dtype} {value.shape}>" if hasattr(value, "strides") else repr(value)
+            shown.append(f"{f.name}={text}")
+        return f"Options({', '.join(shown)})"
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The keywords of :class:`Options`, for type checkers and editors."""
+
+    causal: bool | str
+    offset: Array | int | None
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    score_mod: Any
+    mask: Array | None
+    mask_mod: Any
+    segment_ids: Any
+    q_lengths: Array | int | None
+    kv_lengths: Array | int | None
+    sink: Array | None
+    dropout: float
+    seed: int | None
+    enable_gqa: bool
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options) if f.init)
+#: Options with every array replaced by its layout.
+OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _of_plain_values(names: tuple[str, ...], *values: Any) -> Options:
+    return Options(**dict(zip(names, values, strict=True)))
+
+
+def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
+    """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
+    if options is None:
+        try:
+            return _of_plain_values(tuple(keywords), *keywords.values())
+        except TypeError:  # an array or a list is not hashable; a genuine error comes again
+            return _of_keywords(keywords)
+    if not isinstance(options, Options):
+        raise problem_with(
+            "options", TypeError, got=type(options).__name__, expected="a cuflash.Options"
+        )
+    if keywords:
+        raise problem_with(
+            "options",
+            TypeError,
+            got=f"options= together with {', '.join(keywords)}",
+            expected="score options in one place",
+            fix="put them all into cuflash.Options(...)",
+        )
+    return options
+
+
+def _of_keywords(keywords: ScoreOptions) -> Options:
+    for name in keywords:
+        if name not in OPTION_NAMES:
+            near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            raise problem_with(
+                name,
+                TypeError,
+                got="an unknown keyword",
+                expected="a parameter of this function or a score option",
+                fix=f"did you mean {near[0]}?" if near else ", ".join(OPTION_NAMES),
+            )
+    return Options(**keywords)
+
+
+def _part(value: Any) -> Any:
+    return signature(value) if hasattr(value, "strides") else value
+
+
+def _causal(value: Any) -> bool | str:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, str) and value in ("top_left", "bottom_right"):
+        return value
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise problem_with(
+        "causal", kind, got=repr(value), expected='True, False, "top_left" or "bottom_right"'
+    )
+
+
+def _window(value: Any) -> tuple[int | None, int | None] | None:
+    expected = "a pair (left, right), each None or an int >= 0"
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        fix = f"for both sides alike write ({value}, {value})" if isinstance(value, int) else ""
+        raise problem_with("window", TypeError, got=repr(value), expected=expected, fix=fix)
+    sides = []
+    for side in value:
+        if side is not None and (isinstance(side, bool) or not hasattr(side, "__index__")):
+            raise problem_with("window", TypeError, got=repr(value), expected=expected)
+        if side is not None and side < 0:
+            raise problem_with(
+                "window", ValueError, got=repr(value), expected=expected, fix="None is unbounded"
+            )
+        sides.append(None if side is None else operator.index(side))
+    return (sides[0], sides[1])
+
+
+def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
+    expected = f"None or a finite{' positive' if positive else ''} number"
+    if value is None:
+        return None
+    if isinstance(value, bool | str | complex) or not hasattr(value, "__float__"):
+        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+    if getattr(value, "shape", ()) != ():
+        raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)
+    if hasattr(value, "__cuda_array_interface__"):
+        raise problem_with(
+            name, TypeError, got="an array on a GPU", expected=expected, fix="pass float(value)"
+        )
+    number = float(value)
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+    return number
+
+
+def _integers(name: str, value: Any) -> Array | int | None:
+    expected = "None, an int or an integer array"
+    if value is None:
+        return None
+    if hasattr(value, "strides"):
+        if value.dtype.kind not in "iu":
+            raise problem_with(name, TypeError, got=f"dtype {value.dtype}", expected=expected)
+        return operator.index(value) if isinstance(value, np.integer) else value
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        fix = "wrap it in np.asarray" if isinstance(value, list | tuple) else ""
+        raise problem_with(name, TypeError, got=repr(value), expected=expected, fix=fix)
+    return operator.index(value)
+
+
+def _array(name: str, value: Any) -> None:
+    if value is not None and not hasattr(value, "strides"):
+        raise problem_with(
+            name,
+            TypeError,
+            got=type(value).__name__,
+            expected="a NumPy or CuPy array",
+            fix="wrap it in np.asarray" if isinstance(value, list | tuple | float) else "",
+        )

@@ -1,0 +1,281 @@
+"""What does cuflash compute? The definition: dense attention and its gradient in float64 NumPy.
+
+Every function has the signature of its fast counterpart plus ``dtype``, the dtype of the arithmetic
+and of the results (float64; ``np.longdouble`` as the truth for float64 inputs). Memory is O(M N).
+Where the fast functions and this file disagree, this file is right.
+
+A score is made in this order::
+
+    scale * q.k  ->  softcap * tanh(score / softcap)  ->  + bias  ->  -inf where invisible
+
+and ``out = softmax(score) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a row.
+A row that sees nothing has out = 0, lse = -inf and takes no part in any gradient.
+
+A key or value that a row cannot see has no effect on that row, whatever it holds: the products
+below read an operand only where it is seen, so that 0 * NaN does not arise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._arrays import native
+from cuflash._errors import problem_with
+from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._results import AttentionResult, Gradients
+
+Array = Any
+_NO_AXES = ((-2, -1),) * 4
+
+
+def scores(
+    q: Array,
+    k: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Final scores, batch + (m, n), with -inf where a key is invisible to a query."""
+    options = resolve(options, score_options)
+    q, k, _ = _operands(q, k, k, options, axes, dtype)
+    return _scores(q, k, options, dtype)[0]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Dense attention; see :func:`cuflash.attention` for parameters."""
+    options = resolve(options, score_options)
+    q, k, v = _operands(q, k, v, options, axes, dtype)
+    score, _ = _scores(q, k, options, dtype)
+    p, lse = _softmax(score)
+    out = _to_axes(_seen_product(p, v, score != -np.inf), (axes or _NO_AXES)[3])
+    return AttentionResult(out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
+    /,
+    *,
+    dlse: Array | None = None,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of ``sum(dout * out) + sum(dlse * lse)``; ``out`` and ``lse`` are recomputed.
+
+    With p = softmax(score) and delta = rowsum(dout * out) - dlse (FlashAttention, appendix B)::
+
+        dv = p^T dout,   dp = dout v^T,   dscore = p * (dp - delta)
+        draw = dscore * (1 - tanh(scale q.k / softcap)^2)
+        dq = scale * draw k,   dk = scale * draw^T q
+    """
+    del out, lse
+    options = resolve(options, score_options)
+    pairs = axes or _NO_AXES
+    inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
+    q, k, v = _operands(q, k, v, options, axes, dtype)
+    score, slope = _scores(q, k, options, dtype)
+    seen = score != -np.inf
+    p, lse = _softmax(score)
+    dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
+
+    dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)), 0)
+    delta = (p * dp).sum(-1)
+    if dlse is not None:
+        delta = delta - np.where(np.isneginf(lse), 0, np.broadcast_to(dlse, lse.shape))
+    draw = np.where(seen, p * (dp - delta[..., None]) * slope, 0)
+    scale = _scale(options, q.shape[-1], dtype)
+    seen_t = np.swapaxes(seen, -1, -2)
+    full = {
+        "q": scale * _seen_product(draw, k, seen),
+        "k": scale * _seen_product(np.swapaxes(draw, -1, -2), q, seen_t),
+        "v": _seen_product(np.swapaxes(p, -1, -2), dout, seen_t),
+    }
+    gradients = {}
+    for (name, given), pair in zip(inputs.items(), pairs, strict=False):
+        if name in wrt:
+            shape = _to_canonical(given, pair).shape
+            gradients["d" + name] = _to_axes(_sum_to(full[name], shape, options), pair)
+    return Gradients(**gradients)
+
+
+def attention_vjp(q: Array, k: Array, v: Array, /, **rest: Any) -> tuple[Any, Any]:
+    """Attention and its pullback; see :func:`cuflash.attention_vjp`."""
+    result = attention(q, k, v, **rest)
+    rest.pop("return_lse", None)
+
+    def pullback(
+        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = ("q", "k", "v")
+    ) -> Gradients:
+        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **rest)
+
+    return result, pullback
+
+
+def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
+    """Combine attention over disjoint sets of keys, parts along ``axis``.
+
+    ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
+    lse = -inf is neutral.
+    """
+    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
+    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    weight, lse = _softmax(np.moveaxis(lses, 0, -1))
+    weight = np.moveaxis(weight, -1, 0)[..., None]
+    return AttentionResult(np.where(weight == 0, 0, weight * outs).sum(0), lse)
+
+
+def weights(
+    q: Array,
+    k: Array,
+    lse: Array | None = None,
+    /,
+    *,
+    rows: Any = None,
+    cols: Any = None,
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed."""
+    del lse
+    score = scores(q, k, options=options, axes=axes, dtype=dtype, **score_options)
+    p, _ = _softmax(score)
+    rows = slice(None) if rows is None else rows
+    cols = slice(None) if cols is None else cols
+    return p[..., rows, :][..., cols]
+
+
+def visible(seqlen_q: int, seqlen_k: int, options: Options, batch: tuple[int, ...] = ()) -> Array:
+    """Which keys each query may see by lengths, causality, window and mask: batch + (m, n)."""
+    m = np.arange(seqlen_q)[:, None]
+    n = np.arange(seqlen_k)[None, :]
+
+    def per_entry(value: Any, default: int) -> Array:
+        array = np.asarray(default if value is None else value).astype(np.int64)
+        return np.broadcast_to(array, batch)[..., None, None]
+
+    q_length = per_entry(options.q_lengths, seqlen_q)
+    kv_length = per_entry(options.kv_lengths, seqlen_k)
+    if options.causal == "top_left":
+        offset: Any = 0
+    elif options.offset is None:
+        offset = kv_length - q_length
+    else:
+        offset = per_entry(options.offset, 0)
+    left, right = options.window or (None, None)
+    right = 0 if options.causal else right
+    result = (m < q_length) & (n < kv_length)
+    if left is not None:
+        result = result & (n >= m + offset - left)
+    if right is not None:
+        result = result & (n <= m + offset + right)
+    if options.mask is not None:
+        result = result & options.mask
+    return np.broadcast_to(result, (*batch, seqlen_q, seqlen_k))
+
+
+def _operands(
+    q: Array, k: Array, v: Array, options: Options, axes: Any, dtype: Any
+) -> tuple[Array, Array, Array]:
+    """Canonical order, one dtype, q with every batch axis; k, v repeated per group under GQA."""
+    arrays = {}
+    for (name, array), pair in zip(
+        {"q": q, "k": k, "v": v}.items(), axes or _NO_AXES, strict=False
+    ):
+        if not isinstance(native(name, array), np.ndarray):
+            raise problem_with(
+                name, TypeError, got="a CuPy array", expected="a NumPy array",
+                fix="write cupy.asnumpy: the reference runs on the host",
+            )  # fmt: skip
+        arrays[name] = _to_canonical(array, pair).astype(dtype)
+    q, k, v = arrays.values()
+    if options.enable_gqa:
+        group_size = q.shape[-3] // k.shape[-3]
+        k, v = (np.repeat(a, group_size, axis=-3) for a in (k, v))
+    batch = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    return np.broadcast_to(q, batch + q.shape[-2:]), k, v
+
+
+def _scale(options: Options, head_dim: int, dtype: Any) -> Any:
+    return dtype(1 / math.sqrt(head_dim) if options.scale is None else options.scale)
+
+
+def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array]:
+    """Final scores, -inf where invisible, and the derivative of softcap at each score."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
+        slope = np.ones((), dtype)
+        if options.softcap is not None:
+            t = np.tanh(score / dtype(options.softcap))
+            score, slope = dtype(options.softcap) * t, 1 - t * t
+        if options.bias is not None:
+            bias = np.asarray(options.bias).astype(dtype)
+            score = np.where(np.isneginf(bias), -np.inf, score + bias)
+    batch, (seqlen_q, seqlen_k) = score.shape[:-2], score.shape[-2:]
+    seen = visible(options, batch, seqlen_q, seqlen_k)
+    return np.where(seen, score, -np.inf).astype(dtype), slope
+
+
+def _softmax(score: Array) -> tuple[Array, Array]:
+    """Probabilities and log of the sum of exponentials over the last axis; 0 and -inf if empty."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        highest = np.max(score, axis=-1, initial=-np.inf)
+        highest = np.where(np.isneginf(highest), 0, highest)
+        e = np.exp(score - highest[..., None])
+        total = e.sum(-1)
+        p = e / np.where(total == 0, 1, total)[..., None]
+        return p, highest + np.log(total)
+
+
+def _seen_product(a: Array, b: Array, seen: Array) -> Array:
+    """``a @ b`` where ``a`` is 0 outside ``seen``; non-finite ``b`` reaches only rows seeing it."""
+    finite = np.isfinite(b)
+    if finite.all():
+        return np.matmul(a, b)
+    poisoned = np.matmul(seen.astype(np.float64), (~finite).astype(np.float64)) > 0
+    return np.where(poisoned, np.nan, np.matmul(a, np.where(finite, b, 0)))
+
+
+def _sum_to(gradient: Array, shape: tuple[int, ...], options: Options) -> Array:
+    """Sum over broadcast axes, and over the query heads of each key/value head, to ``shape``."""
+    if options.enable_gqa and gradient.shape[-3] != shape[-3]:
+        heads = shape[-3]
+        grouped = gradient.reshape(*gradient.shape[:-3], heads, -1, *gradient.shape[-2:])
+        gradient = grouped.sum(-3)
+    extra = gradient.ndim - len(shape)
+    gradient = gradient.sum(tuple(range(extra)))
+    axes = tuple(i for i, n in enumerate(shape[:-2]) if n == 1 and gradient.shape[i] != 1)
+    return gradient.sum(axes, keepdims=True)
+
+
+def _to_canonical(array: Array, pair: tuple[int, int]) -> Array:
+    return np.moveaxis(array, pair, (-2, -1))
+
+
+def _to_axes(array: Array, pair: tuple[int, int]) -> Array:
+    return np.moveaxis(array, (-2, -1), pair)
