@@ -170,7 +170,7 @@ def weights(
     return p[..., rows, :][..., cols]
 
 
-def visible(seqlen_q: int, seqlen_k: int, options: Options, batch: tuple[int, ...] = ()) -> Array:
+def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
     """Which keys each query may see by lengths, causality, window and mask: batch + (m, n)."""
     m = np.arange(seqlen_q)[:, None]
     n = np.arange(seqlen_k)[None, :]
