@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import probe_extras
 import pytest
+
+import probe_extras
 import setup_env
 from setup_env import Driver, SetupError, Venv
 
@@ -315,11 +316,11 @@ def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cud
 
 
 @posix_only
-def test_old_python_hands_over_to_a_newer_one(tmp_path, monkeypatch):
-    program = tmp_path / "python3.12"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+def test_old_python_hands_over_to_a_newer_one_that_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup_env.newer_python() == str(program)
-    program.unlink()
     assert setup_env.newer_python() is None
+    for name, status in (("python3.12", 0), ("python3.13", 127)):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
+        program.chmod(0o755)
+    assert setup_env.newer_python() == str(tmp_path / "python3.12")

@@ -207,10 +207,10 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
 
 
 def newer_python() -> str | None:
-    """Find an interpreter on PATH that is new enough, for a caller that is not."""
+    """Find an interpreter on PATH that is new enough and starts, for a caller that is too old."""
     for minor in (14, 13, 12, 11):
         found = shutil.which(f"python3.{minor}")
-        if found:
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
             return found
     return None
 
