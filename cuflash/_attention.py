@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash import _host
-from cuflash._arrays import Array, native, same_module
+from cuflash._arrays import Array, is_cupy, native, same_module
 from cuflash._errors import not_yet, problem_with
 from cuflash._options import Options, ScoreOptions, resolve
 from cuflash._problem import (
@@ -18,7 +18,6 @@ from cuflash._problem import (
     check_destination,
     common_dtype,
     describe,
-    gradient_operand,
     require_float,
     require_shape,
 )
@@ -157,12 +156,12 @@ def attention(
             raise problem_with(
                 "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(problem.lse_dtype)
             )
-        check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays())
+        check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays)
     if out is None:
         out = xp.empty(problem.out_shape, problem.dtype)
     if lse is None and (return_lse or xp is np):
         lse = xp.empty(problem.lse_shape, problem.lse_dtype)
-    _run_forward(problem, q, k, v, chosen, out, lse)
+    _run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
     return AttentionResult(out, lse) if return_lse else out
 
 
@@ -260,9 +259,9 @@ def attention_backward(
         if buffer is None:
             buffer = xp.empty(given[name].shape, given[name].dtype)
         else:
-            _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays())
+            _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
         gradients[name] = buffer
-    _run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients)
+    _run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
     return Gradients(**{"d" + name: array for name, array in gradients.items()})
 
 
@@ -495,9 +494,7 @@ def workspace_size(
     problem = describe(q, k, v, chosen, axes=axes, precision=precision)
     if xp is np:
         return 0
-    from cuflash import _launch
-
-    return _launch.workspace_size(problem, backward=backward)
+    return int(_launch().workspace_size(problem, backward=backward))
 
 
 def _operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
@@ -564,14 +561,24 @@ def _check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others
 
 
 def _run_forward(
-    problem: Problem, q: Array, k: Array, v: Array, options: Options, out: Array, lse: Any
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    out: Array,
+    lse: Array | None,
+    workspace: Array | None,
+    config: Any,
 ) -> None:
-    lse_view = lse.reshape(*problem.batch, problem.seqlen_q)
     if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
-        out[...] = 0
-        lse[...] = -np.inf
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+    elif is_cupy(q):
+        _launch().forward(problem, q, k, v, options, out, lse, workspace=workspace, config=config)
     else:
-        _host.forward(problem, q, k, v, options, canonical_view(out, problem.out), lse_view)
+        _host.forward(problem, q, k, v, options, out, lse)
 
 
 def _run_backward(
@@ -585,29 +592,24 @@ def _run_backward(
     dlse: Array | None,
     options: Options,
     gradients: dict[str, Array],
+    workspace: Array | None,
+    config: Any,
 ) -> None:
-    dtype = _host.arithmetic(problem.dtype)
-    rows = (*problem.batch, problem.seqlen_q)
-    views = {
-        name: canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
-        for name, a in gradients.items()
-    }
-    sums = {name: np.zeros(view.shape, dtype) for name, view in views.items()}
-    if 0 not in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
-        _host.backward(
-            problem,
-            canonical_view(dout, gradient_operand(problem, "dout", dout)),
-            q,
-            k,
-            v,
-            canonical_view(out, gradient_operand(problem, "dout", out)),
-            lse.reshape(rows),
-            None if dlse is None else dlse.reshape(rows),
-            options,
-            sums,
-        )
-    for name, view in views.items():
-        view[...] = sums[name]
+    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+        for gradient in gradients.values():
+            gradient.fill(0)
+        return
+    path: Any = _host
+    extra: dict[str, Any] = {}
+    if is_cupy(q):
+        path, extra = _launch(), {"workspace": workspace, "config": config}
+    path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
+
+
+def _launch() -> Any:
+    from cuflash import _launch
+
+    return _launch
 
 
 def _stacked(name: str, parts: Any, axis: int) -> Array:

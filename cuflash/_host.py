@@ -22,7 +22,7 @@ import numpy as np
 
 from cuflash._arrays import Array
 from cuflash._options import Options
-from cuflash._problem import Operand, Problem, canonical_view
+from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
 
 _BLOCK_M = 256
 _BLOCK_N = 512
@@ -137,8 +137,10 @@ class Scores:
 def forward(
     problem: Problem, q: Array, k: Array, v: Array, options: Options, out: Array, lse: Array
 ) -> None:
-    """Fill ``out`` (canonical view) and ``lse`` (canonical view) of the problem."""
+    """Fill ``out`` and ``lse`` of the problem."""
     dtype = arithmetic(problem.dtype)
+    out = canonical_view(out, problem.out)
+    lse = _rows_view(problem, lse)
     q, k, v = _views(problem, q, k, v)
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np)
@@ -185,22 +187,29 @@ def backward(
     options: Options,
     gradients: dict[str, Array],
 ) -> None:
-    """Add to ``gradients`` (canonical views with summed axes of extent 1, arithmetic dtype).
+    """Fill ``gradients``, by input name.
 
     One pass over query blocks: dq of a block is complete after its keys, dk and dv accumulate.
     """
     dtype = arithmetic(problem.dtype)
     scale = dtype.type(problem.scale)
     q, k, v = _views(problem, q, k, v)
+    dout, out = (canonical_view(a, gradient_operand(problem, "dout", a)) for a in (dout, out))
+    lse, dlse = _rows_view(problem, lse), None if dlse is None else _rows_view(problem, dlse)
+    results = {
+        name: canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
+        for name, a in gradients.items()
+    }
+    sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
     summed = {name: getattr(problem, name).summed for name in ("q", "k", "v")}
 
     def add(name: str, entry: _Entry, rows: slice, part: Array) -> None:
-        if name not in gradients:
+        if name not in sums:
             return
         trailing = summed[name][len(entry) :]
         axes = tuple(i for i, is_summed in enumerate(trailing) if is_summed)
         own = tuple(0 if s else i for i, s in zip(entry, summed[name], strict=False))
-        gradients[name][own][..., rows, :] += part.sum(axes, keepdims=True) if axes else part
+        sums[name][own][..., rows, :] += part.sum(axes, keepdims=True) if axes else part
 
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np)
@@ -240,11 +249,13 @@ def backward(
                 shown = None if finite else ~hidden
                 shown_t = None if finite else np.swapaxes(~hidden, -1, -2)
                 dq += _product(dscore, k_block, shown)
-                if "k" in gradients:
+                if "k" in sums:
                     add("k", entry, cols, _product(np.swapaxes(dscore, -1, -2), q_block, shown_t))
-                if "v" in gradients:
+                if "v" in sums:
                     add("v", entry, cols, _product(np.swapaxes(p, -1, -2), dout_block, shown_t))
             add("q", entry, rows, dq)
+    for name, view in results.items():
+        view[...] = sums[name]
 
 
 def _product(a: Array, b: Array, seen: Array | None) -> Array:
@@ -290,6 +301,11 @@ def _entries(problem: Problem) -> Iterator[_Entry]:
 def _views(problem: Problem, *arrays: Array) -> Iterator[Array]:
     operands = (problem.q, problem.k, problem.v)
     return (canonical_view(a, o) for a, o in zip(arrays, operands, strict=True))
+
+
+def _rows_view(problem: Problem, rows: Array) -> Array:
+    """View of an array batch + (m,) in canonical order."""
+    return rows.reshape(*problem.batch, problem.seqlen_q)
 
 
 def _extremes(value: Any) -> tuple[int, int]:

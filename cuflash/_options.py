@@ -12,9 +12,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from cuflash._arrays import Array, native
 from cuflash._errors import not_yet, problem_with
 
-Array = Any
 Signature = tuple[Any, ...]
 
 #: Options that come with a later version, and their neutral value.
@@ -98,6 +98,8 @@ class Options:
     enable_gqa: bool = False
     #: Plain values and the layouts of arrays: the part of the options that a Problem depends on.
     signature: Any = field(init=False)
+    #: The options that are arrays, by name.
+    arrays: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         for name, neutral in _LATER.items():
@@ -120,8 +122,8 @@ class Options:
                 expected="an alignment word or an offset, not both",
                 fix="write causal=True with offset=",
             )
-        _array("bias", self.bias)
-        _array("mask", self.mask)
+        set_("bias", None if self.bias is None else native("bias", self.bias))
+        set_("mask", None if self.mask is None else native("mask", self.mask))
         if self.mask is not None and self.mask.dtype != np.bool_:
             raise problem_with(
                 "mask",
@@ -134,30 +136,27 @@ class Options:
             raise problem_with(
                 "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
             )
-        set_("signature", OptionLayout(*(_part(getattr(self, name)) for name in OPTION_NAMES)))
-
-    def arrays(self) -> dict[str, Array]:
-        """The options that are arrays, by name."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: value for name, value in named.items() if hasattr(value, "strides")}
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
+        set_("signature", OptionLayout(*map(_part, values.values())))
+        set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
 
     def __hash__(self) -> int:
         return hash(self.signature)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Options) or self.signature != other.signature:
-            return NotImplemented if not isinstance(other, Options) else False
-        theirs = other.arrays()
-        return all(value is theirs[name] for name, value in self.arrays().items())
+        if not isinstance(other, Options):
+            return NotImplemented
+        return self.signature == other.signature and all(
+            array is other.arrays[name] for name, array in self.arrays.items()
+        )
 
     def __repr__(self) -> str:
-        shown = []
+        texts = {name: f"<{a.dtype} {a.shape}>" for name, a in self.arrays.items()}
         for f in fields(self):
-            value = getattr(self, f.name)
-            if not f.init or (not hasattr(value, "strides") and value == f.default):
-                continue
-            text = f"<{value.dtype} {value.shape}>" if hasattr(value, "strides") else repr(value)
-            shown.append(f"{f.name}={text}")
+            value = getattr(self, f.name, None)
+            if f.init and f.name not in texts and value != f.default:
+                texts[f.name] = repr(value)
+        shown = [f"{name}={texts[name]}" for name in OPTION_NAMES if name in texts]
         return f"Options({', '.join(shown)})"
 
 
@@ -285,22 +284,15 @@ def _integers(name: str, value: Any) -> Array | int | None:
     expected = "None, an int or an integer array"
     if value is None:
         return None
-    if hasattr(value, "strides"):
-        if value.dtype.kind not in "iu":
-            raise problem_with(name, TypeError, got=f"dtype {value.dtype}", expected=expected)
-        return operator.index(value) if isinstance(value, np.integer) else value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        fix = "wrap it in np.asarray" if isinstance(value, list | tuple) else ""
-        raise problem_with(name, TypeError, got=repr(value), expected=expected, fix=fix)
-    return operator.index(value)
-
-
-def _array(name: str, value: Any) -> None:
-    if value is not None and not hasattr(value, "strides"):
-        raise problem_with(
-            name,
-            TypeError,
-            got=type(value).__name__,
-            expected="a NumPy or CuPy array",
-            fix="wrap it in np.asarray" if isinstance(value, list | tuple | float) else "",
-        )
+    if (hasattr(value, "__index__") and not hasattr(value, "shape")) or isinstance(
+        value, np.integer
+    ):
+        if isinstance(value, bool):
+            raise problem_with(name, TypeError, got=repr(value), expected=expected)
+        return operator.index(value)
+    if isinstance(value, float):
+        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+    array = native(name, value)
+    if array.dtype.kind not in "iu":
+        raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected=expected)
+    return array

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from cuflash._arrays import Array, array_module, is_cupy
+from cuflash._arrays import Array, array_module, is_cupy, same_module
 from cuflash._errors import problem_with
 from cuflash._options import Options, Signature, signature
 
@@ -102,13 +102,15 @@ def describe(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call and return its Problem."""
+    for name in options.arrays:
+        _check_module(name, options.arrays[name], q)
     checked = CANONICAL if axes is None else _axes(axes)
     problem = _describe(
         signature(q), signature(k), signature(v), options.signature, checked, precision,
         signature(out),
     )  # fmt: skip
     if out is not None:
-        check_destination("out", out, q=q, k=k, v=v, **options.arrays())
+        check_destination("out", out, q=q, k=k, v=v, **options.arrays)
     _check_values(problem, options)
     return problem
 
@@ -464,6 +466,12 @@ def _checked_length(name: str, value: Any, extent: int) -> int | None:
     if not 0 <= value <= extent:
         raise problem_with(name, ValueError, got=value, expected=f"a length from 0 to {extent}")
     return value
+
+
+def _check_module(name: str, array: Array, q: Array) -> None:
+    """A bias or mask lives where q lives; small integers may also come from the host."""
+    if is_cupy(array) or name in ("bias", "mask"):
+        same_module(**{"q": q, name: array})
 
 
 def _check_values(problem: Problem, options: Options) -> None:

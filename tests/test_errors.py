@@ -1,0 +1,297 @@
+"""Does every wrong call say what is wrong, and leave everything as it was?"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import Options
+
+
+def arrays() -> SimpleNamespace:
+    """A legal (2, 4, 5, 8) x (2, 4, 7, 8) problem with all that a wrong call may need."""
+    rng = np.random.default_rng(0)
+    a = SimpleNamespace(
+        q=rng.standard_normal((2, 4, 5, 8), dtype=np.float32),
+        k=rng.standard_normal((2, 4, 7, 8), dtype=np.float32),
+        v=rng.standard_normal((2, 4, 7, 6), dtype=np.float32),
+        out=np.zeros((2, 4, 5, 6), np.float32),
+        lse=np.zeros((2, 4, 5), np.float32),
+        dout=rng.standard_normal((2, 4, 5, 6), dtype=np.float32),
+    )
+    a.qkv = (a.q, a.k, a.v)
+    return a
+
+
+def call(**keywords):
+    return lambda a: cuflash.attention(*a.qkv, **keywords)
+
+
+def backward(**keywords):
+    return lambda a: cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse, **keywords)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+class OnAGpu:
+    """Pretends to be a scalar array on a GPU."""
+
+    __cuda_array_interface__ = None
+
+    def __float__(self):
+        return 1.0
+
+
+# name: (wrong call, exception, argument named, pattern of the rest)
+WRONG = {
+    # what is an array
+    "q a list": (
+        lambda a: cuflash.attention([[1.0]], a.k, a.v), TypeError, "q", "list.*np.asarray"),
+    "v a list": (lambda a: cuflash.attention(a.q, a.k, [1.0]), TypeError, "v", "list"),
+    "k None": (lambda a: cuflash.attention(a.q, None, a.v), TypeError, "k", "NoneType"),
+    "masked array": (
+        lambda a: cuflash.attention(np.ma.masked_array(a.q), a.k, a.v), TypeError, "q", "mask="),
+    "ctypes buffer": (
+        lambda a: cuflash.attention(a.q, a.k, (ctypes.c_float * 4)()), TypeError, "v", "ctypes|c_f"),
+    "v a NumPy scalar": (
+        lambda a: cuflash.attention(a.q, a.k, np.float32(1)), TypeError, "v", "float32"),
+    # ranks and shapes
+    "q of rank 1": (
+        lambda a: cuflash.attention(a.q[0, 0, 0], a.k, a.v), ValueError, "q", r"q\[None, :\]"),
+    "v of rank 0": (
+        lambda a: cuflash.attention(a.q, a.k, np.array(1.0)), ValueError, "v",
+        "two axes"),
+    "head_dim differs": (
+        lambda a: cuflash.attention(a.q, a.k[..., :7], a.v), ValueError, "k", "head_dim 7.*8"),
+    "values for other keys": (
+        lambda a: cuflash.attention(a.q, a.k, a.v[..., :6, :]), ValueError, "v", "6 values.*7"),
+    "head_dim 0": (
+        lambda a: cuflash.attention(a.q[..., :0], a.k[..., :0], a.v), ValueError, "q",
+        "at least 1"),
+    "batches do not broadcast": (
+        lambda a: cuflash.attention(a.q, a.k[:, :3], a.v[:, :3]), ValueError, "q, k, v",
+        "broadcast"),
+    "grouped heads without the flag": (
+        lambda a: cuflash.attention(a.q, a.k[:, :2], a.v[:, :2]), ValueError, "q, k, v",
+        "enable_gqa=True"),
+    "heads not divisible": (
+        lambda a: cuflash.attention(a.q, a.k[:, :3], a.v[:, :3], enable_gqa=True), ValueError, "k",
+        "divisor of the 4"),
+    "k and v heads differ under GQA": (
+        lambda a: cuflash.attention(a.q, a.k[:, :2], a.v[:, :1], enable_gqa=True), ValueError, "v",
+        "2 heads"),
+    "GQA without heads": (
+        lambda a: cuflash.attention(a.q[0, 0], a.k[0, 0], a.v[0, 0], enable_gqa=True), ValueError,
+        "q", "heads axis"),
+    # dtypes
+    "integers": (
+        lambda a: cuflash.attention(a.q.astype(int), a.k, a.v), TypeError, "q",
+        r"int64.*astype\(np.float32\)"),
+    "complex": (
+        lambda a: cuflash.attention(a.q, a.k.astype(complex), a.v), TypeError, "k", "complex128"),
+    "longdouble": (
+        lambda a: cuflash.attention(a.q, a.k, a.v.astype(np.longdouble)), TypeError, "v",
+        "float64"),
+    "float16 with bfloat16": (
+        lambda a: cuflash.attention(
+            a.q.astype(np.float16), a.k.astype(ml_dtypes.bfloat16), a.v.astype(np.float16)),
+        TypeError, "q, k, v", "not both"),
+    "float8": (
+        lambda a: cuflash.attention(a.q.astype(ml_dtypes.float8_e4m3fn), a.k, a.v), TypeError, "q",
+        "float8"),
+    # axes
+    "axes an int": (call(axes=-2), TypeError, "axes", "four pairs"),
+    "axes of three pairs": (call(axes=[(-2, -1)] * 3), ValueError, "axes", "four pairs"),
+    "axes a triple": (call(axes=[(-3, -2, -1)] * 4), ValueError, "axes", "four pairs"),
+    "axes beyond the rank": (call(axes=[(-5, -1)] * 4), ValueError, "axes", "axis -5 for q"),
+    "axes twice the same": (call(axes=[(3, -1)] * 4), ValueError, "axes", "two different"),
+    "axes as floats": (call(axes=[(-2.0, -1.0)] * 4), TypeError, "axes", "pairs"),
+    # option values
+    "causal an int": (call(causal=1), TypeError, "causal", "top_left"),
+    "causal misspelt": (call(causal="topleft"), ValueError, "causal", "top_left"),
+    "alignment word with offset": (
+        call(causal="top_left", offset=3), ValueError, "offset", "causal=True"),
+    "offset a float": (call(offset=1.5), TypeError, "offset", "integer"),
+    "offset a bool": (call(offset=True), TypeError, "offset", "integer"),
+    "offset per batch of shape (B,)": (
+        call(offset=np.array([1, 2])), ValueError, "offset", r"\(2, 1\)"),
+    "window an int": (call(window=3), TypeError, "window", r"\(3, 3\)"),
+    "window negative": (call(window=(-1, 0)), ValueError, "window", "None is unbounded"),
+    "window of floats": (call(window=(1.5, None)), TypeError, "window", "pair"),
+    "window of three": (call(window=(1, 2, 3)), TypeError, "window", "pair"),
+    "window of bools": (call(window=(True, None)), TypeError, "window", "pair"),
+    "scale NaN": (call(scale=float("nan")), ValueError, "scale", "finite"),
+    "scale infinite": (call(scale=np.inf), ValueError, "scale", "finite"),
+    "scale a string": (call(scale="auto"), TypeError, "scale", "number"),
+    "scale an array": (call(scale=np.ones(2)), TypeError, "scale", r"shape \(2,\)"),
+    "scale on a GPU": (call(scale=OnAGpu()), TypeError, "scale", "float"),
+    "softcap zero": (call(softcap=0.0), ValueError, "softcap", "positive"),
+    "softcap negative": (call(softcap=-30), ValueError, "softcap", "positive"),
+    "softcap infinite": (call(softcap=np.inf), ValueError, "softcap", "finite"),
+    "mask of ints": (call(mask=np.ones((5, 7), int)), TypeError, "mask", "bool.*bias="),
+    "mask a list": (call(mask=[[True]]), TypeError, "mask", "np.asarray"),
+    "mask of a wrong shape": (
+        call(mask=np.ones((7, 5), bool)), ValueError, "mask", r"\(7, 5\).*\(2, 4, 5, 7\)"),
+    "mask of rank 1": (call(mask=np.ones(7, bool)), ValueError, "mask", r"core \(m, n\)"),
+    "mask with more batch axes": (
+        call(mask=np.ones((3, 2, 4, 5, 7), bool)), ValueError, "mask", "broadcasts to"),
+    "bias of bools": (call(bias=np.ones((5, 7), bool)), TypeError, "bias", "mask="),
+    "bias of ints": (call(bias=np.ones((5, 7), int)), TypeError, "bias", "floating"),
+    "bias of a wrong shape": (
+        call(bias=np.ones((2, 5, 7), np.float32)), ValueError, "bias", "broadcasts to"),
+    "bias a number": (call(bias=1.0), TypeError, "bias", "np.asarray"),
+    "kv_lengths too long": (call(kv_lengths=8), ValueError, "kv_lengths", "from 0 to 7"),
+    "kv_lengths negative": (call(kv_lengths=-1), ValueError, "kv_lengths", "from 0 to 7"),
+    "kv_lengths of shape (B,)": (
+        call(kv_lengths=np.array([3, 4])), ValueError, "kv_lengths", r"\(2, 1\).*heads"),
+    "kv_lengths with one too long": (
+        call(kv_lengths=np.array([[3], [9]])), ValueError, "kv_lengths", "3 to 9.*0 to 7"),
+    "q_lengths of floats": (
+        call(q_lengths=np.array([[3.0], [4.0]])), TypeError, "q_lengths", "float64.*integer"),
+    "q_lengths too long": (call(q_lengths=6), ValueError, "q_lengths", "from 0 to 5"),
+    "q_lengths a list": (call(q_lengths=[3, 4]), TypeError, "q_lengths", "np.asarray"),
+    "enable_gqa a string": (call(enable_gqa="yes"), TypeError, "enable_gqa", "True or False"),
+    "a misspelt keyword": (call(casual=True), TypeError, "casual", "did you mean causal"),
+    "options a dict": (call(options={"causal": True}), TypeError, "options", "cuflash.Options"),
+    "options with keywords": (
+        call(options=Options(causal=True), scale=0.5), TypeError, "options",
+        "together with scale"),
+    # options of later versions
+    "alibi_slopes": (
+        call(alibi_slopes=np.ones(4)), NotImplementedError, "alibi_slopes", "planned"),
+    "segment_ids": (call(segment_ids=(1, 2)), NotImplementedError, "segment_ids", "planned"),
+    "sink": (call(sink=np.zeros(4)), NotImplementedError, "sink", "planned"),
+    "dropout": (call(dropout=0.1, seed=1), NotImplementedError, "dropout", "planned"),
+    "score_mod": (call(score_mod="score"), NotImplementedError, "score_mod", "planned"),
+    "mask_mod": (call(mask_mod="q == k"), NotImplementedError, "mask_mod", "planned"),
+    # how to compute
+    "precision unknown": (call(precision="fast"), ValueError, "precision", "tf32"),
+    "deterministic a string": (
+        call(deterministic="yes"), TypeError, "deterministic", "True or False"),
+    "workspace of floats": (call(workspace=np.zeros(4)), TypeError, "workspace", "uint8"),
+    "config for NumPy": (call(config=object()), TypeError, "config", "None for NumPy"),
+    # where to write
+    "out of a wrong shape": (
+        lambda a: cuflash.attention(*a.qkv, out=a.q), ValueError, "out", r"\(2, 4, 5, 6\)"),
+    "out of a wrong dtype": (
+        lambda a: cuflash.attention(*a.qkv, out=a.out.astype(np.float64)), TypeError, "out",
+        "float64.*float32"),
+    "out read-only": (
+        lambda a: cuflash.attention(*a.qkv, out=read_only(a.out)), ValueError, "out",
+        "can be written"),
+    "out overlapping itself": (
+        lambda a: cuflash.attention(
+            *a.qkv, out=np.lib.stride_tricks.as_strided(a.out, a.out.shape, (0, 120, 24, 4))),
+        ValueError, "out", "overlap"),
+    "out inside q": (
+        lambda a: cuflash.attention(a.q, a.k, a.v, out=a.q[..., 1:7]), ValueError, "out",
+        "shared with q"),
+    "out a list": (call(out=[]), TypeError, "out", "list"),
+    "out alone with return_lse": (
+        lambda a: cuflash.attention(*a.qkv, return_lse=True, out=a.out), TypeError, "out",
+        "pair"),
+    "lse of a wrong shape": (
+        lambda a: cuflash.attention(*a.qkv, return_lse=True, out=(a.out, a.lse[0])), ValueError,
+        "lse", r"\(2, 4, 5\)"),
+    "lse of a wrong dtype": (
+        lambda a: cuflash.attention(
+            *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.float64))),
+        TypeError, "out", "float64"),
+    # backward
+    "dout of a wrong shape": (
+        lambda a: cuflash.attention_backward(a.q, *a.qkv, a.out, a.lse), ValueError, "dout",
+        r"\(2, 4, 5, 6\)"),
+    "dout a list": (
+        lambda a: cuflash.attention_backward([1.0], *a.qkv, a.out, a.lse), TypeError, "dout",
+        "list"),
+    "out of ints in backward": (
+        lambda a: cuflash.attention_backward(a.dout, *a.qkv, a.out.astype(int), a.lse), TypeError,
+        "out", "int64"),
+    "lse with a trailing axis": (
+        lambda a: cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse[..., None]), ValueError,
+        "lse", r"\(2, 4, 5\)"),
+    "dlse of a wrong shape": (backward(dlse=np.zeros((2, 4))), ValueError, "dlse", "lse"),
+    "wrt a string": (backward(wrt="q"), TypeError, "wrt", "tuple"),
+    "wrt unknown": (backward(wrt=("dq",)), ValueError, "wrt", '"q"'),
+    "wrt bias": (backward(wrt=("bias",)), NotImplementedError, "wrt='bias'", "planned"),
+    "grads_out of a wrong shape": (
+        lambda a: backward(grads_out=cuflash.Gradients(dq=a.k.copy()))(a), ValueError,
+        "grads_out.dq", r"\(2, 4, 5, 8\)"),
+    "grads_out of a wrong dtype": (
+        lambda a: backward(grads_out=cuflash.Gradients(dq=a.q.astype(np.float64)))(a), TypeError,
+        "grads_out.dq", "float32"),
+    "grads_out inside an input": (
+        lambda a: backward(grads_out=cuflash.Gradients(dk=a.k))(a), ValueError, "grads_out.dk",
+        "shared with k"),
+    # merge and weights
+    "merge of nothing": (lambda a: cuflash.merge([], []), ValueError, "outs", "no parts"),
+    "merge of other shapes": (
+        lambda a: cuflash.merge([a.out, a.out[:1]], [a.lse, a.lse]), ValueError, r"outs\[1\]",
+        "shape"),
+    "merge of other dtypes": (
+        lambda a: cuflash.merge([a.out, a.out.astype(np.float64)], [a.lse, a.lse]), TypeError,
+        r"outs\[1\]", "float64"),
+    "merge with too few lses": (
+        lambda a: cuflash.merge([a.out, a.out], [a.lse]), ValueError, "lses", "shape"),
+    "merge along a feature": (
+        lambda a: cuflash.merge(a.out[None], a.lse[None], axis=4), ValueError, "axis", "from 0"),
+    "merge of a sequence along axis 1": (
+        lambda a: cuflash.merge([a.out], [a.lse], axis=1), ValueError, "axis", "0 for a sequence"),
+    "weights of everything": (
+        lambda a: cuflash.weights(a.q, a.k, a.lse), ValueError, "rows", r"slice\(None\)"),
+    "weights of a bool selection": (
+        lambda a: cuflash.weights(a.q, a.k, a.lse, rows=np.ones(5, bool)), TypeError, "rows",
+        "integers"),
+    "weights with a wrong lse": (
+        lambda a: cuflash.weights(a.q, a.k, a.lse[0], cols=[0]), ValueError, "lse", "shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_call_is_named(name):
+    wrong, kind, argument, rest = WRONG[name]
+    given = arrays()
+    before = {key: value.copy() for key, value in vars(given).items() if key != "qkv"}
+    with pytest.raises(kind) as caught:
+        wrong(given)
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert re.match(rf"(\w+\()?{argument}: ", message), message
+    assert re.search(rest, message), message
+    if kind is not NotImplementedError:
+        assert "got " in message
+        assert "expected " in message
+    for key, value in before.items():
+        np.testing.assert_array_equal(getattr(given, key), value)
+
+
+def test_the_table_is_long_enough():
+    assert len(WRONG) >= 60
+
+
+def test_the_legal_neighbour_of_every_wrong_call_passes():
+    a = arrays()
+    result = cuflash.attention(*a.qkv, return_lse=True, out=(a.out, a.lse))
+    assert result.out is a.out
+    assert result.lse is a.lse
+    np.testing.assert_allclose(a.out, cuflash.reference.attention(*a.qkv), rtol=1e-5, atol=1e-6)
+    cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse, dlse=np.ones((2, 4, 5)))
+
+
+def test_output_may_interleave_with_an_input():
+    packed = np.zeros((2, 4, 5, 14), np.float32)
+    packed[..., :8] = arrays().q
+    q, out = packed[..., :8], packed[..., 8:]
+    a = arrays()
+    cuflash.attention(q, a.k, a.v, out=out)
+    np.testing.assert_array_equal(out, cuflash.attention(a.q, a.k, a.v))
+    np.testing.assert_array_equal(q, a.q)
