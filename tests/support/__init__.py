@@ -1,0 +1,1 @@
+"""What the tests share: the error budget, input families, drawn problems, memory discipline."""

@@ -1,0 +1,415 @@
+"""Is a result as exact as its arithmetic allows? The one oracle of every numerical test.
+
+T is the definition (`cuflash.reference`) on the inputs exactly as stored, in float64, or longdouble
+for float64 inputs. M is `support.model_flash`. A is the result under test. No number below is
+tuned: each is a property of the arithmetic or follows from the derivation.
+
+The rules, per tensor (out, dq, dk, dv)
+---------------------------------------
+R1  |A - T| <= 2 * max|M - T| + ulp(max|T|) + E           tensors of at least SAMPLE elements
+R2  rms(A - T) <= 1.25 * rms(M - T)                       same, whole and per head; gradients 1.5;
+                                                          + rms(E) unless rms(M - T) > rms(E)
+R3  probe (v one-hot or v >= 0): |A - T| <= eps * |T| + 2 * E + 8 * smallest normal
+R4  lse: |A - T| <= 4 * eps_acc * max(1, |T|) + E
+R5  rows with nothing visible are +0 with lse = -inf and gradient 0; results are finite exactly
+    where the definition, rounded to the dtype, is
+R6  |A - T| <= W + ulp(max|T|) + E, and the same for M: no correct arithmetic can be further off,
+    so that a broken M cannot widen R1, and small tensors, where max|M - T| may be 0 by luck,
+    still have a rule
+
+E bounds elementwise what the accumulator may lose, W what the declared roundings to the operand
+dtype may lose at worst. Where the elements of a large tensor are concerned, the roundings of W
+average out, in A as in M: R1 and R2 are the sharp rules there. Where rms(M - T) > rms(E), the
+accumulator adds little to R2: it is independent of the declared roundings and E is 5 standard
+deviations of each sum, so that the rms grows by less than sqrt(1 + 1/25) = 1.02.
+
+E: "kappa" and "G"
+------------------
+u = eps/2 of the accumulator. A sum of n terms x_i errs by at most c(n) * u * sum|x_i|: n - 1 in
+the worst case, and 3 * sqrt(n) for roundings of mean 0 (variance at most u^2/3 each, so this is
+5 standard deviations of a random walk; Higham and Mary 2019, theorem 2.8).
+c(n) = min(n, 3 sqrt(n)).
+
+*Exponent.* With S = |scale| * sum|q||k|, a score errs by at most
+    e = u * ((c(d) + 4) * S + 8 * softcap + 4 * |bias| + 2 * |score - lse|)
+c(d) S for the dot product, 4 S for rounding scale, its product with log2(e), and the product with
+the score; 8 softcap for a tanh formed as 1 - 2/(1 + exp 2x), whose error is absolute; 4 |bias| for
+conversion, sum and change of base; the last for the difference itself. This is the note's kappa,
+kept per pair (m, n): one scalar for the whole tensor would let a single far-off key (bias -6e4, or
+finfo.min) blind the rule for every other.
+
+*Probability.* P = exp(score - lse) and sum(exp) share the errors: the relative error of a
+normalised weight is at most
+    r = e + sum_n(P e) + u * (2 c(n) + 16 + 2 |lse|)
+(numerator, denominator, both sums over keys, 4 ulp each for exp and the rescaling by running
+maxima, and for the backward the rounding of lse when it is stored).
+
+*Results*, first order; X = |dout| |v|^T, X' = sum_n(P X), y = |dlse|:
+    out    sum_n P r |v|                                              lse    sum_n(P e) + u c(n)
+    dv     sum_m P (r + u c(m)) |dout|
+    dS     P [ (r + 4u)(X + X' + y) + u (c(e) + 2)(X + X') + sum_n(P r X) ]
+    dS_raw dS error * t' + P (X + X' + y) u (2 (c(d) + 4) S t' / softcap + 16),  t' = 1 - tanh^2
+    dq     |scale| * sum_n [ dS_raw error + u (c(n) + 4) P (X + X' + y) t' ] |k|;  dk likewise
+plus u * c(count) of what is summed over broadcast axes and head groups, and the smallest normal
+number of the accumulator per summed term (GPU code flushes subnormals). These are the note's
+kappa * G: each is evaluated on absolute values, so that exact cancellation is no trap.
+T's own error is the same expression with its own eps and is added.
+
+W: declared roundings
+---------------------
+w = eps/2 of the operand dtype, t = half its smallest subnormal (0 for float32 and float64):
+    out  sum_n (w P + t) |v|          dv  sum_m (w P + t) |dout|
+    dq   |scale| * sum_n [ w |dS_raw| + t + P t' w |dout| |out| ] |k|;  dk likewise
+(probabilities and score gradients rounded once; delta = dout . out is formed from the rounded out.
+An unnormalised probability exp(s - running max) is at least P, so t is enough.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from ml_dtypes import finfo
+
+from cuflash import reference
+from support import model_flash
+
+#: Elements from which a tensor's errors are a sample: max|M - T| then is no accident.
+SAMPLE = 4096
+OUT_RMS, GRADIENT_RMS = 1.25, 1.5
+
+
+@dataclass
+class Tensor:
+    """One result: truth T, model M, and the bounds E (accumulator) and W (declared roundings)."""
+
+    name: str
+    truth: np.ndarray
+    model: np.ndarray
+    accumulation: np.ndarray
+    rounding: np.ndarray
+    dtype: np.dtype
+    rms_factor: float
+
+
+class BudgetError(AssertionError):
+    """A result outside the budget; the message names the rule and the worst element."""
+
+
+def sum_error(terms: int) -> float:
+    """c(n): how many u * sum|x| a sum of ``terms`` terms may lose."""
+    return min(float(terms), 3 * terms**0.5)
+
+
+class Budget:
+    """The budget of one call: `check_forward`, `check_backward`, `check_probe`."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.accumulator = model_flash.accumulator(call.dtype)
+        double = self.accumulator == np.float64
+        self.truth_dtype = np.dtype(np.longdouble if double else np.float64)
+        eps, truth_eps = np.finfo(self.accumulator).eps, np.finfo(self.truth_dtype).eps
+        self.u = float(eps / 2 * (1 + truth_eps / eps))
+        half = np.dtype(call.dtype).itemsize == 2
+        self.w = float(finfo(call.dtype).eps) / 2 if half else 0.0
+        self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
+        self.tiny = float(np.finfo(self.accumulator).tiny)
+        self.inputs = model_flash.expand(call, np.float64)
+
+    @cached_property
+    def truth(self) -> Any:
+        """The definition's out and lse."""
+        c = self.call
+        return reference.attention(
+            c.q, c.k, c.v, return_lse=True, dtype=self.truth_dtype.type, **c.options
+        )
+
+    @cached_property
+    def model(self) -> tuple[np.ndarray, np.ndarray]:
+        """Model-flash's out and lse."""
+        return model_flash.forward(self.call, self.model_inputs, self.call.dtype)
+
+    @cached_property
+    def model_inputs(self) -> model_flash.Expanded:
+        return model_flash.expand(self.call, self.accumulator)
+
+    @cached_property
+    def lse(self) -> np.ndarray:
+        """Truth's lse in float64, 0 where it is not finite."""
+        return np.nan_to_num(self.truth.lse.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+    @cached_property
+    def p(self) -> np.ndarray:
+        """Probabilities, (batch, m, n), 0 where invisible or not finite."""
+        x, c = self.inputs, self.call
+        scores = np.where(
+            x.visible, np.nan_to_num(reference.scores(c.q, c.k, **c.options)), -np.inf
+        )
+        seen = np.isfinite(self.truth.lse)[..., None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            p = np.exp(scores - self.lse[..., None])
+        return np.where(x.visible & seen & np.isfinite(p), p, 0.0)
+
+    @cached_property
+    def score_sum(self) -> np.ndarray:
+        """S = |scale| sum|q||k|, (batch, m, n)."""
+        x = self.inputs
+        return abs(x.scale) * (np.abs(x.q) @ np.abs(x.k).swapaxes(-1, -2))
+
+    @cached_property
+    def exponent_error(self) -> np.ndarray:
+        """e of the derivation, 0 where P is 0 (an error there changes nothing)."""
+        x, u = self.inputs, self.u
+        with np.errstate(divide="ignore"):
+            distance = np.where(self.p > 0, np.abs(np.log(self.p)), 0.0)
+        e = (sum_error(x.q.shape[-1]) + 4) * self.score_sum
+        e = e + 8 * (x.softcap or 0.0) + 4 * np.abs(x.bias) + 2 * distance
+        return np.where(self.p > 0, u * e, 0.0)
+
+    @cached_property
+    def mean_error(self) -> np.ndarray:
+        """sum_n(P e), (batch, m, 1)."""
+        return (self.p * self.exponent_error).sum(-1, keepdims=True)
+
+    @cached_property
+    def relative_error(self) -> np.ndarray:
+        """r of the derivation, (batch, m, n)."""
+        keys = self.p.shape[-1]
+        constant = 2 * sum_error(keys) + 16 + 2 * np.abs(self.lse[..., None])
+        return self.exponent_error + self.mean_error + self.u * constant
+
+    @cached_property
+    def out(self) -> Tensor:
+        x = self.inputs
+        v = np.abs(x.v)
+        accumulation = (self.p * self.relative_error + self.tiny * x.visible) @ v
+        rounding = (self.w * self.p + self.t * x.visible) @ v
+        return Tensor(
+            "out", self.truth.out, self.model[0], accumulation, rounding, self.call.dtype, OUT_RMS
+        )
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        """One Tensor per gradient asked for in ``call.wrt``."""
+        c, x, u, w, p = self.call, self.inputs, self.u, self.w, self.p
+        wrt = c.wrt
+        exact = reference.attention_backward(
+            c.dout, c.q, c.k, c.v, self.truth.out, self.truth.lse, dlse=c.dlse, wrt=wrt,
+            dtype=self.truth_dtype.type, **c.options,
+        )  # fmt: skip
+        model = model_flash.backward(c, self.model_inputs, *self.model, wrt)
+        q, k, v, dout = (np.abs(a) for a in (x.q, x.k, x.v, x.dout))
+        rows, keys, features, values = p.shape[-2], p.shape[-1], q.shape[-1], v.shape[-1]
+        r = self.relative_error
+        products = dout @ v.swapaxes(-1, -2)
+        mean = (p * products).sum(-1, keepdims=True)
+        reach = products + mean + np.abs(x.dlse)[..., None]
+        ds = p * (
+            (r + 4 * u) * reach
+            + u * (sum_error(values) + 2) * (products + mean)
+            + (p * r * products).sum(-1, keepdims=True)
+        )
+        tanh = np.zeros_like(p)
+        steep = 0.0
+        if x.softcap is not None:
+            raw = x.scale * (x.q @ x.k.swapaxes(-1, -2))
+            tanh = np.tanh(raw / x.softcap)
+            steep = 2 * (sum_error(features) + 4) * self.score_sum / x.softcap * (1 - tanh**2) + 16
+        slope = 1 - tanh**2
+        draw = ds * slope + p * reach * u * steep
+        out = np.abs(np.nan_to_num(self.truth.out.astype(np.float64)))
+        delta = p * slope * w * (dout * out).sum(-1, keepdims=True)
+        draw_w = w * p * slope * reach + self.t * x.visible + delta
+        flushed = self.tiny * x.visible
+
+        def times(array: np.ndarray, terms: int) -> np.ndarray:
+            return array + u * (sum_error(terms) + 4) * p * reach * slope + flushed
+
+        scale = abs(x.scale)
+        accumulation = {
+            "q": lambda: scale * (times(draw, keys) @ k),
+            "k": lambda: scale * (times(draw, rows).swapaxes(-1, -2) @ q),
+            "v": lambda: (p * (r + u * sum_error(rows)) + flushed).swapaxes(-1, -2) @ dout,
+        }
+        rounding = {
+            "q": lambda: scale * (draw_w @ k),
+            "k": lambda: scale * (draw_w.swapaxes(-1, -2) @ q),
+            "v": lambda: (w * p + self.t * x.visible).swapaxes(-1, -2) @ dout,
+        }
+        magnitude = {
+            "q": lambda: scale * ((p * reach * slope) @ k),
+            "k": lambda: scale * ((p * reach * slope).swapaxes(-1, -2) @ q),
+            "v": lambda: p.swapaxes(-1, -2) @ dout,
+        }
+
+        def tensor(name: str) -> Tensor:
+            count = x.fold_count(name)
+            summed = u * sum_error(count) if count > 1 else 0.0
+            bound = accumulation[name]() + summed * magnitude[name]()
+            return Tensor(
+                f"d{name}",
+                getattr(exact, f"d{name}"),
+                model[name],
+                x.fold(name, bound),
+                x.fold(name, rounding[name]()),
+                c.array(name).dtype,
+                GRADIENT_RMS,
+            )
+
+        return {name: tensor(name) for name in wrt}
+
+    def check_forward(
+        self, out: np.ndarray, lse: np.ndarray | None = None, truth: Any = None
+    ) -> None:
+        """R1, R2, R4, R5 and R6; ``truth`` replaces T where a property predicts it."""
+        expected = self.out if truth is None else _with_truth(self.out, truth.out)
+        exact = self.truth if truth is None else truth
+        self._check(expected, out)
+        hidden = np.isneginf(exact.lse)
+        blank = np.asarray(out)[hidden]
+        if blank.size and (np.any(blank != 0) or np.any(np.signbit(blank))):
+            raise BudgetError(f"R5: out of a row with nothing visible is not +0\n{self.call!r}")
+        if lse is not None:
+            self._check_lse(np.asarray(lse), exact.lse)
+
+    def check_backward(
+        self, gradients: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """R1, R2, R5 and R6 of every gradient in ``call.wrt``, given by input name."""
+        for name, tensor in self.gradients.items():
+            expected = tensor if truth is None else _with_truth(tensor, truth[name])
+            self._check(expected, gradients[name])
+
+    def check_probe(self, out: np.ndarray) -> None:
+        """R3: with v >= 0 no cancellation can hide an error, so it is bounded relative to T."""
+        if np.any(self.inputs.v < 0):
+            raise ValueError("a probe needs v >= 0")
+        exact = self.truth.out
+        eps = float(finfo(self.call.dtype).eps) if self.w else 16 * self.u
+        floor = 8 * float(finfo(self.call.dtype).smallest_normal)
+        bound = eps * np.abs(exact) + 2 * self.out.accumulation + floor
+        self._compare("R3", "out", out, exact, bound)
+
+    def _check(self, tensor: Tensor, actual: np.ndarray) -> None:
+        actual = np.asarray(actual)
+        if actual.shape != tensor.truth.shape:
+            raise BudgetError(
+                f"{tensor.name}: shape {actual.shape}, expected {tensor.truth.shape}\n{self.call!r}"
+            )
+        if not actual.size:
+            return
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(tensor.truth.astype(tensor.dtype))
+        self._check_finite(tensor.name, actual, finite)
+        if not finite.any():
+            return
+        wide = tensor.truth.dtype
+        zero = np.zeros((), wide)
+        truth = np.where(finite, tensor.truth, zero)
+        error = np.where(finite, actual.astype(wide) - truth, zero)
+        model_error = np.where(finite, tensor.model.astype(wide) - truth, zero)
+        ulp = _ulp(np.abs(truth).max(), tensor.dtype)
+        limit = tensor.rounding + ulp + tensor.accumulation
+        if np.any(np.abs(model_error) > limit):
+            self._fail("R6 (model-flash itself)", tensor.name, tensor.model, truth, limit)
+        self._compare("R6", tensor.name, actual, truth, limit, finite)
+        if actual.size < SAMPLE:
+            return
+        sharp = 2 * np.abs(model_error).max() + ulp + tensor.accumulation
+        self._compare("R1", tensor.name, actual, truth, sharp, finite)
+        self._check_rms(tensor, error, model_error, finite)
+
+    def _check_rms(
+        self, tensor: Tensor, error: np.ndarray, model_error: np.ndarray, finite: np.ndarray
+    ) -> None:
+        allowed = np.where(finite, tensor.accumulation, 0)
+        parts = {"whole": ()}
+        if error.ndim > 2 and error.shape[-1] * error.shape[-2] >= SAMPLE:
+            parts |= {f"head {index}": index for index in np.ndindex(error.shape[:-2])}
+        for part, index in parts.items():
+            got, model = _rms(error[index]), _rms(model_error[index])
+            lost = _rms(allowed[index])
+            limit = tensor.rms_factor * model + (0.0 if model > lost else lost)
+            if got > limit:
+                raise BudgetError(
+                    f"R2: rms of the error of {tensor.name} ({part}) is {got:.3g}, allowed "
+                    f"{limit:.3g}; model-flash has {model:.3g}\n{self.call!r}"
+                )
+
+    def _check_lse(self, actual: np.ndarray, exact: np.ndarray) -> None:
+        if actual.shape != exact.shape:
+            raise BudgetError(f"lse: shape {actual.shape}, expected {exact.shape}\n{self.call!r}")
+        hidden = np.isneginf(exact)
+        if np.any(np.isneginf(actual) != hidden):
+            where = np.argwhere(np.isneginf(actual) != hidden)[0]
+            raise BudgetError(f"R5: lse is -inf or not, wrongly, at {tuple(where)}\n{self.call!r}")
+        finite = np.isfinite(exact)
+        self._check_finite("lse", actual, finite)
+        keys = self.p.shape[-1]
+        truth = np.where(finite, exact, 0)
+        bound = 8 * self.u * np.maximum(1, np.abs(truth)).astype(np.float64)
+        bound = bound + self.mean_error[..., 0] + self.u * sum_error(keys)
+        self._compare("R4", "lse", actual, truth, bound, finite)
+
+    def _check_finite(self, name: str, actual: np.ndarray, finite: np.ndarray) -> None:
+        wrong = np.isfinite(actual.astype(np.float64)) != finite
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            expected = "a finite value" if finite[index] else "a non-finite value"
+            raise BudgetError(
+                f"R5: {name}{list(index)} is {actual[index]}, expected {expected} "
+                f"({int(wrong.sum())} of {wrong.size} positions wrong)\n{self.call!r}"
+            )
+
+    def _compare(
+        self,
+        rule: str,
+        name: str,
+        actual: np.ndarray,
+        truth: np.ndarray,
+        bound: np.ndarray,
+        finite: np.ndarray | bool = True,
+    ) -> None:
+        if np.asarray(actual).shape != truth.shape:
+            raise BudgetError(f"{name}: shape {actual.shape}, expected {truth.shape}")
+        excess = np.where(finite, np.abs(actual.astype(truth.dtype) - truth), 0) > bound
+        if excess.any():
+            self._fail(rule, name, np.where(finite, actual, 0), truth, bound)
+
+    def _fail(
+        self, rule: str, name: str, actual: np.ndarray, truth: np.ndarray, bound: np.ndarray
+    ) -> None:
+        bound = np.broadcast_to(bound, truth.shape)
+        error = np.abs(actual.astype(truth.dtype) - truth)
+        ratio = error / np.maximum(bound, np.finfo(np.float64).tiny)
+        worst = np.unravel_index(np.argmax(ratio), ratio.shape)
+        raise BudgetError(
+            f"{rule}: {name}{[int(i) for i in worst]} is {actual[worst]}, expected "
+            f"{truth[worst]:.9g}: off by {error[worst]:.3g}, allowed {bound[worst]:.3g}; "
+            f"{int((error > bound).sum())} of {error.size} elements are outside\n{self.call!r}"
+        )
+
+
+def _with_truth(tensor: Tensor, truth: np.ndarray) -> Tensor:
+    return Tensor(
+        tensor.name, truth, tensor.model, tensor.accumulation, tensor.rounding, tensor.dtype,
+        tensor.rms_factor,
+    )  # fmt: skip
+
+
+def _ulp(magnitude: Any, dtype: np.dtype) -> float:
+    """Distance of neighbouring numbers of ``dtype`` at ``magnitude``."""
+    info = finfo(dtype)
+    least = float(info.smallest_subnormal)
+    if float(magnitude) == 0:
+        return least
+    exponent = np.floor(np.log2(float(magnitude)))
+    return max(float(2.0**exponent) * float(info.eps), least)
+
+
+def _rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(array.astype(np.float64))))) if array.size else 0.0

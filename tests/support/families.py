@@ -1,0 +1,84 @@
+"""On which kinds of numbers must attention be right? Every family that the error budget requires.
+
+Random normal inputs alone hide most bugs of attention: they never come near the range of exp, have
+no ties, and their softmax is neither one-hot nor uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Generator = np.random.Generator
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+#: Logits that the shifted families aim at: 16-bit kernels have failed where the logsumexp lies
+#: below -88, where exp(0 - lse) of a padded key overflows float32.
+SHIFTS = {"lse_minus_120": -120.0, "lse_minus_60000": -6e4, "lse_plus_200": 200.0}
+
+
+def uniform(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """Values in [0, 1): a nearly uniform softmax."""
+    return rng.random(q), rng.random(k), rng.random(v)
+
+
+def normal(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """Standard normal values."""
+    return rng.standard_normal(q), rng.standard_normal(k), rng.standard_normal(v)
+
+
+def normal_times_3(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """Peaked rows: logits of standard deviation 9."""
+    return 3 * rng.standard_normal(q), 3 * rng.standard_normal(k), 3 * rng.standard_normal(v)
+
+
+def one_hot(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """Logits of standard deviation 900: one key takes everything."""
+    return 30 * rng.standard_normal(q), 30 * rng.standard_normal(k), rng.standard_normal(v)
+
+
+def constant_rows(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """All keys equal: every row of scores is constant, a tie of all keys."""
+    keys = np.broadcast_to(rng.standard_normal((*k[:-2], 1, k[-1])), k)
+    return rng.standard_normal(q), keys.copy(), rng.standard_normal(v)
+
+
+def sparse_integers(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """Integers in {-2..2}, four fifths of them 0: products are exact, many scores tie."""
+
+    def draw(shape: Shape) -> np.ndarray:
+        return rng.integers(-2, 3, shape) * (rng.random(shape) < 0.2).astype(float)
+
+    return draw(q), draw(k), draw(v)
+
+
+def _shifted(logit: float) -> Callable[[Generator, Shape, Shape, Shape], Inputs]:
+    def draw(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+        level = sqrt(abs(logit) / sqrt(q[-1]))  # q.k / sqrt(d) = d * level**2 / sqrt(d)
+        noise = 1 / (1 + level)  # keeps the spread of a row's logits of order 1
+        queries = level + noise * rng.standard_normal(q)
+        keys = np.sign(logit) * level + noise * rng.standard_normal(k)
+        return queries, keys, rng.standard_normal(v)
+
+    draw.__doc__ = f"All logits near {logit:g} (at the default scale)."
+    return draw
+
+
+FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
+    "uniform": uniform,
+    "normal": normal,
+    "normal_times_3": normal_times_3,
+    "one_hot": one_hot,
+    "constant_rows": constant_rows,
+    "sparse_integers": sparse_integers,
+    **{name: _shifted(logit) for name, logit in SHIFTS.items()},
+}
+
+
+def make(name: str, rng: Generator, dtype: object, q: Shape, k: Shape, v: Shape) -> Inputs:
+    """q, k, v of one family, rounded to ``dtype``."""
+    arrays = FAMILIES[name](rng, q, k, v)
+    return tuple(a.astype(dtype) for a in arrays)  # type: ignore[return-value]

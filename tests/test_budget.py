@@ -1,0 +1,331 @@
+"""Does the oracle see what is wrong, and leave alone what is right?
+
+A fused kernel is emulated in NumPy: key tiles with running maximum and sum, the declared 16-bit
+roundings, a gradient by recomputation. As it stands it is correct arithmetic and must pass on every
+input family. With one seeded bug it must fail, in every dtype.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import model_flash
+from support.budget import Budget, BudgetError
+from support.families import FAMILIES
+from support.problems import DTYPES, Call, make_call, probe
+
+BLOCK_N = 64
+Q, KV = (2, 4, 64, 32), (2, 2, 256, 32)
+
+FORWARD_BUGS = (
+    "last key dropped",
+    "a key counted twice",
+    "diagonal off by one",
+    "scale 1 % off",
+    "rescaling of the accumulator skipped",
+    "rescaling of the sum skipped",
+    "accumulator of 16 bits",
+    "padded keys in the denominator",
+    "probabilities of 4 bits",
+    "wrong head map",
+    "one misplaced patch of 8 x 8",
+    "bias before softcap",
+    "bias transposed in one tile",
+    "lse to base 2",
+    "lse without the maximum",
+    "hidden rows not zeroed",
+)
+BACKWARD_BUGS = (
+    "delta forgotten",
+    "delta of the neighbouring row",
+    "dlse with the wrong sign",
+    "softcap without derivative",
+    "scale forgotten in dk",
+    "last key tile missing in dq",
+    "last query tile missing in dk",
+    "one head of the group missing in dk",
+    "diagonal off by one in the backward",
+    "score gradients of 4 bits",
+    "padded queries in dv",
+    "dq accumulated in 16 bits",
+)
+
+
+def _four_bits(array: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(array)
+    return np.ldexp(np.round(mantissa * 16) / 16, exponent).astype(array.dtype)
+
+
+def _sixteen_bits(array: np.ndarray, call: Call) -> np.ndarray:
+    half = call.dtype if call.dtype.itemsize == 2 else np.float16
+    with np.errstate(over="ignore"):
+        return array.astype(half).astype(array.dtype)
+
+
+def _narrow(array: np.ndarray, call: Call) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return array.astype(call.dtype).astype(array.dtype)
+
+
+def _accumulate(
+    acc: np.ndarray, a: np.ndarray, b: np.ndarray, call: Call, in_sixteen_bits: bool
+) -> np.ndarray:
+    """acc + a @ b, as tensor cores do it: 16 keys at a time."""
+    if not in_sixteen_bits:
+        return acc + a @ b
+    for start in range(0, b.shape[-2], 16):
+        keys = slice(start, start + 16)
+        acc = _sixteen_bits(acc + a[..., keys] @ b[..., keys, :], call)
+    return acc
+
+
+def _heads(call: Call, x: model_flash.Expanded, bug: str) -> tuple[np.ndarray, np.ndarray]:
+    if bug != "wrong head map" or call.group_size == 1:
+        return x.k, x.v
+    order = np.arange(x.k.shape[-3]).reshape(-1, call.group_size).T.ravel()
+    return x.k[..., order, :, :], x.v[..., order, :, :]
+
+
+def _tile_scores(
+    x: model_flash.Expanded, k: np.ndarray, tile: slice, bug: str
+) -> tuple[np.ndarray, np.ndarray]:
+    number = x.q.dtype.type
+    bias = x.bias[..., tile]
+    if bug == "bias transposed in one tile" and tile.start == BLOCK_N:
+        size = min(bias.shape[-2:])
+        bias = bias.copy()
+        bias[..., :size, :size] = bias[..., :size, :size].swapaxes(-1, -2).copy()
+    scores = (x.q @ k[..., tile, :].swapaxes(-1, -2)) * number(x.scale)
+    if bug == "scale 1 % off":
+        scores = scores * number(1.01)
+    slope = np.ones_like(scores)
+    if x.softcap is not None:
+        if bug == "bias before softcap":
+            scores = scores + bias
+        t = np.tanh(scores / number(x.softcap))
+        scores = number(x.softcap) * t
+        slope = slope if bug == "softcap without derivative" else 1 - t * t
+    if bug != "bias before softcap" or x.softcap is None:
+        scores = scores + bias
+    return scores, slope
+
+
+def _visible(x: model_flash.Expanded, bug: str) -> np.ndarray:
+    visible = x.visible.copy()
+    keys = visible.shape[-1]
+    if bug == "last key dropped":
+        visible[..., keys - 1] = False
+    if bug.startswith("diagonal off by one"):
+        visible[..., 1:] |= x.visible[..., :-1]
+    return visible
+
+
+def tiled_forward(
+    call: Call, x: model_flash.Expanded, bug: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """FlashAttention-2's forward over key tiles, with one bug or none."""
+    k, v = _heads(call, x, bug)
+    visible = _visible(x, "" if "backward" in bug else bug)
+    shape, keys = x.q.shape[:-1], k.shape[-2]
+    largest, total = np.full(shape, -np.inf, x.q.dtype), np.zeros(shape, x.q.dtype)
+    acc = np.zeros((*shape, v.shape[-1]), x.q.dtype)
+    for start in range(0, keys, BLOCK_N):
+        tile = slice(start, min(start + BLOCK_N, keys))
+        scores, _ = _tile_scores(x, k, tile, bug)
+        scores = np.where(visible[..., tile], scores, -np.inf)
+        new = np.maximum(largest, scores.max(-1))
+        shift = np.where(np.isneginf(new), 0, new)
+        p = np.exp(scores - shift[..., None])
+        alpha = np.exp(largest - shift)
+        total = total * (1 if bug == "rescaling of the sum skipped" else alpha) + p.sum(-1)
+        if bug == "padded keys in the denominator" and tile.stop == keys:
+            total = total + 24 * np.exp(-shift)
+        if bug == "a key counted twice" and start == 0:
+            p[..., 5] *= 2
+        if bug != "rescaling of the accumulator skipped":
+            acc = acc * alpha[..., None]
+        p = _four_bits(p) if bug == "probabilities of 4 bits" else _narrow(p, call)
+        acc = _accumulate(acc, p, v[..., tile, :], call, bug == "accumulator of 16 bits")
+        largest = new
+    empty = total == 0
+    out = acc / np.where(empty, 1, total)[..., None]
+    with np.errstate(divide="ignore", over="ignore"):
+        base = np.log2(total) if bug == "lse to base 2" else np.log(total)
+        lse = np.where(empty, -np.inf, base + np.where(empty, 0, largest))
+        if bug == "lse without the maximum":
+            lse = np.log(total)
+        if bug == "hidden rows not zeroed":
+            out = np.where(empty[..., None], v.mean(-2, keepdims=True), out)
+        out = out.astype(call.dtype)
+    if bug == "one misplaced patch of 8 x 8":
+        out[..., 8:16, 8:16] = out[..., 16:24, 8:16]
+    return out, lse.astype(x.q.dtype)
+
+
+def tiled_backward(
+    call: Call, x: model_flash.Expanded, out: np.ndarray, lse: np.ndarray, bug: str = ""
+) -> dict[str, np.ndarray]:
+    """The gradient by recomputation over key tiles, with one bug or none."""
+    number = x.q.dtype.type
+    k, v = x.k, x.v
+    visible = _visible(x, bug)
+    keys, rows = k.shape[-2], x.q.shape[-2]
+    delta = (x.dout * out.astype(x.q.dtype)).sum(-1)
+    if bug == "delta forgotten":
+        delta = np.zeros_like(delta)
+    if bug == "delta of the neighbouring row":
+        delta = np.roll(delta, 1, -1)
+    delta = delta + (x.dlse if bug == "dlse with the wrong sign" else -x.dlse)
+    reach = np.where(np.isneginf(lse), np.inf, lse)[..., None]
+    dq, dk, dv = np.zeros_like(x.q), np.zeros_like(k), np.zeros_like(v)
+    for start in range(0, keys, BLOCK_N):
+        tile = slice(start, min(start + BLOCK_N, keys))
+        scores, slope = _tile_scores(x, k, tile, bug)
+        p = np.exp(np.where(visible[..., tile], scores, -np.inf) - reach)
+        ds = p * (x.dout @ v[..., tile, :].swapaxes(-1, -2) - delta[..., None]) * slope
+        ds = _four_bits(ds) if bug == "score gradients of 4 bits" else _narrow(ds, call)
+        if not (bug == "last key tile missing in dq" and tile.stop == keys):
+            dq = _accumulate(dq, ds, k[..., tile, :], call, bug == "dq accumulated in 16 bits")
+        seen = slice(0, rows - 16 if bug == "last query tile missing in dk" else rows)
+        dk[..., tile, :] = ds[..., seen, :].swapaxes(-1, -2) @ x.q[..., seen, :]
+        dv[..., tile, :] = _narrow(p, call).swapaxes(-1, -2) @ x.dout
+        if bug == "padded queries in dv":
+            with np.errstate(over="ignore"):
+                dv[..., tile, :] += np.exp(-lse[..., -1:, None]) * x.dout[..., -1:, :]
+    if bug == "one head of the group missing in dk":
+        dk = dk.copy()
+        dk[..., -1, :, :] = 0
+    scale = number(x.scale)
+    full = {"q": scale * dq, "k": dk if bug == "scale forgotten in dk" else scale * dk, "v": dv}
+    with np.errstate(over="ignore"):
+        return {n: x.fold(n, a).astype(call.array(n).dtype) for n, a in full.items()}
+
+
+def emulate(call: Call, bug: str = "", *, arithmetic: object = None) -> None:
+    """Run the emulated kernel through the oracle, which raises if it objects."""
+    budget = Budget(call)
+    x = model_flash.expand(call, arithmetic or budget.accumulator)
+    forward_bug = bug if bug in FORWARD_BUGS else ""
+    out, lse = tiled_forward(call, x, forward_bug)
+    budget.check_forward(out, lse)
+    budget.check_backward(tiled_backward(call, x, out, lse, bug if bug in BACKWARD_BUGS else ""))
+    if call.v.size:
+        hot = probe(call)
+        y = model_flash.expand(hot, arithmetic or budget.accumulator)
+        Budget(hot).check_probe(tiled_forward(hot, y, forward_bug)[0])
+
+
+def suite(dtype: np.dtype, families: tuple[str, ...], seed: int = 0) -> list[Call]:
+    """One causal call with every feature that a bug can hit, per family."""
+    calls = []
+    for family in families:
+        rng = np.random.default_rng(seed + 1000)
+        bias = rng.standard_normal((64, 256)).astype(np.float32)
+        bias[7] = -np.inf
+        options = {"causal": True, "softcap": 20.0, "bias": bias, "enable_gqa": True}
+        call = make_call(family, seed, dtype, Q, KV, KV, options=options)
+        dlse = rng.standard_normal((*call.batch, 64)).astype(call.lse_dtype)
+        calls.append(call.but(dlse=dlse))
+    return calls
+
+
+def small(call: Call) -> Call:
+    """The float64 variant of a call: its truth is longdouble, which no BLAS speeds up."""
+    if call.dtype != np.float64:
+        return call
+    rows, keys = slice(0, 40), slice(0, 104)
+    options = dict(call.options)
+    if "bias" in options:
+        options["bias"] = options["bias"][rows, keys]
+    dlse = None if call.dlse is None else call.dlse[:1, :, rows]
+    return call.but(
+        q=call.q[:1, :, rows], k=call.k[:1, :, keys], v=call.v[:1, :, keys],
+        dout=call.dout[:1, :, rows], dlse=dlse, options=options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_correct_arithmetic_passes(dtype: str, family: str) -> None:
+    for seed in range(2):
+        call = make_call(family, seed, DTYPES[dtype], Q, KV, KV, options={"enable_gqa": True})
+        emulate(small(call))
+        emulate(small(suite(DTYPES[dtype], (family,), seed)[0]))
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> None:
+    """On a handful of elements max|M - T| may be 0 by luck."""
+    for family in FAMILIES:
+        for seed in range(3):
+            emulate(make_call(family, seed, DTYPES[dtype], (1, 8), (keys, 8), (keys, 1)))
+
+
+@pytest.mark.parametrize("bug", FORWARD_BUGS + BACKWARD_BUGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bug_is_caught(dtype: str, bug: str) -> None:
+    calls = suite(DTYPES[dtype], ("normal", "lse_minus_120", "normal_times_3"))
+    caught = []
+    for call in calls:
+        try:
+            emulate(small(call), bug)
+        except BudgetError as error:
+            caught.append(str(error))
+    assert caught, f"the oracle accepts {bug!r}"
+
+
+def test_float32_in_float64_is_caught() -> None:
+    call = small(suite(DTYPES["float64"], ("normal",))[0])
+    with pytest.raises(BudgetError):
+        emulate(call, arithmetic=np.float32)
+
+
+def test_tf32_in_float32_is_caught() -> None:
+    """Operands of 11 significant bits, as TF32 products have, are not float32."""
+    call = make_call("normal", 0, np.float32, (2, 64, 64), (2, 256, 64), (2, 256, 64))
+    x = model_flash.expand(call, np.float32)
+    mantissa, exponent = np.frexp(x.q)
+    x.q = np.ldexp(np.round(mantissa * 2048) / 2048, exponent)
+    out, lse = tiled_forward(call, x)
+    with pytest.raises(BudgetError):
+        Budget(call).check_forward(out, lse)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_non_finite_element_is_reported_first(value: float) -> None:
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4))
+    budget = Budget(call)
+    out = budget.truth.out.astype(np.float32)
+    out[0, 0] += 1
+    out[2, 1] = value
+    with pytest.raises(BudgetError, match=r"R5: out\[2, 1\] is (nan|inf), expected a finite value"):
+        budget.check_forward(out)
+
+
+def test_the_worst_element_is_reported() -> None:
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4))
+    budget = Budget(call)
+    out = budget.truth.out.astype(np.float32)
+    out[0, 0] += 0.01
+    out[1, 2] += 1
+    with pytest.raises(BudgetError, match=r"out\[1, 2\] is .*2 of 12 elements are outside"):
+        budget.check_forward(out)
+
+
+def test_negative_zero_in_a_hidden_row_is_caught() -> None:
+    call = make_call(
+        "normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"q_lengths": 2}
+    )
+    budget = Budget(call)
+    out = budget.truth.out.astype(np.float32)
+    budget.check_forward(out)
+    out[2, 0] = -0.0
+    with pytest.raises(BudgetError, match="R5"):
+        budget.check_forward(out)
+
+
+def test_a_shape_is_never_broadcast() -> None:
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4))
+    with pytest.raises(BudgetError, match="shape"):
+        Budget(call).check_forward(np.zeros((1, 4), np.float32))
