@@ -1,0 +1,357 @@
+"""Which atom of the product was which atom of the reactants? A trained transformer answers.
+
+The transformer that the PyPI package rxnmapper carries runs on cuflash.attention, without torch,
+and reproduces the confidences published with it. Then one long sequence shows time and memory.
+
+    python examples/atom_mapping.py
+    python examples/atom_mapping.py --reaction "CC(=O)Cl.CCO>>CC(=O)OCC"
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import long_sequence
+import numpy as np
+import reactions
+import rxnmapper_weights
+from albert import Albert
+from progress import sign_of_life
+
+import cuflash
+
+# The head that learned to follow atoms (Schwaller et al. 2021); both count from 0.
+LAYER = 10
+HEAD = 5
+
+# Confidences published in rxnmapper 0.4.3, in its tests and its README.
+PUBLISHED = {
+    "C(C)O.BrC(C)>>CCOCC": 0.9754605679009868,
+    "CCO.BrCFC>>CCOCFC": 0.9730222157275086,
+}
+PUBLISHED_GENERAL = {
+    "CC(C)S.CN(C)C=O.Fc1cccnc1F.O=C([O-])[O-].[K+].[K+]>>CC(C)Sc1ncccc1F": 0.9565619900376546,
+    "C1COCCO1.CC(C)(C)OC(=O)CONC(=O)NCc1cccc2ccccc12.Cl"
+    ">>O=C(O)CONC(=O)NCc1cccc2ccccc12": 0.9704424331552834,
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One way to run the model: a name for it, its dtypes and the difference it may show."""
+
+    name: str
+    dtype: Any
+    attention_dtype: Any
+    operand_parts: int
+    allowed: float | None
+
+
+# Twelve layers amplify rounding. Measured: with plain float16 operands, changing what float32
+# rounds elsewhere scatters a confidence by 2e-5 (one standard deviation), so that row is shown
+# and not judged. Two float16 parts of each operand carry 22 bits; what scatter the float16 p of a
+# kernel leaves is 3e-6.
+ARITHMETICS = (
+    Arithmetic("float64", np.float64, np.float64, 1, 1e-6),
+    Arithmetic("float32", np.float32, np.float32, 1, 1e-6),
+    Arithmetic("float16 x 2", np.float32, np.float16, 2, 2e-5),
+    Arithmetic("float16", np.float32, np.float16, 1, None),
+)
+
+
+class NoGpuError(RuntimeError):
+    """No GPU can be used; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where arrays live: the array module and a line that describes the machine."""
+
+    xp: Any
+    description: str
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether arrays live on a GPU."""
+        return self.xp is not np
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for is computed."""
+        if self.is_gpu:
+            self.xp.cuda.get_current_stream().synchronize()
+
+
+def cpu(remark: str = "") -> Device:
+    return Device(np, f"CPU, {os.cpu_count()} cores, NumPy {np.__version__}{remark}")
+
+
+def gpu() -> Device:
+    """Return the current GPU, if cuflash has kernels for it."""
+    try:
+        import cupy
+    except ImportError:
+        raise NoGpuError("CuPy is not installed") from None
+    try:
+        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise NoGpuError(f"CuPy finds none, {str(error).partition(':')[0]}") from None
+    probe = cupy.zeros((1, 16), dtype=cupy.float16)
+    try:
+        cuflash.attention(probe, probe, probe)
+    except NotImplementedError as error:
+        raise NoGpuError(f"not for {name} yet, {error}") from None
+    return Device(cupy, f"{name}, CuPy {cupy.__version__}")
+
+
+def choose_device(wanted: str) -> Device:
+    if wanted == "cpu":
+        return cpu()
+    try:
+        return gpu()
+    except NoGpuError as error:
+        if wanted == "gpu":
+            raise
+        return cpu(f" (no GPU: {error})")
+
+
+def token_batch(
+    vocabulary: list[str], batch: Sequence[reactions.Reaction], longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids, (reactions, seqlen) padded on the right, and their lengths."""
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    rows = [
+        [ids.get(token, ids["[UNK]"]) for token in ("[CLS]", *reaction.tokens, "[SEP]")]
+        for reaction in batch
+    ]
+    lengths = np.array([len(row) for row in rows])
+    if lengths.max() > longest:
+        raise ValueError(f"a reaction has {lengths.max()} tokens, the model reads {longest}")
+    token_ids = np.full((len(rows), lengths.max()), ids["[PAD]"])
+    for row, padded in zip(rows, token_ids, strict=True):
+        padded[: len(row)] = row
+    return token_ids, lengths
+
+
+def atom_attention(kept: Any, index: int, length: int, reaction: reactions.Reaction) -> np.ndarray:
+    """Attention between the atoms of one reaction, both directions added up.
+
+    Only these probabilities are computed, from the stored logarithms of the sums: a block of
+    (product atoms, reactant atoms) and one of (reactant atoms, product atoms).
+    """
+    tokens = reaction.atoms.tokens + 1  # [CLS] comes first
+    reactant, product = np.split(tokens, [reaction.num_reactant_atoms])
+    q, k, lse = kept.q[index, :, HEAD], kept.k[index, :, HEAD], kept.lse[index, HEAD]
+    options = cuflash.Options(kv_lengths=int(length), scale=kept.options.scale)
+    forth = cuflash.weights(q, k, lse, rows=product, cols=reactant, options=options)
+    back = cuflash.weights(q, k, lse, rows=reactant, cols=product, options=options)
+    both = forth + back.T
+    return both if isinstance(both, np.ndarray) else both.get()
+
+
+def map_batch(
+    checkpoint: rxnmapper_weights.Checkpoint,
+    batch: Sequence[reactions.Reaction],
+    arithmetic: Arithmetic,
+    device: Device,
+) -> tuple[list[reactions.Mapping], float]:
+    """Map all reactions in one padded call of the model; return the mappings and the seconds."""
+    model = Albert(
+        checkpoint.config,
+        checkpoint.tensors,
+        xp=device.xp,
+        dtype=arithmetic.dtype,
+        attention_dtype=arithmetic.attention_dtype,
+        operand_parts=arithmetic.operand_parts,
+    )
+    longest = checkpoint.config["max_position_embeddings"]
+    token_ids, lengths = token_batch(checkpoint.vocabulary, batch, longest)
+    if device.is_gpu:
+        model.encode(token_ids, lengths, LAYER)  # compiles
+    device.synchronize()
+    start = time.perf_counter()
+    _, kept = model.encode(token_ids, lengths, LAYER)
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    mappings = [
+        reactions.map_atoms(reaction, atom_attention(kept, index, length, reaction))
+        for index, (reaction, length) in enumerate(zip(batch, lengths, strict=True))
+    ]
+    return mappings, seconds
+
+
+def published_reactions() -> dict[str, float]:
+    """The published reactions that can be read here; those with rings need RDKit."""
+    try:
+        reactions.import_rdkit()
+    except ImportError as error:
+        print(f"  skipped   {len(PUBLISHED_GENERAL)} more published reactions: {error}")
+        return PUBLISHED
+    return PUBLISHED | PUBLISHED_GENERAL
+
+
+def show_mapping(
+    arguments: argparse.Namespace, checkpoint: rxnmapper_weights.Checkpoint, device: Device
+) -> bool:
+    """Map the reactions in every arithmetic; say whether all published numbers came out."""
+    if arguments.reaction:
+        texts = [
+            text if arguments.as_written or text in PUBLISHED else reactions.canonical(text)
+            for text in arguments.reaction
+        ]
+    else:
+        texts = list(published_reactions())
+    batch = [reactions.read_reaction(text) for text in texts]
+    chosen = [a for a in ARITHMETICS if arguments.dtype in ("all", a.attention_dtype.__name__)]
+    results: dict[str, list[reactions.Mapping]] = {}
+    times: dict[str, float] = {}
+    for arithmetic in chosen:
+        with sign_of_life(f"12 layers, attention in {arithmetic.name}"):
+            try:
+                mappings, seconds = map_batch(checkpoint, batch, arithmetic, device)
+            except NotImplementedError as error:
+                print(f"  skipped   {arithmetic.name}: {error}")
+                continue
+        results[arithmetic.name], times[arithmetic.name] = mappings, seconds
+    tokens = sorted(len(reaction.tokens) + 2 for reaction in batch)
+    print(f"  batch     {len(batch)} reactions of {tokens[0]} to {tokens[-1]} tokens in one call,")
+    print("            padded; kv_lengths hides the padding")
+    shown = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in times.items())
+    print(f"  time      {shown}\n")
+    agreed = bool(results)
+    for index, reaction in enumerate(batch):
+        of_reaction = {name: of_batch[index] for name, of_batch in results.items()}
+        agreed &= show_reaction(reaction, of_reaction, chosen)
+    print("  Equal numbers mark the same atom before and after the arrow.")
+    if "float16" in results:
+        print(
+            "  float16 x 2: operands of attention as sums of two float16 numbers. Plain float16 is"
+        )
+        print("  shown, not judged: its rounding alone moves a confidence by some 2e-5.")
+    print()
+    return agreed
+
+
+def show_reaction(
+    reaction: reactions.Reaction,
+    mappings: dict[str, reactions.Mapping],
+    chosen: Sequence[Arithmetic],
+) -> bool:
+    """Print one reaction, mapped, and its confidence beside the published one."""
+    published = (PUBLISHED | PUBLISHED_GENERAL).get(reaction.smiles)
+    print(f"  {reaction.smiles}")
+    for text in dict.fromkeys(reactions.mapped_smiles(reaction, m) for m in mappings.values()):
+        print(f"  {text}")
+    print(f"    {'attention in':<14}{'confidence':>12}", end="")
+    print("" if published is None else f"{'published':>14}{'difference':>12}{'allowed':>9}")
+    agreed = True
+    for arithmetic in chosen:
+        if arithmetic.name not in mappings:
+            continue
+        confidence = mappings[arithmetic.name].confidence
+        print(f"    {arithmetic.name:<14}{confidence:12.10f}", end="")
+        if published is None:
+            print()
+            continue
+        difference = confidence - published
+        print(f"{published:14.10f}{difference:12.1e}", end="")
+        if arithmetic.allowed is None:
+            print(f"{'-':>9}")
+            continue
+        within = abs(difference) <= arithmetic.allowed
+        agreed &= within
+        print(f"{arithmetic.allowed:9.0e}  {'ok' if within else 'NOT REPRODUCED'}")
+    print()
+    return agreed
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A trained transformer maps the atoms of chemical reactions, all its "
+        "attention through cuflash; then one long sequence shows time and memory."
+    )
+    parser.add_argument(
+        "--reaction",
+        metavar="SMILES",
+        action="append",
+        help="map this reaction (repeatable) instead of the published ones; needs RDKit, "
+        "which the extra 'demo' brings",
+    )
+    parser.add_argument(
+        "--as-written",
+        action="store_true",
+        help="do not rewrite reactions as canonical SMILES first",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("all", "float64", "float32", "float16"),
+        default="all",
+        help="dtype of attention; the rest of the model is float32 beside float16 (default: all)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="default: auto, a GPU where cuflash can use one",
+    )
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        help=f"a downloaded {rxnmapper_weights.WHEEL_NAME}, for machines without network",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a long sequence of 1/{long_sequence.QUICK_FACTOR} of the length",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0: all published numbers reproduced, 1: not, 2: cannot run as asked."""
+    arguments = parse(argv)
+    try:
+        return show(arguments)
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def show(arguments: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    print("1. A trained model: which atom of the product was which atom before?\n")
+    device = choose_device(arguments.device)
+    print(f"  device    {device.description}")
+    agreed = True
+    try:
+        with sign_of_life(f"downloading {rxnmapper_weights.REQUIREMENT}"):
+            wheel = rxnmapper_weights.obtain_wheel(arguments.wheel)
+    except rxnmapper_weights.WheelUnavailableError as error:
+        print(f"  skipped   no trained model to be had: {error}\n")
+    else:
+        checkpoint = rxnmapper_weights.read_checkpoint(wheel)
+        config = checkpoint.config
+        print(
+            f"  model     ALBERT of {rxnmapper_weights.REQUIREMENT}:"
+            f" {config['num_hidden_layers']} layers, {config['num_attention_heads']} heads,"
+            f" head_dim {config['hidden_size'] // config['num_attention_heads']}"
+        )
+        agreed = show_mapping(arguments, checkpoint, device)
+    print("2. One long sequence\n")
+    if device.is_gpu:
+        agreed &= long_sequence.show_on_gpu(device.xp, quick=arguments.quick)
+    else:
+        agreed &= long_sequence.show_on_cpu(quick=arguments.quick)
+    verdict = "everything checked agrees" if agreed else "NOT EVERYTHING AGREES"
+    print(f"\n  {verdict}; {time.perf_counter() - start:.0f} s in total")
+    return 0 if agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Is it still running? A sign of life for work that takes longer than two seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+QUIET_SECONDS = 2.0
+
+
+@contextmanager
+def sign_of_life(label: str, quiet_seconds: float = QUIET_SECONDS) -> Iterator[None]:
+    """Show on stderr that ``label`` goes on, with tqdm's clock where tqdm can be imported."""
+    done = threading.Event()
+    clock = threading.Thread(target=_tick, args=(label, done, quiet_seconds), daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        done.set()
+        clock.join()
+
+
+def _tick(label: str, done: threading.Event, quiet_seconds: float) -> None:
+    start = time.perf_counter()
+    if done.wait(quiet_seconds):
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        while True:
+            print(f"  ... {label}: {time.perf_counter() - start:.0f} s so far", file=sys.stderr)
+            if done.wait(quiet_seconds):
+                return
+    form = "  ... {desc}: {elapsed} so far"
+    with tqdm(desc=label, bar_format=form, leave=False, file=sys.stderr) as bar:
+        bar.start_t -= time.perf_counter() - start
+        while not done.wait(0.5):
+            bar.refresh()
