@@ -11,6 +11,8 @@ from typing import Any, Literal, overload
 import ml_dtypes
 import numpy as np
 
+from cuflash._source import kernels_dir
+
 
 @overload
 def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
@@ -120,8 +122,6 @@ def _device(cupy: Any) -> str:
 
 
 def _kernel_sources() -> str:
-    from cuflash._source import kernels_dir
-
     try:
         return str(kernels_dir())
     except FileNotFoundError as error:

@@ -211,7 +211,8 @@ def no_open_marks(files: Files) -> Breaches:
 
 
 def no_commented_out_cuda(files: Files) -> Breaches:
-    code = r"(?m)^\s*//\s*((if|for) \(.*\) \{|[\w:<>,&*\[\].]+( [\w\[\]]+)?(\(.*\)| [-+*|&]?= .*);)\s*$"
+    statement = r"[\w:<>,&*\[\].]+( [\w\[\]]+)?(\(.*\)| [-+*|&]?= .*);"
+    code = rf"(?m)^\s*//\s*((if|for) \(.*\) \{{|{statement})\s*$"
     for path, text in kernel_files(files).items():
         for line in lines_with(code, text):
             yield f"{path}:{line}: code in a comment: git remembers it"

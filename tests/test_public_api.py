@@ -1,0 +1,203 @@
+"""What can be called, with which arguments, and is it all documented? Growth is a decision."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+
+import cuflash
+from cuflash import _options, reference
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COMMON = "options=None, axes=None, precision=None, deterministic=True"
+WRT = "('q', 'k', 'v')"
+
+# A change here needs a line in CHANGELOG.md.
+SIGNATURES = {
+    "attention": f"(q, k, v, /, *, {COMMON}, return_lse=False, out=None, workspace=None, "
+    "config=None, **score_options)",
+    "attention_backward": "(dout, q, k, v, out, lse, /, *, dlse=None, "
+    f"wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, **score_options)",
+    "attention_vjp": f"(q, k, v, /, *, {COMMON}, return_lse=False, **score_options)",
+    "merge": "(outs, lses, axis=0)",
+    "weights": "(q, k, lse, /, *, rows=None, cols=None, options=None, axes=None, **score_options)",
+    "workspace_size": "(q, k, v, /, *, backward=False, options=None, axes=None, precision=None, "
+    "**score_options)",
+    "show_config": "(mode='stdout')",
+    "Options": "(*, causal=False, offset=None, window=None, scale=None, softcap=None, bias=None, "
+    "alibi_slopes=None, score_mod=None, mask=None, mask_mod=None, segment_ids=None, "
+    "q_lengths=None, kv_lengths=None, sink=None, dropout=0.0, seed=None, enable_gqa=False)",
+    "AttentionResult": "(out, lse)",
+    "Gradients": "(dq=None, dk=None, dv=None, dbias=None, dslopes=None, dsink=None, dscale=None)",
+    "CompileError": "(message, *, config, log, source)",
+}
+MODULES = {"reference"}
+
+
+def plain_signature(function: object) -> str:
+    """Return names, kinds and defaults of the parameters, without annotations."""
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters))
+
+
+def test_names():
+    assert sorted(cuflash.__all__) == sorted([*SIGNATURES, *MODULES])
+
+
+def test_nothing_else_is_reachable():
+    """Every public attribute of the package is meant to be one."""
+    public = {name for name in vars(cuflash) if not name.startswith("_")}
+    assert public == set(cuflash.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    assert plain_signature(getattr(cuflash, name)) == SIGNATURES[name]
+
+
+def test_signatures_differ_where_they_should():
+    """The pinned table is compared with something that can fail."""
+    assert plain_signature(cuflash.merge) != SIGNATURES["attention"]
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_vjp", "weights"])
+def test_reference_takes_the_same_arguments(name):
+    """Positional arguments agree; the reference adds dtype and may ignore what steers kernels."""
+    kernel_only = {"precision", "deterministic", "workspace", "config", "out", "grads_out"}
+    ours = inspect.signature(getattr(cuflash, name)).parameters
+    theirs = inspect.signature(getattr(reference, name)).parameters
+    positional = [n for n, p in ours.items() if p.kind is p.POSITIONAL_ONLY]
+    assert positional == [n for n, p in theirs.items() if p.kind is p.POSITIONAL_ONLY]
+    assert set(ours) - kernel_only <= set(theirs)
+    assert "dtype" in theirs
+
+
+def test_score_options_are_one_list():
+    """The typed keywords and the dataclass are the same options."""
+    keywords = typing.get_type_hints(_options.ScoreOptions)
+    assert list(keywords) == list(inspect.signature(cuflash.Options).parameters)
+
+
+def test_no_function_takes_arbitrary_keywords():
+    """Keywords are the typed score options or nothing: a misspelt one is a TypeError."""
+    for name in SIGNATURES:
+        for parameter in inspect.signature(getattr(cuflash, name)).parameters.values():
+            assert parameter.kind is not inspect.Parameter.VAR_POSITIONAL
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                assert parameter.annotation == "Unpack[ScoreOptions]"
+
+
+def test_version_is_a_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", cuflash.__version__)
+
+
+def test_version_has_one_home():
+    """The wheel takes it from the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["hatch"]["version"]["path"] == "cuflash/__init__.py"
+
+
+FUNCTIONS = [name for name in SIGNATURES if inspect.isfunction(getattr(cuflash, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_every_section(name):
+    text = inspect.getdoc(getattr(cuflash, name)) or ""
+    for section in ("Parameters", "Returns", "Raises", "Examples"):
+        assert f"\n{section}\n{'-' * len(section)}\n" in text, section
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_names_every_parameter(name):
+    """Score options are described by Options."""
+    function = getattr(cuflash, name)
+    described = (inspect.getdoc(function) or "").split("\nParameters\n")[1].split("\nReturns\n")[0]
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"\b{parameter}\b", described), parameter
+
+
+def modules() -> list[str]:
+    """Name the package and its modules."""
+    found = pkgutil.walk_packages(cuflash.__path__, prefix="cuflash.")
+    return ["cuflash", *(module.name for module in found)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_in_docstrings(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), raise_on_error=False)
+    assert failed == 0
+
+
+def test_there_are_examples():
+    """Doctests that were not found would all pass."""
+    finder = doctest.DocTestFinder()
+    attempted = [test for name in modules() for test in finder.find(importlib.import_module(name))]
+    assert sum(bool(test.examples) for test in attempted) >= len(FUNCTIONS)
+
+
+def in_fresh_interpreter(program: str) -> str:
+    """Run a program that finds the checkout, and return what it printed."""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return run.stdout
+
+
+def test_import_takes_no_gpu_library():
+    modules = in_fresh_interpreter("import cuflash, sys; print(*sys.modules)").split()
+    assert "cuflash" in modules
+    assert not {"cupy", "cupy_backends", "cuda", "torch"} & set(modules)
+
+
+WITHOUT_CUPY = """
+import sys
+for name in ("cupy", "cupy_backends", "cuda", "cuda.bindings"):
+    sys.modules[name] = None
+import numpy, cuflash
+q = numpy.ones((4, 8), numpy.float32)
+assert cuflash.attention(q, q, q).shape == (4, 8)
+cuflash.show_config()
+"""
+
+
+def test_everything_but_kernels_works_without_cupy():
+    rows = in_fresh_interpreter(WITHOUT_CUPY)
+    assert re.search(r"^cupy +not installed .*cuflash\[cuda12\]", rows, flags=re.MULTILINE)
+    assert re.search(r"^device +unknown without CuPy$", rows, flags=re.MULTILINE)
+
+
+def test_show_config_returns_what_it_prints(capsys):
+    table = cuflash.show_config(mode="dicts")
+    assert capsys.readouterr().out == ""
+    assert cuflash.show_config() is None
+    printed = capsys.readouterr().out
+    for name, text in table.items():
+        assert re.search(rf"^{re.escape(name)} +{re.escape(text)}$", printed, flags=re.MULTILINE)
+    assert table["cuflash"].startswith(cuflash.__version__)
+    assert (Path(table["kernel sources"]) / "config.cuh").is_file()
+    with pytest.raises(ValueError, match="mode: got 'html', expected 'stdout' or 'dicts'"):
+        cuflash.show_config(mode="html")
+
+
+@pytest.mark.gpu
+def test_show_config_describes_the_device():
+    table = cuflash.show_config(mode="dicts")
+    assert re.fullmatch(r"serves CUDA \d+\.\d+", table["driver"])
+    assert re.fullmatch(r"\d+ of \d+: .*, sm_\d+, \d+ GiB", table["device"])
+    assert re.fullmatch(r"\d+\.\d+", table["nvrtc"])
