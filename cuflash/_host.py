@@ -5,8 +5,8 @@ with a running maximum and sum, and the gradient recomputes probabilities from l
 M x N exists. Blocks that no query of a block can see are skipped. Products go through BLAS;
 16-bit operands are widened to float32.
 
-Arrays are canonical views, batch axes first. Leading batch axes are looped over; trailing ones are
-carried inside a tile as long as it stays small, so many short sequences cost few Python steps.
+Arrays are canonical views, batch axes first. Leading batch axes are looped over; as many entries
+as keep a tile small are carried in it, so that many short sequences cost few Python steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
 _BLOCK_M = 256
 _BLOCK_N = 512
 _TILE_ELEMENTS = _BLOCK_M * _BLOCK_N
-_Entry = tuple[int, ...]
+_Entry = tuple[int | slice, ...]
 
 
 def arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -206,9 +206,12 @@ def backward(
     def add(name: str, entry: _Entry, rows: slice, part: Array) -> None:
         if name not in sums:
             return
-        trailing = summed[name][len(entry) :]
-        axes = tuple(i for i, is_summed in enumerate(trailing) if is_summed)
-        own = tuple(0 if s else i for i, s in zip(entry, summed[name], strict=False))
+        kept = len(entry) - 1 if entry else 0  # axes from the slice on are still there
+        axes = tuple(i for i, is_summed in enumerate(summed[name][kept:]) if is_summed)
+        own = tuple(
+            i if not s else 0 if isinstance(i, int) else slice(None)
+            for i, s in zip(entry, summed[name], strict=False)
+        )
         sums[name][own][..., rows, :] += part.sum(axes, keepdims=True) if axes else part
 
     for entry in _entries(problem):
@@ -290,12 +293,19 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _entries(problem: Problem) -> Iterator[_Entry]:
-    """Indices of the leading batch axes; the trailing ones are carried inside a tile."""
+    """Indices of the batch: integers, then one slice, so that a tile stays small."""
+    batch = problem.batch
+    if not batch:
+        yield ()
+        return
     tile = min(problem.seqlen_q, _BLOCK_M) * min(problem.seqlen_k, _BLOCK_N)
-    carried = len(problem.batch)
-    while carried and tile * math.prod(problem.batch[carried - 1 :]) <= _TILE_ELEMENTS:
-        carried -= 1
-    return itertools.product(*(range(n) for n in problem.batch[:carried]))
+    axis = len(batch) - 1
+    while axis and tile * math.prod(batch[axis:]) <= _TILE_ELEMENTS:
+        axis -= 1
+    chunk = max(1, _TILE_ELEMENTS // (tile * math.prod(batch[axis + 1 :])))
+    for leading in itertools.product(*(range(n) for n in batch[:axis])):
+        for part in _blocks(0, batch[axis], chunk):
+            yield (*leading, part)
 
 
 def _views(problem: Problem, *arrays: Array) -> Iterator[Array]:

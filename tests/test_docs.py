@@ -1,0 +1,45 @@
+"""Do the examples in docstrings and documents run, and do documents name files that exist?"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuflash
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))]
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "Options"])
+def test_docstring_examples_run(name):
+    function = getattr(cuflash, name)
+    tests = doctest.DocTestFinder(recurse=False).find(function, name, globs={})
+    assert any(test.examples for test in tests), f"{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in tests:
+        runner.run(test)
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_are_complete(name):
+    text = inspect.getdoc(getattr(cuflash, name))
+    for section in ("Parameters", "Returns", "Raises", "Examples"):
+        assert f"{section}\n---" in text, f"{name} lacks {section}"
+    for parameter in inspect.signature(getattr(cuflash, name)).parameters:
+        assert re.search(rf"\b{parameter}\b", text), f"{name} does not describe {parameter}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_python_blocks_of_documents_run(path):
+    """Blocks of one document share names; a block marked `no-run` is for reading only."""
+    names: dict[str, object] = {"np": np}
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, path.name, "exec"), names)
