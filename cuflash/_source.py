@@ -1,0 +1,49 @@
+"""Where are the CUDA sources, and what is the whole text of one kernel?"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+
+
+@functools.cache
+def kernels_dir() -> Path:
+    """Folder of the CUDA sources: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    candidates = (package / "kernels_cu", package.parent / "kernels_cu")
+    for folder in candidates:
+        if (folder / "config.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"no kernel sources in {candidates[0]} or {candidates[1]}")
+
+
+@functools.cache
+def flatten(name: str) -> str:
+    """Text of a source with every quoted include in place, once each.
+
+    CuPy's cache key holds the source text but not the contents of headers, so that an edited header
+    would run a stale binary. ``#line`` keeps compiler messages pointing at the real files.
+    """
+    seen: set[str] = set()
+
+    def expand(relative: str) -> list[str]:
+        lines = [f'#line 1 "{relative}"']
+        text = (kernels_dir() / relative).read_text(encoding="utf-8")
+        for number, line in enumerate(text.splitlines(), start=1):
+            match = _INCLUDE.match(line)
+            if match is None:
+                if line.strip() != "#pragma once":
+                    lines.append(line)
+                else:
+                    lines.append("")
+                continue
+            if match[1] not in seen:
+                seen.add(match[1])
+                lines += expand(match[1])
+            lines.append(f'#line {number + 1} "{relative}"')
+        return lines
+
+    return "\n".join(expand(name)) + "\n"
