@@ -42,8 +42,11 @@ TASKS = {
     "check": Task(extras=("dev",), command=("tools/check.py",)),
 }
 
-# Distributions that a task can do without, and what it then cannot do.
-OPTIONAL = {"rdkit": "the demo then reads no SMILES but its own two"}
+# Distributions that a task can do without, and what it is then without.
+OPTIONAL = {
+    "rdkit": "reactions other than the demo's own two (pip install rdkit)",
+    "tqdm": "progress bars (pip install tqdm)",
+}
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
     missing = missing_from(sys.executable, extras, pyproject)
     if missing is not None and set(missing) <= set(OPTIONAL):
         for name in missing:
-            say(f"skipped: {name} is not installed: {OPTIONAL[name]}")
+            say(f"skipped: {OPTIONAL[name]}")
         say(f"{sys.executable} has what is needed and is used as it is")
         return sys.executable
     if venv.holds(extras):
