@@ -64,22 +64,24 @@ def is_the_wheel(path: Path) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == WHEEL_SHA256
 
 
-def download(folder: Path) -> None:
-    """Let pip fetch the wheel into ``folder``, from whichever index pip is configured to use."""
+def download(path: Path) -> None:
+    """Let pip fetch the wheel to ``path``, from whichever index pip is configured to use."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--only-binary=:all:", "--retries=1", "--timeout=10"]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as scratch:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Moved into place when complete, so that another process never reads half of it.
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             requirements = Path(scratch) / "requirements.txt"
             requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
             subprocess.run(
-                [*command, "--require-hashes", "--dest", str(folder), "-r", str(requirements)],
+                [*command, "--require-hashes", "--dest", scratch, "-r", str(requirements)],
                 check=True,
                 capture_output=True,
                 text=True,
                 timeout=DOWNLOAD_SECONDS,
             )
+            (Path(scratch) / WHEEL_NAME).replace(path)
     except subprocess.TimeoutExpired:
         raise WheelUnavailableError(f"pip had no answer in {DOWNLOAD_SECONDS} s") from None
     except subprocess.CalledProcessError as error:
@@ -93,8 +95,7 @@ def obtain_wheel(given: Path | None = None) -> Path:
     """Return the path of the wheel: the given file, else the cached one, else a fresh download."""
     path = given or cache_folder() / WHEEL_NAME
     if not is_the_wheel(path) and given is None:
-        path.unlink(missing_ok=True)
-        download(path.parent)
+        download(path)
     if not is_the_wheel(path):
         raise WheelUnavailableError(f"{path} is not {WHEEL_NAME} with the pinned sha256")
     return path
