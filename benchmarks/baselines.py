@@ -1,0 +1,430 @@
+"""What is measured: cuflash, and what a user would take instead, on the same arrays."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+from timing import Call
+
+import cuflash
+
+Array = Any
+DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
+PASSES = ("fwd", "bwd")
+#: Two correct results differ by a few roundings of the operands; a wrong mask by order 1.
+AGREEMENT = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-10}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape with its options: all of a result row that is not a result."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    precision: str = "ieee"
+    layout: str = "bhsd"
+    deterministic: bool = True
+
+    def visible_pairs(self) -> float:
+        """Query-key pairs that the call has to look at, per head.
+
+        Causal over equal lengths counts as one half, as publications do; every other mask by the
+        pairs themselves.
+        """
+        if self.window is None and not self.causal:
+            return float(self.seqlen_q * self.seqlen_k)
+        if self.window is None and self.seqlen_q == self.seqlen_k:
+            return self.seqlen_q * self.seqlen_k / 2
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
+        last = np.full(self.seqlen_q, self.seqlen_k - 1) if right is None else diagonal + right
+        first = np.zeros(self.seqlen_q, int) if left is None else diagonal - left
+        seen = np.minimum(last, self.seqlen_k - 1) - np.maximum(first, 0) + 1
+        return float(np.maximum(seen, 0).sum())
+
+    def flops(self, pass_: str) -> float:
+        """Floating-point operations by the field's count: backward is 2.5 times forward."""
+        forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
+        return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5}[pass_]
+
+    def input_bytes(self, pass_: str) -> int:
+        """Bytes that one call reads and writes at least."""
+        q = self.batch * self.heads_q * self.seqlen_q
+        k = self.batch * self.heads_kv * self.seqlen_k
+        forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
+        return DTYPES[self.dtype].itemsize * forward * (2 if pass_ == "bwd" else 1)
+
+    def inputs(self, xp: ModuleType, seed: int = 0) -> tuple[Array, Array, Array, Array]:
+        """q, k, v, dout: standard normal, rounded to the dtype, (batch, heads, seqlen, dim)."""
+        random = xp.random.RandomState(seed)
+        shapes = (
+            (self.batch, self.heads_q, self.seqlen_q, self.head_dim),
+            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
+            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim_v),
+            (self.batch, self.heads_q, self.seqlen_q, self.head_dim_v),
+        )
+
+        def draw(shape: tuple[int, ...]) -> Array:
+            if xp is np:
+                return random.standard_normal(shape).astype(DTYPES[self.dtype])
+            return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[self.dtype])
+
+        q, k, v, dout = map(draw, shapes)
+        return q, k, v, dout
+
+    def score_options(self) -> dict[str, Any]:
+        """The keywords that cuflash gets."""
+        options: dict[str, Any] = {"causal": self.causal, "window": self.window}
+        options["enable_gqa"] = self.heads_q != self.heads_kv
+        return {name: value for name, value in options.items() if value not in (None, False)}
+
+
+class Unsupported(Exception):
+    """An implementation cannot do this workload; the text says why."""
+
+
+@dataclass
+class Prepared:
+    """Calls that are ready to be timed, each on its own copy of the inputs."""
+
+    calls: list[Call]
+    result: Callable[[], Array]  # what one call computes, as an array of the inputs' library
+    capture: Callable[[Any, Sequence[Call]], Call]  # (clock, calls) -> replay
+
+
+class Implementation:
+    """One way to compute attention; subclasses say what they need and how they are called."""
+
+    name: str
+
+    needs: tuple[str, ...] = ()  # modules
+    deterministic: tuple[str, ...] = PASSES  # passes that promise the same bits every run
+
+    def absent(self, xp: ModuleType) -> str:
+        """Say why it cannot be measured here at all; empty where it can."""
+        if self.needs and xp is np:
+            return "it needs a GPU"
+        for module in self.needs:
+            try:
+                importlib.import_module(module)
+            except Exception as error:
+                return f"{module} cannot be imported ({type(error).__name__}: {error})"[:160]
+        return ""
+
+    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+        """Build one call for each set of inputs; raise Unsupported."""
+        raise NotImplementedError
+
+
+def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
+    return clock.capture(calls)
+
+
+class Cuflash(Implementation):
+    """The library itself, writing into arrays that exist: the same call in a graph and outside."""
+
+    name = "cuflash"
+
+    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+        """Build one call for each set of inputs; raise Unsupported."""
+        options = cuflash.Options(**work.score_options())
+        precision = "tf32" if work.precision == "tf32" else None
+        common: dict[str, Any] = {"options": options, "precision": precision}
+        common["deterministic"] = work.deterministic
+        calls, results = [], []
+        for q, k, v, dout in inputs:
+            xp = _module_of(q)
+            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+            size = cuflash.workspace_size(q, k, v, options=options, precision=precision)
+            room = xp.empty(size, np.uint8) if size else None
+
+            def forward(q=q, k=k, v=v, out=out, lse=lse, room=room) -> Array:
+                pair = cuflash.attention(
+                    q, k, v, return_lse=True, out=(out, lse), workspace=room, **common
+                )
+                return pair.out
+
+            if pass_ == "fwd":
+                calls.append(forward)
+                results.append(forward)
+                continue
+            forward()
+            grads = cuflash.Gradients(*(xp.empty_like(a) for a in (q, k, v)))
+            size = cuflash.workspace_size(
+                q, k, v, backward=True, options=options, precision=precision
+            )
+            room = xp.empty(size, np.uint8) if size else None
+
+            def backward(
+                dout=dout, q=q, k=k, v=v, out=out, lse=lse, grads=grads, room=room
+            ) -> Array:
+                return cuflash.attention_backward(
+                    dout, q, k, v, out, lse, grads_out=grads, workspace=room, **common
+                ).dq
+
+            calls.append(backward)
+            results.append(backward)
+        return Prepared(calls, results[0], _capture_with_cupy)
+
+
+class Naive(Implementation):
+    """What one writes without a library: the whole matrix of scores, softmax in float32."""
+
+    name = "naive"
+
+    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+        """Build one call for each set of inputs; raise Unsupported."""
+        if work.window is not None:
+            raise Unsupported("no window")
+        scale = 1 / math.sqrt(work.head_dim)
+        calls = []
+        for q, k, v, dout in inputs:
+            xp = _module_of(q)
+            mask = None
+            if work.causal:
+                shape = (work.seqlen_q, work.seqlen_k)
+                mask = ~xp.tri(*shape, work.seqlen_k - work.seqlen_q, dtype=bool)
+
+            def forward(q=q, k=k, v=v, mask=mask) -> tuple[Array, Array]:
+                return naive_forward(q, k, v, mask, scale)
+
+            if pass_ == "fwd":
+                calls.append(lambda forward=forward: forward()[0])
+                continue
+            p = forward()[1]
+
+            def backward(dout=dout, q=q, k=k, v=v, p=p) -> Array:
+                return naive_backward(dout, q, k, v, p, scale)[0]
+
+            calls.append(backward)
+        return Prepared(calls, calls[0], _capture_with_cupy)
+
+
+def naive_forward(
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float
+) -> tuple[Array, Array]:
+    """Attention out of array operations: (out, probabilities in the dtype of q).
+
+    ``mask`` is True where a key is invisible.
+    """
+    xp = _module_of(q)
+    wide = np.float64 if q.dtype == np.float64 else np.float32
+    groups = q.shape[1] // k.shape[1]
+    k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
+    s = (q @ k.swapaxes(-1, -2)).astype(wide)
+    s *= scale
+    if mask is not None:
+        xp.putmask(s, xp.broadcast_to(mask, s.shape), -np.inf)
+    s -= s.max(-1, keepdims=True)
+    xp.exp(s, out=s)
+    s /= s.sum(-1, keepdims=True)
+    p = s.astype(q.dtype)
+    return p @ v, p
+
+
+def naive_backward(
+    dout: Array, q: Array, k: Array, v: Array, p: Array, scale: float
+) -> tuple[Array, Array, Array]:
+    """Gradients (dq, dk, dv) from the probabilities that the forward kept."""
+    xp = _module_of(q)
+    heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
+    dv = p.swapaxes(-1, -2) @ dout
+    ds = (dout @ v.swapaxes(-1, -2)).astype(np.float64 if q.dtype == np.float64 else np.float32)
+    ds *= p
+    ds -= p * ds.sum(-1, keepdims=True)
+    ds *= scale
+    ds = ds.astype(q.dtype)
+    dq, dk = ds @ k, ds.swapaxes(-1, -2) @ q
+    if groups > 1:
+        dk, dv = (a.reshape(a.shape[0], heads, groups, *a.shape[2:]).sum(2) for a in (dk, dv))
+    return dq, dk, dv
+
+
+class Torch(Implementation):
+    """An implementation that takes torch tensors, on the memory of CuPy's arrays."""
+
+    needs = ("torch",)
+    deterministic = ("fwd",)
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+
+    def function(self, work: Workload) -> Callable[..., Any]:
+        """Return f(q, k, v) -> out for tensors in the layout of `arrange`."""
+        raise NotImplementedError
+
+    def arrange(self, tensor: Any) -> Any:
+        """Bring (batch, heads, seqlen, dim) into the implementation's own layout."""
+        return tensor
+
+    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+        """Build one call for each set of inputs; raise Unsupported."""
+        import torch
+
+        if work.dtype not in self.dtypes:
+            raise Unsupported(f"no {work.dtype}")
+        if work.window is not None:
+            raise Unsupported("no window")
+        if work.causal and work.seqlen_q != work.seqlen_k:
+            raise Unsupported("its causal mask aligns at the first key")
+        function = self.function(work)
+        calls = []
+        for arrays in inputs:
+            q, k, v, dout = (self.arrange(_tensor(a)) for a in arrays)
+            if pass_ == "fwd":
+
+                def forward(q=q, k=k, v=v) -> Any:
+                    with torch.no_grad():
+                        return function(q, k, v)
+
+                calls.append(forward)
+                continue
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = function(*leaves)
+
+            def backward(out=out, leaves=leaves, dout=dout) -> Any:
+                return torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+
+            calls.append(backward)
+        return Prepared(calls, lambda: _array(self.arrange(calls[0]())), self._capture)
+
+    def _capture(self, clock: Any, calls: Sequence[Call]) -> Call:
+        import torch
+
+        for call in calls:
+            call()
+        clock.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(clock.stream.ptr)):
+            for call in calls:
+                call()
+        return graph.replay
+
+
+class ScaledDotProduct(Torch):
+    """One backend of torch.nn.functional.scaled_dot_product_attention."""
+
+    def __init__(self, name: str, backend: str, dtypes: tuple[str, ...]) -> None:
+        self.name = name
+        self.backend = backend
+        self.dtypes = dtypes
+
+    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        backend = getattr(SDPBackend, self.backend)
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(
+                    q, k, v, is_causal=work.causal, enable_gqa=work.heads_q != work.heads_kv
+                )
+
+        return call
+
+
+class Flex(Torch):
+    """FlexAttention, compiled by torch."""
+
+    name = "flex"
+    needs = ("torch", "torch.nn.attention.flex_attention", "triton")
+    dtypes = ("float16", "bfloat16", "float32")
+
+    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        mask = None
+        if work.causal:
+            mask = create_block_mask(
+                lambda _b, _h, i, j: i >= j, None, None, work.seqlen_q, work.seqlen_k, device="cuda"
+            )
+        grouped = work.heads_q != work.heads_kv
+        return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+
+class FlashAttention4(Torch):
+    """The CuTe kernels of the package flash-attn-4, layout (batch, seqlen, heads, dim)."""
+
+    name = "fa4"
+    needs = ("torch", "flash_attn.cute")
+
+    def arrange(self, tensor: Any) -> Any:  # noqa: D102
+        return tensor.transpose(1, 2).contiguous()
+
+    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+        from flash_attn.cute import flash_attn_func
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            out = flash_attn_func(q, k, v, causal=work.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+
+HALVES = ("float16", "bfloat16")
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    implementation.name: implementation
+    for implementation in (
+        Cuflash(),
+        Naive(),
+        ScaledDotProduct("fa2", "FLASH_ATTENTION", HALVES),
+        ScaledDotProduct("cudnn", "CUDNN_ATTENTION", HALVES),
+        ScaledDotProduct("eff", "EFFICIENT_ATTENTION", (*HALVES, "float32")),
+        Flex(),
+        FlashAttention4(),
+    )
+}
+
+
+def _module_of(array: Array) -> ModuleType:
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _tensor(array: Array) -> Any:
+    """A torch tensor on the memory of a CuPy array; bfloat16 travels as its bits."""
+    import torch
+
+    if array.dtype == bfloat16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _array(tensor: Any) -> Array:
+    """A CuPy array on the memory of a torch tensor."""
+    import cupy
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return cupy.from_dlpack(tensor.view(torch.int16)).view(bfloat16)
+    return cupy.from_dlpack(tensor)
+
+
+def difference(a: Array, b: Array) -> float:
+    """Frobenius norm of a - b relative to that of b, NaN where either is not finite."""
+    xp = _module_of(a)
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))

@@ -1,0 +1,52 @@
+"""What does a fresh process wait for: importing the library, its first call, its second?
+
+Run by bench.py in a process of its own; prints one JSON object, milliseconds by name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np  # imported first: what counts is the time on top of NumPy
+
+start = time.perf_counter()
+import cuflash  # noqa: E402
+
+imported = time.perf_counter()
+
+
+def main(dtype: str, pass_: str) -> dict[str, float]:
+    """Time the first and the second call, each until the device has finished."""
+    import cupy
+    from baselines import DTYPES
+
+    host = np.random.default_rng(0).standard_normal((4, 1, 8, 128, 64)).astype(DTYPES[dtype])
+    q, k, v, dout = (cupy.asarray(a.view(np.uint8)).view(host.dtype) for a in host)
+
+    def synchronized(call) -> float:
+        cupy.cuda.Device().synchronize()
+        begin = time.perf_counter()
+        call()
+        cupy.cuda.Device().synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def forward():
+        return cuflash.attention(q, k, v, causal=True, return_lse=True)
+
+    call = forward
+    if pass_ == "bwd":
+        out, lse = forward()
+
+        def call():
+            return cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    return {"first": synchronized(call), "second": synchronized(call)}
+
+
+if __name__ == "__main__":
+    times = {"import": 1e3 * (imported - start)}
+    if len(sys.argv) == 3:
+        times |= main(*sys.argv[1:])
+    print(json.dumps(times))

@@ -1,0 +1,204 @@
+"""How long does the device take for a call, whatever the host does meanwhile?
+
+Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
+for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
+between two events after the cache has been overwritten, for long enough that the host has launched
+all of the call before the first event; short ones, where events would measure their own resolution,
+run in one CUDA graph over enough copies of the inputs that each has left the cache before its turn
+comes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Call = Callable[[], Any]
+
+#: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
+SHORT_MS = 0.2
+MOST_COPIES = 512
+HEAD_START_MS = 0.5  # more than any implementation here takes to launch one call
+ROUNDS = (5, 60)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Median milliseconds of one call, and how they were found."""
+
+    ms: float
+    timing: str
+
+
+def rotations(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the names in turns: each goes first, second, ... equally often."""
+    for start in itertools.count():
+        shift = start % len(names)
+        yield (*names[shift:], *names[:shift])
+
+
+def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every timer once a round and collect what each returned."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    if not timers:
+        return samples
+    for order in itertools.islice(rotations(tuple(timers)), rounds):
+        for name in order:
+            samples[name].append(timers[name]())
+    return samples
+
+
+def number_of_rounds(slowest_ms: float, budget_ms: float) -> int:
+    """As many rounds as the slowest candidate fits into the budget, within ROUNDS."""
+    low, high = ROUNDS
+    return max(low, min(high, int(budget_ms / max(slowest_ms, 1e-3))))
+
+
+class HostClock:
+    """Times calls that are over when they return: the NumPy path."""
+
+    device_name = "cpu"
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Nothing to set up."""
+        yield
+
+    def once(self, call: Call) -> float:
+        """Milliseconds of one call."""
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
+        """Median wall time of each call."""
+        first = {name: min(self.once(call), self.once(call)) for name, call in calls.items()}
+        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
+        samples = interleaved(
+            {name: (lambda call=call: self.once(call)) for name, call in calls.items()}, rounds
+        )
+        return {name: Measurement(statistics.median(ms), "wall") for name, ms in samples.items()}
+
+
+class DeviceClock:
+    """Times calls on one stream that CuPy and torch share."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.l2_bytes = int(properties["l2CacheSize"])
+        self.device_name = properties["name"].decode()
+        self._buffer = cupy.empty(2 * self.l2_bytes // 4, cupy.int32)
+        self._fills = 1
+        with self.stream:
+            self._flush()
+            self._fills = max(1, round(HEAD_START_MS / self._between_events(self._flush)))
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Make the stream current in CuPy, and in torch where it is loaded."""
+        torch = sys.modules.get("torch")
+        with self.stream:
+            if torch is None:
+                yield
+            else:
+                with torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)):
+                    yield
+
+    def copies_to_leave_l2(self, bytes_per_copy: int) -> int:
+        """How many copies of the inputs take twice the L2 cache."""
+        return max(1, min(MOST_COPIES, -(-2 * self.l2_bytes // max(bytes_per_copy, 1))))
+
+    def once(self, call: Call) -> float:
+        """Milliseconds of one call between two events, its inputs not in the L2 cache."""
+        self._flush()
+        return self._between_events(call)
+
+    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
+        """Median time of each call between events."""
+        first = {name: self._warm(call) for name, call in calls.items()}
+        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
+        samples = interleaved(
+            {name: (lambda call=call: self.once(call)) for name, call in calls.items()}, rounds
+        )
+        return {name: Measurement(statistics.median(ms), "events") for name, ms in samples.items()}
+
+    def measure_graphs(
+        self, graphs: Mapping[str, tuple[Call, int]], budget_ms: float
+    ) -> dict[str, Measurement]:
+        """Median time of one call out of a graph that holds so many of them."""
+        first = {name: self._warm(replay) for name, (replay, _) in graphs.items()}
+        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
+        samples = interleaved(
+            {
+                name: (lambda replay=replay, count=count: self._between_events(replay) / count)
+                for name, (replay, count) in graphs.items()
+            },
+            rounds,
+        )
+        return {name: Measurement(statistics.median(ms), "graph") for name, ms in samples.items()}
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """Put the calls, one after another, into a CUDA graph; return what replays it."""
+        for call in calls:
+            call()
+        self.stream.synchronize()
+        self.stream.begin_capture()
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph = self.stream.end_capture()
+
+        def replay() -> None:
+            graph.launch(self.stream)
+
+        return replay
+
+    def _flush(self) -> None:
+        for _ in range(self._fills):
+            self._buffer.fill(0)
+
+    def _warm(self, call: Call) -> float:
+        call()
+        return min(self.once(call) for _ in range(3))
+
+    def _between_events(self, call: Call) -> float:
+        start, stop = (self.cupy.cuda.Event() for _ in range(2))
+        start.record(self.stream)
+        call()
+        stop.record(self.stream)
+        stop.synchronize()
+        return float(self.cupy.cuda.get_elapsed_time(start, stop))
+
+
+def host_microseconds(
+    calls: Sequence[Call], synchronize: Call, batch: int = 50, repeats: int = 20
+) -> float:
+    """Median host time of a call that only enqueues, in microseconds.
+
+    ``calls`` are taken in turns. The queue is emptied between batches, so that the host never
+    waits for the device while the clock runs.
+    """
+    turns = itertools.cycle(calls)
+    for call in calls[:batch]:
+        call()
+    samples = []
+    for _ in range(repeats):
+        chosen = list(itertools.islice(turns, batch))
+        synchronize()
+        start = time.perf_counter()
+        for call in chosen:
+            call()
+        samples.append(1e6 * (time.perf_counter() - start) / batch)
+    synchronize()
+    return statistics.median(samples)

@@ -1,0 +1,318 @@
+"""Do the benchmarks compare like with like, count as the field does and write what they promise?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import bench
+from cuflash import reference
+
+# Plain modules beside bench.py, which has put their folder on the path.
+baselines = sys.modules["baselines"]
+timing = sys.modules["timing"]
+
+TINY = baselines.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
+
+
+def visible(work) -> np.ndarray:
+    """Which key each query sees, one pair at a time."""
+    left, right = work.window or (None, None)
+    right = 0 if work.causal else right
+    seen = np.zeros((work.seqlen_q, work.seqlen_k), bool)
+    for m in range(work.seqlen_q):
+        for n in range(work.seqlen_k):
+            distance = n - (m + work.seqlen_k - work.seqlen_q)
+            seen[m, n] = (left is None or distance >= -left) and (
+                right is None or distance <= right
+            )
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"seqlen_q": 5, "causal": True},
+        {"seqlen_k": 20, "causal": True},
+        {"window": (3, 2)},
+        {"window": (7, None), "causal": True},
+        {"window": (None, 4), "seqlen_k": 9},
+    ],
+)
+def test_pairs_are_those_that_are_visible(changes):
+    work = replace(TINY, **changes)
+    assert work.visible_pairs() == visible(work).sum()
+
+
+def test_flops_follow_the_convention_of_publications():
+    work = bench.square(8, 32, 2048, 64, False)
+    assert work.flops("fwd") == 4 * 8 * 32 * 2048 * 2048 * 64
+    assert work.flops("bwd") == 2.5 * work.flops("fwd")
+    assert replace(work, causal=True).flops("fwd") == work.flops("fwd") / 2
+    assert replace(work, head_dim_v=128).flops("fwd") == 1.5 * work.flops("fwd")
+    # FlashAttention-2 as PyTorch ships it on an H100, published as 305 TFLOP/s at 0.902 ms.
+    assert work.flops("fwd") / 0.902432 / 1e9 == pytest.approx(304.6, abs=0.1)
+
+
+def test_training_shapes_have_16384_tokens_and_width_2048():
+    shapes = bench.training((64, 128), (2048, 8192))
+    assert len(set(shapes)) == 8
+    for work in shapes:
+        assert work.batch * work.seqlen_q == 16_384
+        assert work.heads_q * work.head_dim == 2048
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("seqlen_k", [33, 50])
+def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
+    work = replace(TINY, causal=causal, heads_kv=heads_kv, seqlen_k=seqlen_k, dtype="float64")
+    q, k, v, dout = work.inputs(np)
+    mask = ~np.tri(33, seqlen_k, seqlen_k - 33, dtype=bool) if causal else None
+    out, p = baselines.naive_forward(q, k, v, mask, 0.25)
+    gradients = baselines.naive_backward(dout, q, k, v, p, 0.25)
+    options = work.score_options()
+    expected = reference.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(out, expected.out, rtol=1e-12, atol=1e-12)
+    truth = reference.attention_backward(dout, q, k, v, *expected, **options)
+    for ours, theirs in zip(gradients, (truth.dq, truth.dk, truth.dv), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_every_candidate_goes_first_equally_often():
+    order = []
+
+    def timer(name):
+        def once():
+            order.append(name)
+            return float(len(order))
+
+        return once
+
+    samples = timing.interleaved({name: timer(name) for name in "abc"}, 6)
+    assert [len(s) for s in samples.values()] == [6, 6, 6]
+    rounds = [order[i : i + 3] for i in range(0, 18, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert sorted(turn[0] for turn in rounds) == list("aabbcc")
+    assert timing.interleaved({}, 6) == {}
+
+
+def test_rounds_stay_within_their_limits():
+    assert timing.number_of_rounds(1000.0, 120.0) == 5
+    assert timing.number_of_rounds(4.0, 120.0) == 30
+    assert timing.number_of_rounds(0.0, 120.0) == 60
+
+
+def test_host_clock_measures_milliseconds():
+    found = timing.HostClock().measure({"nap": lambda: time.sleep(0.02)}, 1.0)["nap"]
+    assert found.timing == "wall"
+    assert 20 <= found.ms < 60
+
+
+def test_host_time_is_per_call():
+    emptied = []
+    us = timing.host_microseconds(
+        [lambda: time.sleep(0.001)], lambda: emptied.append(None), batch=4, repeats=3
+    )
+    assert 1000 <= us < 5000
+    assert len(emptied) == 4  # before every batch and at the end
+
+
+@pytest.fixture
+def run():
+    """Return a run on NumPy arrays with the two implementations that need nothing."""
+    chosen = [baselines.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
+    return bench.Run(np, timing.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
+
+
+def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
+    bench.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
+    meta = bench.describe_machine(run, "python benchmarks/bench.py")
+    path = bench.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
+    result = json.loads(path.read_text())
+    assert path.name == f"cpu-test-{meta['date']}.json"
+    assert set(result["meta"]) == {
+        "device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command",
+    }  # fmt: skip
+    assert len(result["rows"]) == 8
+    for row in result["rows"]:
+        assert set(row) == {
+            "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q",
+            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "options", "layout",
+            "deterministic", "timing", "ms", "tflops",
+        }  # fmt: skip
+        flops = 2 * 2 * 4 * 33 * 33 * 32 * (0.5 if row["causal"] else 1)
+        flops *= 2.5 if row["pass"] == "bwd" else 1
+        assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9)
+    table = path.with_suffix(".md").read_text()
+    assert table == bench.markdown(result)
+    assert table.count("| b2 h4 33x33 d16 full |") == 2
+    assert table.count("| b2 h4/2 33x33 d16 causal |") == 2
+    assert bench.main(["--render", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(table)
+
+
+def test_wrong_result_is_not_timed(run, monkeypatch):
+    class Wrong(baselines.Naive):
+        name = "wrong"
+
+        def prepare(self, work, pass_, inputs):
+            return super().prepare(replace(work, causal=not work.causal), pass_, inputs)
+
+    run.implementations.append(Wrong())
+    bench.measure_cell(run, TINY, "fwd")
+    assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
+    assert any("wrong" in note and "differs" in note for note in run.notes)
+
+
+def test_failing_implementation_leaves_a_note_and_the_others(run):
+    class Failing(baselines.Naive):
+        name = "failing"
+
+        def prepare(self, work, pass_, inputs):
+            raise RuntimeError("out of order")
+
+    run.implementations.insert(0, Failing())
+    bench.measure_cell(run, TINY, "bwd")
+    assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
+    assert any("failing bwd" in note and "out of order" in note for note in run.notes)
+
+
+def test_what_an_implementation_cannot_do_is_said_once(run):
+    windowed = replace(TINY, window=(4, 0))
+    bench.measure_shapes([windowed, replace(windowed, batch=1)])(run)
+    assert {row["impl"] for row in run.rows} == {"cuflash"}
+    assert sum("no window" in note for note in run.notes) == 1
+
+
+def test_absent_peers_are_named(monkeypatch):
+    for name in ("fa2", "cudnn", "eff", "flex", "fa4"):
+        assert "needs a GPU" in baselines.IMPLEMENTATIONS[name].absent(np)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    fake_cupy = types.ModuleType("cupy")
+    assert "cannot be imported" in baselines.IMPLEMENTATIONS["fa4"].absent(fake_cupy)
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100-PCIE-16GB", "v100"),
+        ("cpu", "cpu"),
+        ("", "unknown"),
+    ],
+)
+def test_device_names_become_file_names(name, slug):
+    assert bench.device_slug(name) == slug
+
+
+def test_import_is_measured_in_a_fresh_process(run):
+    bench.measure_first_calls(run)
+    (row,) = run.rows
+    assert (row["options"], row["timing"], row["tflops"]) == ("import", "process", None)
+    assert 0.1 < row["ms"] < 5000
+    assert any("only the import" in note for note in run.notes)
+
+
+def test_command_on_a_machine_without_a_gpu(tmp_path):
+    """The real command, in a process of its own."""
+    script = Path(bench.__file__)
+    command = [sys.executable, str(script), "--device", "cpu", "--budget-ms", "1", "--pass", "fwd"]
+    done = subprocess.run(
+        [*command, "--set", "cpu", "--impl", "cuflash,fa2", "--topic", "try", "--out", tmp_path],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "note: absent: fa2: it needs a GPU" in done.stdout
+    assert "| b1 h8 2048x2048 d64 causal |" in done.stdout
+    (path,) = tmp_path.glob("cpu-try-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["impl"], row["pass"]) for row in rows} == {("cuflash", "fwd")}
+
+
+def test_unknown_names_are_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--set", "everything"])
+    assert "portable, widths, short" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in bench.SETS)
+
+
+@pytest.fixture
+def clock():
+    """Return the clock of the GPU."""
+    return timing.DeviceClock()
+
+
+@pytest.mark.gpu
+def test_device_clock_sees_the_memory_bandwidth(clock):
+    """A copy of 1 GB takes as long as its bytes, by events and, 8 times, by a graph."""
+    cupy = clock.cupy
+    source = cupy.ones(1 << 28, cupy.float32)
+    target = cupy.empty_like(source)
+
+    def copy():
+        target.data.copy_from_device_async(source.data, source.nbytes)
+
+    with clock.scope():
+        by_events = clock.measure({"copy": copy}, 50.0)["copy"]
+        replay = clock.capture([copy] * 8)
+        by_graph = clock.measure_graphs({"copy": (replay, 8)}, 50.0)["copy"]
+    assert (by_events.timing, by_graph.timing) == ("events", "graph")
+    assert by_graph.ms == pytest.approx(by_events.ms, rel=0.2)
+    bandwidth = 2 * source.nbytes / by_events.ms / 1e6
+    assert 100 < bandwidth < 20_000  # GB/s: between the slowest and the fastest device there is
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_peers_read_the_same_arrays_and_agree(clock, pass_, dtype):
+    import cupy
+
+    work = replace(TINY, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=64, dtype=dtype)
+    peers = [i for i in baselines.IMPLEMENTATIONS.values() if not i.absent(cupy)]
+    run = bench.Run(cupy, clock, peers, [dtype], [pass_], 5.0)
+    for causal in (False, True):
+        bench.measure_cell(run, replace(work, causal=causal), pass_)
+    measured = {row["impl"] for row in run.rows}
+    assert "cuflash" in measured
+    assert not any("differs" in note for note in run.notes), run.notes
+
+
+@pytest.mark.gpu
+def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
+    import cupy
+
+    ours = [baselines.IMPLEMENTATIONS["cuflash"]]
+    run = bench.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
+    bench.SETS["host"][1](run)
+    bench.measure_shapes([bench.square(1, 8, 128, 64, True)])(run)
+    assert run.notes == []
+    assert [row["timing"] for row in run.rows] == ["host"] * 4 + ["graph"] * 2
+    assert all(row["ms"] < 5 for row in run.rows)
+
+
+@pytest.mark.gpu
+def test_peak_memory_counts_what_lives_at_one_time():
+    import cupy
+
+    def call():
+        first = cupy.empty(1 << 20, cupy.uint8)
+        del first
+        return cupy.empty(1 << 21, cupy.uint8)
+
+    assert bench.peak_bytes(call) == 1 << 21
