@@ -21,15 +21,20 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
 
 
-def check_ruff() -> str:
-    """Lint and formatting."""
+def check_lint() -> str:
+    """Lint every Python file."""
     run(sys.executable, "-m", "ruff", "check", ".")
+    return "clean"
+
+
+def check_format() -> str:
+    """Compare every Python file with its formatted form."""
     run(sys.executable, "-m", "ruff", "format", "--check", ".")
     return "clean"
 
 
 def check_types() -> str:
-    """Strict mypy on the package."""
+    """Run strict mypy on the package."""
     run(sys.executable, "-m", "mypy")
     return "clean"
 
@@ -80,8 +85,9 @@ def check_gpu_report() -> str:
 
 
 CHECKS = {
-    "ruff": check_ruff,
-    "mypy": check_types,
+    "lint": check_lint,
+    "format": check_format,
+    "types": check_types,
     "wheel": check_wheel,
     "GPU report": check_gpu_report,
 }
