@@ -149,7 +149,7 @@ def row_errors(xp: Any, arrays: dict[str, Array], inputs: list[Array]) -> dict[s
     last_rows = slice(-LAST_ROWS, None)
     checked = {"out": rows, "dq": rows, "dk": last_rows, "dv": last_rows}
     return {
-        name: relative_error(arrays[name][..., selected, :].astype(np.float32), wanted[name])
+        name: relative_error(arrays[name].astype(np.float32)[..., selected, :], wanted[name])
         for name, selected in checked.items()
     }
 

@@ -35,8 +35,9 @@ def _tick(label: str, done: threading.Event, quiet_seconds: float) -> None:
             print(f"  ... {label}: {time.perf_counter() - start:.0f} s so far", file=sys.stderr)
             if done.wait(quiet_seconds):
                 return
-    form = "  ... {desc}: {elapsed} so far"
-    with tqdm(desc=label, bar_format=form, leave=False, file=sys.stderr) as bar:
-        bar.start_t -= time.perf_counter() - start
+    line = {"bar_format": "  ... {desc}: {elapsed} so far", "leave": False, "file": sys.stderr}
+    with tqdm(desc=label, delay=quiet_seconds, **line) as bar:
+        bar.start_t = bar.start_t - (time.perf_counter() - start)
+        bar.refresh()
         while not done.wait(0.5):
             bar.refresh()
