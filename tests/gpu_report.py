@@ -1,0 +1,189 @@
+"""Which GPU tests passed, on what device, and for which state of the sources?
+
+    python -m pytest --gpu-report tests/gpu_report.json
+
+writes ``device, driver, cupy, nvrtc, passed, failed, skipped, seconds, digest`` and, under
+``tests``, the outcome of every test marked gpu. The counts are of those tests alone; ``others``
+counts the rest of the same runs. A report of the same digest is continued, so that a run may be
+split into shards: the latest result of a test counts, and being skipped displaces no result. A run
+in which no GPU test ran leaves the file alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_digest import digest
+
+OUTCOMES = ("passed", "failed", "skipped")
+MACHINE = ("device", "driver", "cupy", "nvrtc")
+NAME = "gpu-report-recorder"
+Outcomes = dict[str, str]  # by node id
+
+
+def describe_machine() -> dict[str, str | None]:
+    """Return device, driver, CuPy and NVRTC; None for what is not there."""
+    found: dict[str, str | None] = dict.fromkeys(MACHINE)
+    try:
+        import cupy
+        from cupy_backends.cuda.libs import nvrtc
+
+        found["cupy"] = cupy.__version__
+        found["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        found["device"] = properties["name"].decode()
+        found["driver"] = driver_version() or str(cupy.cuda.runtime.driverGetVersion())
+    except (ImportError, RuntimeError):
+        pass
+    return found
+
+
+def driver_version() -> str | None:
+    """Ask nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
+
+
+class Recorder:
+    """Collects outcomes of one run and joins them with those that the file holds."""
+
+    def __init__(self, path: Path, config: pytest.Config) -> None:
+        self.path = path
+        self.config = config
+        self.started = time.perf_counter()
+        self.digest = digest()
+        self.gpu: Outcomes = {}
+        self.others: Outcomes = {}
+        self.message = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the worst of set-up, call and tear-down; an expected failure has passed."""
+        outcome = report.outcome
+        if hasattr(report, "wasxfail") and outcome == "skipped":
+            outcome = "passed"
+        self.record(report.nodeid, "gpu" in report.keywords, outcome, report.when)
+
+    def record(self, nodeid: str, on_gpu: bool, outcome: str, when: str | None) -> None:
+        """Note one outcome."""
+        tests = self.gpu if on_gpu else self.others
+        if outcome == "passed" and when != "call":
+            return
+        if tests.get(nodeid) != "failed":
+            tests[nodeid] = outcome
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report, unless this process is a worker of another one that does."""
+        if not hasattr(self.config, "workerinput"):
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what has been recorded."""
+        ran = Counter(self.gpu.values())
+        if not ran["passed"] + ran["failed"]:
+            self.message = "no GPU test ran, the report is left as it is"
+        elif digest() != self.digest:
+            self.message = "the sources changed during the run, nothing written"
+        else:
+            report = joined(self.read(), self.report())
+            self.path.write_text(formatted(report))
+            counts = ", ".join(f"{report[outcome]} {outcome}" for outcome in OUTCOMES)
+            self.message = f"{self.path.name}: {counts}"
+
+    def read(self) -> dict[str, Any]:
+        """Return the report of earlier shards; empty where there is none that can be read."""
+        try:
+            report = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return report if isinstance(report, dict) else {}
+
+    def report(self) -> dict[str, Any]:
+        """Return this run alone."""
+        return {
+            **describe_machine(),
+            "seconds": time.perf_counter() - self.started,
+            "digest": self.digest,
+            "others": dict(Counter(self.others.values())),
+            "tests": self.gpu,
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what became of the report."""
+        terminalreporter.write_line(f"GPU report: {self.message}")
+
+
+def joined(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Continue the report of earlier shards by one run; another digest starts anew."""
+    tests: Outcomes = {}
+    seconds, others = run["seconds"], Counter(run["others"])
+    machine = {name: run[name] for name in MACHINE}
+    if earlier.get("digest") == run["digest"]:
+        tests = flat(earlier.get("tests", {}))
+        seconds += earlier["seconds"]
+        others += Counter(earlier["others"])
+        for name in MACHINE:
+            known = [part for part in str(earlier[name] or "").split("; ") if part]
+            new = [] if run[name] is None or run[name] in known else [run[name]]
+            machine[name] = "; ".join(known + new) or None
+    for nodeid, outcome in run["tests"].items():
+        if outcome != "skipped" or nodeid not in tests:
+            tests[nodeid] = outcome
+    counts = Counter(tests.values())
+    return {
+        **machine,
+        **{outcome: counts[outcome] for outcome in OUTCOMES},
+        "seconds": round(seconds, 1),
+        "digest": run["digest"],
+        "others": {outcome: others[outcome] for outcome in OUTCOMES},
+        "tests": nested(tests),
+    }
+
+
+def nested(tests: Outcomes) -> dict[str, dict[str, list[str]]]:
+    """Group node ids: function -> outcome -> parameters, '' for a test without."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for nodeid, outcome in sorted(tests.items()):
+        function, bracket, parameters = nodeid.partition("[")
+        groups.setdefault(function, {}).setdefault(outcome, []).append(bracket + parameters)
+    return groups
+
+
+def flat(groups: dict[str, dict[str, list[str]]]) -> Outcomes:
+    """Undo `nested`."""
+    return {
+        function + parameters: outcome
+        for function, outcomes in groups.items()
+        for outcome, cases in outcomes.items()
+        for parameters in cases
+    }
+
+
+def formatted(report: dict[str, Any]) -> str:
+    """JSON with one line for each field and each test function."""
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in report.items() if k != "tests"]
+    tests = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in report["tests"].items())
+    return "\n".join(["{", *lines, ' "tests": {', tests, " }", "}"]) + "\n"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-report", type=Path, metavar="JSON", help="write the outcomes of GPU tests to a file"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--gpu-report")
+    if path is not None:
+        config.pluginmanager.register(Recorder(path.absolute(), config), NAME)
