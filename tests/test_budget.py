@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from support import model_flash
 from support.budget import Budget, BudgetError
 from support.families import FAMILIES
@@ -314,9 +315,7 @@ def test_the_worst_element_is_reported() -> None:
 
 
 def test_negative_zero_in_a_hidden_row_is_caught() -> None:
-    call = make_call(
-        "normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"q_lengths": 2}
-    )
+    call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"q_lengths": 2})
     budget = Budget(call)
     out = budget.truth.out.astype(np.float32)
     budget.check_forward(out)

@@ -145,10 +145,8 @@ class Budget:
     @cached_property
     def p(self) -> np.ndarray:
         """Probabilities, (batch, m, n), 0 where invisible or not finite."""
-        x, c = self.inputs, self.call
-        scores = np.where(
-            x.visible, np.nan_to_num(reference.scores(c.q, c.k, **c.options)), -np.inf
-        )
+        x = self.inputs
+        scores = np.nan_to_num(model_flash.final_scores(self.call))
         seen = np.isfinite(self.truth.lse)[..., None]
         with np.errstate(over="ignore", invalid="ignore"):
             p = np.exp(scores - self.lse[..., None])

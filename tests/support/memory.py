@@ -50,7 +50,8 @@ class Placement:
             if self.zeros[axis]:
                 continue
             strides[axis] = reach * self.gaps[axis]
-            reach = strides[axis] * max(shape[axis], 1)
+            if shape[axis] > 1:  # the stride of an axis of one element may be anything
+                reach = strides[axis] * shape[axis]
         for axis, extent in enumerate(shape):
             if self.flips[axis] and extent:
                 first += strides[axis] * (extent - 1)

@@ -71,7 +71,6 @@ def expand(call: Any, dtype: Any) -> Expanded:
     batch = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     rows, keys = q.shape[-2], k.shape[-2]
     options = call.options
-    scores = reference.scores(call.q, call.k, **options)
     bias = options.get("bias")
     scale = options.get("scale")
     core = (rows, keys)
@@ -83,10 +82,16 @@ def expand(call: Any, dtype: Any) -> Expanded:
         np.broadcast_to(arithmetic(call.dout), (*batch, rows, v.shape[-1])),
         np.zeros((*batch, rows), dtype) if call.dlse is None else arithmetic(call.dlse),
         np.broadcast_to(np.zeros((), dtype) if bias is None else arithmetic(bias), batch + core),
-        np.broadcast_to(~np.isneginf(scores), batch + core),
+        ~np.isneginf(final_scores(call)),
         q.shape[-1] ** -0.5 if scale is None else scale,
         options.get("softcap"),
     )
+
+
+def final_scores(call: Any) -> np.ndarray:
+    """The definition's scores, batch + (m, n); batch axes that only v has are written out."""
+    q = np.broadcast_to(call.q, (*call.batch, *call.q.shape[-2:]))
+    return reference.scores(q, call.k, **call.options)
 
 
 def forward(call: Any, inputs: Expanded, out_dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -12,10 +12,11 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-import cuflash
 import numpy as np
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
+
+import cuflash
 from support import families, memory
 from support.memory import Placement
 
@@ -101,6 +102,37 @@ class Call:
         parts += [f"placements={dict(self.placements)}"] if self.placements else []
         return f"Call({', '.join(parts)}, wrt={self.wrt}, origin={self.origin!r})"
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """What Hypothesis prints of a drawn call."""
+        printer.text(repr(self))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be drawn for one array module: the tails of its tiles, and what it serves.
+
+    Each dtype, head_dim and option present is a kernel of its own that costs a second to compile,
+    so few are drawn for a GPU.
+    """
+
+    dtypes: tuple[str, ...]
+    seqlens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    values_dims: tuple[int, ...]
+
+
+#: Tiles on the host are patched down to this size, so that small arrays have tails.
+HOST_TILE = 16
+_HOST = Limits(
+    tuple(DTYPES), (0, 1, 2, 5, 15, 16, 17, 31, 32, 33, 40), (1, 3, 8, 17), (0, 1, 4, 8, 19)
+)
+_DEVICE = Limits(HALVES, (0, 1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200), (40, 64), (64,))
+
+
+def limits_of(xp: ModuleType) -> Limits:
+    """The limits of NumPy or CuPy."""
+    return _HOST if xp is np else _DEVICE
+
 
 @dataclass
 class Results:
@@ -172,9 +204,7 @@ def run(
             ),
         }
     rooms = tuple(room.view for room in outputs.values()) or None
-    out, log_sum = cuflash.attention(
-        q, k, v, axes=call.axes, return_lse=True, out=rooms, **given
-    )
+    out, log_sum = cuflash.attention(q, k, v, axes=call.axes, return_lse=True, out=rooms, **given)
     if rooms is None:
         assert type(out) is xp.ndarray and type(log_sum) is xp.ndarray
         assert (out.dtype, log_sum.dtype) == (call.dtype, call.lse_dtype)
@@ -249,3 +279,147 @@ def _room(
 
 def _canonical(array: Array, pair: tuple[int, int]) -> np.ndarray:
     return np.moveaxis(memory.to_numpy(array), pair, (-2, -1))
+
+
+# What may be drawn.
+
+POSITIONAL = ("causal", "offset", "window", "q_lengths", "kv_lengths")
+EVERYWHERE = ("scale", "softcap", "bias", "mask")
+ALL_OPTIONS = POSITIONAL + EVERYWHERE
+_BATCHES = ((), (1,), (2,), (3,), (2, 3), (2, 1, 2), (0,), (2, 0))
+_ABSURD = 99_990_001  # a legal stride of an axis of one element
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn,
+    limits: Limits,
+    *,
+    options: Sequence[str] = ALL_OPTIONS,
+    kinds: Sequence[str] = tuple(families.FAMILIES),
+    batches: Sequence[tuple[int, ...]] = _BATCHES,
+    broadcast: bool = True,
+    layouts: bool = False,
+    group_sizes: Sequence[int] = (1, 1, 2, 3),
+    seqlens: Sequence[int] | None = None,
+) -> Call:
+    """Draw a whole call.
+
+    ``options`` may be set, each or none; ``broadcast`` lets operands lack batch axes or have one
+    element there; ``layouts`` draws axes orders and strides too.
+    """
+    dtype = DTYPES[draw(st.sampled_from(limits.dtypes))]
+    lengths = st.sampled_from(tuple(limits.seqlens if seqlens is None else seqlens))
+    rows, keys = draw(lengths), draw(lengths)
+    head_dim = draw(st.sampled_from(limits.head_dims))
+    head_dim_v = draw(st.sampled_from(limits.values_dims))
+    batch = draw(st.sampled_from(tuple(batches)))
+    group = draw(st.sampled_from(tuple(group_sizes))) if batch and batch[-1] else 1
+    own = dict.fromkeys(_OPERANDS, batch)
+    if broadcast:
+        own = {name: _thinned(draw, batch, keep_last=group > 1) for name in _OPERANDS}
+    if group > 1:
+        own["q"] = (*own["q"][:-1], own["q"][-1] * group)
+    call = make_call(
+        draw(st.sampled_from(tuple(kinds))),
+        draw(st.integers(0, 2**16)),
+        dtype,
+        (*own["q"], rows, head_dim),
+        (*own["k"], keys, head_dim),
+        (*own["v"], keys, head_dim_v),
+        options={"enable_gqa": True} if group > 1 else {},
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    chosen = _options(draw, rng, call, [n for n in options if draw(st.booleans())])
+    call = call.but(options={**call.options, **chosen})
+    if draw(st.booleans()):
+        dlse = rng.standard_normal((*call.batch, rows)).astype(call.lse_dtype)
+        call = call.but(dlse=dlse)
+    return _laid_out(draw, call) if layouts else call
+
+
+def _options(
+    draw: st.DrawFn, rng: np.random.Generator, call: Call, names: Sequence[str]
+) -> dict[str, Any]:
+    rows, keys = call.q.shape[-2], call.k.shape[-2]
+
+    def integers(low: int, high: int) -> Any:
+        if draw(st.booleans()):
+            return draw(st.integers(low, high))
+        kind = draw(st.sampled_from((np.int32, np.int64)))
+        return rng.integers(low, high + 1, _thinned(draw, call.batch)).astype(kind)
+
+    def core() -> tuple[int, ...]:
+        m, n = draw(st.sampled_from(((rows, keys), (1, keys), (rows, 1), (1, 1))))
+        return (*_thinned(draw, call.batch), m, n)
+
+    def bias() -> np.ndarray:
+        dtype = draw(st.sampled_from((np.dtype(np.float32), call.dtype)))
+        array = rng.standard_normal(core()).astype(dtype)
+        if draw(st.booleans()):
+            array[rng.random(array.shape) < 0.3] = -np.inf
+        return array
+
+    def mask() -> np.ndarray:
+        return rng.random(core()) < draw(st.sampled_from((0.1, 0.5, 0.95)))
+
+    words = ("top_left", "bottom_right") if "offset" not in names else ()
+    sides = st.sampled_from((None, 0, 1, 3, HOST_TILE, 100))
+    makers = {
+        "causal": lambda: draw(st.sampled_from((True, *words))),
+        "offset": lambda: integers(-rows - 2, keys + 2),
+        "window": lambda: (draw(sides), draw(sides)),
+        "q_lengths": lambda: integers(0, rows),
+        "kv_lengths": lambda: integers(0, keys),
+        "scale": lambda: draw(st.sampled_from((0.0, 0.125, 0.3, -0.25))),
+        "softcap": lambda: draw(st.sampled_from((0.5, 5.0, 30.0))),
+        "bias": bias,
+        "mask": mask,
+    }
+    return {name: makers[name]() for name in names}
+
+
+def _thinned(
+    draw: st.DrawFn, batch: tuple[int, ...], *, keep_last: bool = False
+) -> tuple[int, ...]:
+    """A shape that broadcasts to ``batch``: leading axes missing, or of one element."""
+    dropped = draw(st.integers(0, max(len(batch) - keep_last, 0)))
+    own = [n if draw(st.booleans()) else 1 for n in batch[dropped:]]
+    if keep_last and batch:
+        own[-1] = batch[-1]
+    return tuple(own)
+
+
+def _laid_out(draw: st.DrawFn, call: Call) -> Call:
+    """Give the call an axes order, and each array strides of its own: 0, negative, gapped."""
+    ranks = [a.ndim for a in (call.q, call.k, call.v, call.dout)]
+    orders = [None, FEATURE_FIRST] + ([SEQUENCE_OUTSIDE_HEADS, MIXED] if min(ranks) > 2 else [])
+    pairs = draw(st.sampled_from(orders))
+    changes: dict[str, Any] = {"axes": pairs}
+    placements = {}
+    for name, pair in zip((*_OPERANDS, "dout"), pairs or CANONICAL, strict=True):
+        moved = np.moveaxis(call.array(name), (-2, -1), pair)
+        placement = _placement(draw, moved.shape, zeros=True)
+        for axis in np.flatnonzero(placement.zeros):
+            moved = np.broadcast_to(moved.take([0], axis), moved.shape)
+        changes[name] = np.moveaxis(moved, pair, (-2, -1)).copy()
+        placements[name] = placement
+        result = "out" if name == "dout" else "d" + name
+        placements[result] = _placement(draw, moved.shape, zeros=False)
+    return call.but(**changes, placements=placements)
+
+
+def _placement(draw: st.DrawFn, shape: tuple[int, ...], *, zeros: bool) -> Placement:
+    ndim = len(shape)
+    plain = draw(st.booleans())
+    if plain:
+        return Placement.dense(ndim, lead=draw(st.sampled_from((0, 1, 7))))
+    some = st.tuples(*[st.booleans()] * ndim)
+    constant = draw(some) if zeros and draw(st.booleans()) else (False,) * ndim
+    return Placement(
+        tuple(draw(st.permutations(range(ndim)))),
+        tuple(draw(st.sampled_from((1, 2, 3) if n > 1 else (1, _ABSURD))) for n in shape),
+        draw(some),
+        tuple(z and n > 1 for z, n in zip(constant, shape, strict=True)),
+        draw(st.sampled_from((0, 1, 7))),
+    )
