@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["gpu_report", "gpu_watchdog"]
+
 # Choose one with --hypothesis-profile=<name>.
 settings.register_profile("dev", deadline=None)
 settings.register_profile(
@@ -63,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=f"tests marked {marker}: {reason}"))
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
                 break
 
 
@@ -75,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report.longrepr, tuple)
     )
     for reason, count in sorted(reasons.items()):
-        terminalreporter.write_line(f"skipped: {count} {reason}", yellow=True)
+        terminalreporter.write_line(f"skipped: {count} test(s): {reason}", yellow=True)
 
 
 # Of session scope, since Hypothesis refuses fixtures that are made anew for each test function.

@@ -38,7 +38,9 @@ class Task:
 
 TASKS = {
     "demo": Task(extras=("demo",), command=("examples/atom_mapping.py",), uses_gpu=True),
-    "test": Task(extras=("test",), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True),
+    "test": Task(
+        extras=("test", "demo"), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True
+    ),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
 }
 
