@@ -1,0 +1,631 @@
+"""Do kernels behave beside other work: streams, threads, graphs, foreign arrays, full memory?
+
+Results are compared bit for bit with those of a plain call, which `test_plain_call_is_right` holds
+against the error budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from support import problems
+from support.budget import Budget
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+class Work:
+    """One forward and backward call with every buffer that it needs."""
+
+    def __init__(
+        self, seed=0, batch=2, heads=4, seqlen=300, head_dim=64, dtype=np.float16, **options
+    ):
+        self.call = problems.make_call(
+            "normal", seed, dtype, *((batch, heads, seqlen, head_dim),) * 3, options=options
+        )
+        self.options = cuflash.Options(**options)
+        self.q, self.k, self.v, self.dout = (
+            upload(self.call.array(name)) for name in ("q", "k", "v", "dout")
+        )
+        self.buffers = {name: cupy.empty_like(self.q) for name in ("out", "dq", "dk", "dv")}
+        self.buffers["lse"] = cupy.empty(self.q.shape[:-1], np.float32)
+        self.forward_room = self.room(backward=False)
+        self.backward_room = self.room(backward=True)
+
+    def room(self, *, backward):
+        """Return the workspace that the library asks for."""
+        size = cuflash.workspace_size(
+            self.q, self.k, self.v, options=self.options, backward=backward
+        )
+        return cupy.empty(size, np.uint8)
+
+    def into_buffers(self):
+        """Forward and backward without an allocation; returns the buffers."""
+        b = self.buffers
+        out, lse = cuflash.attention(
+            self.q, self.k, self.v, options=self.options, return_lse=True,
+            out=(b["out"], b["lse"]), workspace=self.forward_room,
+        )  # fmt: skip
+        cuflash.attention_backward(
+            self.dout, self.q, self.k, self.v, out, lse, options=self.options,
+            grads_out=cuflash.Gradients(b["dq"], b["dk"], b["dv"]), workspace=self.backward_room,
+        )  # fmt: skip
+        return b
+
+    def allocating(self):
+        """Forward and backward as most users write them; returns fresh arrays."""
+        out, lse = cuflash.attention(self.q, self.k, self.v, options=self.options, return_lse=True)
+        g = cuflash.attention_backward(
+            self.dout, self.q, self.k, self.v, out, lse, options=self.options
+        )
+        return dict(zip(NAMES, (out, lse, g.dq, g.dk, g.dv), strict=True))
+
+    def expected(self):
+        """Return the bits of a plain call, on the host."""
+        return bits(self.allocating())
+
+
+def upload(array):
+    """Copy to the device byte for byte."""
+    return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+
+
+def bits(results):
+    """The bytes of every result, on the host."""
+    return {name: array.get().tobytes() for name, array in results.items()}
+
+
+def occupy(stream, milliseconds=40.0):
+    """Keep a stream busy for about so long, without waiting for it."""
+    with stream:
+        buffer = cupy.empty(1 << 26, np.float32)
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        buffer.fill(0)
+        stop.record()
+        stop.synchronize()
+        once = max(cupy.cuda.get_elapsed_time(start, stop), 0.01)
+        for _ in range(max(1, int(milliseconds / once))):
+            buffer.fill(0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_plain_call_is_right(dtype, options):
+    call = problems.make_call("normal", 1, dtype, *((2, 4, 300, 64),) * 3, options=options)
+    result = problems.run(cupy, call)
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients)
+
+
+# --- streams and threads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same_shape", [True, False])
+def test_two_threads_on_two_streams(same_shape):
+    works = [
+        Work(seed=0, causal=True),
+        Work(seed=1, causal=True, seqlen=300 if same_shape else 517),
+    ]
+    expected = [work.expected() for work in works]
+    cupy.cuda.Device().synchronize()
+    start = threading.Barrier(2)
+    wrong = []
+
+    def loop(work, want):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        try:
+            start.wait()
+            for round_ in range(50):
+                with stream:
+                    results = work.into_buffers() if round_ % 2 else work.allocating()
+                    stream.synchronize()
+                    found = bits(results)
+                if found != want:
+                    wrong.append((round_, [name for name in NAMES if found[name] != want[name]]))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [
+        threading.Thread(target=loop, args=pair) for pair in zip(works, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_streams_of_one_thread_overlap():
+    works = [Work(seed=seed, seqlen=513) for seed in range(2)]
+    expected = [work.expected() for work in works]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in works]
+    cupy.cuda.Device().synchronize()
+    for _ in range(20):
+        for work, stream in zip(works, streams, strict=True):
+            with stream:
+                work.into_buffers()
+    cupy.cuda.Device().synchronize()
+    for work, want in zip(works, expected, strict=True):
+        assert bits(work.buffers) == want
+
+
+def test_call_waits_for_its_stream_and_never_blocks_the_host():
+    work = Work(causal=True)
+    expected = work.expected()
+    values = {name: getattr(work, name).copy() for name in ("q", "k", "v", "dout")}
+    for name in values:
+        getattr(work, name).fill(np.nan)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    occupy(stream)
+    with stream:
+        for name, value in values.items():
+            getattr(work, name)[...] = value
+        results = work.allocating()
+        busy = not stream.done
+        stream.synchronize()
+    assert bits(results) == expected
+    assert busy, "the call returned only after the work in front of it: it synchronises"
+
+
+def test_default_stream_of_a_thread_is_current_streams_choice():
+    """A call goes to CuPy's current stream, also when that is changed between two calls."""
+    work = Work()
+    expected = work.expected()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for _ in range(5):
+        with stream:
+            first = work.allocating()
+        stream.synchronize()
+        second = work.allocating()
+        cupy.cuda.get_current_stream().synchronize()
+        assert bits(first) == expected
+        assert bits(second) == expected
+
+
+# --- CUDA graphs -------------------------------------------------------------------------------
+
+
+@contextmanager
+def capturing(stream):
+    """Capture on a stream; the graph is in the yielded list afterwards."""
+    graphs = []
+    with stream:
+        stream.begin_capture()
+        try:
+            yield graphs
+        finally:
+            graphs.append(stream.end_capture())
+
+
+def captured(work, stream):
+    """Return the graph of forward and backward into the buffers."""
+    with stream:
+        work.into_buffers()
+    stream.synchronize()
+    with capturing(stream) as graphs:
+        work.into_buffers()
+    return graphs[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 3), "softcap": 20.0}])
+def test_graph_replays_on_new_values_after_the_pool_has_moved(options):
+    work = Work(seed=0, **options)
+    other = Work(seed=9, **options)
+    expected = work.expected(), other.expected()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    graph = captured(work, stream)
+    pool = cupy.get_default_memory_pool()
+    dirt = []
+    for replay in range(4):
+        source = (work, other)[replay % 2]
+        values = {name: getattr(source, name).copy() for name in ("q", "k", "v", "dout")}
+        for buffer in work.buffers.values():
+            buffer.fill(np.nan)
+        kept = {name: getattr(work, name).copy() for name in values}
+        for name, value in values.items():
+            getattr(work, name)[...] = value
+        pool.free_all_blocks()
+        dirt.append(cupy.full(1 << 22, 0xFF, np.uint8))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert bits(work.buffers) == expected[replay % 2]
+        for name, value in kept.items():
+            getattr(work, name)[...] = value
+
+
+def test_graph_of_a_grouped_call_with_lengths_on_the_device():
+    work = Work(seed=3)
+    lengths = cupy.asarray([[100], [257]], np.int32)
+    options = cuflash.Options(kv_lengths=lengths, causal=True)
+    work.options = options
+    work.backward_room = work.room(backward=True)
+    expected = work.expected()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    graph = captured(work, stream)
+    graph.launch(stream)
+    stream.synchronize()
+    assert bits(work.buffers) == expected
+    lengths[...] = cupy.asarray([[300], [1]], np.int32)
+    changed = work.expected()
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert changed != expected
+    assert bits(work.buffers) == changed
+
+
+def missing_in_capture(work):
+    """Calls that would allocate, and the word that the error must hold."""
+    b = work.buffers
+    grads = cuflash.Gradients(b["dq"], b["dk"], b["dv"])
+    operands = (work.q, work.k, work.v)
+    backward = (work.dout, *operands, b["out"], b["lse"])
+    host_lengths = np.array([[100], [200]])
+    return [
+        ("out", lambda: cuflash.attention(*operands)),
+        ("out", lambda: cuflash.attention(*operands, return_lse=True)),
+        ("workspace", lambda: cuflash.attention_backward(*backward, grads_out=grads)),
+        (
+            "grads_out",
+            lambda: cuflash.attention_backward(*backward, workspace=work.backward_room),
+        ),
+        (
+            "grads_out",
+            lambda: cuflash.attention_backward(
+                *backward, workspace=work.backward_room, grads_out=cuflash.Gradients(dq=b["dq"])
+            ),
+        ),
+        (
+            "kv_lengths",
+            lambda: cuflash.attention(*operands, kv_lengths=host_lengths, out=b["out"]),
+        ),
+    ]
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_what_would_be_allocated_inside_a_capture_is_named(case):
+    work = Work()
+    expected = work.expected()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        work.into_buffers()
+        for _, call in missing_in_capture(work):  # compiled, so that only allocation is in the way
+            call()
+    stream.synchronize()
+    word, call = missing_in_capture(work)[case]
+    with capturing(stream), pytest.raises(RuntimeError, match=word):
+        call()
+    assert bits(work.allocating()) == expected
+
+
+def test_capture_of_another_stream_is_no_hindrance():
+    """Only the current stream's capture forbids allocation."""
+    work = Work()
+    expected = work.expected()
+    other = cupy.cuda.Stream(non_blocking=True)
+    free = cupy.cuda.Stream(non_blocking=True)
+    other.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+    try:
+        with free:
+            results = work.into_buffers()
+    finally:
+        other.end_capture()
+    free.synchronize()
+    assert bits(results) == expected
+
+
+# --- foreign arrays ----------------------------------------------------------------------------
+
+
+class ByDLPack:
+    """An array of another library: nothing but the protocol."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **keywords):
+        return self._array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+class ByInterface:
+    """The same with the older protocol."""
+
+    def __init__(self, array, stream=None):
+        self._array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "version": 3}
+        self.__cuda_array_interface__["stream"] = stream
+
+
+@pytest.mark.parametrize("wrap", [ByDLPack, ByInterface])
+@pytest.mark.parametrize("strided", [False, True])
+def test_foreign_arrays_are_read_in_place(wrap, strided):
+    work = Work(causal=True)
+    expected = work.expected()
+    arrays = (work.q, work.k, work.v, work.dout)
+    if strided:
+        arrays = tuple(cupy.repeat(a, 2, axis=-2)[..., ::2, :] for a in arrays)
+    q, k, v, dout = map(wrap, arrays)
+    pool = cupy.get_default_memory_pool()
+    before = pool.used_bytes()
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    held = pool.used_bytes() - before
+    assert held <= out.nbytes + lse.nbytes + 1024, "an input was copied"
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    results = (out, lse, g.dq, g.dk, g.dv)
+    assert all(type(array) is cupy.ndarray for array in results)
+    assert bits(dict(zip(NAMES, results, strict=True))) == expected
+
+
+def test_foreign_array_is_ordered_after_its_producers_stream():
+    work = Work()
+    expected = work.expected()
+    value = work.q.copy()
+    work.q.fill(np.nan)
+    producer = cupy.cuda.Stream(non_blocking=True)
+    consumer = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    occupy(producer)
+    with producer:
+        work.q[...] = value
+    with consumer:
+        out = cuflash.attention(ByInterface(work.q, producer.ptr), work.k, work.v)
+        busy = not producer.done
+        consumer.synchronize()
+    assert out.get().tobytes() == expected["out"]
+    assert busy, "the host waited for the producer"
+
+
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    work = Work(causal=True)
+    expected = work.expected()
+    q, k, v = (torch.from_dlpack(a) for a in (work.q, work.k, work.v))
+    out = cuflash.attention(q, k, v, causal=True)
+    assert type(out) is cupy.ndarray
+    assert out.get().tobytes() == expected["out"]
+    back = torch.from_dlpack(out)
+    assert back.data_ptr() == out.data.ptr
+
+
+# --- several devices ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_device():
+    """Return device 1."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one device only")
+    return cupy.cuda.Device(1)
+
+
+def test_arrays_decide_the_device_and_not_the_current_one(second_device):
+    expected = Work().expected()
+    with second_device:
+        work = Work()
+    with cupy.cuda.Device(0):
+        results = work.allocating()
+        assert cupy.cuda.Device().id == 0
+    assert all(array.device == second_device for array in results.values())
+    with second_device:
+        assert bits(results) == expected
+
+
+def test_arrays_on_two_devices_are_refused(second_device):
+    work = Work()
+    with second_device:
+        k = Work().k
+    with pytest.raises(ValueError, match="device"):
+        cuflash.attention(work.q, k, work.v)
+
+
+# --- sizes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads"])
+def test_65537_entries(axis):
+    """More than the 65,535 of a grid's second axis."""
+    entries = 65_537
+    shape = (entries, 1, 17, 32) if axis == "batch" else (1, entries, 17, 32)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        upload(np.resize(rng.standard_normal((97, 17, 32)), shape).astype(np.float16))
+        for _ in range(4)
+    )
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    results = [a.reshape(entries, *a.shape[2:]) for a in (out, lse, g.dq, g.dk, g.dv)]
+    few = [a.reshape(entries, 1, 17, 32)[:97] for a in (q, k, v, dout)]
+    q, k, v, dout = few
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for many, once in zip(results, (out, lse, g.dq, g.dk, g.dv), strict=True):
+        once = once.reshape(97, *once.shape[2:])
+        index = cupy.arange(entries) % 97
+        assert bool((many.view(np.uint16) == once[index].view(np.uint16)).all())
+
+
+def test_entries_that_no_single_stride_walks():
+    """70,000 entries in an axes order that cannot be merged."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        upload(rng.standard_normal((250, 16, 280, 32)).astype(np.float16)).transpose(2, 0, 1, 3)
+        for _ in range(3)
+    )
+    out = cuflash.attention(q, k, v)
+    packed = cuflash.attention(*(cupy.ascontiguousarray(a) for a in (q, k, v)))
+    assert out.get().tobytes() == packed.get().tobytes()
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_strides_beyond_2_to_the_31(pass_):
+    """Rows so far apart that the last one starts past element 2^32, in 9 GB."""
+    rows, step = 129, 1 << 25
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 10 << 30:
+        pytest.skip("needs 10 GB of device memory")
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal((rows, 64)).astype(np.float16) for _ in range(4)]
+    room = cupy.empty((rows, step), np.float16)
+    far = [room[:, 64 * i : 64 * (i + 1)] for i in range(8)]
+    near = [upload(a) for a in host]
+    for view, values in zip(far, near, strict=False):
+        view[...] = values
+    lse_near = lse_far = None
+    out, lse_near = cuflash.attention(*near[:3], causal=True, return_lse=True)
+    _, lse_far = cuflash.attention(
+        *far[:3], causal=True, return_lse=True, out=(far[4], cupy.empty(rows, np.float32))
+    )
+    assert far[4].get().tobytes() == out.get().tobytes()
+    assert lse_far.get().tobytes() == lse_near.get().tobytes()
+    if pass_ == "bwd":
+        g = cuflash.attention_backward(near[3], *near[:3], out, lse_near, causal=True)
+        cuflash.attention_backward(
+            far[3], *far[:3], far[4], lse_far, causal=True,
+            grads_out=cuflash.Gradients(*far[5:8]),
+        )  # fmt: skip
+        for view, want in zip(far[5:8], (g.dq, g.dk, g.dv), strict=True):
+            assert view.get().tobytes() == want.get().tobytes()
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    """2^31 + 2^16 elements in each operand: 35 GB with gradients."""
+    entries, seqlen, head_dim, distinct = (1 << 15) + 1, 512, 128, 61
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 45 << 30:
+        pytest.skip("needs 45 GB of device memory")
+    rng = np.random.default_rng(0)
+    few = [
+        upload(rng.standard_normal((distinct, 1, seqlen, head_dim)).astype(np.float16))
+        for _ in range(4)
+    ]
+
+    def enlarged(array):
+        large = cupy.empty((entries, *array.shape[1:]), array.dtype)
+        for start in range(0, entries, distinct):
+            part = large[start : start + distinct]
+            part[...] = array[: len(part)]
+        return large
+
+    q, k, v, dout = map(enlarged, few)
+    assert q.size > 1 << 31
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    large = (out, lse, g.dq, g.dk, g.dv)
+    out, lse = cuflash.attention(*few[:3], causal=True, return_lse=True)
+    g = cuflash.attention_backward(few[3], *few[:3], out, lse, causal=True)
+    for name, many, once in zip(NAMES, large, (out, lse, g.dq, g.dk, g.dv), strict=True):
+        for start in range(0, entries, distinct):
+            part = many[start : start + distinct].view(np.uint16)
+            assert bool((part == once[: len(part)].view(np.uint16)).all()), (name, start)
+
+
+# --- determinism and memory --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 10)}, {"enable_gqa": True}])
+def test_200_runs_beside_a_busy_stream_give_the_same_bits(options):
+    work = Work(seqlen=513, **options)
+    if options.get("enable_gqa"):
+        work.k, work.v = work.k[:, ::2], work.v[:, ::2]
+        work.buffers |= {"dk": cupy.empty_like(work.k), "dv": cupy.empty_like(work.v)}
+        work.backward_room = work.room(backward=True)
+    want = {name: array.copy() for name, array in work.allocating().items()}
+    noise = cupy.cuda.Stream(non_blocking=True)
+    load = cupy.ones(1 << 22, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    differing = cupy.zeros((), np.int64)
+    cupy.cuda.Device().synchronize()
+    for round_ in range(200):
+        with noise:
+            for _ in range(round_ % 4):
+                cupy.multiply(load, 1.0, out=load)
+        with stream:
+            results = work.into_buffers()
+            for name, array in results.items():
+                unsigned = np.uint32 if name == "lse" else np.uint16
+                differing += (array.view(unsigned) != want[name].view(unsigned)).sum()
+    cupy.cuda.Device().synchronize()
+    assert int(differing) == 0
+
+
+def test_memory_is_linear_in_the_sequence():
+    from benchmarks import bench
+
+    peaks = []
+    for seqlen in (1024, 4096):
+        work = Work(batch=1, heads=2, seqlen=seqlen)
+        work.buffers.clear()
+        peaks.append(bench.peak_bytes(work.allocating))
+    assert peaks[1] <= 4 * peaks[0] + 8192
+    # out, three gradients; lse and delta in float32; room for rounding up to 512 bytes each.
+    assert peaks[1] <= 4 * work.q.nbytes + 4 * work.q.nbytes // 32 + 8192
+
+
+class FailingAllocator:
+    """CuPy's pool that refuses one allocation."""
+
+    def __init__(self, refused):
+        self.refused = refused
+        self.count = 0
+        self.pool = cupy.get_default_memory_pool()
+
+    def __call__(self, size):
+        self.count += 1
+        if self.count - 1 == self.refused:
+            raise cupy.cuda.memory.OutOfMemoryError(size, 0, 0)
+        return self.pool.malloc(size)
+
+
+def test_every_allocation_may_fail():
+    work = Work(causal=True)
+    expected = work.expected()
+    before = bits({name: getattr(work, name) for name in ("q", "k", "v", "dout")})
+    pool = cupy.get_default_memory_pool()
+    used = pool.used_bytes()
+    for refused in range(50):
+        allocator = FailingAllocator(refused)
+        with cupy.cuda.using_allocator(allocator):
+            try:
+                work.allocating()
+            except cupy.cuda.memory.OutOfMemoryError:
+                assert pool.used_bytes() == used, "memory is lost"
+            else:
+                break
+        assert bits({name: getattr(work, name) for name in ("q", "k", "v", "dout")}) == before
+        assert bits(work.allocating()) == expected
+    assert allocator.count == refused, "the last round refused nothing"
+    assert refused >= 5, "out, lse and three gradients are allocated at least"
+
+
+def test_pool_limit_is_an_out_of_memory_error_and_no_more():
+    work = Work()
+    expected = work.expected()
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    limit, used = pool.get_limit(), pool.used_bytes()
+    pool.set_limit(size=pool.total_bytes() + 1024)
+    try:
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+            work.allocating()
+        assert pool.used_bytes() == used
+        assert bits(work.into_buffers()) == expected  # needs nothing
+    finally:
+        pool.set_limit(size=limit)
+    assert bits(work.allocating()) == expected
