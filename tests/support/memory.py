@@ -134,8 +134,8 @@ def _blank(
 
 def _filling(dtype: np.dtype, extent: int, poison: str) -> np.ndarray:
     if poison == "canary":
-        return np.full(extent * dtype.itemsize, 1 if dtype == bool else _CANARY, np.uint8)
-    if dtype == bool:
+        return np.full(extent * dtype.itemsize, 1 if dtype.kind == "b" else _CANARY, np.uint8)
+    if dtype.kind == "b":
         return np.ones(extent, np.uint8)
     if dtype.kind in "iu":
         return _bytes(np.full(extent, np.iinfo(dtype).max, dtype))

@@ -124,9 +124,9 @@ class Limits:
 #: Tiles on the host are patched down to this size, so that small arrays have tails.
 HOST_TILE = 16
 _HOST = Limits(
-    tuple(DTYPES), (0, 1, 2, 5, 15, 16, 17, 31, 32, 33, 40), (1, 3, 8, 17), (0, 1, 4, 8, 19)
+    tuple(DTYPES), (1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 0), (1, 3, 8, 17), (0, 1, 4, 8, 19)
 )
-_DEVICE = Limits(HALVES, (0, 1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200), (40, 64), (64,))
+_DEVICE = Limits(HALVES, (1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200, 0), (40, 64), (64,))
 
 
 def limits_of(xp: ModuleType) -> Limits:
@@ -206,10 +206,12 @@ def run(
     rooms = tuple(room.view for room in outputs.values()) or None
     out, log_sum = cuflash.attention(q, k, v, axes=call.axes, return_lse=True, out=rooms, **given)
     if rooms is None:
-        assert type(out) is xp.ndarray and type(log_sum) is xp.ndarray
+        assert type(out) is xp.ndarray
+        assert type(log_sum) is xp.ndarray
         assert (out.dtype, log_sum.dtype) == (call.dtype, call.lse_dtype)
     else:
-        assert out is rooms[0] and log_sum is rooms[1]
+        assert out is rooms[0]
+        assert log_sum is rooms[1]
     result = Results(_canonical(out, pairs[3]), memory.to_numpy(log_sum), {})
     assert result.out.shape == shape, f"out has shape {result.out.shape}, expected {shape}"
     assert result.lse.shape == shape[:-1], f"lse has shape {result.lse.shape}"
@@ -286,7 +288,7 @@ def _canonical(array: Array, pair: tuple[int, int]) -> np.ndarray:
 POSITIONAL = ("causal", "offset", "window", "q_lengths", "kv_lengths")
 EVERYWHERE = ("scale", "softcap", "bias", "mask")
 ALL_OPTIONS = POSITIONAL + EVERYWHERE
-_BATCHES = ((), (1,), (2,), (3,), (2, 3), (2, 1, 2), (0,), (2, 0))
+_BATCHES = ((), (2,), (1,), (3,), (2, 3), (3, 2), (2, 1, 2), (1, 4), (0,), (2, 0))
 _ABSURD = 99_990_001  # a legal stride of an axis of one element
 
 

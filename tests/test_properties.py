@@ -1,0 +1,562 @@
+"""Which laws does attention obey, whatever the numbers?
+
+Each law relates a call to another whose result follows from the first. The oracle checks the second
+call against the first one's truth, carried over. On a GPU, where a row's bits depend on neither its
+neighbours nor the shape, the results are also compared bit for bit; BLAS changes its order of
+summation with the shape, so on NumPy arrays the budget is what holds.
+
+The numbers P1 to P26 are those of the list of properties in the project's verification plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import _host, reference
+from support import memory
+from support.budget import Budget
+from support.problems import (
+    EVERYWHERE,
+    HOST_TILE,
+    Call,
+    calls,
+    limits_of,
+    make_call,
+    run,
+)
+
+Move = Callable[[str, np.ndarray], np.ndarray]
+EVERYTHING = ("out", "lse", "q", "k", "v")
+FORWARD = ("out", "lse")
+FULL_BATCHES = ((), (2,), (3,), (2, 3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_host_tiles():
+    """Make the host's tiles small, so that small arrays have several, with tails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
+        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
+        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
+        yield
+
+
+def same(_name: str, array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def assert_follows(
+    xp: ModuleType, base: Call, derived: Call, move: Move = same, exact: Sequence[str] = ()
+) -> None:
+    """Check that the results of ``derived`` are those of ``base``, carried over by ``move``.
+
+    ``move`` maps a result of base, by name ('out', 'lse', or an input for its gradient);
+    ``exact`` names the results that agree bit for bit where the order of summation is fixed.
+    """
+    source, target = Budget(base), Budget(derived)
+    result = run(xp, derived)
+    truth = cuflash.AttentionResult(move("out", source.truth.out), move("lse", source.truth.lse))
+    target.check_forward(result.out, result.lse, truth=truth)
+    gradients = {name: move(name, tensor.truth) for name, tensor in source.gradients.items()}
+    target.check_backward(result.gradients, truth=gradients)
+    if xp is np:
+        return
+    original = run(xp, base)
+    for name in exact:
+        was = original.gradients[name] if name in base.wrt else getattr(original, name)
+        now = result.gradients[name] if name in base.wrt else getattr(result, name)
+        np.testing.assert_array_equal(move(name, was), now, err_msg=name)
+
+
+def take(array: Any, axis: int, index: np.ndarray | slice, extent: int) -> Any:
+    """``array`` indexed along ``axis``, unless it is broadcast there."""
+    if not isinstance(array, np.ndarray) or array.ndim < -axis or array.shape[axis] != extent:
+        return array
+    return array[(..., index, *(slice(None),) * (-axis - 1))]
+
+
+def core_taken(call: Call, axis: int, index: np.ndarray | slice, extent: int) -> dict[str, Any]:
+    """The options, with bias and mask indexed along a core axis."""
+    return {
+        name: take(value, axis, index, extent) if name in ("bias", "mask") else value
+        for name, value in call.options.items()
+    }
+
+
+# Algebra.
+
+
+@given(data=st.data())
+def test_p1_order_of_keys(xp: ModuleType, data: st.DataObject) -> None:
+    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    keys = base.k.shape[-2]
+    order = np.array(data.draw(st.permutations(range(keys))), int)
+    derived = base.but(
+        k=base.k[..., order, :], v=base.v[..., order, :], options=core_taken(base, -1, order, keys)
+    )
+    assert_follows(xp, base, derived, lambda name, a: a[..., order, :] if name in ("k", "v") else a)
+
+
+@given(data=st.data())
+def test_p2_order_of_queries(xp: ModuleType, data: st.DataObject) -> None:
+    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    rows = base.q.shape[-2]
+    order = np.array(data.draw(st.permutations(range(rows))), int)
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        if name in ("out", "q"):
+            return a[..., order, :]
+        return a[..., order] if name == "lse" else a
+
+    derived = base.but(
+        q=base.q[..., order, :],
+        dout=base.dout[..., order, :],
+        dlse=None if base.dlse is None else base.dlse[..., order],
+        options=core_taken(base, -2, order, rows),
+    )
+    assert_follows(xp, base, derived, move, exact=("out", "lse", "q"))
+
+
+def on_batch(call: Call, axis: int, index: np.ndarray | slice) -> tuple[Call, Move]:
+    """The call with batch axis ``axis`` (counted from the last batch axis, < 0) indexed."""
+    extent = call.batch[axis]
+    options = {
+        name: take(value, axis - 2 if name in ("bias", "mask") else axis, index, extent)
+        for name, value in call.options.items()
+    }
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return take(a, axis - 1 if name == "lse" else axis - 2, index, extent)
+
+    derived = call.but(
+        **{name: move(name, getattr(call, name)) for name in ("q", "k", "v", "dout")},
+        dlse=None if call.dlse is None else move("lse", call.dlse),
+        options=options,
+    )
+    return derived, move
+
+
+@given(data=st.data())
+def test_p3_order_of_batch_and_heads(xp: ModuleType, data: st.DataObject) -> None:
+    base = data.draw(
+        calls(limits_of(xp), batches=FULL_BATCHES[1:], broadcast=False, group_sizes=(1,))
+    )
+    axis = data.draw(st.integers(-len(base.batch), -1))
+    order = np.array(data.draw(st.permutations(range(base.batch[axis]))), int)
+    derived, move = on_batch(base, axis, order)
+    assert_follows(xp, base, derived, move, exact=EVERYTHING)
+
+
+@given(data=st.data())
+def test_p4_one_batch_entry(xp: ModuleType, data: st.DataObject) -> None:
+    """Batch invariance: an entry's bits do not depend on what else is in the batch."""
+    base = data.draw(
+        calls(limits_of(xp), batches=FULL_BATCHES[1:], broadcast=False, group_sizes=(1,))
+    )
+    axis = data.draw(st.integers(-len(base.batch), -1))
+    entry = data.draw(st.integers(0, base.batch[axis] - 1))
+    derived, move = on_batch(base, axis, slice(entry, entry + 1))
+    assert_follows(xp, base, derived, move, exact=EVERYTHING)
+
+
+@given(data=st.data(), times=st.sampled_from((2, 3)))
+def test_p5_repeated_keys(xp: ModuleType, data: st.DataObject, times: int) -> None:
+    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    keys = base.k.shape[-2]
+    index = np.tile(np.arange(keys), times)
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        if name == "lse":
+            return a + np.log(a.dtype.type(times))
+        return a[..., index, :] / times if name in ("k", "v") else a
+
+    derived = base.but(
+        k=base.k[..., index, :], v=base.v[..., index, :], options=core_taken(base, -1, index, keys)
+    )
+    assert_follows(xp, base, derived, move)
+
+
+def longer(array: np.ndarray, extra: int, value: float) -> np.ndarray:
+    tail = np.full((*array.shape[:-2], extra, array.shape[-1]), value, array.dtype)
+    return np.concatenate([array, tail], -2)
+
+
+def wider(value: np.ndarray, extent: int, extra: int, fill: float) -> np.ndarray:
+    """An option array of core (m, n) with ``extra`` columns of ``fill``."""
+    full = np.broadcast_to(value, (*value.shape[:-1], extent))
+    tail = np.full((*value.shape[:-1], extra), fill).astype(value.dtype)
+    return np.concatenate([full, tail], -1)
+
+
+@given(data=st.data(), extra=st.sampled_from((1, 5, HOST_TILE, 70)))
+def test_p6_keys_beyond_the_length(xp: ModuleType, data: st.DataObject, extra: int) -> None:
+    """NaN keys and values that no length reaches change nothing."""
+    base = data.draw(calls(limits_of(xp)))
+    keys = base.k.shape[-2]
+    base = base.with_options(kv_lengths=base.options.get("kv_lengths", keys))
+    options = dict(base.options)
+    for name, fill in (("bias", 7.0), ("mask", True)):
+        if name in options:
+            options[name] = wider(options[name], keys, extra, fill)
+    derived = base.but(
+        k=longer(base.k, extra, np.nan), v=longer(base.v, extra, np.nan), options=options
+    )
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return longer(a, extra, 0) if name in ("k", "v") else a
+
+    assert_follows(xp, base, derived, move, exact=EVERYTHING)
+
+
+@given(data=st.data(), by=st.sampled_from(("bias", "mask")))
+def test_p6_keys_that_are_masked(xp: ModuleType, data: st.DataObject, by: str) -> None:
+    """Keys appended with a bias of -inf, or a mask of False, change nothing."""
+    base = data.draw(calls(limits_of(xp), options=("causal", "offset", "window", *EVERYWHERE)))
+    assume(base.options.get("causal") != "bottom_right")
+    rows, keys, extra = base.q.shape[-2], base.k.shape[-2], 9
+    neutral = np.zeros((1, 1), np.float32) if by == "bias" else np.ones((1, 1), bool)
+    options = {by: neutral, **base.options}
+    if options.get("causal") != "top_left":
+        options.setdefault("offset", keys - rows)
+    base = base.but(options=options)
+    fills = {"bias": -np.inf if by == "bias" else 1.0, "mask": by != "mask"}
+    wide = {
+        name: wider(value, keys, extra, fills[name]) if name in fills else value
+        for name, value in base.options.items()
+    }
+    derived = base.but(
+        k=longer(base.k, extra, 1 if by == "bias" else np.nan),
+        v=longer(base.v, extra, np.nan),
+        options=wide,
+    )
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return longer(a, extra, 0) if name in ("k", "v") else a
+
+    assert_follows(xp, base, derived, move, exact=EVERYTHING)
+
+
+@given(data=st.data(), power=st.sampled_from((1, 4)))
+def test_p7_scaled_values(xp: ModuleType, data: st.DataObject, power: int) -> None:
+    base = data.draw(calls(limits_of(xp), kinds=("normal", "constant_rows", "sparse_integers")))
+    base = base.but(dlse=None)
+    factor = 2**power
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return a * a.dtype.type(factor) if name in ("out", "q", "k") else a
+
+    derived = base.but(v=base.v * base.dtype.type(factor))
+    assert_follows(xp, base, derived, move, exact=("lse", "v"))
+
+
+@given(data=st.data(), shift=st.integers(-3, 3))
+def test_p7_shifted_values(xp: ModuleType, data: st.DataObject, shift: int) -> None:
+    base = data.draw(calls(limits_of(xp), kinds=("sparse_integers",)))
+    seen = ~np.isneginf(Budget(base).truth.lse)[..., None]
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return a + shift * seen if name == "out" else a
+
+    assert_follows(xp, base, base.but(v=base.v + base.dtype.type(shift)), move)
+
+
+@given(data=st.data())
+def test_p8_shifted_rows_of_scores(xp: ModuleType, data: st.DataObject) -> None:
+    base = data.draw(calls(limits_of(xp)))
+    rows = base.q.shape[-2]
+    shift = np.random.default_rng(0).integers(-8, 9, rows).astype(np.float32)
+    old = base.options.get("bias", np.zeros((1, 1), np.float32)).astype(np.float32)
+    base = base.with_options(bias=np.round(old))
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return a + shift if name == "lse" else a
+
+    assert_follows(xp, base, base.with_options(bias=base.options["bias"] + shift[:, None]), move)
+
+
+@given(data=st.data())
+def test_p9_scale_moves_between_factors(xp: ModuleType, data: st.DataObject) -> None:
+    derived = data.draw(calls(limits_of(xp), kinds=("uniform", "normal", "one_hot")))
+    scale = derived.options.get("scale", derived.q.shape[-1] ** -0.5)
+    derived = derived.with_options(scale=scale)
+    base = derived.but(q=derived.q * derived.dtype.type(0.25)).with_options(scale=4 * scale)
+    derived = derived.but(q=base.q * derived.dtype.type(4))
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return a / a.dtype.type(4) if name == "q" else a
+
+    assert_follows(xp, base, derived, move, exact=("out", "lse", "v"))
+
+
+@given(data=st.data())
+def test_p10_grouped_heads(xp: ModuleType, data: st.DataObject) -> None:
+    """A group is consecutive query heads; it is repetition of the key/value head."""
+    derived = data.draw(
+        calls(limits_of(xp), batches=((1,), (2,), (2, 3)), group_sizes=(2, 3), broadcast=False)
+    )
+    group = derived.group_size
+    base = derived.but(
+        k=np.repeat(derived.k, group, -3),
+        v=np.repeat(derived.v, group, -3),
+        options={n: value for n, value in derived.options.items() if n != "enable_gqa"},
+    )
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        if name not in ("k", "v"):
+            return a
+        *batch, heads, length, columns = a.shape
+        return a.reshape(*batch, heads // group, group, length, columns).sum(-3)
+
+    assert_follows(xp, base, derived, move, exact=("out", "lse", "q"))
+
+
+@given(data=st.data(), which=st.sampled_from(("head_dim", "head_dim_v")))
+def test_p11_padded_features(xp: ModuleType, data: st.DataObject, which: str) -> None:
+    base = data.draw(calls(limits_of(xp)))
+    base = base.with_options(scale=base.options.get("scale", 0.125))
+    padded = ("q", "k") if which == "head_dim" else ("v", "dout", "out")
+    extra = 8
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, extra)]) if name in padded else a
+
+    changes = {name: move(name, getattr(base, name)) for name in padded if name != "out"}
+    assert_follows(xp, base, base.but(**changes), move)
+
+
+@given(data=st.data())
+def test_p12_causal_is_a_window(xp: ModuleType, data: st.DataObject) -> None:
+    """Bit for bit: causal is nothing but a right side of 0."""
+    drawn = data.draw(calls(limits_of(xp), options=("offset", "kv_lengths", *EVERYWHERE)))
+    left = data.draw(st.sampled_from((None, 0, 20)))
+    causal = run(xp, drawn.with_options(causal=True, window=(left, data.draw(st.integers(0, 9)))))
+    window = run(xp, drawn.with_options(window=(left, 0)))
+    assert causal.out.tobytes() == window.out.tobytes()
+    assert causal.lse.tobytes() == window.lse.tobytes()
+    for name, gradient in causal.gradients.items():
+        assert gradient.tobytes() == window.gradients[name].tobytes()
+
+
+@given(data=st.data(), by=st.sampled_from(("bias", "mask")))
+def test_p12_positions_are_a_mask(xp: ModuleType, data: st.DataObject, by: str) -> None:
+    """Causal with an offset and a window, written out as a mask or as a bias of -inf."""
+    drawn = data.draw(calls(limits_of(xp), options=("scale", "softcap")))
+    rows, keys = drawn.q.shape[-2], drawn.k.shape[-2]
+    offset = data.draw(st.integers(-rows - 2, keys + 2))
+    left, right = data.draw(st.tuples(*[st.sampled_from((None, 0, 3, 20))] * 2))
+    base = drawn.with_options(window=(left, right), offset=offset)
+    distance = np.arange(keys) - np.arange(rows)[:, None] - offset
+    seen = np.ones((rows, keys), bool)
+    seen &= True if left is None else distance >= -left
+    seen &= True if right is None else distance <= right
+    written = seen if by == "mask" else np.where(seen, 0, -np.inf).astype(np.float32)
+    assert_follows(xp, base, drawn.with_options(**{by: written}))
+
+
+@given(data=st.data())
+def test_p12_offset_is_counted_from_the_lengths(xp: ModuleType, data: st.DataObject) -> None:
+    """The default offset is kv_length - q_length of each entry; 'top_left' is 0."""
+    drawn = data.draw(calls(limits_of(xp), options=("q_lengths", "kv_lengths", "window")))
+    rows = np.asarray(drawn.options.get("q_lengths", drawn.q.shape[-2]))
+    keys = np.asarray(drawn.options.get("kv_lengths", drawn.k.shape[-2]))
+    base = drawn.with_options(causal=True, offset=np.asarray(keys - rows, np.int64))
+    for word in (True, "bottom_right"):
+        assert_follows(xp, base, drawn.with_options(causal=word), exact=EVERYTHING)
+    base = drawn.with_options(causal=True, offset=0)
+    assert_follows(xp, base, drawn.with_options(causal="top_left"), exact=EVERYTHING)
+
+
+# Merging.
+
+
+def partial(xp: ModuleType, call: Call) -> tuple[Any, Any]:
+    """out in float32 or better, and lse, on the device."""
+    wide = np.promote_types(np.float32, call.lse_dtype)
+    result = run(xp, call, backward=False, with_out=True, out_dtype=wide)
+    return memory.to_device(xp, result.out), memory.to_device(xp, result.lse)
+
+
+@given(data=st.data(), parts=st.integers(1, 4))
+def test_p15_split_and_merge(xp: ModuleType, data: st.DataObject, parts: int) -> None:
+    base = data.draw(calls(limits_of(xp), options=("causal", "offset", "window", *EVERYWHERE)))
+    rows, keys = base.q.shape[-2], base.k.shape[-2]
+    default = 0 if base.options.get("causal") == "top_left" else keys - rows
+    offset = base.options.get("offset", default)
+    cuts = sorted(data.draw(st.integers(0, keys)) for _ in range(parts - 1))
+    outs, lses = [], []
+    for first, last in zip([0, *cuts], [*cuts, keys], strict=True):
+        options = core_taken(base, -1, slice(first, last), keys)
+        options |= {"offset": offset - first}
+        if options.get("causal"):
+            options["causal"] = True
+        part = base.but(k=base.k[..., first:last, :], v=base.v[..., first:last, :], options=options)
+        out, lse = partial(xp, part)
+        outs.append(out)
+        lses.append(lse)
+    merged = cuflash.merge(outs, lses)
+    Budget(base).check_forward(memory.to_numpy(merged.out), memory.to_numpy(merged.lse))
+
+
+@given(data=st.data())
+def test_p15_merge_is_an_algebra(xp: ModuleType, data: st.DataObject) -> None:
+    """Any order and nesting to rounding; a part that saw nothing is neutral, bit for bit."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    outs = rng.standard_normal((3, 5, 4)).astype(np.float32)
+    lses = (30 * rng.standard_normal((3, 5))).astype(np.float32)
+    lses[rng.random((3, 5)) < 0.3] = -np.inf
+    outs[np.isneginf(lses)] = 0
+    a, b, c = zip(memory.to_device(xp, outs), memory.to_device(xp, lses), strict=True)
+
+    def merged(*parts: tuple[Any, Any]) -> tuple[Any, Any]:
+        return tuple(cuflash.merge([p[0] for p in parts], [p[1] for p in parts]))
+
+    exact = reference.merge(outs, lses)
+    spread = np.finfo(np.float32).eps * np.abs(lses[np.isfinite(lses)]).max(initial=1)
+    for result in (merged(a, b, c), merged(c, a, b), merged(merged(a, b), c)):
+        out, lse = (memory.to_numpy(x) for x in result)
+        hidden = np.isneginf(exact.lse)
+        np.testing.assert_array_equal(np.isneginf(lse), hidden)
+        shown = ~hidden
+        # Two roundings of lse per nesting shift every weight by at most 4 eps max|lse|.
+        assert np.all(np.abs(lse[shown] - exact.lse[shown]) <= 4 * spread)
+        bound = 8 * spread * np.abs(outs).max(0)
+        assert np.all(np.abs(out - exact.out) <= bound)
+    nothing = (xp.full_like(a[0], np.nan), xp.full_like(a[1], -np.inf))
+    for parts in ((a, nothing), (nothing, a)):
+        for x, y in zip(merged(*parts), merged(a), strict=True):
+            assert memory.to_numpy(x).tobytes() == memory.to_numpy(y).tobytes()
+
+
+# Bounds and sums.
+
+
+@given(data=st.data(), cap=st.sampled_from((0.5, 2.0, 30.0)))
+def test_p17_softcap_bounds_scores(xp: ModuleType, data: st.DataObject, cap: float) -> None:
+    """With one key, lse is its score."""
+    drawn = data.draw(
+        calls(limits_of(xp), options=("scale",), kinds=("one_hot", "lse_plus_200", "normal"))
+    )
+    call = drawn.but(k=drawn.k[..., :1, :], v=drawn.v[..., :1, :]).with_options(softcap=cap)
+    result = run(xp, call, backward=False)
+    assert np.all(np.abs(result.lse[np.isfinite(result.lse)]) <= cap)
+
+
+@given(data=st.data(), ones=st.booleans())
+def test_p18_p19_constant_values(xp: ModuleType, data: st.DataObject, ones: bool) -> None:
+    """One value for all keys comes back: the weights add up to 1.
+
+    Numerator and denominator sum the same weights, in two orders of at most n roundings each, and
+    kernels round the weights of the numerator to 16 bits.
+    """
+    drawn = data.draw(calls(limits_of(xp), kinds=("normal", "one_hot", "lse_minus_120")))
+    value = np.ones_like(drawn.v[..., :1, :]) if ones else drawn.v[..., :1, :]
+    call = drawn.but(v=np.broadcast_to(value, drawn.v.shape).copy())
+    budget = Budget(call)
+    result = run(xp, call, backward=False)
+    seen = np.broadcast_to(~np.isneginf(budget.truth.lse)[..., None], result.out.shape)
+    if not call.k.shape[-2]:
+        return
+    heads = np.repeat(value, call.group_size, -3) if call.group_size > 1 else value
+    expected = np.broadcast_to(heads, result.out.shape)
+    if xp is np and call.dtype.itemsize == 2:
+        np.testing.assert_array_equal(result.out[seen], expected[seen])
+        return
+    keys = call.k.shape[-2]
+    factor = 2 * min(keys, 3 * keys**0.5) * budget.u + 8 * budget.u + 2 * budget.w
+    expected, got = (a.astype(np.float64) for a in (expected, result.out))
+    assert np.all(np.abs(got - expected)[seen] <= factor * np.abs(expected)[seen])
+
+
+# Gradients.
+
+
+def difference(
+    f: Callable[[np.ndarray], float], x: np.ndarray, direction: np.ndarray, step: float = 1e-3
+) -> float:
+    """Derivative of ``f`` along ``direction`` by central differences of order four."""
+    ahead = f(x + step * direction) - f(x - step * direction)
+    far = f(x + 2 * step * direction) - f(x - 2 * step * direction)
+    return (8 * ahead - far) / (12 * step)
+
+
+@given(data=st.data())
+def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
+    """float64 against differences along random directions, every option drawn."""
+    limits = limits_of(np)
+    drawn = data.draw(calls(limits, kinds=("normal", "uniform", "sparse_integers")))
+    call = drawn.but(**{n: getattr(drawn, n).astype(np.float64) for n in ("q", "k", "v", "dout")})
+    call = call.but(dlse=None if call.dlse is None else call.dlse.astype(np.float64))
+    result = run(np, call)
+    rng = np.random.default_rng(1)
+
+    def objective(name: str) -> Callable[[np.ndarray], float]:
+        def value(x: np.ndarray) -> float:
+            arrays = {"q": call.q, "k": call.k, "v": call.v, name: x}
+            out, lse = cuflash.attention(*arrays.values(), return_lse=True, **call.options)
+            total = float((call.dout * out).sum())
+            if call.dlse is not None:
+                total += float((call.dlse * np.where(np.isneginf(lse), 0, lse)).sum())
+            return total
+
+        return value
+
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        direction = rng.standard_normal(x.shape)
+        direction /= max(float(np.linalg.norm(direction)), 1.0)
+        expected = difference(objective(name), x, direction)
+        got = float((result.gradients[name] * direction).sum())
+        size = max(1.0, float(np.linalg.norm(result.gradients[name])))
+        assert abs(got - expected) <= 1e-7 * size, f"d{name}: {got} against {expected}"
+
+
+@given(data=st.data())
+def test_p24_weights_of_a_row_add_up_to_one_in_dv(xp: ModuleType, data: st.DataObject) -> None:
+    """Summed over keys, dv is dout summed over the rows that see anything."""
+    call = data.draw(calls(limits_of(xp), batches=FULL_BATCHES, broadcast=False, group_sizes=(1,)))
+    budget = Budget(call)
+    result = run(xp, call)
+    tensor = budget.gradients["v"]
+    seen = ~np.isneginf(budget.truth.lse)[..., None]
+    expected = (call.dout.astype(np.float64) * seen).sum(-2)
+    got = result.gradients["v"].astype(np.float64).sum(-2)
+    largest = float(np.abs(tensor.truth).max(initial=0))
+    ulp = max(largest * 2 * max(budget.w, budget.u), 2 * budget.t)
+    bound = (tensor.accumulation + tensor.rounding + ulp).sum(-2)
+    assert np.all(np.abs(got - expected) <= bound)
+
+
+def test_p24_equal_keys_have_no_gradient_in_q(xp: ModuleType) -> None:
+    """Summed over keys, dS is 0 (without dlse): equal keys leave nothing of dq."""
+    shape = (2, 40, 64)
+    call = make_call("constant_rows", 3, np.float16, shape, shape, shape)
+    budget = Budget(call)
+    assert np.abs(budget.gradients["q"].truth).max() < 1e-12
+    budget.check_backward(run(xp, call).gradients)
+
+
+@given(data=st.data())
+def test_p25_what_is_hidden_has_gradient_zero(xp: ModuleType, data: st.DataObject) -> None:
+    call = data.draw(calls(limits_of(xp), batches=FULL_BATCHES, broadcast=False, group_sizes=(1,)))
+    visible = Budget(call).inputs.visible
+    gradients = run(xp, call).gradients
+    lonely_rows, lonely_keys = ~visible.any(-1), ~visible.any(-2)
+    assert not np.any(gradients["q"][lonely_rows])
+    assert not np.any(gradients["k"][lonely_keys])
+    assert not np.any(gradients["v"][lonely_keys])
+
+
+@given(data=st.data())
+def test_p26_backward_from_the_exact_lse(xp: ModuleType, data: st.DataObject) -> None:
+    call = data.draw(calls(limits_of(xp)))
+    budget = Budget(call)
+    exact = budget.truth.lse.astype(call.lse_dtype)
+    budget.check_backward(run(xp, call, lse=exact).gradients)
