@@ -1,0 +1,186 @@
+"""How does a configuration become a kernel? The only file that knows NVRTC and its cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuflash._config import DeltaConfig, ForwardConfig, KernelConfig
+from cuflash._errors import CompileError
+from cuflash._params import STRUCTS
+from cuflash._source import flatten
+
+#: ``-default-device``: lambdas are device functions.
+OPTIONS = ("--std=c++17", "-default-device")
+_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+#: What CuPy appends to every compilation.
+CUPY_OPTIONS = ("-ftz=true",)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled kernel on one device."""
+
+    pointer: int  # CUfunction
+    num_threads: int
+    smem_bytes: int
+    owner: Any  # keeps the module loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the compiler says about one kernel, no device needed."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+    cubin: bytes
+
+
+def params_struct(config: KernelConfig) -> str:
+    """CUDA name of the parameter struct of a kernel."""
+    if isinstance(config, ForwardConfig):
+        return "ForwardParams"
+    return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
+
+
+def source_of(config: KernelConfig) -> str:
+    """Self-contained source text of a kernel."""
+    struct = params_struct(config)
+    defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
+    pinned = (
+        f"static_assert(sizeof(cuflash::{struct}) == {STRUCTS[struct].itemsize}, "
+        f'"cuflash/_params.py mirrors {struct}");\n'
+    )
+    return f"{defines}{flatten(config.source)}{pinned}"
+
+
+@functools.cache
+def compile_kernel(config: KernelConfig, device: int) -> Kernel:
+    """Compile for ``device``, or take from CuPy's kernel cache; raise CompileError."""
+    import cupy
+    from cupy_backends.cuda.api import driver
+
+    with cupy.cuda.Device(device):
+        function, owner = _function(cupy, config)
+        limit = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+        if config.smem_bytes > limit:
+            raise ValueError(
+                f"config: got {config.smem_bytes} bytes of shared memory, "
+                f"expected at most {limit} on this device"
+            )
+        driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SMEM, config.smem_bytes)
+    return Kernel(function.ptr, config.num_threads, config.smem_bytes, owner)
+
+
+def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
+    source = source_of(config)
+    try:
+        module = cupy.RawModule(code=source, options=OPTIONS)
+        kernel = module.get_function(config.entry)
+        return kernel.kernel, kernel
+    except cupy.cuda.compiler.CompileException as error:
+        raise _compile_error(config, str(error), source) from error
+    except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+        _warn_of_cache(str(error))
+    # The folder of CuPy's kernel cache cannot be read or written, or holds something else under
+    # this kernel's name.
+    arch = f"sm_{cupy.cuda.Device().compute_capability}"
+    try:
+        cubin, _ = _nvrtc(source, (*OPTIONS, *CUPY_OPTIONS, f"-arch={arch}"))
+    except _NvrtcError as error:
+        raise _compile_error(config, error.log, source) from error
+    module = cupy.cuda.function.Module()
+    module.load(cubin)
+    return module.get_function(config.entry), module
+
+
+def compile_static(config: KernelConfig, arch: str) -> Report:
+    """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log."""
+    source = source_of(config)
+    options = (*OPTIONS, *CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    try:
+        cubin, log = _nvrtc(source, options)
+    except _NvrtcError as error:
+        raise _compile_error(config, error.log, source) from error
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        if found is None:
+            raise CompileError(
+                f"{config.entry}: no '{pattern}' in the log", config=config, log=log, source=None
+            )
+        return int(found[1])
+
+    return Report(
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        warnings=tuple(
+            line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
+        ),
+        cubin=cubin,
+    )
+
+
+class _NvrtcError(Exception):
+    def __init__(self, log: str) -> None:
+        super().__init__(log)
+        self.log = log
+
+
+def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """Compile in memory: (cubin, log)."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source, "cuflash.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise _NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _compile_error(config: KernelConfig, log: str, source: str) -> CompileError:
+    path = _dump(config, source)
+    where = f"the source is in {path}" if path else "the source could not be written"
+    return CompileError(
+        f"{config.entry} did not compile; {where}\n{config}\n{log}",
+        config=config,
+        log=log,
+        source=path,
+    )
+
+
+def _dump(config: KernelConfig, source: str) -> str | None:
+    """Write the source to CUFLASH_DUMP or the folder for temporary files; the path, or None."""
+    folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    path = folder / f"{config.entry}-{digest}.cu"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    except OSError:
+        return None
+    return str(path)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=6)
+
+
+def _warn_of_cache(reason: str) -> None:
+    folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
+    _warn_once(f"the kernel cache {folder} is of no use, compiling in memory ({reason})")

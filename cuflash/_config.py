@@ -1,0 +1,169 @@
+"""What changes the machine code of a kernel? Frozen configurations, one per kernel.
+
+Every field becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh`` alone. Shapes,
+strides, lengths, scale and window bounds are run-time parameters and not here: a new shape never
+recompiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+Half = Literal["float16", "bfloat16"]
+Bias = Literal["none", "float16", "bfloat16", "float32", "float64"]
+Lengths = Literal["none", "int32", "int64"]
+#: One value for the launch, the entry's kv_length - q_length, or an array.
+Offset = Literal["value", "lengths", "int32", "int64"]
+
+#: What a padded tile width may be.
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """What all kernels have; a subclass is one kernel."""
+
+    source: ClassVar[str]
+    entry: ClassVar[str]
+
+    dtype: Half
+    out_dtype: Literal["float16", "bfloat16", "float32"]
+    copy_bytes: int  # widest copy that strides and alignment of every operand allow; 2: one element
+    head_dim_v: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        if self.copy_bytes not in (2, 4, 8, 16):
+            raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
+        if self.head_dim_v not in HEAD_DIMS:
+            raise ValueError(f"{self.head_dim_v=} must be one of {HEAD_DIMS}")
+        if not 1 <= self.num_warps <= 32:
+            raise ValueError(f"{self.num_warps=} must be from 1 to 32")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0
+
+    def defines(self) -> dict[str, str]:
+        """Macros that specialise the source, one per field, and the derived size."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        named["smem_bytes"] = self.smem_bytes
+        return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig(KernelConfig):
+    """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
+
+    source = "backward_delta.cu"
+    entry = "cuflash_backward_delta"
+
+    block_m: int
+    grad_lse: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig(KernelConfig):
+    """A kernel that computes scores tile by tile."""
+
+    head_dim: int
+    block_m: int
+    block_n: int
+    blocks_per_sm: int
+    window_left: bool  # is that side bounded? the bound itself is a run-time parameter
+    window_right: bool  # causal is window_right with bound 0
+    scale_in_exponent: bool
+    softcap: bool
+    bias: Bias
+    mask: bool
+    offset: Offset
+    q_lengths: Lengths
+    kv_lengths: Lengths
+
+    def __post_init__(self) -> None:
+        KernelConfig.__post_init__(self)
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"{self.head_dim=} must be one of {HEAD_DIMS}")
+        for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):
+            if value <= 0 or value % 16:
+                raise ValueError(f"{name} = {value} must be a positive multiple of 16")
+        if self.rows % (16 * self.num_warps):
+            raise ValueError(f"{self.rows} rows must be split evenly over {self.num_warps=} by 16")
+        if self.scale_in_exponent and (self.softcap or self.bias != "none"):
+            raise ValueError(f"{self.scale_in_exponent=} excludes softcap and bias")
+
+    @property
+    def rows(self) -> int:
+        """Rows that the warps of a block divide among themselves."""
+        return self.block_m
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardConfig(TileConfig):
+    """``forward_sm80.cu``."""
+
+    source = "forward_sm80.cu"
+    entry = "cuflash_forward_sm80"
+
+    @property
+    def smem_bytes(self) -> int:
+        """One tile each of q, k and v."""
+        columns = self.block_m * self.head_dim + self.block_n * (self.head_dim + self.head_dim_v)
+        return _ELEMENT_BYTES * columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardQConfig(TileConfig):
+    """``backward_dq_sm80.cu``."""
+
+    source = "backward_dq_sm80.cu"
+    entry = "cuflash_backward_dq_sm80"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q and dout, two stages of k and v."""
+        rows = self.block_m + 2 * self.block_n
+        return _ELEMENT_BYTES * rows * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardKVConfig(TileConfig):
+    """``backward_dkv_sm80.cu``: dk, dv or both in one pass over the queries."""
+
+    source = "backward_dkv_sm80.cu"
+    entry = "cuflash_backward_dkv_sm80"
+
+    grad_k: bool
+    grad_v: bool
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if not (self.grad_k or self.grad_v):
+            raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+
+    @property
+    def rows(self) -> int:
+        """A block owns keys and streams queries."""
+        return self.block_n
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and, for dk, v; two stages of q, dout and the pairs (lse, delta)."""
+        kept = self.block_n * (self.head_dim + self.head_dim_v * self.grad_k)
+        streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
+        return _ELEMENT_BYTES * (kept + streamed) + 2 * 8 * self.block_m
+
+
+def _spelled(value: str | int | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

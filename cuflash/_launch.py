@@ -1,0 +1,378 @@
+"""How do kernels run? Grids, parameters, workspaces, the order of kernels, the stream.
+
+What depends only on layouts is planned once: a call looks its plan up, writes its pointers into a
+copy of the prepared parameters and launches on the current stream. Nothing is shared between two
+launches, nothing synchronises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import driver, runtime
+
+from cuflash import _params, _select
+from cuflash._arrays import Array
+from cuflash._compile import Kernel, compile_kernel
+from cuflash._config import BackwardKVConfig, BackwardQConfig, ForwardConfig, KernelConfig, TileConfig
+from cuflash._errors import problem_with
+from cuflash._options import Options
+from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
+
+_LENGTHS = ("offset", "q_lengths", "kv_lengths")
+_GRID_LIMIT = 2**31 - 1
+_PLAN_LIMIT = 4096
+_UNBOUNDED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte strides of one operand in canonical order."""
+
+    itemsize: int
+    batch: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+
+    @classmethod
+    def of(cls, operand: Operand) -> Layout:
+        """Layout of an operand with two core axes, or none."""
+        ndim = len(operand.summed)
+        return cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
+
+    def copy_bytes(self, address_bits: int) -> int:
+        """Widest copy of neighbouring columns that every row of the operand allows."""
+        bits = functools.reduce(int.__or__, (abs(s) for s in (*self.batch, self.row)), address_bits)
+        if self.column != self.itemsize:
+            return self.itemsize
+        return min(16, bits & -bits or 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
+
+    axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
+    peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host
+    num_owners: int
+    entries_per_owner: int
+
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Byte offsets of each operand, one row per launch; an empty row moves nothing."""
+        steps = itertools.product(*(range(extent) for extent, _ in self.peeled))
+        strides = [strides for _, strides in self.peeled]
+        return tuple(
+            tuple(
+                sum(i * s for i, s in zip(index, column, strict=True))
+                for column in zip(*strides, strict=True)
+            )
+            for index in steps
+        )
+
+
+def plan_grid(
+    batch: tuple[int, ...],
+    strides: Sequence[tuple[int, ...]],
+    summed: tuple[bool, ...],
+    tiles_per_owner: int,
+) -> Grid:
+    """Merge batch axes that all operands walk evenly; those of ``summed`` vary fastest."""
+    columns = list(zip(*strides, strict=True)) if batch else []
+    axes = list(zip(batch, columns, summed, strict=True))
+    owned = _merged([(extent, column) for extent, column, s in axes if not s])
+    looped = _merged([(extent, column) for extent, column, s in axes if s])
+    peeled = []
+    while owned and (
+        len(owned) + len(looped) > _params.MAX_BATCH_AXES
+        or math.prod(extent for extent, _ in owned) * tiles_per_owner > _GRID_LIMIT
+    ):
+        peeled.append(owned.pop(0))
+    if len(looped) > _params.MAX_BATCH_AXES:
+        raise problem_with(
+            "q, k, v", NotImplementedError,
+            got=f"{len(looped)} separate broadcast batch axes",
+            expected=f"at most {_params.MAX_BATCH_AXES} that cannot be merged",
+            fix="copy the operands that are not broadcast to C order",
+        )  # fmt: skip
+    return Grid(
+        axes=(*owned, *looped),
+        peeled=tuple(peeled),
+        num_owners=math.prod(extent for extent, _ in owned),
+        entries_per_owner=math.prod(extent for extent, _ in looped),
+    )
+
+
+def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for extent, strides in axes:
+        if extent == 1:
+            continue
+        if merged and all(
+            outer == inner * extent for outer, inner in zip(merged[-1][1], strides, strict=True)
+        ):
+            merged[-1] = (merged[-1][0] * extent, strides)
+        else:
+            merged.append((extent, strides))
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel with everything but its pointers."""
+
+    kernel: Kernel
+    grid: int
+    params: bytes
+    pointers: struct.Struct
+    offsets: tuple[tuple[int, ...], ...]
+
+    def run(self, pointers: Sequence[int], stream: int) -> None:
+        """Launch on ``stream`` with these addresses."""
+        for offsets in self.offsets:
+            params = ctypes.create_string_buffer(self.params, len(self.params))
+            moved = map(_moved, pointers, offsets) if offsets else pointers
+            self.pointers.pack_into(params, 0, *moved)
+            arguments = ctypes.c_void_p(ctypes.addressof(params))
+            driver.launchKernel(
+                self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
+                self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
+            )  # fmt: skip
+
+
+def _moved(pointer: int, offset: int) -> int:
+    return pointer + offset if pointer else 0
+
+
+def _plan_launch(
+    params: np.dtype[Any],
+    config: KernelConfig,
+    problem: Problem,
+    layouts: dict[str, Layout],
+    device: int,
+    *,
+    num_blocks: int,
+    streamed_bytes: int = 0,
+    summed: tuple[bool, ...] | None = None,
+) -> Launch:
+    """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
+    names = _params.pointer_names(params)
+    absent = Layout(1, (0,) * len(problem.batch))
+    ordered = [layouts.get(name, absent) for name in names]
+    grid = plan_grid(
+        problem.batch,
+        [layout.batch for layout in ordered],
+        summed or (False,) * len(problem.batch),
+        num_blocks,
+    )
+    section = 1
+    if isinstance(config, TileConfig) and config.window_right:
+        section = _owners_per_section(grid.num_owners, streamed_bytes, device)
+    filled = np.zeros(1, params)[0]
+    filled["batch"]["num_axes"] = len(grid.axes)
+    filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
+    filled["grid"] = (num_blocks, grid.num_owners, section, grid.entries_per_owner)
+    for column, (name, layout) in enumerate(zip(names, ordered, strict=True)):
+        part = filled["score"] if name in _params.SCORE_POINTERS else filled
+        if f"{name}_strides" in part.dtype.names:
+            strides = part[f"{name}_strides"]
+        else:
+            strides = part[f"{name}_layout"]["batch"]
+            part[f"{name}_layout"]["row"] = layout.row // layout.itemsize
+            part[f"{name}_layout"]["column"] = layout.column // layout.itemsize
+        for axis, (_, steps) in enumerate(grid.axes):
+            strides["axis"][axis] = steps[column] // layout.itemsize
+    filled["head_dim_v"] = problem.head_dim_v
+    if isinstance(config, TileConfig):
+        filled["head_dim"] = problem.head_dim
+        _fill_score(filled["score"], problem)
+    else:
+        filled["seqlen_q"] = problem.seqlen_q
+    return Launch(
+        kernel=compile_kernel(config, device),
+        grid=num_blocks * grid.num_owners,
+        params=filled.tobytes(),
+        pointers=struct.Struct(f"<{len(names)}Q"),
+        offsets=grid.offsets(),
+    )
+
+
+def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> int:
+    """How many owners start their heaviest tiles together, before any starts a lighter one.
+
+    As many as possible for balance, but no more than whose streamed operands fit half of the L2
+    cache, or than leave about eight blocks of threads to each owner at a time, which then share
+    what they stream. Sections are of even size: a small last one would end in a tail.
+    """
+    attributes = cupy.cuda.Device(device).attributes
+    fitting = attributes["L2CacheSize"] // 2 // max(streamed_bytes, 1)
+    limit = max(1, fitting, attributes["MultiProcessorCount"] // 4)
+    return -(-num_owners // -(-num_owners // limit))
+
+
+def _fill_score(score: Any, problem: Problem) -> None:
+    q_length = problem.seqlen_q if problem.q_length_value is None else problem.q_length_value
+    kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
+    offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
+    score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))
+    for side in ("window_left", "window_right"):
+        bound = getattr(problem, side)
+        score[side] = 0 if bound is None else min(bound, _UNBOUNDED)
+    score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    score["q_length"], score["kv_length"] = q_length, kv_length
+    score["scale"] = problem.scale
+    score["scale_log2"] = problem.scale * math.log2(math.e)
+    if problem.softcap is not None:
+        score["softcap"] = problem.softcap
+        score["inverse_softcap"] = problem.scale / problem.softcap
+
+
+def _score_layouts(problem: Problem) -> dict[str, Layout]:
+    named = {name: getattr(problem, name) for name in _params.SCORE_POINTERS}
+    return {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
+
+
+def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None) -> Layout:
+    """Layout of an array batch + (m,), C-contiguous if ``strides`` is None."""
+    if strides is None:
+        steps = itertools.accumulate((problem.seqlen_q, *problem.batch[:0:-1]), int.__mul__)
+        return Layout(itemsize, tuple(s * itemsize for s in steps)[::-1], itemsize)
+    *batch, row = strides
+    if len(problem.batch) != len(problem.batch_shape):  # GQA splits the head axis
+        head = batch.pop()
+        batch += [head * problem.batch[-1], head]
+    return Layout(itemsize, tuple(batch), row)
+
+
+def _score_arrays(problem: Problem, options: Options) -> tuple[Problem, tuple[int, ...]]:
+    """Addresses of the score options' arrays, 0 where absent, and the problem with their layouts.
+
+    Lengths and offsets of an unusual integer type, or in host memory, are copied: they are few.
+    """
+    if not options.arrays:
+        return problem, (0,) * len(_params.SCORE_POINTERS)
+    arrays = dict(options.arrays)
+    for name in _LENGTHS:
+        array = arrays.get(name)
+        if array is not None and (
+            isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64)
+        ):
+            operand = getattr(problem, name)
+            arrays[name] = cupy.asarray(canonical_view(array, operand).astype(np.int64))
+            problem = _with_copied_lengths(problem, name)
+    pointers = []
+    for name in _params.SCORE_POINTERS:
+        array = arrays.get(name)
+        pointers.append(0 if array is None else array.data.ptr)
+    return problem, tuple(pointers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_copied_lengths(problem: Problem, name: str) -> Problem:
+    steps = [8]
+    for extent in problem.batch[:0:-1]:
+        steps.append(steps[-1] * extent)
+    strides = tuple(reversed(steps)) if problem.batch else ()
+    operand = Operand(
+        np.dtype(np.int64), problem.batch, strides, (False,) * len(problem.batch)
+    )
+    return replace(problem, **{name: operand})  # type: ignore[arg-type]
+
+
+def _on_device(device: int) -> Any:
+    """Context in which ``device`` is current, free of charge where it is already."""
+    if runtime.getDevice() == device:
+        return contextlib.nullcontext()
+    return cupy.cuda.Device(device)
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    out: Array,
+    lse: Array | None,
+    *,
+    workspace: Array | None = None,
+    config: ForwardConfig | None = None,
+) -> None:
+    """Write ``out`` and, unless None, ``lse``; every extent is positive, no workspace is needed."""
+    problem, arrays = _score_arrays(problem, options)
+    lse_strides = None if lse is None else lse.strides
+    pointers = (
+        q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
+        *arrays,
+    )  # fmt: skip
+    device = q.data.device_id
+    address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
+    # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
+    key = (id(problem), device, address_bits, lse_strides, config)
+    plan = _forward_plans.get(key)
+    with _on_device(device):
+        if plan is None:
+            launch = _plan_forward(problem, device, address_bits, lse_strides, config)
+            plan = _remember(_forward_plans, key, (problem, launch))
+        plan[1].run(pointers, cupy.cuda.get_current_stream().ptr)
+
+
+_forward_plans: dict[Any, tuple[Problem, Launch]] = {}
+
+
+def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    if len(plans) >= _PLAN_LIMIT:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def _plan_forward(
+    problem: Problem,
+    device: int,
+    address_bits: int,
+    lse_strides: tuple[int, ...] | None,
+    config: ForwardConfig | None,
+) -> Launch:
+    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
+    layouts["lse"] = _row_layout(problem, 4, lse_strides)
+    layouts |= _score_layouts(problem)
+    chosen = _select.forward_config(
+        problem, _smem_limit(device), _copy_bytes(layouts, ("q", "k", "v"), address_bits)
+    )
+    config = _overridden(chosen, config)
+    return _plan_launch(
+        _params.FORWARD, config, problem, layouts, device,
+        num_blocks=-(-problem.seqlen_q // config.block_m),
+        streamed_bytes=2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v),
+    )  # fmt: skip
+
+
+def _overridden(chosen: Any, config: Any) -> Any:
+    """The caller's tile in the chosen configuration: what follows from the problem stays."""
+    if config is None:
+        return chosen
+    if type(config) is not type(chosen):
+        raise problem_with(
+            "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
+        )
+    tile = {n: getattr(config, n) for n in ("block_m", "block_n", "num_warps", "blocks_per_sm")}
+    return replace(chosen, **tile)
+
+
+def _copy_bytes(layouts: dict[str, Layout], names: tuple[str, ...], address_bits: int) -> int:
+    return min(layouts[name].copy_bytes(address_bits) for name in names)
+
+
+@functools.cache
+def _smem_limit(device: int) -> int:
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])

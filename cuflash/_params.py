@@ -1,0 +1,104 @@
+"""What does a kernel receive? NumPy dtypes that mirror ``kernels_cu/params.cuh``.
+
+The size of every struct is asserted when a kernel is compiled, its field offsets in the tests.
+Pointers come first in each struct, so that a launch patches one contiguous run of a prepared copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MAX_BATCH_AXES = 6
+
+_POINTER = np.uint64
+
+
+def _struct(*parts: tuple[Any, ...] | str) -> np.dtype[Any]:
+    return np.dtype(list(parts), align=True)
+
+
+BATCH_STRIDES = _struct(("axis", np.int64, MAX_BATCH_AXES))
+LAYOUT = _struct(("batch", BATCH_STRIDES), ("row", np.int64), ("column", np.int64))
+BATCH_AXES = _struct(("num_axes", np.int32), ("extent", np.int32, MAX_BATCH_AXES))
+GRID = _struct(
+    ("num_blocks", np.int32),
+    ("num_owners", np.int32),
+    ("owners_per_section", np.int32),
+    ("entries_per_owner", np.int32),
+)
+SCORE_POINTERS = ("bias", "mask", "offset", "q_lengths", "kv_lengths")
+SCORE = _struct(
+    *((name, _POINTER) for name in SCORE_POINTERS),
+    ("bias_layout", LAYOUT),
+    ("mask_layout", LAYOUT),
+    ("offset_strides", BATCH_STRIDES),
+    ("q_lengths_strides", BATCH_STRIDES),
+    ("kv_lengths_strides", BATCH_STRIDES),
+    ("offset_value", np.int64),
+    ("window_left", np.int64),
+    ("window_right", np.int64),
+    ("seqlen_q", np.int32),
+    ("seqlen_k", np.int32),
+    ("q_length", np.int32),
+    ("kv_length", np.int32),
+    ("scale", np.float32),
+    ("scale_log2", np.float32),
+    ("softcap", np.float32),
+    ("inverse_softcap", np.float32),
+)
+
+
+def _kernel(
+    pointers: tuple[str, ...], layouts: tuple[str, ...], *rest: tuple[Any, ...]
+) -> np.dtype[Any]:
+    return _struct(
+        *((name, _POINTER) for name in pointers),
+        *((("score", SCORE),) if ("head_dim", np.int32) in rest else ()),
+        *((f"{name}_layout", LAYOUT) for name in layouts),
+        ("batch", BATCH_AXES),
+        ("grid", GRID),
+        *rest,
+    )
+
+
+FORWARD = _kernel(
+    ("q", "k", "v", "out", "lse"),
+    ("q", "k", "v", "out", "lse"),
+    ("head_dim", np.int32),
+    ("head_dim_v", np.int32),
+)
+DELTA = _kernel(
+    ("dout", "out", "lse", "dlse", "delta"),
+    ("dout", "out", "lse", "dlse", "delta"),
+    ("seqlen_q", np.int32),
+    ("head_dim_v", np.int32),
+)
+BACKWARD = _kernel(
+    ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv"),
+    ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv"),
+    ("head_dim", np.int32),
+    ("head_dim_v", np.int32),
+)
+
+#: CUDA name of each parameter struct.
+STRUCTS: dict[str, np.dtype[Any]] = {
+    "ForwardParams": FORWARD,
+    "DeltaParams": DELTA,
+    "BackwardParams": BACKWARD,
+}
+
+
+def pointer_names(params: np.dtype[Any]) -> tuple[str, ...]:
+    """Names of the pointers that a struct starts with, those of the score included."""
+    names: list[str] = []
+    for name in params.names or ():
+        field = params[name]
+        if field == np.dtype(_POINTER):
+            names.append(name)
+        elif field == SCORE:
+            names += SCORE_POINTERS
+        else:
+            break
+    return tuple(names)

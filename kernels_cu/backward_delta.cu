@@ -1,0 +1,83 @@
+// delta = rowsum(dout * out) - dlse, one number per query: what the backward passes subtract from dP.
+//
+// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get 0 and their dout
+// is not read.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "scheduler.cuh"
+
+namespace cuflash {
+
+constexpr int chunks = Config::head_dim_v / 8;  // of eight columns
+constexpr int lanes_per_row = chunks > 16 ? 32 : (chunks > 8 ? 16 : (chunks > 4 ? 8 : 4));
+constexpr int rows_per_step = Config::num_threads / lanes_per_row;
+static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
+
+// Eight columns of a row as float32, zeros past the true width.
+template <Dtype dtype>
+__device__ __forceinline__ void read_chunk(float (&values)[8], const void* array, int64_t offset,
+                                           int64_t column_stride, int column, int num_columns) {
+  using Value = typename Storage<dtype>::type;
+  const Value* from = static_cast<const Value*>(array) + offset + column * column_stride;
+  if constexpr (Config::copy_bytes == 16) {
+    if (column + 8 <= num_columns) {
+      alignas(16) Value chunk[8];
+#pragma unroll
+      for (int i = 0; i < 8 * sizeof(Value) / 16; ++i) {
+        reinterpret_cast<uint4*>(chunk)[i] = reinterpret_cast<const uint4*>(from)[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = to_float<dtype>(chunk[i]);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[i] = column + i < num_columns ? to_float<dtype>(from[i * column_stride]) : 0.0f;
+  }
+}
+
+__device__ __forceinline__ float row_delta(const DeltaParams& params, const BatchIndex& entry,
+                                           int q_idx, int lane) {
+  const float lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
+  if (lse == -infinity()) return 0.0f;
+  float dout[8], out[8];
+  const Layout& dout_layout = params.dout_layout;
+  const Layout& out_layout = params.out_layout;
+  read_chunk<Config::dtype>(dout, params.dout,
+                            entry * dout_layout.batch + q_idx * dout_layout.row,
+                            dout_layout.column, 8 * lane, params.head_dim_v);
+  read_chunk<Config::out_dtype>(out, params.out, entry * out_layout.batch + q_idx * out_layout.row,
+                                out_layout.column, 8 * lane, params.head_dim_v);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += dout[i] * out[i];
+#pragma unroll
+  for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, distance, lanes_per_row);
+  }
+  if constexpr (Config::grad_lse) {
+    sum -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
+  }
+  return sum;
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
+  using namespace cuflash;
+  const Tile tile = tile_of(params.grid, blockIdx.x);
+  const BatchIndex entry(params.batch, tile.owner);
+  const int first_row = tile.block * Config::block_m + threadIdx.x / lanes_per_row;
+  const int lane = threadIdx.x % lanes_per_row;
+  for (int row = first_row; row < (tile.block + 1) * Config::block_m; row += rows_per_step) {
+    // Lanes past the end repeat the last row, so that whole warps take part in the sums.
+    const int q_idx = min(row, params.seqlen_q - 1);
+    const float delta = row_delta(params, entry, q_idx, lane);
+    if (lane == 0 && row < params.seqlen_q) {
+      params.delta[entry * params.delta_layout.batch + q_idx * params.delta_layout.row] = delta;
+    }
+  }
+}

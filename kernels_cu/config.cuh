@@ -1,0 +1,120 @@
+// The compile-time configuration: the only reader of CUFLASH_* macros. cuflash/_config.py defines one
+// macro per field; the defaults here let every .cu file compile by itself.
+#pragma once
+
+#ifndef CUFLASH_DTYPE
+#define CUFLASH_DTYPE bfloat16
+#endif
+#ifndef CUFLASH_OUT_DTYPE
+#define CUFLASH_OUT_DTYPE bfloat16
+#endif
+#ifndef CUFLASH_HEAD_DIM
+#define CUFLASH_HEAD_DIM 64
+#endif
+#ifndef CUFLASH_HEAD_DIM_V
+#define CUFLASH_HEAD_DIM_V 64
+#endif
+#ifndef CUFLASH_BLOCK_M
+#define CUFLASH_BLOCK_M 64
+#endif
+#ifndef CUFLASH_BLOCK_N
+#define CUFLASH_BLOCK_N 64
+#endif
+#ifndef CUFLASH_NUM_WARPS
+#define CUFLASH_NUM_WARPS 4
+#endif
+#ifndef CUFLASH_BLOCKS_PER_SM
+#define CUFLASH_BLOCKS_PER_SM 1
+#endif
+#ifndef CUFLASH_SMEM_BYTES
+#define CUFLASH_SMEM_BYTES 0
+#endif
+#ifndef CUFLASH_COPY_BYTES
+#define CUFLASH_COPY_BYTES 16
+#endif
+#ifndef CUFLASH_WINDOW_LEFT
+#define CUFLASH_WINDOW_LEFT false
+#endif
+#ifndef CUFLASH_WINDOW_RIGHT
+#define CUFLASH_WINDOW_RIGHT false
+#endif
+#ifndef CUFLASH_SCALE_IN_EXPONENT
+#define CUFLASH_SCALE_IN_EXPONENT true
+#endif
+#ifndef CUFLASH_SOFTCAP
+#define CUFLASH_SOFTCAP false
+#endif
+#ifndef CUFLASH_BIAS
+#define CUFLASH_BIAS none
+#endif
+#ifndef CUFLASH_MASK
+#define CUFLASH_MASK false
+#endif
+#ifndef CUFLASH_OFFSET
+#define CUFLASH_OFFSET value
+#endif
+#ifndef CUFLASH_Q_LENGTHS
+#define CUFLASH_Q_LENGTHS none
+#endif
+#ifndef CUFLASH_KV_LENGTHS
+#define CUFLASH_KV_LENGTHS none
+#endif
+#ifndef CUFLASH_GRAD_K
+#define CUFLASH_GRAD_K true
+#endif
+#ifndef CUFLASH_GRAD_V
+#define CUFLASH_GRAD_V true
+#endif
+#ifndef CUFLASH_GRAD_LSE
+#define CUFLASH_GRAD_LSE false
+#endif
+
+namespace cuflash {
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int32_t = int;
+using int64_t = long long;
+
+enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
+
+// Where the causal offset of a batch entry comes from: one value of the launch, the difference of
+// the entry's own lengths, or an array.
+enum class Offset { value, lengths, int32, int64 };
+
+struct Config {
+  static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;          // of q, k, v and the products
+  static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
+  static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
+  static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters
+  static constexpr int block_m = CUFLASH_BLOCK_M;
+  static constexpr int block_n = CUFLASH_BLOCK_N;
+  static constexpr int num_warps = CUFLASH_NUM_WARPS;
+  static constexpr int num_threads = 32 * num_warps;
+  static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
+  static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;        // 0: compiled without Python
+  static constexpr int copy_bytes = CUFLASH_COPY_BYTES;        // widest legal copy of every operand
+
+  static constexpr bool window_left = CUFLASH_WINDOW_LEFT;  // is that side bounded?
+  static constexpr bool window_right = CUFLASH_WINDOW_RIGHT;
+  static constexpr bool scale_in_exponent = CUFLASH_SCALE_IN_EXPONENT;
+  static constexpr bool softcap = CUFLASH_SOFTCAP;
+  static constexpr Dtype bias = Dtype::CUFLASH_BIAS;
+  static constexpr bool mask = CUFLASH_MASK;
+  static constexpr Offset offset = Offset::CUFLASH_OFFSET;
+  static constexpr Dtype q_lengths = Dtype::CUFLASH_Q_LENGTHS;
+  static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
+
+  static constexpr bool grad_k = CUFLASH_GRAD_K;
+  static constexpr bool grad_v = CUFLASH_GRAD_V;
+  static constexpr bool grad_lse = CUFLASH_GRAD_LSE;
+
+  static_assert(head_dim % 16 == 0 && head_dim_v % 16 == 0, "one mma consumes 16 columns");
+  static_assert(block_m % 16 == 0 && block_n % 16 == 0, "one mma produces 16 rows");
+  static_assert(!scale_in_exponent || (!softcap && bias == Dtype::none),
+                "a capped or biased score is not a multiple of q.k");
+};
+
+}  // namespace cuflash

@@ -1,0 +1,166 @@
+// Attention forward for tensor cores of sm_80 and later (mma.sync), FlashAttention-2.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     m = -inf, l = 0, o = 0
+//     for each block of block_n keys that some row sees:
+//       s = q k^T;  s = score(s)                              registers, 16 rows per warp and slice
+//       m' = max(m, rowmax s);  p = exp(s - m');  l = l exp(m - m') + rowsum p
+//       o = o exp(m - m') + p v                               p is reused as an operand in registers
+//     out = o / l,  lse = m + log l
+//
+// Shared memory: the q tile for the whole run; one k and one v buffer. v of a block arrives while
+// q k^T is computed, k of the next block during softmax and p v.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_sm80.cuh"
+#include "tile/store.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+#include "ptx/special.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+
+  QTile q;
+  KTile k;
+  VTile v;
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "ForwardConfig.smem_bytes counts this struct");
+
+constexpr int slices = Config::block_m / (16 * Config::num_warps);
+static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
+
+// Scores of one block of keys: raw products become logits, what is invisible -inf.
+template <bool masked, int tiles>
+__device__ __forceinline__ void apply_score(float (&s_acc)[slices][tiles][4], const Score& score,
+                                            int first_row, int first_key) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q_idx = first_row + fragment_row(s, i);
+        const int kv_idx = first_key + fragment_column(t, i);
+        const bool visible = !masked || score.visible(q_idx, kv_idx);
+        s_acc[s][t][i] = visible ? score.apply(s_acc[s][t][i], q_idx, kv_idx) : -infinity();
+      }
+    }
+  }
+}
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_row;
+  BatchIndex entry;
+
+  __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
+    const Tile tile = tile_of(params.grid, ptx::block_index());
+    // Under a causal bound the last rows see the most keys.
+    const int m_block = Config::window_right ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    return {m_block * Config::block_m, BatchIndex(params.batch, tile.owner)};
+  }
+};
+
+// out and lse of this warp's rows; rows that saw nothing become +0 and -inf.
+template <int out_tiles>
+__device__ __forceinline__ void store_rows(const ForwardParams& params,
+                                           OnlineSoftmax<slices>& softmax,
+                                           const float (&o_acc)[slices][out_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const Score score(params.score, work.entry);
+  const RowTarget out(params.out, params.out_layout, work.entry, params.head_dim_v);
+  const int64_t lse_offset = work.entry * params.lse_layout.batch;
+  softmax.finish();
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
+      if (q_idx >= params.score.seqlen_q) continue;
+      const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0.0f;
+      const float inverse_sum = 1.0f / softmax.row_sum[s][half];
+#pragma unroll
+      for (int t = 0; t < out_tiles; ++t) {
+        out.store_pair(q_idx, fragment_column(t, 0),
+                       hidden ? 0.0f : o_acc[s][t][2 * half] * inverse_sum,
+                       hidden ? 0.0f : o_acc[s][t][2 * half + 1] * inverse_sum);
+      }
+      if (params.lse != nullptr && lane_index() % 4 == 0) {
+        params.lse[lse_offset + q_idx * params.lse_layout.row] =
+            hidden ? -infinity() : softmax.lse(s, half, score.exponent_scale());
+      }
+    }
+  }
+}
+
+// Sums over the keys that the tile's rows see.
+template <int out_tiles>
+__device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
+                                       OnlineSoftmax<slices>& softmax,
+                                       float (&o_acc)[slices][out_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const Score score(params.score, work.entry);
+  const int warp_row = warp_index() * 16 * slices;
+  const int lane = lane_index();
+  const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
+  const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+  if (blocks.begin >= blocks.end) return;
+
+  const RowSource q(params.q, params.q_layout, work.entry, params.head_dim);
+  const RowSource k(params.k, params.k_layout, work.entry, params.head_dim);
+  const RowSource v(params.v, params.v_layout, work.entry, params.head_dim_v);
+  const auto q_reader = MatrixReader<SharedMemory::QTile>::rows_first(smem.q, warp_row, lane);
+  const auto k_reader = MatrixReader<SharedMemory::KTile>::columns_first(smem.k, lane);
+  const auto v_reader = MatrixReader<SharedMemory::VTile>::rows_first(smem.v, 0, lane);
+
+  load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  load_tile(smem.k, k, blocks.begin * Config::block_n, keys);
+  ptx::cp_async_commit();
+
+  for_each_block(blocks, [&](int n_block, auto masked) {
+    const int first_key = n_block * Config::block_n;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // k is there; every warp is done with the previous v
+    load_tile(smem.v, v, first_key, keys);
+    ptx::cp_async_commit();
+
+    float s_acc[slices][Config::block_n / 8][4];
+    clear(s_acc);
+    multiply_transposed(s_acc, q_reader, k_reader);
+    apply_score<decltype(masked)::value>(s_acc, score, work.first_row + warp_row, first_key);
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // v is there; every warp is done with k
+    if (n_block + 1 < blocks.end) load_tile(smem.k, k, first_key + Config::block_n, keys);
+    ptx::cp_async_commit();
+
+    softmax.update(s_acc, o_acc, score.exponent_scale());
+    uint32_t p_frag[slices][Config::block_n / 16][4];
+    to_operand(p_frag, s_acc);
+    multiply(o_acc, p_frag, v_reader);
+  });
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
+                                             cuflash::Config::blocks_per_sm)
+    cuflash_forward_sm80(const __grid_constant__ cuflash::ForwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  OnlineSoftmax<slices> softmax;
+  float o_acc[slices][Config::head_dim_v / 8][4];
+  clear(o_acc);
+  attend(params, *reinterpret_cast<SharedMemory*>(smem_bytes), softmax, o_acc);
+  store_rows(params, softmax, o_acc);
+}

@@ -1,0 +1,121 @@
+// Kernel parameters, passed by value. cuflash/_params.py mirrors every struct; strides are in elements.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash {
+
+constexpr int max_batch_axes = 6;
+
+// Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index.
+struct BatchAxes {
+  int32_t num_axes;
+  int32_t extent[max_batch_axes];
+};
+
+struct BatchStrides {
+  int64_t axis[max_batch_axes];
+};
+
+// A matrix per batch entry: rows are queries or keys, columns features or keys.
+struct Layout {
+  BatchStrides batch;
+  int64_t row;
+  int64_t column;
+};
+
+// Everything score.cuh needs. An absent array is a null pointer and is not compiled in.
+struct ScoreParams {
+  const void* bias;        // (m, n)
+  const uint8_t* mask;     // (m, n), nonzero = may attend
+  const void* offset;      // ()
+  const void* q_lengths;   // ()
+  const void* kv_lengths;  // ()
+  Layout bias_layout;
+  Layout mask_layout;
+  BatchStrides offset_strides;
+  BatchStrides q_lengths_strides;
+  BatchStrides kv_lengths_strides;
+  int64_t offset_value;  // used where Config::offset is `value`
+  int64_t window_left;   // used where Config::window_left; below 2^60
+  int64_t window_right;
+  int32_t seqlen_q;       // extents of the arrays
+  int32_t seqlen_k;
+  int32_t q_length;       // used where there is no array of lengths
+  int32_t kv_length;
+  float scale;
+  float scale_log2;       // scale * log2(e)
+  float softcap;
+  float inverse_softcap;  // scale / softcap
+};
+
+// Tiles of one launch in the order of scheduler.cuh.
+struct Grid {
+  int32_t num_blocks;       // tiles of one owner
+  int32_t num_owners;       // batch entries that own a result
+  int32_t owners_per_section;
+  int32_t entries_per_owner;  // batch entries summed into one result
+};
+
+struct ForwardParams {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
+  float* lse;  // may be null
+  ScoreParams score;
+  Layout q_layout;
+  Layout k_layout;
+  Layout v_layout;
+  Layout out_layout;
+  Layout lse_layout;  // one column
+  BatchAxes batch;
+  Grid grid;
+  int32_t head_dim;
+  int32_t head_dim_v;
+};
+
+struct DeltaParams {
+  const void* dout;
+  const void* out;
+  const float* lse;
+  const float* dlse;  // null unless Config::grad_lse
+  float* delta;
+  Layout dout_layout;
+  Layout out_layout;
+  Layout lse_layout;
+  Layout dlse_layout;
+  Layout delta_layout;
+  BatchAxes batch;
+  Grid grid;
+  int32_t seqlen_q;
+  int32_t head_dim_v;
+};
+
+struct BackwardParams {
+  const void* dout;
+  const void* q;
+  const void* k;
+  const void* v;
+  const float* lse;
+  const float* delta;
+  void* dq;
+  void* dk;
+  void* dv;
+  ScoreParams score;
+  Layout dout_layout;
+  Layout q_layout;
+  Layout k_layout;
+  Layout v_layout;
+  Layout lse_layout;
+  Layout delta_layout;
+  Layout dq_layout;
+  Layout dk_layout;
+  Layout dv_layout;
+  BatchAxes batch;
+  Grid grid;
+  int32_t head_dim;
+  int32_t head_dim_v;
+};
+
+}  // namespace cuflash

@@ -1,0 +1,35 @@
+// Asynchronous copies from global to shared memory that bypass registers.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+
+// Copies `valid_bytes` (0 to `bytes`) and fills the rest of the destination with zeros; nothing is
+// read when valid_bytes is 0, whatever the source address.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+template <int bytes>
+__device__ __forceinline__ void cp_async(uint32_t smem, const void* source, int valid_bytes) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  if constexpr (bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 ::"r"(smem), "l"(source), "r"(valid_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(smem), "l"(source), "n"(bytes), "r"(valid_bytes) : "memory");
+  }
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `pending` of this thread's groups are still in flight.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
+template <int pending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+}  // namespace cuflash::ptx

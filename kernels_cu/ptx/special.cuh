@@ -1,0 +1,17 @@
+// Special registers.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+
+// blockIdx.x, read anew by every call: what is derived from two calls is computed twice and does not
+// occupy registers in between.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-ctaid
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+}  // namespace cuflash::ptx

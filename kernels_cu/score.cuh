@@ -1,0 +1,168 @@
+// What a score means: the only file that knows scale, softcap, bias, mask, causal, window, offset and
+// lengths. It speaks of query and key indices of one batch entry, never of tiles or registers, except
+// for the block ranges, which say which tiles have anything visible.
+//
+//   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)  ->  + bias
+//
+// `apply` returns the logit divided by `exponent_scale`, so that exp(logit) is
+// exp2(apply(...) * exponent_scale()): one multiply-add and one exp2 per score. Where the logit is
+// just scale * q.k (Config::scale_in_exponent), apply is the identity.
+#pragma once
+
+#include "numeric.cuh"
+#include "seqlen.cuh"
+
+namespace cuflash {
+
+struct Range {
+  int begin, end;
+};
+
+// Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
+struct BlockRanges {
+  int begin, full_begin, full_end, end;
+};
+
+// Calls step(block, masked) for every block in order; masked.value says at compile time whether the
+// block has to ask which pairs are visible.
+template <bool value_>
+struct Bool {
+  static constexpr bool value = value_;
+};
+
+template <typename Step>
+__device__ __forceinline__ void for_each_block(const BlockRanges& blocks, const Step& step) {
+  int block = blocks.begin;
+#pragma unroll 1
+  for (; block < blocks.full_begin; ++block) step(block, Bool<true>{});
+#pragma unroll 1
+  for (; block < blocks.full_end; ++block) step(block, Bool<false>{});
+#pragma unroll 1
+  for (; block < blocks.end; ++block) step(block, Bool<true>{});
+}
+
+struct Score {
+  // Can a row see nothing although it lies within the row range of some key? Lengths and windows
+  // cannot cause that: they leave an interval of keys to each row.
+  static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none;
+
+  const ScoreParams& params;
+  const Seqlen seqlen;
+  int64_t bias_offset, mask_offset;
+  int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
+
+  __device__ __forceinline__ Score(const ScoreParams& score_params, const BatchIndex& entry)
+      : params(score_params), seqlen(score_params, entry) {
+    // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
+    // its sum with an index cannot overflow. An offset that an array holds is clamped first.
+    constexpr int64_t distance = 1 << 30;
+    const int64_t offset = clamp(seqlen.offset, -(1ll << 60), 1ll << 60);
+    diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -distance, distance));
+    diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -distance, distance));
+    if constexpr (!Config::window_left) diagonal_begin = -distance;
+    if constexpr (!Config::window_right) diagonal_end = distance;
+    if constexpr (Config::bias != Dtype::none) bias_offset = entry * params.bias_layout.batch;
+    if constexpr (Config::mask) mask_offset = entry * params.mask_layout.batch;
+  }
+
+  __device__ __forceinline__ bool visible(int q_idx, int kv_idx) const {
+    bool is_visible = q_idx < seqlen.q && kv_idx < seqlen.k;
+    if constexpr (Config::window_left) is_visible &= kv_idx - q_idx >= diagonal_begin;
+    if constexpr (Config::window_right) is_visible &= kv_idx - q_idx < diagonal_end;
+    if constexpr (Config::mask) {
+      const Layout& layout = params.mask_layout;
+      is_visible = is_visible && params.mask[mask_offset + q_idx * layout.row +
+                                             kv_idx * layout.column] != 0;
+    }
+    return is_visible;
+  }
+
+  // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
+  __device__ __forceinline__ float apply(float score, int q_idx, int kv_idx) const {
+    if constexpr (Config::scale_in_exponent) {
+      return score;
+    } else {
+      float logit_log2;
+      if constexpr (Config::softcap) {
+        logit_log2 = params.softcap * log2_e * tanhf(score * params.inverse_softcap);
+      } else {
+        logit_log2 = score * params.scale_log2;
+      }
+      if constexpr (Config::bias != Dtype::none) {
+        const Layout& layout = params.bias_layout;
+        const auto* bias = static_cast<const typename Storage<Config::bias>::type*>(params.bias);
+        logit_log2 += log2_e * to_float<Config::bias>(
+                                   bias[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
+      }
+      return logit_log2;
+    }
+  }
+
+  // d logit / d(scale * q.k); the factor `scale` is left to the end of a gradient's sum.
+  __device__ __forceinline__ float derivative(float score) const {
+    if constexpr (Config::softcap) {
+      const float t = tanhf(score * params.inverse_softcap);
+      return (1.0f - t) * (1.0f + t);
+    } else {
+      return 1.0f;
+    }
+  }
+
+  __device__ __forceinline__ float exponent_scale() const {
+    return Config::scale_in_exponent ? params.scale_log2 : 1.0f;
+  }
+
+  // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
+  __device__ __forceinline__ Range kv_range(int m_begin, int m_end) const {
+    m_end = min(m_end, seqlen.q);
+    Range keys{0, seqlen.k};
+    if constexpr (Config::window_left) keys.begin = max(keys.begin, m_begin + diagonal_begin);
+    if constexpr (Config::window_right) keys.end = min(keys.end, m_end - 1 + diagonal_end);
+    return m_begin < m_end && diagonal_begin < diagonal_end && keys.begin < keys.end ? keys
+                                                                                     : Range{0, 0};
+  }
+
+  // Rows that see some key of [n_begin, n_end), mask and bias apart.
+  __device__ __forceinline__ Range q_range(int n_begin, int n_end) const {
+    n_end = min(n_end, seqlen.k);
+    Range rows{0, seqlen.q};
+    if constexpr (Config::window_right) rows.begin = max(rows.begin, n_begin - diagonal_end + 1);
+    if constexpr (Config::window_left) rows.end = min(rows.end, n_end - diagonal_begin);
+    return n_begin < n_end && diagonal_begin < diagonal_end && rows.begin < rows.end ? rows
+                                                                                     : Range{0, 0};
+  }
+
+  // Key blocks for the rows [m_begin, m_end). Rows past the length count as seeing what the others
+  // see: their results are discarded.
+  __device__ __forceinline__ BlockRanges kv_blocks(int m_begin, int m_end) const {
+    Range full{0, seqlen.k};
+    if constexpr (Config::window_left) {
+      full.begin = max(full.begin, min(m_end, seqlen.q) - 1 + diagonal_begin);
+    }
+    if constexpr (Config::window_right) full.end = min(full.end, m_begin + diagonal_end);
+    return block_ranges<Config::block_n>(kv_range(m_begin, m_end), full);
+  }
+
+  // Query blocks for the keys [n_begin, n_end). A block is full only if all these keys exist:
+  // another entry of the same owner may be longer, so their sums are not discarded.
+  __device__ __forceinline__ BlockRanges q_blocks(int n_begin, int n_end) const {
+    Range full{0, n_end <= seqlen.k ? seqlen.q : 0};
+    if constexpr (Config::window_right) full.begin = max(full.begin, n_end - diagonal_end);
+    if constexpr (Config::window_left) full.end = min(full.end, n_begin - diagonal_begin + 1);
+    return block_ranges<Config::block_m>(q_range(n_begin, n_end), full);
+  }
+
+ private:
+  template <int block>
+  __device__ __forceinline__ static BlockRanges block_ranges(Range seen, Range full) {
+    const int begin = seen.begin / block;
+    const int end = (seen.end + block - 1) / block;
+    int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);
+    int full_end = min(end, max(full.end, 0) / block);
+    // Mask and bias are looked up pair by pair, in range only.
+    if (may_hide_rows || full_begin >= full_end) full_begin = full_end = begin;
+    return {begin, full_begin, full_end, end};
+  }
+};
+
+}  // namespace cuflash

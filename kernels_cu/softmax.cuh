@@ -1,0 +1,77 @@
+// How the maximum and the sum of a row evolve over key blocks, and what they give at the end.
+#pragma once
+
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+
+namespace cuflash {
+
+// State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores are
+// in units of `exponent_scale` (see score.cuh), which is positive.
+template <int slices>
+struct OnlineSoftmax {
+  float row_max[slices][2];
+  float row_sum[slices][2];  // of this lane's columns only, until `finish`
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      row_max[s][0] = row_max[s][1] = -infinity();
+      row_sum[s][0] = row_sum[s][1] = 0.0f;
+    }
+  }
+
+  // Scores become exp(score - row_max); what was summed under the old maximum is rescaled.
+  template <int tiles, int out_tiles>
+  __device__ __forceinline__ void update(float (&s_acc)[slices][tiles][4],
+                                         float (&o_acc)[slices][out_tiles][4],
+                                         float exponent_scale) {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float block_max = row_max[s][half];
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+          block_max = fmaxf(block_max, fmaxf(s_acc[s][t][2 * half], s_acc[s][t][2 * half + 1]));
+        }
+        block_max = quad_max(block_max);
+        // A row that has seen nothing yet: -inf minus -inf would be NaN.
+        const float shift = block_max == -infinity() ? 0.0f : block_max * exponent_scale;
+        const float rescale = ptx::exp2_approx(row_max[s][half] * exponent_scale - shift);
+        row_max[s][half] = block_max;
+        float sum = row_sum[s][half] * rescale;
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            s_acc[s][t][i] = ptx::exp2_approx(s_acc[s][t][i] * exponent_scale - shift);
+            sum += s_acc[s][t][i];
+          }
+        }
+        row_sum[s][half] = sum;
+#pragma unroll
+        for (int t = 0; t < out_tiles; ++t) {
+          o_acc[s][t][2 * half] *= rescale;
+          o_acc[s][t][2 * half + 1] *= rescale;
+        }
+      }
+    }
+  }
+
+  // Completes the sums; afterwards every lane of a row holds them.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      row_sum[s][0] = quad_sum(row_sum[s][0]);
+      row_sum[s][1] = quad_sum(row_sum[s][1]);
+    }
+  }
+
+  // Natural logarithm of the sum of exp(score); -inf for a row that saw nothing.
+  __device__ __forceinline__ float lse(int slice, int half, float exponent_scale) const {
+    return row_max[slice][half] * exponent_scale * ln_2 + logf(row_sum[slice][half]);
+  }
+};
+
+}  // namespace cuflash

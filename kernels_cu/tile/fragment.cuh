@@ -1,0 +1,53 @@
+// Which score a register holds, and how a product's result becomes the next product's operand.
+//
+// An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and the
+// next. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per tile.
+//
+//      columns   0 1 | 2 3 | 4 5 | 6 7
+//      row 0      t0    t1    t2    t3        registers 0, 1: row t/4
+//      row 1      t4    t5    t6    t7        registers 2, 3: row t/4 + 8
+//      ...
+#pragma once
+
+#include "numeric.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
+
+// Row of register i of a slice, column of register i of a tile, for this lane.
+__device__ __forceinline__ int fragment_row(int slice, int i) {
+  return 16 * slice + lane_index() / 4 + 8 * (i / 2);
+}
+__device__ __forceinline__ int fragment_column(int tile, int i) {
+  return 8 * tile + 2 * (lane_index() % 4) + i % 2;
+}
+
+template <int slices, int tiles>
+__device__ __forceinline__ void clear(float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[s][t][i] = 0.0f;
+    }
+  }
+}
+
+// Two neighbouring 16x8 accumulators, rounded once, are one 16x16 A operand.
+template <int slices, int tiles>
+__device__ __forceinline__ void to_operand(uint32_t (&frag)[slices][tiles / 2][4],
+                                           const float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
+      frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
+    }
+  }
+}
+
+}  // namespace cuflash

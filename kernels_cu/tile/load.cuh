@@ -1,0 +1,72 @@
+// Global to shared memory: a block of rows becomes a swizzled tile, everything outside it zeros.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/cp_async.cuh"
+#include "score.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace cuflash {
+
+// One operand of one batch entry: `num_columns` true columns, rows at any stride.
+struct RowSource {
+  const Element* data;
+  int64_t row_stride;
+  int64_t column_stride;
+  int num_columns;
+
+  __device__ __forceinline__ RowSource(const void* array, const Layout& layout,
+                                       const BatchIndex& entry, int columns)
+      : data(static_cast<const Element*>(array) + entry * layout.batch),
+        row_stride(layout.row),
+        column_stride(layout.column),
+        num_columns(columns) {}
+};
+
+// Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
+// outside `valid` and columns past the true width become zero without being read, so that what they
+// hold, NaN included, cannot reach a product. The tile is complete after this thread's
+// cp_async_wait and a barrier (the element-wise form is complete after the barrier).
+template <typename Tile>
+__device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, int first_row,
+                                          Range valid) {
+  constexpr int num_threads = Config::num_threads;
+  constexpr int chunks = Tile::rows * Tile::row_chunks;  // of a panel
+  constexpr int steps = (chunks + num_threads - 1) / num_threads;
+  constexpr int row_step = num_threads / Tile::row_chunks;
+  static_assert(num_threads % Tile::row_chunks == 0, "a thread keeps its column in every step");
+  const int chunk = threadIdx.x % Tile::row_chunks;
+  const int thread_row = threadIdx.x / Tile::row_chunks;
+  const Element* row_data = source.data + (first_row + thread_row) * source.row_stride;
+  const uint32_t smem = ptx::shared_address(tile.data);
+#pragma unroll
+  for (int step = 0; step < steps; ++step) {
+    const int tile_row = thread_row + step * row_step;
+    if (chunks % num_threads != 0 && tile_row >= Tile::rows) break;
+    const int row = first_row + tile_row;
+    const bool row_valid = row >= valid.begin && row < valid.end;
+#pragma unroll
+    for (int panel = 0; panel < Tile::num_panels; ++panel) {
+      const int column = panel * Tile::panel_columns + 8 * chunk;
+      const int num_valid = row_valid ? source.num_columns - column : 0;
+      const int offset = panel * Tile::panel_bytes + Tile::chunk_offset(tile_row, chunk);
+      if constexpr (Config::copy_bytes >= 4) {
+        constexpr int copy_columns = Config::copy_bytes / 2;
+#pragma unroll
+        for (int c = 0; c < 8; c += copy_columns) {
+          ptx::cp_async<Config::copy_bytes>(smem + offset + 2 * c, row_data + column + c,
+                                            2 * min(max(num_valid - c, 0), copy_columns));
+        }
+      } else {
+        Element* to = tile.data + offset / 2;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          to[c] = c < num_valid ? row_data[(column + c) * source.column_stride] : Element(0);
+        }
+      }
+    }
+    row_data += row_step * source.row_stride;
+  }
+}
+
+}  // namespace cuflash
