@@ -36,7 +36,7 @@ class Call:
     """Everything about one forward and backward call.
 
     ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
-    ``placements`` says for names among q, k, v, dout, out how they lie in memory (default: dense).
+    ``placements`` says by name how inputs, array options and results lie in memory, if not dense.
     """
 
     q: np.ndarray
@@ -119,14 +119,36 @@ class Limits:
     seqlens: tuple[int, ...]
     head_dims: tuple[int, ...]
     values_dims: tuple[int, ...]
+    option_sets: tuple[frozenset[str], ...] | None  # None: any
 
 
+EVERYWHERE = ("scale", "softcap", "bias", "mask")
+ALL_OPTIONS = ("causal", "offset", "window", "q_lengths", "kv_lengths", *EVERYWHERE)
 #: Tiles on the host are patched down to this size, so that small arrays have tails.
 HOST_TILE = 16
 _HOST = Limits(
-    tuple(DTYPES), (1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 0), (1, 3, 8, 17), (0, 1, 4, 8, 19)
+    dtypes=tuple(DTYPES),
+    seqlens=(1, 2, 5, 15, 16, 17, 31, 32, 33, 40, 0),
+    head_dims=(1, 3, 8, 17),
+    values_dims=(1, 4, 8, 19, 0),
+    option_sets=None,
 )
-_DEVICE = Limits(HALVES, (1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200, 0), (40, 64), (64,))
+_DEVICE = Limits(
+    dtypes=HALVES,
+    seqlens=(1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200, 0),
+    head_dims=(40, 64),
+    values_dims=(64,),
+    option_sets=tuple(
+        frozenset(names)
+        for names in (
+            ALL_OPTIONS,
+            (),
+            ("causal",),
+            ("window", "offset", "q_lengths", "kv_lengths"),
+            EVERYWHERE,
+        )
+    ),
+)
 
 
 def limits_of(xp: ModuleType) -> Limits:
@@ -191,7 +213,7 @@ def run(
     given = dict(call.options)
     for name, value in call.options.items():
         if isinstance(value, np.ndarray):
-            inputs[name] = memory.place(xp, value, Placement.dense(value.ndim), poison)
+            inputs[name] = _placed(xp, call, name, value, None, poison)
             given[name] = inputs[name].view
     q, k, v, dout = (inputs[name].view for name in (*_OPERANDS, "dout"))
     outputs: dict[str, memory.Placed] = {}
@@ -216,7 +238,10 @@ def run(
     assert result.out.shape == shape, f"out has shape {result.out.shape}, expected {shape}"
     assert result.lse.shape == shape[:-1], f"lse has shape {result.lse.shape}"
     if backward:
-        dlse = None if call.dlse is None else memory.to_device(xp, call.dlse)
+        dlse = None
+        if call.dlse is not None:
+            inputs["dlse"] = _placed(xp, call, "dlse", call.dlse, None, poison)
+            dlse = inputs["dlse"].view
         buffers = {}
         if with_out:
             for name, pair in zip(_OPERANDS, pairs, strict=False):
@@ -257,10 +282,10 @@ def _placed(
     call: Call,
     name: str,
     array: np.ndarray,
-    pair: tuple[int, int],
+    pair: tuple[int, int] | None,
     poison: str,
 ) -> memory.Placed:
-    moved = np.moveaxis(array, (-2, -1), pair)
+    moved = array if pair is None else np.moveaxis(array, (-2, -1), pair)
     placement = call.placements.get(name) or Placement.dense(array.ndim)
     return memory.place(xp, moved, placement, poison)
 
@@ -285,9 +310,6 @@ def _canonical(array: Array, pair: tuple[int, int]) -> np.ndarray:
 
 # What may be drawn.
 
-POSITIONAL = ("causal", "offset", "window", "q_lengths", "kv_lengths")
-EVERYWHERE = ("scale", "softcap", "bias", "mask")
-ALL_OPTIONS = POSITIONAL + EVERYWHERE
 _BATCHES = ((), (2,), (1,), (3,), (2, 3), (3, 2), (2, 1, 2), (1, 4), (0,), (2, 0))
 _ABSURD = 99_990_001  # a legal stride of an axis of one element
 
@@ -332,8 +354,13 @@ def calls(
         options={"enable_gqa": True} if group > 1 else {},
     )
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    chosen = _options(draw, rng, call, [n for n in options if draw(st.booleans())])
-    call = call.but(options={**call.options, **chosen})
+    if limits.option_sets is None:
+        names = [name for name in options if draw(st.booleans())]
+    else:
+        present = draw(st.sampled_from(limits.option_sets))
+        names = [name for name in options if name in present]
+    chosen = _options(draw, rng, call, names)
+    call = call.with_options(**chosen)
     if draw(st.booleans()):
         dlse = rng.standard_normal((*call.batch, rows)).astype(call.lse_dtype)
         call = call.but(dlse=dlse)
@@ -408,6 +435,10 @@ def _laid_out(draw: st.DrawFn, call: Call) -> Call:
         placements[name] = placement
         result = "out" if name == "dout" else "d" + name
         placements[result] = _placement(draw, moved.shape, zeros=False)
+    others = {**call.options, "dlse": call.dlse}
+    for name, value in others.items():
+        if isinstance(value, np.ndarray):
+            placements[name] = _placement(draw, value.shape, zeros=False)
     return call.but(**changes, placements=placements)
 
 
