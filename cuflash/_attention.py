@@ -575,7 +575,7 @@ def _check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others
         raise problem_with(
             argument, TypeError, got=f"dtype {buffer.dtype}", expected=f"{like.dtype} as in {name}"
         )
-    check_destination(argument, buffer, **inputs, **others)
+    check_destination(argument, buffer, **{**inputs, **others})
 
 
 def _run_forward(

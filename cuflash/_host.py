@@ -51,7 +51,6 @@ def forward(
                 score, _ = scores.logits(q_block, k_entry[..., tile.cols, :], tile)
                 if seen is not None:
                     score = np.where(seen, score, -np.inf)
-                shown = None if finite else ~np.isneginf(score)
                 highest = np.maximum(row_max, score.max(-1))
                 shift = np.where(np.isneginf(highest), 0, highest)
                 rescale = np.exp(row_max - shift)
@@ -59,7 +58,7 @@ def forward(
                 p = np.exp(score, out=score)
                 row_sum = row_sum * rescale + p.sum(-1)
                 acc *= rescale[..., None]
-                acc += _product(p, v_entry[..., tile.cols, :], shown)
+                acc += _product(p, v_entry[..., tile.cols, :], seen, finite)
                 row_max = highest
             empty = row_sum == 0
             acc /= np.where(empty, 1, row_sum)[..., None]
@@ -129,35 +128,30 @@ def backward(
             for tile, seen in _tiles(scores, rows):
                 k_block, v_block = k_entry[..., tile.cols, :], v_entry[..., tile.cols, :]
                 score, slope = scores.logits(q_block, k_block, tile)
-                hidden = np.isneginf(score)
-                if seen is not None:
-                    hidden |= ~seen
                 score -= shift
                 p = np.exp(score, out=score)
                 dscore = np.matmul(dout_block, np.swapaxes(v_block, -1, -2))
                 dscore -= delta[..., None]
                 dscore *= p
-                p[hidden] = 0
-                dscore[hidden] = 0
+                if seen is not None:
+                    p, dscore = np.where(seen, p, 0), np.where(seen, dscore, 0)
                 if "bias" in sums:
                     add("bias", entry, dscore, tile.rows, tile.cols)
                 if "alibi_slopes" in sums:
                     add("alibi_slopes", entry, -(dscore * scores.distance(tile)).sum((-1, -2)))
                 if slope is not None:
-                    dscore *= slope
-                    dscore[hidden] = 0
+                    dscore *= slope if seen is None else np.where(seen, slope, 0)
                 if "scale" in sums:
                     raw = np.matmul(q_block, np.swapaxes(k_block, -1, -2))
-                    sums["scale"] += np.where(hidden, 0, dscore * raw).sum()
+                    sums["scale"] += (dscore * raw).sum(where=True if seen is None else seen)
                 dscore *= scale
-                shown = None if finite else ~hidden
-                shown_t = None if finite else np.swapaxes(~hidden, -1, -2)
-                dq += _product(dscore, k_block, shown)
+                dq += _product(dscore, k_block, seen, finite)
+                seen_t = None if seen is None else np.swapaxes(seen, -1, -2)
                 if "k" in sums:
-                    part = _product(np.swapaxes(dscore, -1, -2), q_block, shown_t)
+                    part = _product(np.swapaxes(dscore, -1, -2), q_block, seen_t, finite)
                     add("k", entry, part, tile.cols, everything)
                 if "v" in sums:
-                    part = _product(np.swapaxes(p, -1, -2), dout_block, shown_t)
+                    part = _product(np.swapaxes(p, -1, -2), dout_block, seen_t, finite)
                     add("v", entry, part, tile.cols, everything)
             if "q" in sums:
                 add("q", entry, dq, rows, everything)
@@ -168,16 +162,16 @@ def backward(
         view[...] = sums[name]
 
 
-def _product(a: Array, b: Array, seen: Array | None) -> Array:
-    """``a @ b`` with ``a`` 0 outside ``seen``; None promises that ``b`` is finite.
+def _product(a: Array, b: Array, seen: Array | None, finite: bool) -> Array:
+    """``a @ b`` with ``a`` 0 outside ``seen`` (None: all is seen).
 
     A non-finite element of ``b`` reaches exactly the rows that see it.
     """
-    if seen is None:
+    if finite or seen is None:
         return np.matmul(a, b)
-    finite = np.isfinite(b)
-    poisoned = np.matmul(seen.astype(a.dtype), (~finite).astype(a.dtype)) > 0
-    return np.where(poisoned, np.nan, np.matmul(a, np.where(finite, b, 0)))
+    b_finite = np.isfinite(b)
+    poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
+    return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
 
 
 def _tiles(scores: Scores, rows: slice) -> Iterator[tuple[Tile, Array | None]]:

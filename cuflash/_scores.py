@@ -88,10 +88,7 @@ class Scores:
         self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
 
     def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None]:
-        """Scores of keys taken as visible, and softcap's derivative at each or None.
-
-        A bias of -inf hides a key whatever its score, NaN included.
-        """
+        """Scores of keys taken as visible, and softcap's derivative at each or None."""
         xp, problem = self._xp, self._problem
         score = xp.matmul(q, xp.swapaxes(k, -1, -2))
         score *= self._dtype.type(problem.scale)
@@ -103,8 +100,7 @@ class Scores:
             slope = 1 - score * score
             score *= cap
         if self._bias is not None:
-            bias = tile.of(self._bias).astype(self._dtype)
-            score = xp.where(xp.isneginf(bias), -xp.inf, score + bias)
+            score += tile.of(self._bias).astype(self._dtype)
         if self._slopes is not None:
             score -= self._slopes.astype(self._dtype)[..., None, None] * self.distance(tile)
         return score, slope
@@ -114,7 +110,7 @@ class Scores:
         return self._xp.abs(tile.m + self.offset - tile.n).astype(self._dtype)
 
     def visible(self, tile: Tile) -> Array:
-        """Which pairs may see each other, bias apart."""
+        """Which pairs may see each other; a bias of -inf hides, whatever the score."""
         problem = self._problem
         seen = (tile.m < self.q_length) & (tile.n < self.kv_length)
         if problem.window_left is not None:
@@ -123,13 +119,15 @@ class Scores:
             seen = seen & (tile.n <= tile.m + (self.offset + problem.window_right))
         if self._mask is not None:
             seen = seen & tile.of(self._mask)
+        if self._bias is not None:
+            seen = seen & ~self._xp.isneginf(tile.of(self._bias))
         if self._ids_q is not None and self._ids_k is not None:
             ids_q = self._ids_q[..., tile.rows][..., :, None]
             seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
         return seen
 
     def key_range(self, rows: slice) -> KeyRange:
-        """Keys that the queries ``rows`` of any carried entry may see, mask and segments apart."""
+        """Keys that the queries ``rows`` of any carried entry may see, by lengths and window."""
         problem = self._problem
         q_low, q_high = _extremes(self.q_length)
         kv_low, kv_high = _extremes(self.kv_length)
@@ -143,7 +141,8 @@ class Scores:
             full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
         if rows.start >= q_high:
             last = 0
-        if self._mask is not None or self._ids_q is not None or rows.stop > q_low:
+        pairwise = (self._mask, self._bias, self._ids_q)
+        if rows.stop > q_low or any(array is not None for array in pairwise):
             full_last = 0
         return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)
 

@@ -33,6 +33,7 @@ Array = Any
 _NO_AXES = ((-2, -1),) * 4
 
 
+@np.errstate(all="ignore")
 def scores(
     q: Array,
     k: Array,
@@ -49,6 +50,7 @@ def scores(
     return _scores(q, k, options, dtype)[0]
 
 
+@np.errstate(all="ignore")
 def attention(
     q: Array,
     k: Array,
@@ -64,12 +66,13 @@ def attention(
     """Dense attention; see :func:`cuflash.attention` for parameters."""
     options = resolve(options, score_options)
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, _ = _scores(q, k, options, dtype)
-    p, lse = _softmax(score, _sink(options, score, dtype))
-    out = _to_axes(_seen_product(p, v, score != -np.inf), (axes or _NO_AXES)[3])
+    score, seen, _ = _scores(q, k, options, dtype)
+    p, lse = _softmax(score, seen, _sink(options, score, dtype))
+    out = _to_axes(_seen_product(p, v, seen), (axes or _NO_AXES)[3])
     return AttentionResult(out, lse) if return_lse else out
 
 
+@np.errstate(all="ignore")
 def attention_backward(
     dout: Array,
     q: Array,
@@ -101,10 +104,9 @@ def attention_backward(
     pairs = axes or _NO_AXES
     inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, slope = _scores(q, k, options, dtype)
-    seen = score != -np.inf
+    score, seen, slope = _scores(q, k, options, dtype)
     sink = _sink(options, score, dtype)
-    p, lse = _softmax(score, sink)
+    p, lse = _softmax(score, seen, sink)
     dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
 
     dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)), 0)
@@ -132,8 +134,7 @@ def attention_backward(
         slopes = -(dscore * distance).sum((-1, -2))
         gradients["dslopes"] = _sum_to(slopes, options.arrays["alibi_slopes"].shape)
     if "sink" in wrt:
-        with np.errstate(invalid="ignore"):
-            share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
+        share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
         gradients["dsink"] = _sum_to(-(share * delta).sum(-1), options.arrays["sink"].shape)
     if "scale" in wrt:
         raw = np.matmul(q, np.swapaxes(k, -1, -2))
@@ -141,19 +142,31 @@ def attention_backward(
     return Gradients(**gradients)
 
 
-def attention_vjp(q: Array, k: Array, v: Array, /, **rest: Any) -> tuple[Any, Any]:
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Any]:
     """Attention and its pullback; see :func:`cuflash.attention_vjp`."""
-    result = attention(q, k, v, **rest)
-    rest.pop("return_lse", None)
+    common: dict[str, Any] = {"options": resolve(options, score_options), "axes": axes}
+    common["dtype"] = dtype
 
     def pullback(
         dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = ("q", "k", "v")
     ) -> Gradients:
-        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **rest)
+        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **common)
 
-    return result, pullback
+    return attention(q, k, v, return_lse=return_lse, **common), pullback
 
 
+@np.errstate(all="ignore")
 def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
     """Combine attention over disjoint sets of keys, parts along ``axis``.
 
@@ -162,11 +175,12 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
     """
     outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
     lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
-    weight, lse = _softmax(np.moveaxis(lses, 0, -1))
+    weight, lse = _softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
     weight = np.moveaxis(weight, -1, 0)[..., None]
     return AttentionResult(np.where(weight == 0, 0, weight * outs).sum(0), lse)
 
 
+@np.errstate(all="ignore")
 def weights(
     q: Array,
     k: Array,
@@ -182,8 +196,10 @@ def weights(
 ) -> Array:
     """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed."""
     del lse
-    score = scores(q, k, options=options, axes=axes, dtype=dtype, **score_options)
-    p, _ = _softmax(score, _sink(resolve(options, score_options), score, dtype))
+    options = resolve(options, score_options)
+    q, k, _ = _operands(q, k, k, options, axes, dtype)
+    score, seen, _ = _scores(q, k, options, dtype)
+    p, _ = _softmax(score, seen, _sink(options, score, dtype))
     rows = slice(None) if rows is None else rows
     cols = slice(None) if cols is None else cols
     return p[..., rows, :][..., cols]
@@ -264,34 +280,32 @@ def _scale(options: Options, head_dim: int, dtype: Any) -> Any:
     return dtype(1 / math.sqrt(head_dim) if options.scale is None else options.scale)
 
 
-def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array]:
-    """Final scores, -inf where invisible, and the derivative of softcap at each score."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
-        slope = np.ones((), dtype)
-        if options.softcap is not None:
-            t = np.tanh(score / dtype(options.softcap))
-            score, slope = dtype(options.softcap) * t, 1 - t * t
-        if options.bias is not None:
-            bias = np.asarray(options.bias).astype(dtype)
-            score = np.where(np.isneginf(bias), -np.inf, score + bias)
-        if options.alibi_slopes is not None:
-            slopes = np.asarray(options.alibi_slopes).astype(dtype)[..., None, None]
-            score = score - slopes * _distance(options, score.shape)
-    batch, (seqlen_q, seqlen_k) = score.shape[:-2], score.shape[-2:]
+def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array, Array]:
+    """Final scores, -inf where invisible; what is visible; softcap's derivative at each score."""
+    batch, (seqlen_q, seqlen_k) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     seen = visible(options, batch, seqlen_q, seqlen_k)
-    return np.where(seen, score, -np.inf).astype(dtype), slope
+    score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
+    slope = np.ones((), dtype)
+    if options.softcap is not None:
+        t = np.tanh(score / dtype(options.softcap))
+        score, slope = dtype(options.softcap) * t, 1 - t * t
+    if options.bias is not None:
+        bias = np.asarray(options.bias).astype(dtype)
+        score, seen = score + bias, seen & ~np.isneginf(bias)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes).astype(dtype)[..., None, None]
+        score = score - slopes * _distance(options, score.shape)
+    return np.where(seen, score, -np.inf).astype(dtype), seen, slope
 
 
-def _softmax(score: Array, sink: Any = -np.inf) -> tuple[Array, Array]:
+def _softmax(score: Array, seen: Any, sink: Any) -> tuple[Array, Array]:
     """Probabilities, and the log of the sum of exponentials, over the last axis and the sink."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        highest = np.maximum(np.max(score, axis=-1, initial=-np.inf), sink)
-        highest = np.where(np.isneginf(highest), 0, highest)
-        e = np.exp(score - highest[..., None])
-        total = e.sum(-1) + np.exp(sink - highest)
-        p = e / np.where(total == 0, 1, total)[..., None]
-        return p, highest + np.log(total)
+    highest = np.maximum(np.max(score, axis=-1, initial=-np.inf), sink)
+    highest = np.where(np.isneginf(highest), 0, highest)
+    e = np.where(seen, np.exp(score - highest[..., None]), 0)
+    total = e.sum(-1) + np.exp(sink - highest)
+    p = np.where(seen, e / np.where(total == 0, 1, total)[..., None], 0)
+    return p, highest + np.log(total)
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:
@@ -306,8 +320,8 @@ def _seen_product(a: Array, b: Array, seen: Array) -> Array:
 def _sum_heads_to(gradient: Array, shape: tuple[int, ...], options: Options) -> Array:
     """Sum over the query heads of each key/value head, then over broadcast axes, to ``shape``."""
     if options.enable_gqa and gradient.shape[-3] != shape[-3]:
-        heads = shape[-3]
-        grouped = gradient.reshape(*gradient.shape[:-3], heads, -1, *gradient.shape[-2:])
+        heads = (shape[-3], gradient.shape[-3] // shape[-3])
+        grouped = gradient.reshape(*gradient.shape[:-3], *heads, *gradient.shape[-2:])
         gradient = grouped.sum(-3)
     return _sum_to(gradient, shape)
 
