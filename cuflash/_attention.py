@@ -13,6 +13,7 @@ from cuflash._arrays import Array, is_cupy, native, same_module
 from cuflash._errors import not_yet, problem_with
 from cuflash._options import Options, ScoreOptions, resolve
 from cuflash._problem import (
+    HALVES,
     Problem,
     canonical_view,
     check_destination,
@@ -22,9 +23,21 @@ from cuflash._problem import (
     require_shape,
 )
 from cuflash._results import AttentionResult, Gradients
+from cuflash._scores import Scores, Tile, arithmetic
 
 _WRT = ("q", "k", "v")
-_WRT_LATER = ("bias", "alibi_slopes", "sink", "scale")
+#: Score options that the kernels do not know yet.
+_LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink")
+#: Field of Gradients for each input that has a gradient.
+_FIELDS = {
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    "bias": "dbias",
+    "alibi_slopes": "dslopes",
+    "sink": "dsink",
+    "scale": "dscale",
+}
 
 
 @overload
@@ -203,7 +216,7 @@ def attention_backward(
         Its logarithm of sums.
     dlse : array, batch + (m,), optional
         Cotangent of ``lse``.
-    wrt : tuple of {"q", "k", "v"}
+    wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}
         The gradients to compute.
     grads_out : Gradients, optional
         Arrays to write into, of exactly the shape and dtype of the inputs.
@@ -238,8 +251,10 @@ def attention_backward(
     (8, 128, 64)
     """
     chosen = resolve(options, score_options)
-    wanted = _wanted(wrt)
+    wanted = _wanted(wrt, chosen)
     given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+    given |= {name: a for name, a in chosen.arrays.items() if name in _FIELDS}
+    given["scale"] = np.zeros(())
     xp, q, k, v = _operands(q, k, v)
     dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
     dlse = None if dlse is None else native("dlse", dlse)
@@ -255,14 +270,14 @@ def attention_backward(
             require_shape(name, array, problem.lse_shape, "the lse of attention")
     gradients = {}
     for name in wanted:
-        buffer = None if grads_out is None else getattr(grads_out, "d" + name)
+        buffer = None if grads_out is None else getattr(grads_out, _FIELDS[name])
         if buffer is None:
             buffer = xp.empty(given[name].shape, given[name].dtype)
         else:
             _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
         gradients[name] = buffer
     _run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
-    return Gradients(**{"d" + name: array for name, array in gradients.items()})
+    return Gradients(**{_FIELDS[name]: array for name, array in gradients.items()})
 
 
 def attention_vjp(
@@ -365,7 +380,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
     if lses.shape[axis] == 0:
         raise problem_with("outs", ValueError, got="no parts", expected="at least one part")
-    dtype = _host.arithmetic(lses.dtype)
+    dtype = arithmetic(lses.dtype)
     with np.errstate(all="ignore"):
         parts = xp.moveaxis(lses, axis, 0).astype(dtype)
         highest = parts.max(0)
@@ -375,7 +390,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
         lse = shift + xp.log(total)
         weight = (weight / xp.where(total == 0, 1, total))[..., None]
         scaled = weight * xp.moveaxis(outs, axis, 0).astype(
-            xp.promote_types(dtype, _host.arithmetic(outs.dtype))
+            xp.promote_types(dtype, arithmetic(outs.dtype))
         )
         out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
     return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
@@ -440,14 +455,15 @@ def weights(
         )  # fmt: skip
     m = xp.arange(problem.seqlen_q)[_selection("rows", rows, xp)]
     n = xp.arange(problem.seqlen_k)[_selection("cols", cols, xp)]
-    dtype = _host.arithmetic(problem.dtype)
-    scores = _host.Scores(problem, chosen, (), xp)
+    dtype = arithmetic(problem.dtype)
+    scores = Scores(problem, chosen, (), xp)
+    tile = Tile(m, n, m[:, None], n[None, :])
     q_rows = canonical_view(q, problem.q)[..., m, :].astype(dtype)
     k_cols = canonical_view(k, problem.k)[..., n, :].astype(dtype)
     with np.errstate(all="ignore"):
-        score, _ = scores.scores(q_rows, k_cols, m, n)
+        score, _ = scores.logits(q_rows, k_cols, tile)
         lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
-        seen = scores.visible(m[:, None], n[None, :], m, n) & ~xp.isneginf(lse_rows)
+        seen = scores.visible(tile) & ~xp.isneginf(lse_rows)
         p = xp.where(seen, xp.exp(score - lse_rows), 0)
     return p.reshape(*problem.batch_shape, m.size, n.size)
 
@@ -537,27 +553,29 @@ def _result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None
     return native("out", out[0]), native("out", out[1])
 
 
-def _wanted(wrt: Any) -> tuple[str, ...]:
-    expected = 'a tuple of "q", "k", "v"'
+def _wanted(wrt: Any, options: Options) -> tuple[str, ...]:
+    expected = f"a tuple of {', '.join(map(repr, _FIELDS))}"
     if not isinstance(wrt, tuple | list):
         raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
     for name in wrt:
-        if name in _WRT_LATER:
-            raise not_yet(f"wrt={name!r}", "the release that completes the score options")
-        if name not in _WRT:
+        if name not in _FIELDS:
             raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
-    return tuple(name for name in _WRT if name in wrt)
+        if name not in (*_WRT, "scale") and name not in options.arrays:
+            raise problem_with(
+                "wrt", ValueError, got=repr(wrt), expected=f"inputs of the call; {name} is not one"
+            )
+    return tuple(name for name in _FIELDS if name in wrt)
 
 
 def _check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others: Array) -> None:
-    argument, like = f"grads_out.d{name}", inputs[name]
+    argument, like = f"grads_out.{_FIELDS[name]}", inputs[name]
     same_module(**{name: like, argument: buffer})
     require_shape(argument, buffer, like.shape, name)
     if buffer.dtype != like.dtype:
         raise problem_with(
             argument, TypeError, got=f"dtype {buffer.dtype}", expected=f"{like.dtype} as in {name}"
         )
-    check_destination(argument, buffer, **inputs, **others)
+    check_destination(argument, buffer, **{**inputs, **others})
 
 
 def _run_forward(
@@ -576,6 +594,7 @@ def _run_forward(
         if lse is not None:
             lse.fill(-np.inf)
     elif is_cupy(q):
+        _require_kernels(problem, options)
         _launch().forward(problem, q, k, v, options, out, lse, workspace=workspace, config=config)
     else:
         _host.forward(problem, q, k, v, options, out, lse)
@@ -602,8 +621,20 @@ def _run_backward(
     path: Any = _host
     extra: dict[str, Any] = {}
     if is_cupy(q):
+        _require_kernels(problem, options, tuple(gradients))
         path, extra = _launch(), {"workspace": workspace, "config": config}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
+
+
+def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _WRT) -> None:
+    """Refuse what the CPU path serves and the kernels do not yet."""
+    instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
+    if problem.dtype not in HALVES:
+        raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
+    missing = [name for name in _LATER_ON_A_GPU if getattr(options, name) is not None]
+    missing += [f"wrt={name!r}" for name in wrt if name not in _WRT]
+    if missing:
+        raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)
 
 
 def _launch() -> Any:

@@ -19,11 +19,8 @@ Signature = tuple[Any, ...]
 
 #: Options that come with a later version, and their neutral value.
 _LATER: dict[str, Any] = {
-    "alibi_slopes": None,
     "score_mod": None,
     "mask_mod": None,
-    "segment_ids": None,
-    "sink": None,
     "dropout": 0.0,
     "seed": None,
 }
@@ -63,7 +60,14 @@ class Options:
         Number of valid queries and keys of each batch entry; the rest is invisible.
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
-    alibi_slopes, score_mod, mask_mod, segment_ids, sink, dropout, seed
+    alibi_slopes : floating array, core shape (), optional
+        ``- slope * |m + offset - n|`` is added to the score, per head as a rule.
+    segment_ids : (integer array (.., m), integer array (.., n)), optional
+        A query sees a key only if their numbers are equal.
+    sink : floating array, core shape (), optional
+        One more score per row, of a key without a value: it takes part in the softmax and in lse
+        only.
+    score_mod, mask_mod, dropout, seed
         Not available in this version.
 
     Notes
@@ -124,6 +128,10 @@ class Options:
             )
         set_("bias", None if self.bias is None else native("bias", self.bias))
         set_("mask", None if self.mask is None else native("mask", self.mask))
+        for name in ("alibi_slopes", "sink"):
+            value = getattr(self, name)
+            set_(name, None if value is None else native(name, value))
+        set_("segment_ids", _segments(self.segment_ids))
         if self.mask is not None and self.mask.dtype != np.bool_:
             raise problem_with(
                 "mask",
@@ -138,6 +146,8 @@ class Options:
             )
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         set_("signature", OptionLayout(*map(_part, values.values())))
+        if self.segment_ids is not None:
+            values["segment_ids_q"], values["segment_ids_k"] = self.segment_ids
         set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
 
     def __hash__(self) -> int:
@@ -154,7 +164,9 @@ class Options:
         texts = {name: f"<{a.dtype} {a.shape}>" for name, a in self.arrays.items()}
         for f in fields(self):
             value = getattr(self, f.name, None)
-            if f.init and f.name not in texts and value != f.default:
+            if f.name == "segment_ids" and value is not None:
+                texts[f.name] = f"({texts['segment_ids_q']}, {texts['segment_ids_k']})"
+            elif f.init and f.name not in texts and value != f.default:
                 texts[f.name] = repr(value)
         shown = [f"{name}={texts[name]}" for name in OPTION_NAMES if name in texts]
         return f"Options({', '.join(shown)})"
@@ -229,6 +241,8 @@ def _of_keywords(keywords: ScoreOptions) -> Options:
 
 
 def _part(value: Any) -> Any:
+    if isinstance(value, tuple) and value and hasattr(value[0], "strides"):
+        return tuple(map(signature, value))
     return signature(value) if hasattr(value, "strides") else value
 
 
@@ -296,3 +310,21 @@ def _integers(name: str, value: Any) -> Array | int | None:
     if array.dtype.kind not in "iu":
         raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected=expected)
     return array
+
+
+def _segments(value: Any) -> tuple[Array, Array] | None:
+    if value is None:
+        return None
+    expected = "a pair of integer arrays, (.., m) for the queries and (.., n) for the keys"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        fix = "write (ids, ids) for self-attention" if hasattr(value, "strides") else ""
+        raise problem_with(
+            "segment_ids", TypeError, got=type(value).__name__, expected=expected, fix=fix
+        )
+    arrays = [native(f"segment_ids[{i}]", a) for i, a in enumerate(value)]
+    for array in arrays:
+        if array.dtype.kind not in "iu":
+            raise problem_with(
+                "segment_ids", TypeError, got=f"dtype {array.dtype}", expected=expected
+            )
+    return (arrays[0], arrays[1])

@@ -21,7 +21,7 @@ from cuflash._options import Options, Signature, signature
 FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
 HALVES = FLOATS[:2]
 PRECISIONS = (None, "ieee", "tf32")
-_CORE = ("sequence", "feature")
+_MATRICES = ("q", "k", "v", "dout")
 Axes = tuple[tuple[int, int], ...]
 #: Effort spent on proving that interleaved arrays do not overlap, before they count as overlapping.
 _OVERLAP_WORK: Any = 100_000
@@ -71,6 +71,10 @@ class Problem:
     offset: Operand | None
     q_lengths: Operand | None
     kv_lengths: Operand | None
+    alibi_slopes: Operand | None
+    sink: Operand | None
+    segment_ids_q: Operand | None
+    segment_ids_k: Operand | None
     offset_value: int | None
     q_length_value: int | None
     kv_length_value: int | None
@@ -160,14 +164,13 @@ def _describe(
         return _operand(array, core_axes, batch, group_size if options.enable_gqa else None, kv=kv)
 
     def option_array(
-        name: str, value: Any, extents: tuple[int, ...], fix: str = ""
+        name: str, value: Any, extents: tuple[int, ...], core_text: str, fix: str = ""
     ) -> Operand | None:
         if not isinstance(value, tuple):
             return None
         shape = value[0]
         full = batch_shape + extents
         if len(shape) < len(extents) or not _broadcastable(shape, full):
-            core_text = "(m, n)" if extents else "()"
             raise problem_with(
                 name, ValueError, got=f"shape {shape}",
                 expected=f"a shape that broadcasts to {full} with core {core_text}", fix=fix,
@@ -184,12 +187,15 @@ def _describe(
         )
         return Operand(widened.dtype, batch + extents, strides, widened.summed)
 
-    if isinstance(options.bias, tuple) and options.bias[2] not in FLOATS:
-        raise problem_with(
-            "bias", TypeError, got=f"dtype {options.bias[2]}",
-            expected="a floating dtype of 16, 32 or 64 bits",
-            fix="boolean masks go to mask=" if options.bias[2] == np.bool_ else "",
-        )  # fmt: skip
+    for name in ("bias", "alibi_slopes", "sink"):
+        value = getattr(options, name)
+        if value is not None and value[2] not in FLOATS:
+            fix = "boolean masks go to mask=" if value[2] == np.bool_ else ""
+            raise problem_with(
+                name, TypeError, got=f"dtype {value[2]}",
+                expected="a floating dtype of 16, 32 or 64 bits", fix=fix,
+            )  # fmt: skip
+    segments = options.segment_ids or (None, None)
     per_entry = "" if not batch_shape else (
         f"lengths per batch entry have shape {(*batch_shape[:-1], 1)}: heads are the last axis"
     )  # fmt: skip
@@ -210,11 +216,15 @@ def _describe(
         out=operand("out", out_layout, _core_axes("out", out_layout, axes[3])),
         out_shape=out_shape,
         axes=axes,
-        bias=option_array("bias", options.bias, (seqlen_q, seqlen_k)),
-        mask=option_array("mask", options.mask, (seqlen_q, seqlen_k)),
-        offset=option_array("offset", options.offset, (), per_entry),
-        q_lengths=option_array("q_lengths", options.q_lengths, (), per_entry),
-        kv_lengths=option_array("kv_lengths", options.kv_lengths, (), per_entry),
+        bias=option_array("bias", options.bias, (seqlen_q, seqlen_k), "(m, n)"),
+        mask=option_array("mask", options.mask, (seqlen_q, seqlen_k), "(m, n)"),
+        offset=option_array("offset", options.offset, (), "()", per_entry),
+        q_lengths=option_array("q_lengths", options.q_lengths, (), "()", per_entry),
+        kv_lengths=option_array("kv_lengths", options.kv_lengths, (), "()", per_entry),
+        alibi_slopes=option_array("alibi_slopes", options.alibi_slopes, (), "()"),
+        sink=option_array("sink", options.sink, (), "()"),
+        segment_ids_q=option_array("segment_ids[0]", segments[0], (seqlen_q,), "(m,)"),
+        segment_ids_k=option_array("segment_ids[1]", segments[1], (seqlen_k,), "(n,)"),
         offset_value=0 if options.causal == "top_left" else _plain_int(options.offset),
         q_length_value=_checked_length("q_lengths", options.q_lengths, seqlen_q),
         kv_length_value=_checked_length("kv_lengths", options.kv_lengths, seqlen_k),
@@ -227,13 +237,18 @@ def _describe(
 
 
 def gradient_operand(problem: Problem, name: str, array: Array) -> Operand:
-    """Layout of the gradient ``array`` of input ``name`` ('q', 'k' or 'v'), or of 'dout'."""
+    """Layout of the gradient ``array`` of an input by name, or of 'dout'."""
     return _gradient_operand(problem, name, signature(array))
 
 
 @functools.lru_cache(maxsize=4096)
 def _gradient_operand(problem: Problem, name: str, array: Signature) -> Operand:
-    core = _core_axes(name, array, problem.axes[("q", "k", "v", "dout").index(name)])
+    core: tuple[int, ...]
+    if name in _MATRICES:
+        core = _core_axes(name, array, problem.axes[_MATRICES.index(name)])
+    else:
+        ndim = len(array[0])
+        core = (ndim - 2, ndim - 1) if name == "bias" else ()
     gqa = len(problem.batch) != len(problem.batch_shape)
     return _operand(
         array, core, problem.batch, problem.batch[-1] if gqa else None,
@@ -469,8 +484,8 @@ def _checked_length(name: str, value: Any, extent: int) -> int | None:
 
 
 def _check_module(name: str, array: Array, q: Array) -> None:
-    """A bias or mask lives where q lives; small integers may also come from the host."""
-    if is_cupy(array) or name in ("bias", "mask"):
+    """An option lives where q lives; lengths and offsets may also come from the host."""
+    if is_cupy(array) or name not in ("offset", "q_lengths", "kv_lengths"):
         same_module(**{"q": q, name: array})
 
 

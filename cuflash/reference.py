@@ -6,10 +6,12 @@ Where the fast functions and this file disagree, this file is right.
 
 A score is made in this order::
 
-    scale * q.k  ->  softcap * tanh(score / softcap)  ->  + bias  ->  -inf where invisible
+    scale * q.k  ->  softcap * tanh(score / softcap)  ->  + bias - slope * |m + offset - n|
+                 ->  -inf where invisible
 
-and ``out = softmax(score) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a row.
-A row that sees nothing has out = 0, lse = -inf and takes no part in any gradient.
+and ``out = softmax(score) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a row and
+its sink, a score without a value. A row that sees nothing has out = 0, lse = -inf (or the sink)
+and takes no part in any gradient but that of lse with respect to the sink.
 
 A key or value that a row cannot see has no effect on that row, whatever it holds: the products
 below read an operand only where it is seen, so that 0 * NaN does not arise.
@@ -31,6 +33,7 @@ Array = Any
 _NO_AXES = ((-2, -1),) * 4
 
 
+@np.errstate(all="ignore")
 def scores(
     q: Array,
     k: Array,
@@ -47,6 +50,7 @@ def scores(
     return _scores(q, k, options, dtype)[0]
 
 
+@np.errstate(all="ignore")
 def attention(
     q: Array,
     k: Array,
@@ -62,12 +66,13 @@ def attention(
     """Dense attention; see :func:`cuflash.attention` for parameters."""
     options = resolve(options, score_options)
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, _ = _scores(q, k, options, dtype)
-    p, lse = _softmax(score)
-    out = _to_axes(_seen_product(p, v, score != -np.inf), (axes or _NO_AXES)[3])
+    score, seen, _ = _scores(q, k, options, dtype)
+    p, lse = _softmax(score, seen, _sink(options, score, dtype))
+    out = _to_axes(_seen_product(p, v, seen), (axes or _NO_AXES)[3])
     return AttentionResult(out, lse) if return_lse else out
 
 
+@np.errstate(all="ignore")
 def attention_backward(
     dout: Array,
     q: Array,
@@ -90,23 +95,26 @@ def attention_backward(
 
         dv = p^T dout,   dp = dout v^T,   dscore = p * (dp - delta)
         draw = dscore * (1 - tanh(scale q.k / softcap)^2)
-        dq = scale * draw k,   dk = scale * draw^T q
+        dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
+        dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
+        dsink = -sum over rows of exp(sink - lse) * delta
     """
     del out, lse
     options = resolve(options, score_options)
     pairs = axes or _NO_AXES
     inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, slope = _scores(q, k, options, dtype)
-    seen = score != -np.inf
-    p, lse = _softmax(score)
+    score, seen, slope = _scores(q, k, options, dtype)
+    sink = _sink(options, score, dtype)
+    p, lse = _softmax(score, seen, sink)
     dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
 
     dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)), 0)
     delta = (p * dp).sum(-1)
     if dlse is not None:
         delta = delta - np.where(np.isneginf(lse), 0, np.broadcast_to(dlse, lse.shape))
-    draw = np.where(seen, p * (dp - delta[..., None]) * slope, 0)
+    dscore = np.where(seen, p * (dp - delta[..., None]), 0)
+    draw = np.where(seen, dscore * slope, 0)
     scale = _scale(options, q.shape[-1], dtype)
     seen_t = np.swapaxes(seen, -1, -2)
     full = {
@@ -118,23 +126,47 @@ def attention_backward(
     for (name, given), pair in zip(inputs.items(), pairs, strict=False):
         if name in wrt:
             shape = _to_canonical(given, pair).shape
-            gradients["d" + name] = _to_axes(_sum_to(full[name], shape, options), pair)
+            gradients["d" + name] = _to_axes(_sum_heads_to(full[name], shape, options), pair)
+    if "bias" in wrt:
+        gradients["dbias"] = _sum_to(dscore, options.arrays["bias"].shape)
+    if "alibi_slopes" in wrt:
+        distance = _distance(options, score.shape)
+        slopes = -(dscore * distance).sum((-1, -2))
+        gradients["dslopes"] = _sum_to(slopes, options.arrays["alibi_slopes"].shape)
+    if "sink" in wrt:
+        share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
+        gradients["dsink"] = _sum_to(-(share * delta).sum(-1), options.arrays["sink"].shape)
+    if "scale" in wrt:
+        raw = np.matmul(q, np.swapaxes(k, -1, -2))
+        gradients["dscale"] = np.where(seen, draw * raw, 0).sum()
     return Gradients(**gradients)
 
 
-def attention_vjp(q: Array, k: Array, v: Array, /, **rest: Any) -> tuple[Any, Any]:
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Any]:
     """Attention and its pullback; see :func:`cuflash.attention_vjp`."""
-    result = attention(q, k, v, **rest)
-    rest.pop("return_lse", None)
+    common: dict[str, Any] = {"options": resolve(options, score_options), "axes": axes}
+    common["dtype"] = dtype
 
     def pullback(
         dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = ("q", "k", "v")
     ) -> Gradients:
-        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **rest)
+        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **common)
 
-    return result, pullback
+    return attention(q, k, v, return_lse=return_lse, **common), pullback
 
 
+@np.errstate(all="ignore")
 def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
     """Combine attention over disjoint sets of keys, parts along ``axis``.
 
@@ -143,11 +175,12 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
     """
     outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
     lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
-    weight, lse = _softmax(np.moveaxis(lses, 0, -1))
+    weight, lse = _softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
     weight = np.moveaxis(weight, -1, 0)[..., None]
     return AttentionResult(np.where(weight == 0, 0, weight * outs).sum(0), lse)
 
 
+@np.errstate(all="ignore")
 def weights(
     q: Array,
     k: Array,
@@ -163,8 +196,10 @@ def weights(
 ) -> Array:
     """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed."""
     del lse
-    score = scores(q, k, options=options, axes=axes, dtype=dtype, **score_options)
-    p, _ = _softmax(score)
+    options = resolve(options, score_options)
+    q, k, _ = _operands(q, k, k, options, axes, dtype)
+    score, seen, _ = _scores(q, k, options, dtype)
+    p, _ = _softmax(score, seen, _sink(options, score, dtype))
     rows = slice(None) if rows is None else rows
     cols = slice(None) if cols is None else cols
     return p[..., rows, :][..., cols]
@@ -174,29 +209,49 @@ def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: i
     """Which keys each query may see by lengths, causality, window and mask: batch + (m, n)."""
     m = np.arange(seqlen_q)[:, None]
     n = np.arange(seqlen_k)[None, :]
-
-    def per_entry(value: Any, default: int) -> Array:
-        array = np.asarray(default if value is None else value).astype(np.int64)
-        return np.broadcast_to(array, batch)[..., None, None]
-
-    q_length = per_entry(options.q_lengths, seqlen_q)
-    kv_length = per_entry(options.kv_lengths, seqlen_k)
-    if options.causal == "top_left":
-        offset: Any = 0
-    elif options.offset is None:
-        offset = kv_length - q_length
-    else:
-        offset = per_entry(options.offset, 0)
+    offset = _offset(options, batch, seqlen_q, seqlen_k)
     left, right = options.window or (None, None)
     right = 0 if options.causal else right
-    result = (m < q_length) & (n < kv_length)
+    result = m < _per_entry(options.q_lengths, seqlen_q, batch)
+    result = result & (n < _per_entry(options.kv_lengths, seqlen_k, batch))
     if left is not None:
         result = result & (n >= m + offset - left)
     if right is not None:
         result = result & (n <= m + offset + right)
     if options.mask is not None:
         result = result & options.mask
+    if options.segment_ids is not None:
+        ids_q, ids_k = options.segment_ids
+        result = result & (ids_q[..., :, None] == ids_k[..., None, :])
     return np.broadcast_to(result, (*batch, seqlen_q, seqlen_k))
+
+
+def _per_entry(value: Any, default: int, batch: tuple[int, ...]) -> Array:
+    array = np.asarray(default if value is None else value).astype(np.int64)
+    return np.broadcast_to(array, batch)[..., None, None]
+
+
+def _offset(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
+    """Position of query 0 among the keys: batch + (1, 1)."""
+    if options.causal == "top_left":
+        return np.zeros((1, 1), np.int64)
+    if options.offset is not None:
+        return _per_entry(options.offset, 0, batch)
+    kv_lengths = _per_entry(options.kv_lengths, seqlen_k, batch)
+    return kv_lengths - _per_entry(options.q_lengths, seqlen_q, batch)
+
+
+def _distance(options: Options, shape: tuple[int, ...]) -> Array:
+    """|m + offset - n|: batch + (m, n)."""
+    *batch, seqlen_q, seqlen_k = shape
+    m, n = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
+    return np.abs(m + _offset(options, tuple(batch), seqlen_q, seqlen_k) - n)
+
+
+def _sink(options: Options, score: Array, dtype: Any) -> Array:
+    """The sink of each row, batch + (m,); -inf is none."""
+    sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(dtype)
+    return np.broadcast_to(sink[..., None], score.shape[:-1])
 
 
 def _operands(
@@ -225,31 +280,32 @@ def _scale(options: Options, head_dim: int, dtype: Any) -> Any:
     return dtype(1 / math.sqrt(head_dim) if options.scale is None else options.scale)
 
 
-def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array]:
-    """Final scores, -inf where invisible, and the derivative of softcap at each score."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
-        slope = np.ones((), dtype)
-        if options.softcap is not None:
-            t = np.tanh(score / dtype(options.softcap))
-            score, slope = dtype(options.softcap) * t, 1 - t * t
-        if options.bias is not None:
-            bias = np.asarray(options.bias).astype(dtype)
-            score = np.where(np.isneginf(bias), -np.inf, score + bias)
-    batch, (seqlen_q, seqlen_k) = score.shape[:-2], score.shape[-2:]
+def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array, Array]:
+    """Final scores, -inf where invisible; what is visible; softcap's derivative at each score."""
+    batch, (seqlen_q, seqlen_k) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     seen = visible(options, batch, seqlen_q, seqlen_k)
-    return np.where(seen, score, -np.inf).astype(dtype), slope
+    score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
+    slope = np.ones((), dtype)
+    if options.softcap is not None:
+        t = np.tanh(score / dtype(options.softcap))
+        score, slope = dtype(options.softcap) * t, 1 - t * t
+    if options.bias is not None:
+        bias = np.asarray(options.bias).astype(dtype)
+        score, seen = score + bias, seen & ~np.isneginf(bias)
+    if options.alibi_slopes is not None:
+        slopes = np.asarray(options.alibi_slopes).astype(dtype)[..., None, None]
+        score = score - slopes * _distance(options, score.shape)
+    return np.where(seen, score, -np.inf).astype(dtype), seen, slope
 
 
-def _softmax(score: Array) -> tuple[Array, Array]:
-    """Probabilities and log of the sum of exponentials over the last axis; 0 and -inf if empty."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        highest = np.max(score, axis=-1, initial=-np.inf)
-        highest = np.where(np.isneginf(highest), 0, highest)
-        e = np.exp(score - highest[..., None])
-        total = e.sum(-1)
-        p = e / np.where(total == 0, 1, total)[..., None]
-        return p, highest + np.log(total)
+def _softmax(score: Array, seen: Any, sink: Any) -> tuple[Array, Array]:
+    """Probabilities, and the log of the sum of exponentials, over the last axis and the sink."""
+    highest = np.maximum(np.max(score, axis=-1, initial=-np.inf), sink)
+    highest = np.where(np.isneginf(highest), 0, highest)
+    e = np.where(seen, np.exp(score - highest[..., None]), 0)
+    total = e.sum(-1) + np.exp(sink - highest)
+    p = np.where(seen, e / np.where(total == 0, 1, total)[..., None], 0)
+    return p, highest + np.log(total)
 
 
 def _seen_product(a: Array, b: Array, seen: Array) -> Array:
@@ -261,15 +317,19 @@ def _seen_product(a: Array, b: Array, seen: Array) -> Array:
     return np.where(poisoned, np.nan, np.matmul(a, np.where(finite, b, 0)))
 
 
-def _sum_to(gradient: Array, shape: tuple[int, ...], options: Options) -> Array:
-    """Sum over broadcast axes, and over the query heads of each key/value head, to ``shape``."""
+def _sum_heads_to(gradient: Array, shape: tuple[int, ...], options: Options) -> Array:
+    """Sum over the query heads of each key/value head, then over broadcast axes, to ``shape``."""
     if options.enable_gqa and gradient.shape[-3] != shape[-3]:
-        heads = shape[-3]
-        grouped = gradient.reshape(*gradient.shape[:-3], heads, -1, *gradient.shape[-2:])
+        heads = (shape[-3], gradient.shape[-3] // shape[-3])
+        grouped = gradient.reshape(*gradient.shape[:-3], *heads, *gradient.shape[-2:])
         gradient = grouped.sum(-3)
-    extra = gradient.ndim - len(shape)
-    gradient = gradient.sum(tuple(range(extra)))
-    axes = tuple(i for i, n in enumerate(shape[:-2]) if n == 1 and gradient.shape[i] != 1)
+    return _sum_to(gradient, shape)
+
+
+def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over axes that ``shape`` lacks or has of extent 1."""
+    gradient = gradient.sum(tuple(range(gradient.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1)
     return gradient.sum(axes, keepdims=True)
 
 

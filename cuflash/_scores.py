@@ -1,0 +1,151 @@
+"""What does a score mean on the CPU path? The counterpart of kernels_cu/score.cuh.
+
+The only place of that path that knows scale, softcap, bias, ALiBi, causal, window, mask, segments
+and lengths. It speaks of query and key indices of one batch entry, and says which key blocks have
+anything visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array
+from cuflash._options import Options
+from cuflash._problem import Operand, Problem, canonical_view
+
+Entry = tuple[int | slice, ...]
+
+
+def arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of scores and sums: float64 for float64, float32 for everything else."""
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys of one tile: selectors of array axes, and the indices that they select."""
+
+    rows: Any
+    cols: Any
+    m: Array  # (rows, 1)
+    n: Array  # (1, cols)
+
+    def of(self, matrix: Array) -> Array:
+        """The tile's part of an array (.., m, n)."""
+        return matrix[..., self.rows, :][..., self.cols]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """Keys [first, last) that some query of a block may see; all do in [full_first, full_last)."""
+
+    first: int
+    last: int
+    full_first: int
+    full_last: int
+
+    def full(self, keys: slice) -> bool:
+        """Whether every query of the block sees every one of ``keys``."""
+        return bool(self.full_first <= keys.start and keys.stop <= self.full_last)
+
+
+class Scores:
+    """Final scores and visibility of any tile of some batch entries.
+
+    Every per-entry value has shape (carried batch axes, 1, 1), ready to broadcast with a tile.
+    """
+
+    def __init__(self, problem: Problem, options: Options, entry: Entry, xp: ModuleType) -> None:
+        self._xp = xp
+        self._problem = problem
+        self._dtype = arithmetic(problem.dtype)
+
+        def of_entry(name: str) -> Array | None:
+            operand: Operand | None = getattr(problem, name)
+            if operand is None:
+                return None
+            return canonical_view(xp.asarray(options.arrays[name]), operand)[entry]
+
+        def integers(name: str, plain: int | None, default: Any) -> Any:
+            array = of_entry(name)
+            if array is None:
+                return default if plain is None else plain
+            return array.astype(np.int64)[..., None, None]
+
+        self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
+        self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
+        self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
+        self._mask = of_entry("mask")
+        self._bias = of_entry("bias")
+        self._slopes = of_entry("alibi_slopes")
+        self._ids_q = of_entry("segment_ids_q")
+        self._ids_k = of_entry("segment_ids_k")
+        sink = of_entry("sink")
+        self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
+
+    def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None]:
+        """Scores of keys taken as visible, and softcap's derivative at each or None."""
+        xp, problem = self._xp, self._problem
+        score = xp.matmul(q, xp.swapaxes(k, -1, -2))
+        score *= self._dtype.type(problem.scale)
+        slope = None
+        if problem.softcap is not None:
+            cap = self._dtype.type(problem.softcap)
+            score /= cap
+            xp.tanh(score, out=score)
+            slope = 1 - score * score
+            score *= cap
+        if self._bias is not None:
+            score += tile.of(self._bias).astype(self._dtype)
+        if self._slopes is not None:
+            score -= self._slopes.astype(self._dtype)[..., None, None] * self.distance(tile)
+        return score, slope
+
+    def distance(self, tile: Tile) -> Array:
+        """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
+        return self._xp.abs(tile.m + self.offset - tile.n).astype(self._dtype)
+
+    def visible(self, tile: Tile) -> Array:
+        """Which pairs may see each other; a bias of -inf hides, whatever the score."""
+        problem = self._problem
+        seen = (tile.m < self.q_length) & (tile.n < self.kv_length)
+        if problem.window_left is not None:
+            seen = seen & (tile.n >= tile.m + (self.offset - problem.window_left))
+        if problem.window_right is not None:
+            seen = seen & (tile.n <= tile.m + (self.offset + problem.window_right))
+        if self._mask is not None:
+            seen = seen & tile.of(self._mask)
+        if self._bias is not None:
+            seen = seen & ~self._xp.isneginf(tile.of(self._bias))
+        if self._ids_q is not None and self._ids_k is not None:
+            ids_q = self._ids_q[..., tile.rows][..., :, None]
+            seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
+        return seen
+
+    def key_range(self, rows: slice) -> KeyRange:
+        """Keys that the queries ``rows`` of any carried entry may see, by lengths and window."""
+        problem = self._problem
+        q_low, q_high = _extremes(self.q_length)
+        kv_low, kv_high = _extremes(self.kv_length)
+        offset_low, offset_high = _extremes(self.offset)
+        first, last, full_first, full_last = 0, kv_high, 0, kv_low
+        if problem.window_left is not None:
+            first = rows.start + offset_low - problem.window_left
+            full_first = rows.stop - 1 + offset_high - problem.window_left
+        if problem.window_right is not None:
+            last = rows.stop + offset_high + problem.window_right
+            full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
+        if rows.start >= q_high:
+            last = 0
+        pairwise = (self._mask, self._bias, self._ids_q)
+        if rows.stop > q_low or any(array is not None for array in pairwise):
+            full_last = 0
+        return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)
+
+
+def _extremes(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value.min()), int(value.max()))
