@@ -1,0 +1,420 @@
+"""Does a call survive any state of the kernel cache, and does the cache's key know all that counts?
+
+Without a device CuPy's cache runs on a stand-in for driver and compiler; the same faults are then
+tried with real kernels in processes of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from support import cacheless_device
+
+pytest.importorskip("cupy")
+
+from cuflash import _compile, _source
+from cuflash._config import ForwardConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ForwardConfig(
+    dtype="float16", out_dtype="float16", copy_bytes=16, head_dim=64, head_dim_v=64, block_m=128,
+    block_n=64, num_warps=4, blocks_per_sm=2, window_left=False, window_right=False,
+    scale_in_exponent=True, softcap=False, bias="none", mask=False, offset="value",
+    q_lengths="none", kv_lengths="none",
+)  # fmt: skip
+OTHER = dataclasses.replace(CONFIG, head_dim=128)
+#: A folder that exists and in which not even root can create a file.
+NO_FILES = Path("/proc/sys")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Forget flattened sources and warnings, before and after."""
+    for cached in (_source.flatten, _source.kernels_dir, _compile._warn_once):
+        cached.cache_clear()
+    yield
+    for cached in (_source.flatten, _source.kernels_dir, _compile._warn_once):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return the folder of the cache."""
+    path = tmp_path / "cache"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def compiler(monkeypatch, folder):
+    """Return CuPy's compiler on a stand-in device."""
+    return cacheless_device.Compiler(monkeypatch.setattr, folder)
+
+
+def right(config=CONFIG):
+    """What must be launched for a configuration."""
+    options = (*_compile.OPTIONS, *_compile.CUPY_OPTIONS)
+    return cacheless_device.product(_compile.source_of(config), options, "sm_90")
+
+
+def entry_of(folder):
+    """Return the one file of the cache."""
+    (path,) = folder.glob("*.cubin")
+    return path
+
+
+def stored(payload):
+    """A file that CuPy would accept, whatever it holds."""
+    return hashlib.sha1(payload, usedforsecurity=False).hexdigest().encode() + payload
+
+
+# --- faults, without a device ------------------------------------------------------------------
+
+
+@pytest.mark.nvrtc
+def test_second_process_takes_the_kernel_from_disk(compiler, folder):
+    assert compiler.kernel(CONFIG) == right()
+    assert compiler.kernel(CONFIG) == right()
+    assert compiler.compilations == 1
+    assert entry_of(folder).read_bytes() == stored(right())
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def header_only(path):
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def no_cubin(path):
+    path.write_bytes(stored(b"not a cubin"))
+
+
+def another_kernel(path):
+    path.write_bytes(stored(right().replace(b"forward_sm80", b"backward_delta")))
+
+
+def directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def dangling_link(path):
+    path.unlink()
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def removed_folder(path):
+    shutil.rmtree(path.parent)
+
+
+FAULTS = (
+    truncated, flipped, empty, header_only, no_cubin, another_kernel, directory, dangling_link,
+    removed_folder,
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_broken_entry_is_compiled_again(compiler, folder, fault):
+    compiler.kernel(CONFIG)
+    fault(entry_of(folder))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert compiler.kernel(CONFIG) == right()
+    assert compiler.compilations >= 2
+    assert len(caught) <= 1, [str(w.message) for w in caught]
+    for warning in caught:
+        assert warning.category is RuntimeWarning
+        assert "cache" in str(warning.message)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.skipif(not NO_FILES.is_dir(), reason="this system has no such folder")
+def test_unwritable_folder_warns_once_for_all_kernels(monkeypatch):
+    compiler = cacheless_device.Compiler(monkeypatch.setattr, NO_FILES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for config in (
+            CONFIG,
+            OTHER,
+            dataclasses.replace(CONFIG, softcap=True, scale_in_exponent=False),
+        ):
+            assert compiler.kernel(config) == right(config)
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert caught[0].category is RuntimeWarning
+
+
+@pytest.mark.nvrtc
+def test_unreadable_entry_of_another_user(compiler, folder, monkeypatch):
+    """CuPy writes mode 0600, so a shared folder refuses the second user; root is never refused."""
+    import builtins
+
+    compiler.kernel(CONFIG)
+    entry, real = entry_of(folder), builtins.open
+
+    def refusing(file, *arguments, **keywords):
+        if str(file) == str(entry):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "open", refusing)
+    with pytest.warns(RuntimeWarning, match="cache"):
+        assert compiler.kernel(CONFIG) == right()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), PermissionError(13, "no")]
+)
+def test_full_disk(compiler, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    from cupy.cuda import _compiler_cache
+
+    monkeypatch.setattr(_compiler_cache.tempfile, "NamedTemporaryFile", refuse)
+    with pytest.warns(RuntimeWarning, match="cache"):
+        assert compiler.kernel(CONFIG) == right()
+
+
+@pytest.mark.nvrtc
+def test_warning_turned_into_an_error_is_the_users_choice(monkeypatch):
+    """Under -W error the warning is raised; the next call has warned already and works."""
+    if not NO_FILES.is_dir():
+        pytest.skip("this system has no such folder")
+    compiler = cacheless_device.Compiler(monkeypatch.setattr, NO_FILES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert compiler.kernel(CONFIG) == right()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiler.kernel(OTHER) == right(OTHER)
+
+
+# --- the key -----------------------------------------------------------------------------------
+
+
+def key(compiler, folder, config=CONFIG):
+    """Compile and return the name of the entry that was made."""
+    for path in folder.iterdir():
+        path.unlink()
+    compiler.kernel(config)
+    return entry_of(folder).name
+
+
+def changed_fields():
+    """Yield the configuration with each field changed, one at a time."""
+    other = {
+        "dtype": "bfloat16", "out_dtype": "float32", "copy_bytes": 2, "head_dim": 128,
+        "head_dim_v": 128, "num_warps": 2, "block_m": 64, "block_n": 32, "blocks_per_sm": 1,
+        "window_left": True, "window_right": True, "scale_in_exponent": False, "softcap": True,
+        "bias": "float32", "mask": True, "offset": "int32", "q_lengths": "int32",
+        "kv_lengths": "int64",
+    }  # fmt: skip
+    names = [field.name for field in dataclasses.fields(CONFIG)]
+    assert sorted(names) == sorted(other), "a new field needs a line here"
+    for name in names:
+        extra = {"scale_in_exponent": False} if name in ("softcap", "bias") else {}
+        yield dataclasses.replace(CONFIG, **{name: other[name]}, **extra)
+
+
+def test_every_field_of_the_configuration_is_in_the_source():
+    configs = [CONFIG, *changed_fields()]
+    assert len({_compile.source_of(config) for config in configs}) == len(configs)
+
+
+@pytest.mark.nvrtc
+def test_every_field_of_the_configuration_is_in_the_key(compiler, folder):
+    configs = [CONFIG, *changed_fields()]
+    assert len({key(compiler, folder, config) for config in configs}) == len(configs)
+
+
+@pytest.mark.nvrtc
+def test_an_edited_header_is_in_the_key(compiler, folder, tmp_path, monkeypatch):
+    """Every file that the kernel includes, one after another; headers of other kernels are not."""
+    copy = tmp_path / "kernels_cu"
+    shutil.copytree(_source.kernels_dir(), copy)
+    monkeypatch.setattr(_source, "kernels_dir", lambda: copy)
+    before = key(compiler, folder)
+    used = 0
+    for path in sorted(p for p in copy.rglob("*") if p.suffix in (".cu", ".cuh")):
+        text = path.read_text()
+        included = f'"{path.relative_to(copy).as_posix()}"' in _source.flatten(CONFIG.source)
+        path.write_text(text + "\n// edited\n")
+        _source.flatten.cache_clear()
+        assert (key(compiler, folder) != before) == included, path
+        path.write_text(text)
+        _source.flatten.cache_clear()
+        used += included
+    assert used >= 5
+    assert key(compiler, folder) == before
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("what", ["options", "nvrtc", "arch", "cupy"])
+def test_tools_are_in_the_key(compiler, folder, monkeypatch, what):
+    before = key(compiler, folder)
+    if what == "options":
+        monkeypatch.setattr(_compile, "OPTIONS", (*_compile.OPTIONS, "-lineinfo"))
+    elif what == "nvrtc":
+        monkeypatch.setattr(compiler.real, "_get_nvrtc_version", lambda: (12, 99))
+    elif what == "arch":
+        monkeypatch.setattr(cacheless_device, "ARCH", "80")
+    else:
+        monkeypatch.setattr(compiler.real, "_get_cupy_cache_key", lambda: "another CuPy")
+    assert key(compiler, folder) != before
+
+
+@pytest.mark.nvrtc
+def test_key_holds_nothing_of_this_machine(compiler, folder, tmp_path, monkeypatch):
+    """The same sources in another place are the same kernel."""
+    before = key(compiler, folder)
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(_source.kernels_dir(), copy)
+    monkeypatch.setattr(_source, "kernels_dir", lambda: copy)
+    _source.flatten.cache_clear()
+    assert key(compiler, folder) == before
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+COMPILE_ON_THE_STAND_IN = """
+import sys
+from support import cacheless_device
+import test_kernel_cache as t
+compiler = cacheless_device.Compiler(setattr, sys.argv[1])
+sys.stdin.readline()
+assert compiler.kernel(t.CONFIG) == t.right()
+assert compiler.kernel(t.OTHER) == t.right(t.OTHER)
+print("{}")
+"""
+
+ATTENTION = """
+import hashlib, json, sys, warnings
+import numpy as np
+import cupy
+import cuflash
+host = np.random.default_rng(0).standard_normal((4, 2, 3, 150, 64)).astype(np.float16)
+q, k, v, dout = cupy.asarray(host)
+sys.stdin.readline()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    g = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+truth = cuflash.reference.attention(*host[:3], causal=True)
+assert np.abs(out.get() - truth).max() < 4e-3, "wrong result"
+digest = hashlib.sha256(b"".join(a.get().tobytes() for a in (out, lse, g.dq, g.dk, g.dv)))
+ours = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+print(json.dumps({"digest": digest.hexdigest(), "warnings": [str(w.message) for w in ours]}))
+"""
+
+
+def start(script, *arguments, **environment):
+    """Start a process that waits, ready to compile, for a line on its standard input."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    variables |= {name: value for name, value in environment.items() if value is not None}
+    for name in (name for name, value in environment.items() if value is None):
+        variables.pop(name, None)
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], text=True, env=variables, cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process):
+    """Let a process go and return what it found."""
+    output, error = process.communicate("\n", timeout=300)
+    assert process.returncode == 0, error
+    return json.loads(output.splitlines()[-1])
+
+
+def finish_together(processes):
+    """Let all go at once."""
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [finish(process) for process in processes]
+
+
+@pytest.mark.nvrtc
+def test_16_processes_cold_at_once(folder):
+    finish_together([start(COMPILE_ON_THE_STAND_IN, str(folder)) for _ in range(16)])
+    contents = {path.read_bytes() for path in folder.glob("*.cubin")}
+    assert contents == {stored(right()), stored(right(OTHER))}
+    assert len(list(folder.iterdir())) == 2, "a temporary file is left"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Return a cache that holds the kernels of `ATTENTION`, and its result."""
+    folder = tmp_path_factory.mktemp("warm")
+    return folder, finish(start(ATTENTION, CUPY_CACHE_DIR=str(folder)))
+
+
+@pytest.mark.gpu
+def test_16_processes_cold_at_once_with_real_kernels(tmp_path, warm):
+    processes = [start(ATTENTION, CUPY_CACHE_DIR=str(tmp_path)) for _ in range(16)]
+    assert finish_together(processes) == [warm[1]] * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fault", [truncated, flipped, empty, no_cubin, directory], ids=lambda f: f.__name__
+)
+def test_broken_entries_with_real_kernels(tmp_path, warm, fault):
+    folder = tmp_path / "cache"
+    shutil.copytree(warm[0], folder)
+    for path in folder.glob("*.cubin"):
+        fault(path)
+    found = finish(start(ATTENTION, CUPY_CACHE_DIR=str(folder)))
+    assert found["digest"] == warm[1]["digest"]
+    assert len(found["warnings"]) <= 1
+
+
+@pytest.mark.gpu
+def test_kernels_under_each_others_names(tmp_path, warm):
+    folder = tmp_path / "cache"
+    shutil.copytree(warm[0], folder)
+    paths = sorted(folder.glob("*.cubin"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+    found = finish(start(ATTENTION, CUPY_CACHE_DIR=str(folder)))
+    assert found["digest"] == warm[1]["digest"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not NO_FILES.is_dir(), reason="this system has no such folder")
+def test_unwritable_folder_with_real_kernels(warm):
+    found = finish(start(ATTENTION, CUPY_CACHE_DIR=str(NO_FILES)))
+    assert found["digest"] == warm[1]["digest"]
+    assert len(found["warnings"]) == 1
+
+
+@pytest.mark.gpu
+def test_without_a_home(tmp_path, warm):
+    found = finish(start(ATTENTION, HOME=None, CUPY_CACHE_DIR=str(tmp_path)))
+    assert found["digest"] == warm[1]["digest"]
