@@ -121,6 +121,8 @@ def no_cuda_in_python_strings(files: Files) -> Breaches:
         r"__global__|__device__|__shared__|threadIdx|blockIdx|extern\s+\"C\"|asm\s*\("
     )
     for path, text in python_files(files).items():
+        if path.startswith("tools/gen_"):  # writes a checked-in header, which is what is compiled
+            continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
                 value = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
@@ -425,7 +427,10 @@ RULES = [
             {"tests/test_score.py": "s = f'{1} threadIdx.x'"},
             {"tools/probe.py": "s = b'extern \"C\" void f();'"},
         ),
-        good=({"cuflash/_compile.py": "# __global__\ns = '#define CUFLASH_HEAD_DIM 64'"},),
+        good=(
+            {"cuflash/_compile.py": "# __global__\ns = '#define CUFLASH_HEAD_DIM 64'"},
+            {"tools/gen_wgmma.py": "s = '__device__ void f();'"},
+        ),
     ),
     Rule(
         names_of_the_field,
