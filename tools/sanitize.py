@@ -1,0 +1,274 @@
+"""Does compute-sanitizer find anything in the kernels, on a covering set of small calls?
+
+    python tools/sanitize.py                                  # all four tools, all cases
+    python tools/sanitize.py --tool racecheck --case bias     # cases whose name holds a word
+    python tools/sanitize.py --list
+
+docs/running-the-sanitizer.md says what each tool looks for and how to read a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+TOOLS = {
+    "memcheck": ("--leak-check", "full"),
+    "initcheck": (),
+    "synccheck": (),
+    "racecheck": ("--racecheck-report", "all"),
+}
+FOUND = 86  # exit status of a run with findings
+SUMMARY = re.compile(
+    r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard|LEAK SUMMARY: (\d+) bytes)"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward and backward call; shapes are (batch, heads, seqlen, head_dim)."""
+
+    name: str
+    q: tuple[int, ...] = (1, 2, 193, 64)
+    k: tuple[int, ...] = (1, 2, 193, 64)
+    head_dim_v: int | None = None
+    dtype: Any = np.float16
+    options: Mapping[str, Any] = field(default_factory=dict)  # drawn where it can be called
+    lead: int = 0  # elements in front: an odd number makes every vector load misaligned
+    feature_first: bool = False
+    dlse: bool = False
+    wide_out: bool = False
+    wrt: tuple[str, ...] = ("q", "k", "v")
+
+
+def lengths(*values: int) -> np.ndarray:
+    """Lengths or offsets per batch entry, heads last."""
+    return np.array(values)[:, None]
+
+
+CAUSAL = {"causal": True}
+CASES = (
+    PLAIN := Case("plain"),
+    Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
+    Case("causal", (1, 2, 320, 64), (1, 2, 320, 64), options=CAUSAL),
+    Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
+    Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
+    Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
+    Case("head_dim 96", (1, 2, 129, 96), (1, 2, 129, 96), dtype=bfloat16),
+    Case("head_dim 192 and 128", (1, 2, 129, 192), (1, 2, 129, 192), head_dim_v=128),
+    Case("head_dim 40 and 7", (1, 2, 129, 40), (1, 2, 130, 40), head_dim_v=7),
+    Case("head_dim 1", (1, 2, 77, 1), (1, 2, 33, 1)),
+    Case("one query", (2, 2, 1, 64), (2, 2, 257, 64)),
+    Case("one key", (2, 2, 257, 64), (2, 2, 1, 64)),
+    Case("window", (1, 2, 257, 64), (1, 2, 257, 64), options={"window": (40, 17)}),
+    Case("window left", (1, 2, 200, 64), (1, 2, 320, 64), options={"window": (70, None)}),
+    Case("softcap", options={"softcap": 15.0, "causal": True}),
+    Case(
+        "bias float32", (1, 2, 129, 64), (1, 2, 150, 64),
+        options={"bias": lambda rng: rng.standard_normal((129, 150)).astype(np.float32)},
+    ),
+    Case(
+        "bias of the inputs' dtype with softcap", (1, 2, 129, 64), (1, 2, 150, 64), dtype=bfloat16,
+        options={
+            "bias": lambda rng: rng.standard_normal((1, 2, 129, 150)).astype(bfloat16),
+            "softcap": 20.0,
+        },
+    ),
+    Case(
+        "mask with rows that see nothing", (1, 2, 129, 64), (1, 2, 150, 64),
+        options={
+            "mask": lambda rng: (rng.random((2, 129, 150)) < 0.5)
+            & (np.arange(129) % 16 != 0)[:, None]
+        },
+    ),
+    Case(
+        "lengths, some of them 0", (3, 2, 150, 64), (3, 2, 170, 64),
+        options={
+            "q_lengths": lengths(150, 0, 31), "kv_lengths": lengths(33, 170, 0), "causal": True,
+        },
+    ),
+    Case(
+        "offsets", (2, 2, 100, 64), (2, 2, 170, 64),
+        options={"offset": lengths(-20, 300), "window": (64, 0)},
+    ),
+    Case("grouped heads", (2, 6, 129, 64), (2, 2, 129, 64), options={"enable_gqa": True}),
+    Case("keys shared by the batch", (3, 2, 129, 64), (1, 1, 129, 64), options=CAUSAL),
+    Case("misaligned", lead=3, options=CAUSAL),
+    Case("strided features", feature_first=True),
+    Case("dlse and float32 out", dlse=True, wide_out=True),
+    Case("only dq", wrt=("q",)),
+    Case("only dv", wrt=("v",), options=CAUSAL),
+)  # fmt: skip
+
+
+def placed(xp: ModuleType, array: np.ndarray, case: Case) -> Any:
+    """Copy to ``xp``, laid out as the case asks; every array is an allocation of its own."""
+    if case.feature_first:
+        array = np.ascontiguousarray(array.swapaxes(-1, -2))
+    data = np.concatenate([np.zeros(case.lead, array.dtype), array.ravel()])
+    raw = xp.asarray(data.view(np.uint8))[case.lead * array.itemsize :]
+    view = raw.view(array.dtype).reshape(array.shape)
+    return view.swapaxes(-1, -2) if case.feature_first else view
+
+
+def run(xp: ModuleType, case: Case) -> None:
+    """Forward and backward of one case; every result must have been written."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    batch = max(case.q[0], case.k[0])
+    head_dim_v = case.head_dim_v or case.k[-1]
+    out_shape = (batch, case.q[1], case.q[2], head_dim_v)
+    shapes = (case.q, case.k, (*case.k[:-1], head_dim_v), out_shape)
+    q, k, v, dout = (
+        placed(xp, rng.standard_normal(shape).astype(case.dtype), case) for shape in shapes
+    )
+    options = {}
+    for name, value in case.options.items():
+        drawn = value(rng) if callable(value) else value
+        options[name] = placed(xp, drawn, PLAIN) if isinstance(drawn, np.ndarray) else drawn
+    room = None
+    if case.wide_out:
+        room = (xp.empty(out_shape, np.float32), xp.empty(out_shape[:-1], np.float32))
+    out, lse = cuflash.attention(q, k, v, return_lse=True, out=room, **options)
+    dlse = None
+    if case.dlse:
+        dlse = placed(xp, rng.standard_normal(lse.shape).astype(lse.dtype), PLAIN)
+    gradients = cuflash.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=case.wrt, **options
+    )
+    for result in (out, *(getattr(gradients, "d" + name) for name in case.wrt)):
+        host = result if xp is np else result.get()
+        if not np.isfinite(host.astype(np.float32)).all():
+            raise SystemExit(f"{case.name}: a result is not finite")
+
+
+def run_inside(names: Iterable[str]) -> None:
+    """Run cases in this process, which the sanitizer watches."""
+    import cupy
+
+    from cuflash import _compile
+
+    # Each array is an allocation of its own, with borders that memcheck sees.
+    cupy.cuda.set_allocator(None)
+    _compile.OPTIONS = (*_compile.OPTIONS, "-lineinfo")
+    chosen = set(names)
+    for case in CASES:
+        if case.name in chosen:
+            run(cupy, case)
+            print(f"ran: {case.name}", flush=True)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one process under one tool found."""
+
+    status: int
+    ran: int
+    findings: int
+    log: str
+
+
+def read_verdict(status: int, log: str) -> Verdict:
+    """Read the log of one process: findings of all summaries, and how many cases it ran."""
+    counts = [int(next(filter(None, m.groups()), "0")) for m in SUMMARY.finditer(log)]
+    return Verdict(status, log.count("ran: "), sum(counts), log)
+
+
+def command(program: str, tool: str, names: Sequence[str]) -> list[str]:
+    """The command line of one process."""
+    inside = [sys.executable, str(Path(__file__)), "--inside", *names]
+    if tool == "none":
+        return inside
+    return [
+        program, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FOUND),
+        "--print-limit", "20", *inside,
+    ]  # fmt: skip
+
+
+def run_tool(program: str, tool: str, names: Sequence[str], jobs: int) -> list[Verdict]:
+    """Divide the cases among processes that run at once."""
+    parts = [names[start::jobs] for start in range(jobs)]
+    processes = [
+        subprocess.Popen(
+            command(program, tool, part), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        for part in parts
+        if part
+    ]  # fmt: skip
+    verdicts = []
+    for process in processes:
+        log, _ = process.communicate()
+        verdicts.append(read_verdict(process.returncode, log))
+    return verdicts
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer on PATH or in the usual folder of a CUDA toolkit."""
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen tools on the chosen cases; 0 only if every case ran and nothing was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all four")
+    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--logs", type=Path, help="folder for the complete logs")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.inside:
+        run_inside(arguments.inside)
+        return 0
+    names = [case.name for case in CASES if arguments.case in case.name]
+    if arguments.list or not names:
+        print("\n".join(case.name for case in CASES))
+        return int(not names)
+    program = find_sanitizer()
+    if program is None:
+        print("sanitize: compute-sanitizer is not there; it comes with the CUDA toolkit")
+        return 2
+    # Once without a tool: compiles the kernels into the cache, and shows failures by themselves.
+    failed = False
+    for tool in ("none", *(arguments.tool or TOOLS)):
+        verdicts = run_tool(program, tool, names, arguments.jobs)
+        ran = sum(verdict.ran for verdict in verdicts)
+        findings = sum(verdict.findings for verdict in verdicts)
+        clean = ran == len(names) and not findings and not any(v.status for v in verdicts)
+        failed |= not clean
+        label = "without a tool" if tool == "none" else tool
+        print(
+            f"sanitize: {label}: {ran} of {len(names)} cases ran, {findings} findings: "
+            f"{'clean' if clean else 'NOT CLEAN'}",
+            flush=True,
+        )
+        for number, verdict in enumerate(verdicts):
+            if arguments.logs:
+                arguments.logs.mkdir(parents=True, exist_ok=True)
+                (arguments.logs / f"{tool}-{number}.txt").write_text(verdict.log)
+            if verdict.status or verdict.findings:
+                print("\n".join(verdict.log.splitlines()[:60]), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
