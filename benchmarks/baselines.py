@@ -70,8 +70,8 @@ class Workload:
         forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
         return DTYPES[self.dtype].itemsize * forward * (2 if pass_ == "bwd" else 1)
 
-    def inputs(self, xp: ModuleType, seed: int = 0) -> tuple[Array, Array, Array, Array]:
-        """q, k, v, dout: standard normal, rounded to the dtype, (batch, heads, seqlen, dim)."""
+    def inputs(self, xp: ModuleType, copies: int = 1, seed: int = 0) -> list[tuple[Array, ...]]:
+        """Sets of q, k, v, dout: standard normal, rounded, (batch, heads, seqlen, dim)."""
         random = xp.random.RandomState(seed)
         shapes = (
             (self.batch, self.heads_q, self.seqlen_q, self.head_dim),
@@ -79,14 +79,12 @@ class Workload:
             (self.batch, self.heads_kv, self.seqlen_k, self.head_dim_v),
             (self.batch, self.heads_q, self.seqlen_q, self.head_dim_v),
         )
-
-        def draw(shape: tuple[int, ...]) -> Array:
-            if xp is np:
-                return random.standard_normal(shape).astype(DTYPES[self.dtype])
-            return random.standard_normal(shape, dtype=np.float32).astype(DTYPES[self.dtype])
-
-        q, k, v, dout = map(draw, shapes)
-        return q, k, v, dout
+        wide = {} if xp is np else {"dtype": np.float32}
+        drawn = (
+            random.standard_normal((copies, *shape), **wide).astype(DTYPES[self.dtype])
+            for shape in shapes
+        )
+        return list(zip(*drawn, strict=True))
 
     def score_options(self) -> dict[str, Any]:
         """The keywords that cuflash gets."""

@@ -156,9 +156,9 @@ def free_memory(xp: ModuleType) -> None:
             torch.cuda.empty_cache()
 
 
-def prepare_all(run: Run, work: Workload, pass_: str, copies: int) -> dict[str, Any]:
+def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
     """Calls of every implementation that can do the cell and agrees with the first one."""
-    inputs = [work.inputs(run.xp, seed) for seed in range(copies)]
+    inputs = work.inputs(run.xp)
     prepared: dict[str, Any] = {}
     truth = None
     for implementation in run.implementations:
@@ -186,7 +186,7 @@ def prepare_all(run: Run, work: Workload, pass_: str, copies: int) -> dict[str, 
 def measure_cell(run: Run, work: Workload, pass_: str) -> None:
     """Time all implementations on one shape, in turns."""
     with run.clock.scope():
-        prepared = prepare_all(run, work, pass_, 1)
+        prepared = prepare_all(run, work, pass_)
         calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
         found = run.clock.measure(calls, run.budget_ms)
         short = {name for name, measured in found.items() if measured.ms < SHORT_MS}
@@ -203,7 +203,7 @@ def measure_short(run: Run, work: Workload, pass_: str, names: set[str]) -> dict
     """Time the short calls of a cell by CUDA graphs; what cannot be captured keeps its events."""
     clock = run.clock
     copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
-    inputs = [work.inputs(run.xp, seed) for seed in range(copies)]
+    inputs = work.inputs(run.xp, copies)
     graphs = {}
     for name in sorted(names):
         try:
@@ -237,7 +237,7 @@ def measure_host(run: Run) -> None:
         with run.clock.scope():
             for implementation in run.implementations:
                 for label, count in (("known arrays", 1), ("new arrays", 1000)):
-                    inputs = [work.inputs(run.xp, seed) for seed in range(count)]
+                    inputs = work.inputs(run.xp, count)
                     try:
                         calls = host_calls(implementation, work, pass_, inputs)
                         us = host_microseconds(calls, synchronize)
@@ -321,7 +321,7 @@ def measure_naive(run: Run) -> None:
 def note_memory(run: Run, implementation: Implementation, work: Workload, pass_: str) -> None:
     """Note the peak of what forward and, where asked, backward allocate beyond the inputs."""
     with run.clock.scope():
-        inputs = [work.inputs(run.xp)]
+        inputs = work.inputs(run.xp)
         try:
             peak = peak_bytes(lambda: implementation.prepare(work, pass_, inputs).calls[0]())
         except Exception as error:

@@ -76,7 +76,7 @@ def test_training_shapes_have_16384_tokens_and_width_2048():
 @pytest.mark.parametrize("seqlen_k", [33, 50])
 def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
     work = replace(TINY, causal=causal, heads_kv=heads_kv, seqlen_k=seqlen_k, dtype="float64")
-    q, k, v, dout = work.inputs(np)
+    ((q, k, v, dout),) = work.inputs(np)
     mask = ~np.tri(33, seqlen_k, seqlen_k - 33, dtype=bool) if causal else None
     out, p = baselines.naive_forward(q, k, v, mask, 0.25)
     gradients = baselines.naive_backward(dout, q, k, v, p, 0.25)
