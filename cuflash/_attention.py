@@ -27,7 +27,7 @@ from cuflash._scores import Scores, Tile, arithmetic
 
 _WRT = ("q", "k", "v")
 #: Score options that the kernels do not know yet.
-_LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink")
+LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink")
 #: Field of Gradients for each input that has a gradient.
 _FIELDS = {
     "q": "dq",
@@ -631,7 +631,7 @@ def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = 
     instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
     if problem.dtype not in HALVES:
         raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
-    missing = [name for name in _LATER_ON_A_GPU if getattr(options, name) is not None]
+    missing = [name for name in LATER_ON_A_GPU if getattr(options, name) is not None]
     missing += [f"wrt={name!r}" for name in wrt if name not in _WRT]
     if missing:
         raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)

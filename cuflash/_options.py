@@ -18,7 +18,7 @@ from cuflash._errors import not_yet, problem_with
 Signature = tuple[Any, ...]
 
 #: Options that come with a later version, and their neutral value.
-_LATER: dict[str, Any] = {
+LATER: dict[str, Any] = {
     "score_mod": None,
     "mask_mod": None,
     "dropout": 0.0,
@@ -106,7 +106,7 @@ class Options:
     arrays: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, neutral in _LATER.items():
+        for name, neutral in LATER.items():
             value = getattr(self, name)
             if value is not neutral and not (isinstance(value, int | float) and value == neutral):
                 raise not_yet(name, "the release that completes the score options")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+
+# Before NumPy: where other processes keep the cores busy, OpenBLAS's threads wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

@@ -43,3 +43,10 @@ def test_python_blocks_of_documents_run(path):
     names: dict[str, object] = {"np": np}
     for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(block, path.name, "exec"), names)
+
+
+def test_tables_of_the_readme_are_fresh():
+    from readme_tables import filled
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert filled(text) == text, "run python tools/readme_tables.py"
