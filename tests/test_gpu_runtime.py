@@ -111,22 +111,16 @@ def test_plain_call_is_right(dtype, options):
 # --- streams and threads -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("same_shape", [True, False])
-def test_two_threads_on_two_streams(same_shape):
-    works = [
-        Work(seed=0, causal=True),
-        Work(seed=1, causal=True, seqlen=300 if same_shape else 517),
-    ]
-    expected = [work.expected() for work in works]
-    cupy.cuda.Device().synchronize()
-    start = threading.Barrier(2)
+def in_threads(works, expected, make_stream, rounds=50):
+    """Run every work in a thread of its own, all at once; return what came out wrong."""
+    start = threading.Barrier(len(works))
     wrong = []
 
     def loop(work, want):
-        stream = cupy.cuda.Stream(non_blocking=True)
+        stream = make_stream()
         try:
             start.wait()
-            for round_ in range(50):
+            for round_ in range(rounds):
                 with stream:
                     results = work.into_buffers() if round_ % 2 else work.allocating()
                     stream.synchronize()
@@ -143,7 +137,39 @@ def test_two_threads_on_two_streams(same_shape):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    return wrong
+
+
+@pytest.mark.parametrize("same_shape", [True, False])
+def test_two_threads_on_two_streams(same_shape):
+    works = [
+        Work(seed=0, causal=True),
+        Work(seed=1, causal=True, seqlen=300 if same_shape else 517),
+    ]
+    expected = [work.expected() for work in works]
+    cupy.cuda.Device().synchronize()
+    assert not in_threads(works, expected, lambda: cupy.cuda.Stream(non_blocking=True))
+
+
+@pytest.mark.parametrize("seqlen", [50, 300])
+def test_four_threads_on_one_stream(seqlen):
+    """Launches of several calls interleave: no call may use memory that it has given back."""
+    works = [Work(seed=seed, batch=1, heads=2, seqlen=seqlen) for seed in range(4)]
+    expected = [work.expected() for work in works]
+    cupy.cuda.Device().synchronize()
+    assert not in_threads(works, expected, lambda: cupy.cuda.Stream.null, rounds=200)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int16])
+def test_copied_lengths_outlive_the_call(dtype):
+    """Lengths from the host are as small as the workspace of a small call: one must not be both."""
+    work = Work(batch=1, heads=1, seqlen=100)
+    expected = Work(batch=1, heads=1, seqlen=100, kv_lengths=57, causal=True).expected()
+    work.options = cuflash.Options(kv_lengths=np.array([[57]], dtype), causal=True)
+    for _ in range(5):
+        cupy.cuda.Device().synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
+        assert bits(work.allocating()) == expected
 
 
 def test_two_streams_of_one_thread_overlap():
