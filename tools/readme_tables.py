@@ -1,6 +1,6 @@
 """Write the tables of README.md that follow from the code and from committed measurements.
 
-    python tools/readme_tables.py [--check]
+python tools/readme_tables.py [--check]
 """
 
 from __future__ import annotations
