@@ -157,8 +157,8 @@ class BackwardKVConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of k and, for dk, v; two stages of q, dout and the pairs (lse, delta)."""
-        kept = self.block_n * (self.head_dim + self.head_dim_v * self.grad_k)
+        """Tiles of k and v; two stages of q, dout and the pairs (lse, delta)."""
+        kept = self.block_n * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
         return _ELEMENT_BYTES * (kept + streamed) + 2 * 8 * self.block_m
 

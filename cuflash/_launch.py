@@ -36,6 +36,14 @@ _UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardConfigs:
+    """Tiles that override the choice for the two backward passes."""
+
+    q: BackwardQConfig | None = None
+    kv: BackwardKVConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Byte strides of one operand in canonical order."""
 
@@ -376,3 +384,151 @@ def _copy_bytes(layouts: dict[str, Layout], names: tuple[str, ...], address_bits
 @functools.cache
 def _smem_limit(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def workspace_size(problem: Problem, pass_name: str) -> int:
+    """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
+
+    The backward keeps delta, one float32 for each query.
+    """
+    if pass_name == "forward":
+        return 0
+    return 4 * math.prod(problem.batch) * problem.seqlen_q
+
+
+def backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    options: Options,
+    gradients: dict[str, Array],
+    *,
+    workspace: Array | None = None,
+    config: BackwardConfigs | None = None,
+) -> None:
+    """Write the ``gradients`` asked for, by the names "q", "k" and "v"; every extent is positive."""
+    if not gradients:
+        return
+    problem, arrays = _score_arrays(problem, options)
+    device = q.data.device_id
+    with _on_device(device):
+        stream = cupy.cuda.get_current_stream().ptr
+        dout = dout.astype(problem.dtype, copy=False)
+        out, lse = (_readable(a) for a in (out, lse))
+        dlse = None if dlse is None else _readable(dlse)
+        delta = _delta(problem, workspace, stream)
+        addresses = {
+            "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
+            "out": out.data.ptr, "lse": lse.data.ptr, "delta": delta,
+            "dlse": 0 if dlse is None else dlse.data.ptr,
+            "dq": 0, "dk": 0, "dv": 0,
+            **dict(zip(_params.SCORE_POINTERS, arrays, strict=True)),
+        }  # fmt: skip
+        for name, array in gradients.items():
+            addresses[f"d{name}"] = array.data.ptr
+        bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
+        key = (
+            id(problem), device, bits & 15, addresses["out"] & 15, config,
+            dout.strides, out.strides, out.dtype, lse.strides,
+            None if dlse is None else dlse.strides,
+            *((name, array.strides) for name, array in gradients.items()),
+        )  # fmt: skip
+        plan = _backward_plans.get(key)
+        if plan is None:
+            layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
+            layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
+            layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
+            layouts["lse"] = _row_layout(problem, 4, lse.strides)
+            layouts["delta"] = _row_layout(problem, 4, None)
+            if dlse is not None:
+                layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
+            for name, array in gradients.items():
+                layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, array))
+            steps = _plan_backward(
+                problem, device, layouts, out.dtype, frozenset(gradients), bits & 15,
+                addresses["out"] & 15, config or BackwardConfigs(),
+            )  # fmt: skip
+            plan = _remember(_backward_plans, key, (problem, steps))
+        for names, launch in plan[1]:
+            launch.run([addresses[name] for name in names], stream)
+
+
+_backward_plans: dict[Any, tuple[Problem, tuple[tuple[tuple[str, ...], Launch], ...]]] = {}
+
+
+def _readable(array: Array) -> Array:
+    """The array in a dtype that the kernels read it in: float64 becomes float32."""
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _delta(problem: Problem, workspace: Array | None, stream: int) -> int:
+    """Address of the workspace of a backward call."""
+    size = workspace_size(problem, "backward")
+    if workspace is not None:
+        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % 4:
+            raise problem_with(
+                "workspace", ValueError,
+                got=f"{workspace.nbytes} bytes at strides {workspace.strides}",
+                expected=f"at least {size} contiguous bytes, aligned to 4",
+            )  # fmt: skip
+        return int(workspace.data.ptr)
+    if runtime.streamIsCapturing(stream):
+        raise RuntimeError(
+            f"workspace: got None while a graph is captured, expected a uint8 array of {size} "
+            "bytes that outlives the graph"
+        )
+    # The memory may return to the pool at once: whoever gets it next on this stream runs later.
+    return int(cupy.empty(size, np.uint8).data.ptr)
+
+
+def _plan_backward(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    out_dtype: np.dtype[Any],
+    wanted: frozenset[str],
+    address_bits: int,
+    out_bits: int,
+    config: BackwardConfigs,
+) -> tuple[tuple[tuple[str, ...], Launch], ...]:
+    """The launches of one backward call, each with the names of its pointers."""
+    smem_limit = _smem_limit(device)
+    layouts = layouts | _score_layouts(problem)
+    copy_bytes = _copy_bytes(layouts, ("dout", "q", "k", "v"), address_bits)
+    row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    steps: list[tuple[np.dtype[Any], Launch]] = []
+    if wanted & {"q", "k"}:
+        delta = _select.delta_config(
+            problem, out_dtype, _copy_bytes(layouts, ("dout", "out"), address_bits | out_bits),
+            grad_lse="dlse" in layouts,
+        )  # fmt: skip
+        launch = _plan_launch(
+            _params.DELTA, delta, problem, layouts, device,
+            num_blocks=-(-problem.seqlen_q // delta.block_m),
+        )  # fmt: skip
+        steps.append((_params.DELTA, launch))
+    for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, wanted):
+        kv_config = _overridden(chosen, config.kv)
+        launch = _plan_launch(
+            _params.BACKWARD, kv_config, problem, layouts, device,
+            num_blocks=-(-problem.seqlen_k // kv_config.block_n),
+            streamed_bytes=problem.seqlen_q * row_bytes,
+            summed=(problem.k if kv_config.grad_k else problem.v).summed,
+        )  # fmt: skip
+        steps.append((_params.BACKWARD, launch))
+    if "q" in wanted:
+        chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
+        q_config = _overridden(chosen_q, config.q)
+        launch = _plan_launch(
+            _params.BACKWARD, q_config, problem, layouts, device,
+            num_blocks=-(-problem.seqlen_q // q_config.block_m),
+            streamed_bytes=problem.seqlen_k * row_bytes,
+            summed=problem.q.summed,
+        )  # fmt: skip
+        steps.append((_params.BACKWARD, launch))
+    return tuple((_params.pointer_names(params), launch) for params, launch in steps)

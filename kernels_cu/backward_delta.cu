@@ -41,24 +41,27 @@ __device__ __forceinline__ void read_chunk(float (&values)[8], const void* array
 __device__ __forceinline__ float row_delta(const DeltaParams& params, const BatchIndex& entry,
                                            int q_idx, int lane) {
   const float lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
-  if (lse == -infinity()) return 0.0f;
-  float dout[8], out[8];
-  const Layout& dout_layout = params.dout_layout;
-  const Layout& out_layout = params.out_layout;
-  read_chunk<Config::dtype>(dout, params.dout,
-                            entry * dout_layout.batch + q_idx * dout_layout.row,
-                            dout_layout.column, 8 * lane, params.head_dim_v);
-  read_chunk<Config::out_dtype>(out, params.out, entry * out_layout.batch + q_idx * out_layout.row,
-                                out_layout.column, 8 * lane, params.head_dim_v);
+  const bool hidden = lse == -infinity();
   float sum = 0.0f;
+  if (!hidden) {
+    float dout[8], out[8];
+    const Layout& dout_layout = params.dout_layout;
+    const Layout& out_layout = params.out_layout;
+    read_chunk<Config::dtype>(dout, params.dout,
+                              entry * dout_layout.batch + q_idx * dout_layout.row,
+                              dout_layout.column, 8 * lane, params.head_dim_v);
+    read_chunk<Config::out_dtype>(out, params.out,
+                                  entry * out_layout.batch + q_idx * out_layout.row,
+                                  out_layout.column, 8 * lane, params.head_dim_v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum += dout[i] * out[i];
+    for (int i = 0; i < 8; ++i) sum += dout[i] * out[i];
+  }
 #pragma unroll
   for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
     sum += __shfl_xor_sync(0xffffffff, sum, distance, lanes_per_row);
   }
   if constexpr (Config::grad_lse) {
-    sum -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
+    if (!hidden) sum -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
   }
   return sum;
 }

@@ -15,7 +15,7 @@
 // out is staged in q. Barriers, with arrivals per phase and what a phase allows:
 //
 //   q_full      1 + bytes         q is there
-//   q_empty     1 or consumers    q was read and, if out is staged in it, stored: it may be loaded
+//   q_empty     1 or warps        q was read and, if out is staged in it, stored: it may be loaded
 //   k/v_full    1 + bytes         k or v of a block is there
 //   k/v_empty   consumers         that buffer may be loaded
 //   v_raw       1 + bytes         v of a block with rows nobody may see is there, to be cleared
@@ -132,6 +132,7 @@ struct Producer {
 
   // All tiles of this block of threads; the whole warp comes along, its first lane issues.
   __device__ __forceinline__ void run() {
+    if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
     int index = blockIdx.x;
 #pragma unroll 1
     while (publish(index)) {
@@ -176,16 +177,18 @@ struct Producer {
   template <typename Tile>
   __device__ __forceinline__ void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
                                        uint64_t& full, const Work& work, int first_row) {
-    if (lane_index() != 0) return;
-    int batch[3];
-    work.coordinates(batch, layout);
-    const uint32_t barrier = ptx::shared_address(&full);
-    ptx::mbarrier_arrive_expect(barrier, Tile::bytes);
+    if (lane_index() == 0) {
+      int batch[3];
+      work.coordinates(batch, layout);
+      const uint32_t barrier = ptx::shared_address(&full);
+      ptx::mbarrier_arrive_expect(barrier, Tile::bytes);
 #pragma unroll
-    for (int panel = 0; panel < Tile::num_panels; ++panel) {
-      ptx::tma_load(ptx::shared_address(tile.data[panel]), map, barrier, 64 * panel, first_row,
-                    batch);
+      for (int panel = 0; panel < Tile::num_panels; ++panel) {
+        ptx::tma_load(ptx::shared_address(tile.data[panel]), map, barrier, 64 * panel, first_row,
+                      batch);
+      }
     }
+    __syncwarp();  // no lane may be left two phases behind in a wait
   }
 
   __device__ __forceinline__ void load_q(const Work& work) {
@@ -251,6 +254,7 @@ __device__ __forceinline__ void store_tiles(const ForwardSm90Params& params, Sha
 #pragma unroll 1
     for (int w = 0; w < consumers; ++w) {
       wait(smem.o_full[stage][w], q_ring.full_parity());
+      __syncwarp();  // as in Producer::load
       if (lane_index() != 0) continue;
 #pragma unroll
       for (int panel = 0; panel < SharedMemory::VTile::num_panels; ++panel) {
@@ -385,7 +389,8 @@ struct Consumer {
     }
 #pragma unroll 1
     for (; block >= tile.begin; --block) skip_block(true);
-    if constexpr (!Config::tma_store) arrive_if(smem.q_empty[q_ring.stage()], leads());
+    // By every warp: nothing else tells that all of them are past the wait for q.
+    if constexpr (!Config::tma_store) arrive_if(smem.q_empty[q_ring.stage()], lane_index() == 0);
   }
 
   __device__ __forceinline__ bool leads() const { return threadIdx.x % 128 == 0; }
@@ -607,7 +612,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   };
   for (int i = 0; i < Config::num_q_stages; ++i) {
     init(smem.q_full[i], 1);
-    init(smem.q_empty[i], Config::tma_store ? 1 : consumers);
+    init(smem.q_empty[i], Config::tma_store ? 1 : 4 * consumers);
     for (int w = 0; w < consumers; ++w) init(smem.o_full[i][w], 4);
   }
   for (int i = 0; i < Config::num_stages; ++i) {

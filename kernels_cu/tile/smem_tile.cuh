@@ -36,11 +36,12 @@ struct SmemTile {
     return row * row_bytes + ((chunk ^ swizzle(row)) << 4);
   }
 
-  __device__ __forceinline__ void clear_row(int row, int first_thread_column, int column_step) {
+  // A row lies in one piece in every panel; its 32 lanes clear it together.
+  __device__ __forceinline__ void clear_row(int row, int lane) {
 #pragma unroll
     for (int panel = 0; panel < num_panels; ++panel) {
-      for (int c = first_thread_column; c < panel_columns; c += column_step) {
-        data[panel * (panel_bytes / 2) + row * panel_columns + c] = 0;  // order does not matter
+      for (int column = lane; column < panel_columns; column += 32) {
+        data[(panel * rows + row) * panel_columns + column] = 0;
       }
     }
   }

@@ -1,0 +1,256 @@
+// dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync); no atomics, the order of
+// every sum is fixed.
+//
+//   for each tile of block_n keys:                            one block of threads
+//     dk = 0, dv = 0
+//     for each batch entry that shares these keys:            query heads of a group, broadcast axes
+//       for each block of block_m queries that see some key:
+//         s^T = k q^T;  p^T = exp(score(s^T) - lse)           registers, 16 keys per warp and slice
+//         dp^T = v dout^T
+//         ds^T = p^T (dp^T - delta) score'(s^T)
+//         dv += p^T dout;  dk += ds^T q                       p^T, ds^T reused as operands in registers
+//     dk *= scale
+//
+// Transposed scores make the rows of a warp its keys: both results then are sums over columns that stay
+// in the warp. Shared memory: k and v of the tile, two stages of q, dout and the rows' (lse, delta); a
+// stage arrives while the other is computed with.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_sm80.cuh"
+#include "tile/store.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "ptx/special.cuh"
+
+namespace cuflash {
+
+// The log2-domain lse of a query, +inf if it saw nothing or does not exist (then p = 0), and delta.
+struct RowStatistics {
+  float lse_log2;
+  float delta;
+};
+
+struct SharedMemory {
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
+
+  KTile k;
+  VTile v;
+  QTile q[2];
+  DoutTile dout[2];
+  RowStatistics rows[2][Config::block_m];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardKVConfig.smem_bytes counts this struct");
+
+constexpr int slices = Config::block_n / (16 * Config::num_warps);
+static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
+static_assert(Config::block_m <= Config::num_threads, "one thread reads the statistics of one row");
+
+// What a warp sums: its keys' rows of dk and dv.
+struct Gradients {
+  float dk[slices][Config::head_dim / 8][4];
+  float dv[slices][Config::head_dim_v / 8][4];
+};
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_key;
+  int owner;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, ptx::block_index());
+    // Under a causal bound the first keys are seen by the most queries.
+    return {tile.block * Config::block_n, tile.owner};
+  }
+};
+
+// The statistics of one row of the block of queries that starts at first_row, for thread row.
+__device__ __forceinline__ RowStatistics read_statistics(const BackwardParams& params,
+                                                         const float* lse, const float* delta,
+                                                         int first_row, Range rows) {
+  const int64_t q_idx = first_row + static_cast<int>(threadIdx.x);
+  if (threadIdx.x >= Config::block_m || q_idx < rows.begin || q_idx >= rows.end) {
+    return {infinity(), 0.0f};
+  }
+  const float value = lse[q_idx * params.lse_layout.row];
+  return {value == -infinity() ? infinity() : value * log2_e,
+          delta[q_idx * params.delta_layout.row]};
+}
+
+// Within the rows of some key a mask or a bias can leave a row without anything visible: nothing it
+// holds may reach a product. Such rows have lse = +inf here and are rare.
+__device__ __forceinline__ void clear_hidden_rows(SharedMemory& smem, int stage) {
+  const bool hidden = threadIdx.x < Config::block_m &&
+                      smem.rows[stage][threadIdx.x].lse_log2 == infinity();
+  if (!__syncthreads_or(hidden)) return;
+  for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {
+    if (smem.rows[stage][row].lse_log2 != infinity()) continue;
+    smem.q[stage].clear_row(row, lane_index());
+    smem.dout[stage].clear_row(row, lane_index());
+  }
+  __syncthreads();  // the rows are cleared before any warp reads them
+}
+
+// s^T becomes p^T, dp^T becomes ds^T.
+template <bool masked, int tiles>
+__device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
+                                             float (&dp_acc)[slices][tiles][4],
+                                             const RowStatistics (&rows)[Config::block_m],
+                                             const Score& score, int first_row, int first_key) {
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+    const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0)]);
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float lse_log2 = i % 2 == 0 ? pair.x : pair.z;
+        const int q_idx = first_row + fragment_column(t, i);
+        const int kv_idx = first_key + fragment_row(s, i);
+        const float product = s_acc[s][t][i];
+        const bool visible = !masked || score.visible(q_idx, kv_idx);
+        const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+        const float p = ptx::exp2_approx(logit * score.exponent_scale() - lse_log2);
+        s_acc[s][t][i] = p;
+        if constexpr (Config::grad_k) {
+          const float delta = i % 2 == 0 ? pair.y : pair.w;
+          const float ds = p * (dp_acc[s][t][i] - delta) * score.derivative(product);
+          // An invisible value may be NaN: zero times it would not do.
+          dp_acc[s][t][i] = masked && logit == -infinity() ? 0.0f : ds;
+        }
+      }
+    }
+  }
+}
+
+// Adds the queries of one batch entry; `stage` alternates from one block of queries to the next.
+__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
+                                           const BatchIndex& entry, int first_key, int& stage,
+                                           Gradients& acc) {
+  const Score score(params.score, entry);
+  const Range rows = score.q_range(first_key, first_key + Config::block_n);
+  const BlockRanges blocks = score.q_blocks(first_key, first_key + Config::block_n);
+  if (blocks.begin >= blocks.end) return;
+
+  const int warp_key = warp_index() * 16 * slices;
+  const int lane = lane_index();
+  const RowSource q(params.q, params.q_layout, entry, params.head_dim);
+  const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
+  const float* lse = params.lse + entry * params.lse_layout.batch;
+  const float* delta = params.delta + entry * params.delta_layout.batch;
+  const auto k_reader = MatrixReader<SharedMemory::KTile>::rows_first(smem.k, warp_key, lane);
+  const auto v_reader = MatrixReader<SharedMemory::VTile>::rows_first(smem.v, warp_key, lane);
+
+  load_tile(smem.q[stage], q, blocks.begin * Config::block_m, rows);
+  load_tile(smem.dout[stage], dout, blocks.begin * Config::block_m, rows);
+  ptx::cp_async_commit();
+  RowStatistics next = read_statistics(params, lse, delta, blocks.begin * Config::block_m, rows);
+
+  for_each_block(blocks, [&](int m_block, auto masked) {
+    const int first_row = m_block * Config::block_m;
+    if (threadIdx.x < Config::block_m) smem.rows[stage][threadIdx.x] = next;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this stage is there; every warp is done with the other
+    if constexpr (Score::may_hide_rows) clear_hidden_rows(smem, stage);
+    if (m_block + 1 < blocks.end) {
+      load_tile(smem.q[stage ^ 1], q, first_row + Config::block_m, rows);
+      load_tile(smem.dout[stage ^ 1], dout, first_row + Config::block_m, rows);
+      next = read_statistics(params, lse, delta, first_row + Config::block_m, rows);
+    }
+    ptx::cp_async_commit();
+
+    float s_acc[slices][Config::block_m / 8][4];
+    float dp_acc[slices][Config::block_m / 8][4];
+    clear(s_acc);
+    multiply_transposed(
+        s_acc, k_reader, MatrixReader<SharedMemory::QTile>::columns_first(smem.q[stage], lane));
+    if constexpr (Config::grad_k) {
+      clear(dp_acc);
+      multiply_transposed(
+          dp_acc, v_reader,
+          MatrixReader<SharedMemory::DoutTile>::columns_first(smem.dout[stage], lane));
+    }
+    compute_p_ds<decltype(masked)::value>(s_acc, dp_acc, smem.rows[stage], score, first_row,
+                                          first_key + warp_key);
+    if constexpr (Config::grad_v) {
+      uint32_t p_frag[slices][Config::block_m / 16][4];
+      to_operand(p_frag, s_acc);
+      multiply(acc.dv, p_frag,
+               MatrixReader<SharedMemory::DoutTile>::rows_first(smem.dout[stage], 0, lane));
+    }
+    if constexpr (Config::grad_k) {
+      uint32_t ds_frag[slices][Config::block_m / 16][4];
+      to_operand(ds_frag, dp_acc);
+      multiply(acc.dk, ds_frag,
+               MatrixReader<SharedMemory::QTile>::rows_first(smem.q[stage], 0, lane));
+    }
+    stage ^= 1;
+  });
+}
+
+// One result of this warp's keys.
+template <int tiles>
+__device__ __forceinline__ void store_rows(const BackwardParams& params, const RowTarget& target,
+                                           int first_key, float factor,
+                                           const float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int kv_idx = first_key + warp_index() * 16 * slices + fragment_row(s, 2 * half);
+      if (kv_idx >= params.score.seqlen_k) continue;
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
+                          acc[s][t][2 * half + 1] * factor);
+      }
+    }
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
+                                             cuflash::Config::blocks_per_sm)
+    cuflash_backward_dkv_sm80(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  const int num_entries = params.grid.entries_per_owner;
+  Gradients acc;
+  clear(acc.dk);
+  clear(acc.dv);
+  {
+    const Work work = Work::of_this_block(params);
+    const BatchIndex first(params.batch, work.owner * num_entries);
+    const Range keys{0, params.score.seqlen_k};
+    load_tile(smem.k, RowSource(params.k, params.k_layout, first, params.head_dim), work.first_key,
+              keys);
+    if constexpr (Config::grad_k) {
+      load_tile(smem.v, RowSource(params.v, params.v_layout, first, params.head_dim_v),
+                work.first_key, keys);
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int i = 0; i < num_entries; ++i) {
+      const BatchIndex entry(params.batch, work.owner * num_entries + i);
+      accumulate(params, smem, entry, work.first_key, stage, acc);
+    }
+  }
+  const Work work = Work::of_this_block(params);
+  const BatchIndex owner(params.batch, work.owner * num_entries);
+  if constexpr (Config::grad_k) {
+    store_rows(params, RowTarget(params.dk, params.dk_layout, owner, params.head_dim),
+               work.first_key, params.score.scale, acc.dk);
+  }
+  if constexpr (Config::grad_v) {
+    store_rows(params, RowTarget(params.dv, params.dv_layout, owner, params.head_dim_v),
+               work.first_key, 1.0f, acc.dv);
+  }
+}

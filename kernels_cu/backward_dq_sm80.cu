@@ -1,0 +1,205 @@
+// dq for tensor cores of sm_80 and later (mma.sync); no atomics, the order of every sum is fixed.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     dq = 0
+//     for each batch entry that shares these rows:            one, unless q is broadcast
+//       for each block of block_n keys that some row sees:
+//         s = q k^T;  p = exp(score(s) - lse)                 registers, 16 rows per warp and slice
+//         dp = dout v^T
+//         ds = p (dp - delta) score'(s)                       reused as an operand in registers
+//         dq += ds k
+//     dq *= scale
+//
+// Shared memory: q and dout of the tile (of the entry), two stages of k and v; a stage arrives while the
+// other is computed with.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_sm80.cuh"
+#include "tile/store.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "ptx/special.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+
+  QTile q;
+  DoutTile dout;
+  KTile k[2];
+  VTile v[2];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardQConfig.smem_bytes counts this struct");
+
+constexpr int slices = Config::block_m / (16 * Config::num_warps);
+static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_row;
+  int owner;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, ptx::block_index());
+    // Under a causal bound the last rows see the most keys.
+    const int m_block = Config::window_right ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    return {m_block * Config::block_m, tile.owner};
+  }
+};
+
+// What the rows of this lane subtract: log2-domain lse and delta. Rows past the end get lse = +inf,
+// hence p = 0, and so do rows that saw nothing.
+struct RowStatistics {
+  float lse_log2[slices][2];
+  float delta[slices][2];
+
+  __device__ __forceinline__ RowStatistics(const BackwardParams& params, const BatchIndex& entry,
+                                           int first_row, int num_rows) {
+    const float* lse = params.lse + entry * params.lse_layout.batch;
+    const float* row_delta = params.delta + entry * params.delta_layout.batch;
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t q_idx = first_row + fragment_row(s, 2 * half);
+        const bool exists = q_idx < num_rows;
+        const float value = exists ? lse[q_idx * params.lse_layout.row] : -infinity();
+        lse_log2[s][half] = value == -infinity() ? infinity() : value * log2_e;
+        delta[s][half] = exists ? row_delta[q_idx * params.delta_layout.row] : 0.0f;
+      }
+    }
+  }
+};
+
+// s becomes ds.
+template <bool masked, int tiles>
+__device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
+                                           const float (&dp_acc)[slices][tiles][4],
+                                           const RowStatistics& rows, const Score& score,
+                                           int first_row, int first_key) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q_idx = first_row + fragment_row(s, i);
+        const int kv_idx = first_key + fragment_column(t, i);
+        const float product = s_acc[s][t][i];
+        const bool visible = !masked || score.visible(q_idx, kv_idx);
+        const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+        const float p = ptx::exp2_approx(logit * score.exponent_scale() - rows.lse_log2[s][i / 2]);
+        const float ds = p * (dp_acc[s][t][i] - rows.delta[s][i / 2]) * score.derivative(product);
+        // An invisible value may be NaN: zero times it would not do.
+        s_acc[s][t][i] = masked && logit == -infinity() ? 0.0f : ds;
+      }
+    }
+  }
+}
+
+// Adds the keys of one batch entry; `stage` alternates from one block of keys to the next.
+template <int dq_tiles>
+__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
+                                           const BatchIndex& entry, int first_row, int& stage,
+                                           float (&dq_acc)[slices][dq_tiles][4]) {
+  const Score score(params.score, entry);
+  const Range keys = score.kv_range(first_row, first_row + Config::block_m);
+  const BlockRanges blocks = score.kv_blocks(first_row, first_row + Config::block_m);
+  if (blocks.begin >= blocks.end) return;
+
+  const int warp_row = warp_index() * 16 * slices;
+  const int lane = lane_index();
+  const RowSource q(params.q, params.q_layout, entry, params.head_dim);
+  const RowSource k(params.k, params.k_layout, entry, params.head_dim);
+  const RowSource v(params.v, params.v_layout, entry, params.head_dim_v);
+  const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
+  const auto q_reader = MatrixReader<SharedMemory::QTile>::rows_first(smem.q, warp_row, lane);
+  const auto dout_reader =
+      MatrixReader<SharedMemory::DoutTile>::rows_first(smem.dout, warp_row, lane);
+
+  __syncthreads();  // every warp is done with q and dout of the previous entry
+  const Range rows{0, score.seqlen.q};
+  load_tile(smem.q, q, first_row, rows);
+  load_tile(smem.dout, dout, first_row, rows);
+  load_tile(smem.k[stage], k, blocks.begin * Config::block_n, keys);
+  load_tile(smem.v[stage], v, blocks.begin * Config::block_n, keys);
+  ptx::cp_async_commit();
+  const RowStatistics statistics(params, entry, first_row + warp_row, score.seqlen.q);
+
+  for_each_block(blocks, [&](int n_block, auto masked) {
+    const int first_key = n_block * Config::block_n;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this stage is there; every warp is done with the other
+    if (n_block + 1 < blocks.end) {
+      load_tile(smem.k[stage ^ 1], k, first_key + Config::block_n, keys);
+      load_tile(smem.v[stage ^ 1], v, first_key + Config::block_n, keys);
+    }
+    ptx::cp_async_commit();
+
+    float s_acc[slices][Config::block_n / 8][4];
+    float dp_acc[slices][Config::block_n / 8][4];
+    clear(s_acc);
+    clear(dp_acc);
+    multiply_transposed(
+        s_acc, q_reader, MatrixReader<SharedMemory::KTile>::columns_first(smem.k[stage], lane));
+    multiply_transposed(
+        dp_acc, dout_reader, MatrixReader<SharedMemory::VTile>::columns_first(smem.v[stage], lane));
+    compute_ds<decltype(masked)::value>(s_acc, dp_acc, statistics, score, first_row + warp_row,
+                                        first_key);
+    uint32_t ds_frag[slices][Config::block_n / 16][4];
+    to_operand(ds_frag, s_acc);
+    multiply(dq_acc, ds_frag,
+             MatrixReader<SharedMemory::KTile>::rows_first(smem.k[stage], 0, lane));
+    stage ^= 1;
+  });
+}
+
+template <int dq_tiles>
+__device__ __forceinline__ void store_rows(const BackwardParams& params,
+                                           const float (&dq_acc)[slices][dq_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  const RowTarget dq(params.dq, params.dq_layout, entry, params.head_dim);
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
+      if (q_idx >= params.score.seqlen_q) continue;
+#pragma unroll
+      for (int t = 0; t < dq_tiles; ++t) {
+        dq.store_pair(q_idx, fragment_column(t, 0), dq_acc[s][t][2 * half] * params.score.scale,
+                      dq_acc[s][t][2 * half + 1] * params.score.scale);
+      }
+    }
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
+                                             cuflash::Config::blocks_per_sm)
+    cuflash_backward_dq_sm80(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  const Work work = Work::of_this_block(params);
+  const int num_entries = params.grid.entries_per_owner;
+  float dq_acc[slices][Config::head_dim / 8][4];
+  clear(dq_acc);
+  int stage = 0;
+#pragma unroll 1
+  for (int i = 0; i < num_entries; ++i) {
+    const BatchIndex entry(params.batch, work.owner * num_entries + i);
+    accumulate(params, smem, entry, work.first_row, stage, dq_acc);
+  }
+  store_rows(params, dq_acc);
+}
