@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash import _host
-from cuflash._arrays import Array, is_cupy, native, same_module
+from cuflash import _host, _philox
+from cuflash._arrays import Array, array_module, is_cupy, native, same_module
 from cuflash._errors import not_yet, problem_with
-from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._options import Options, ScoreOptions, probability, resolve, seed_value
 from cuflash._problem import (
     HALVES,
     Problem,
+    axes_without_values,
     canonical_view,
     check_destination,
     common_dtype,
@@ -27,7 +30,7 @@ from cuflash._scores import Scores, Tile, arithmetic
 
 _WRT = ("q", "k", "v")
 #: Score options that the kernels do not know yet.
-LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink")
+LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink", "dropout", "seed")
 #: Field of Gradients for each input that has a gradient.
 _FIELDS = {
     "q": "dq",
@@ -335,6 +338,108 @@ def attention_vjp(
     return (result if return_lse else result.out), pullback
 
 
+def logsumexp(
+    q: Array,
+    k: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Logarithm of each row's sum of exponentials: attention without values.
+
+    Parameters
+    ----------
+    q, k, options, axes, precision, deterministic, **score_options
+        As in :func:`attention`; of ``axes`` the first two pairs are used.
+
+    Returns
+    -------
+    array, batch + (m,)
+        float32 (float64 for float64); -inf for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((3, 2))
+    >>> np.exp(cuflash.logsumexp(x, x)).round(6)
+    array([3., 3., 3.])
+    """
+    axes, v = _no_values(k, axes)
+    common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    chosen = resolve(options, score_options)
+    return attention(q, k, v, options=chosen, return_lse=True, **common).lse
+
+
+def logsumexp_backward(
+    dlse: Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    /,
+    *,
+    wrt: tuple[str, ...] = ("q", "k"),
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of ``sum(dlse * logsumexp(q, k))``.
+
+    Parameters
+    ----------
+    dlse : array, batch + (m,)
+        Cotangent of ``lse``.
+    q, k : array
+        As given to :func:`logsumexp`.
+    lse : array, batch + (m,)
+        Its result.
+    wrt : tuple of {"q", "k", "bias", "alibi_slopes", "sink", "scale"}
+        The gradients to compute.
+    options, axes, precision, deterministic, **score_options
+        As in :func:`logsumexp`.
+
+    Returns
+    -------
+    Gradients
+        Each with exactly the shape and dtype of its input.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((3, 2))
+    >>> lse = cuflash.logsumexp(x, x)
+    >>> cuflash.logsumexp_backward(np.ones(3), x, x, lse).dq.shape
+    (3, 2)
+    """
+    if "v" in wrt:
+        raise problem_with(
+            "wrt", ValueError, got=repr(wrt), expected="inputs of the call; v is not one"
+        )
+    chosen = resolve(options, score_options)
+    axes, v = _no_values(k, axes)
+    problem = describe(*_operands(q, k, v)[1:], chosen, axes=axes, precision=precision)
+    nothing = array_module(v).empty(problem.out_shape, problem.dtype)
+    common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    return attention_backward(
+        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, options=chosen, **common
+    )
+
+
 def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     """Combine attention over disjoint sets of keys into attention over all of them.
 
@@ -396,6 +501,66 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
 
 
+def merge_backward(
+    dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = None, axis: int = 0
+) -> AttentionResult:
+    """Gradient of :func:`merge`.
+
+    With ``w_i = exp(lse_i - lse)``: ``douts_i = w_i * dout`` and ``dlses_i = w_i * (dlse +
+    rowsum(dout * (out_i - out)))``.
+
+    Parameters
+    ----------
+    dout : array, batch + (m, d_v)
+        Cotangent of the merged ``out``.
+    outs, lses, axis
+        As given to :func:`merge`.
+    dlse : array, batch + (m,), optional
+        Cotangent of the merged ``lse``.
+
+    Returns
+    -------
+    AttentionResult
+        Gradients with respect to ``outs`` and ``lses``, parts along ``axis``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`merge`, and for cotangents that are not of the merged shapes.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> outs, lses = np.ones((2, 5, 3)), np.zeros((2, 5))
+    >>> cuflash.merge_backward(np.ones((5, 3)), outs, lses).out[0, 0]
+    array([0.5, 0.5, 0.5])
+    """
+    whole = merge(outs, lses, axis)
+    outs, lses, dout = (
+        _stacked("outs", outs, axis),
+        _stacked("lses", lses, axis),
+        native("dout", dout),
+    )
+    xp = same_module(outs=outs, dout=dout, dlse=dlse)
+    require_float("dout", dout)
+    require_shape("dout", dout, whole.out.shape, "the merged out")
+    if dlse is not None:
+        require_float("dlse", dlse)
+        require_shape("dlse", dlse, whole.lse.shape, "the merged lse")
+    dtype = xp.promote_types(arithmetic(lses.dtype), arithmetic(outs.dtype))
+    with np.errstate(all="ignore"):
+        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
+        weight = xp.where(xp.isneginf(parts), 0, xp.exp(parts - whole.lse.astype(dtype)))
+        apart = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
+        slope = (dout.astype(dtype) * apart).sum(-1) + (0 if dlse is None else dlse.astype(dtype))
+        douts = xp.where(weight[..., None] == 0, 0, weight[..., None] * dout.astype(dtype))
+        dlses = xp.where(weight == 0, 0, weight * slope)
+    return AttentionResult(
+        xp.moveaxis(douts.astype(outs.dtype), 0, axis),
+        xp.moveaxis(dlses.astype(lses.dtype), 0, axis),
+    )
+
+
 def weights(
     q: Array,
     k: Array,
@@ -441,11 +606,10 @@ def weights(
     array([[0.355, 0.215, 0.215, 0.215]])
     """
     chosen = resolve(options, score_options)
-    pairs = axes if axes is None or len(axes) != 4 else (axes[0], axes[1], axes[1], (-2, -1))
     xp, q, k, _ = _operands(q, k, k)
     lse = native("lse", lse)
     same_module(q=q, lse=lse)
-    problem = describe(q, k, k, chosen, axes=pairs)
+    problem = describe(q, k, k, chosen, axes=axes_without_values(axes))
     require_float("lse", lse)
     require_shape("lse", lse, problem.lse_shape, "the lse of attention")
     if rows is None and cols is None:
@@ -466,6 +630,50 @@ def weights(
         seen = scores.visible(tile) & ~xp.isneginf(lse_rows)
         p = xp.where(seen, xp.exp(score - lse_rows), 0)
     return p.reshape(*problem.batch_shape, m.size, n.size)
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = None) -> Array:
+    """Scores that dropout keeps in a call of :func:`attention`.
+
+    Parameters
+    ----------
+    shape : tuple of int, batch + (m, n)
+        Shape of the scores, heads last in batch.
+    p : float
+        ``dropout=`` of the call.
+    seed : int
+        ``seed=`` of the call.
+    like : array, optional
+        A CuPy array for a CuPy result; the bits are the same.
+
+    Returns
+    -------
+    bool array, shape
+        True where a score is kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a shape without two axes, a probability outside [0, 1] or a seed beyond 64 bits.
+
+    Notes
+    -----
+    Philox4x32-10; the layout of its counter is described in ``cuflash/_philox.py``.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> cuflash.dropout_mask((2, 4), 0.5, seed=1)
+    array([[False,  True, False,  True],
+           [ True,  True, False,  True]])
+    """
+    if not isinstance(shape, tuple | list) or len(shape) < 2:
+        raise problem_with("shape", ValueError, got=repr(shape), expected="a tuple batch + (m, n)")
+    xp = np if like is None else same_module(like=native("like", like))
+    *batch, seqlen_q, seqlen_k = (operator.index(n) for n in shape)
+    entries = xp.arange(math.prod(batch)).reshape(batch)
+    rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
+    return _philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)
 
 
 def workspace_size(
@@ -521,6 +729,16 @@ def _operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
         dtype = common_dtype({"q": q.dtype, "k": k.dtype, "v": v.dtype})
         q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
     return xp, q, k, v
+
+
+def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
+    """Axes of q, k, v and out, and values of width 0, for a call without values."""
+    k = native("k", k)
+    pairs = axes_without_values(axes)
+    width = [slice(None)] * k.ndim
+    if k.ndim:
+        width[pairs[1][1] if -k.ndim <= pairs[1][1] < k.ndim else -1] = slice(0)
+    return pairs, k[tuple(width)]
 
 
 def _check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
@@ -631,7 +849,7 @@ def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = 
     instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
     if problem.dtype not in HALVES:
         raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
-    missing = [name for name in LATER_ON_A_GPU if getattr(options, name) is not None]
+    missing = [name for name in LATER_ON_A_GPU if getattr(options, name) not in (None, 0.0)]
     missing += [f"wrt={name!r}" for name in wrt if name not in _WRT]
     if missing:
         raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)

@@ -58,6 +58,9 @@ def forward(
                 p = np.exp(score, out=score)
                 row_sum = row_sum * rescale + p.sum(-1)
                 acc *= rescale[..., None]
+                kept = scores.kept(tile)
+                if kept is not None:
+                    p *= kept
                 acc += _product(p, v_entry[..., tile.cols, :], seen, finite)
                 row_max = highest
             empty = row_sum == 0
@@ -131,8 +134,13 @@ def backward(
                 score -= shift
                 p = np.exp(score, out=score)
                 dscore = np.matmul(dout_block, np.swapaxes(v_block, -1, -2))
+                kept = scores.kept(tile)
+                if kept is not None:
+                    dscore *= kept
                 dscore -= delta[..., None]
                 dscore *= p
+                if kept is not None:
+                    p *= kept
                 if seen is not None:
                     p, dscore = np.where(seen, p, 0), np.where(seen, dscore, 0)
                 if "bias" in sums:

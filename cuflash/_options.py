@@ -21,8 +21,6 @@ Signature = tuple[Any, ...]
 LATER: dict[str, Any] = {
     "score_mod": None,
     "mask_mod": None,
-    "dropout": 0.0,
-    "seed": None,
 }
 
 
@@ -67,7 +65,12 @@ class Options:
     sink : floating array, core shape (), optional
         One more score per row, of a key without a value: it takes part in the softmax and in lse
         only.
-    score_mod, mask_mod, dropout, seed
+    dropout : float
+        Probability, rounded to a multiple of 1/65536, that a score's weight is dropped after the
+        softmax; what is kept is divided by ``1 - dropout``. lse knows nothing of it.
+    seed : int, optional
+        From 0 to 2^64 - 1, required with dropout. :func:`dropout_mask` shows what it keeps.
+    score_mod, mask_mod
         Not available in this version.
 
     Notes
@@ -100,7 +103,7 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     enable_gqa: bool = False
-    #: Plain values and the layouts of arrays: the part of the options that a Problem depends on.
+    #: Plain values, the seed apart, and the layouts of arrays: what a Problem depends on.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
@@ -132,6 +135,14 @@ class Options:
             value = getattr(self, name)
             set_(name, None if value is None else native(name, value))
         set_("segment_ids", _segments(self.segment_ids))
+        set_("dropout", probability("dropout", self.dropout))
+        set_("seed", None if self.seed is None else seed_value(self.seed))
+        if self.dropout > 0 and self.seed is None:
+            raise problem_with(
+                "seed", ValueError, got=f"dropout={self.dropout} without seed",
+                expected="an int from 0 to 2^64 - 1",
+                fix="the same seed in forward and backward drops the same scores",
+            )  # fmt: skip
         if self.mask is not None and self.mask.dtype != np.bool_:
             raise problem_with(
                 "mask",
@@ -145,7 +156,7 @@ class Options:
                 "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
             )
         values = {name: getattr(self, name) for name in OPTION_NAMES}
-        set_("signature", OptionLayout(*map(_part, values.values())))
+        set_("signature", OptionLayout(*map(_part, (values | {"seed": None}).values())))
         if self.segment_ids is not None:
             values["segment_ids_q"], values["segment_ids_k"] = self.segment_ids
         set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
@@ -156,7 +167,8 @@ class Options:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
             return NotImplemented
-        return self.signature == other.signature and all(
+        same_plain = self.signature == other.signature and self.seed == other.seed
+        return same_plain and all(
             array is other.arrays[name] for name, array in self.arrays.items()
         )
 
@@ -292,6 +304,24 @@ def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
     if not math.isfinite(number) or (positive and number <= 0):
         raise problem_with(name, ValueError, got=repr(value), expected=expected)
     return number
+
+
+def probability(name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    number = _number(name, value)
+    if number is None or not 0 <= number <= 1:
+        raise problem_with(name, ValueError, got=repr(value), expected="a number from 0 to 1")
+    return number
+
+
+def seed_value(value: Any) -> int:
+    """An int of 64 bits."""
+    expected = "an int from 0 to 2^64 - 1"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise problem_with("seed", TypeError, got=repr(value), expected=expected)
+    if not 0 <= value < 2**64:
+        raise problem_with("seed", ValueError, got=repr(value), expected=expected)
+    return int(value)
 
 
 def _integers(name: str, value: Any) -> Array | int | None:

@@ -306,6 +306,16 @@ def require_float(name: str, array: Array) -> None:
         )  # fmt: skip
 
 
+def axes_without_values(axes: Any) -> Axes:
+    """The four pairs of a call without values, from the pairs of q and k or from all four."""
+    if axes is None:
+        return CANONICAL
+    if isinstance(axes, list | tuple) and len(axes) == 2:
+        axes = [*axes, (-2, -1), (-2, -1)]
+    q, k, _, _ = _axes(axes)
+    return (q, k, k, (-2, -1))
+
+
 def _axes(axes: Any) -> Axes:
     expected = "four pairs (sequence axis, feature axis), for q, k, v and out"
     fix = "(batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4"

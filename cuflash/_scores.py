@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import _philox
 from cuflash._arrays import Array
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view
@@ -85,6 +86,8 @@ class Scores:
         self._ids_q = of_entry("segment_ids_q")
         self._ids_k = of_entry("segment_ids_k")
         sink = of_entry("sink")
+        self._entries = entry_indices(problem.batch, entry)
+        self._dropout, self._seed = options.dropout, options.seed or 0
         self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
 
     def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None]:
@@ -126,6 +129,15 @@ class Scores:
             seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
         return seen
 
+    def kept(self, tile: Tile) -> Array | None:
+        """Factor of each weight after dropout, or None without dropout."""
+        if not _philox.threshold(self._dropout):
+            return None
+        kept = _philox.kept(
+            self._entries, tile.rows, tile.cols, self._dropout, self._seed, self._xp
+        )
+        return kept * self._dtype.type(_philox.kept_scale(self._dropout))
+
     def key_range(self, rows: slice) -> KeyRange:
         """Keys that the queries ``rows`` of any carried entry may see, by lengths and window."""
         problem = self._problem
@@ -145,6 +157,16 @@ class Scores:
         if rows.stop > q_low or any(array is not None for array in pairwise):
             full_last = 0
         return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)
+
+
+def entry_indices(batch: tuple[int, ...], entry: Entry) -> Array:
+    """Flat index in the batch of each carried entry, with the carried axes."""
+    flat: Array = np.zeros((), np.int64)
+    whole = (slice(None),) * (len(batch) - len(entry))
+    for extent, chosen in zip(batch, (*entry, *whole), strict=True):
+        index = chosen if isinstance(chosen, int) else np.arange(extent)[chosen]
+        flat = (flat * extent)[..., None] + index if np.ndim(index) else flat * extent + index
+    return flat
 
 
 def _extremes(value: Any) -> tuple[int, int]:

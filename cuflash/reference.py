@@ -9,9 +9,9 @@ A score is made in this order::
     scale * q.k  ->  softcap * tanh(score / softcap)  ->  + bias - slope * |m + offset - n|
                  ->  -inf where invisible
 
-and ``out = softmax(score) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a row and
-its sink, a score without a value. A row that sees nothing has out = 0, lse = -inf (or the sink)
-and takes no part in any gradient but that of lse with respect to the sink.
+and ``out = dropout(softmax(score)) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a
+row and its sink, a score without a value. A row that sees nothing has out = 0, lse = -inf (or the
+sink) and takes no part in any gradient but that of lse with respect to the sink.
 
 A key or value that a row cannot see has no effect on that row, whatever it holds: the products
 below read an operand only where it is seen, so that 0 * NaN does not arise.
@@ -24,6 +24,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash import _philox
 from cuflash._arrays import native
 from cuflash._errors import problem_with
 from cuflash._options import Options, ScoreOptions, resolve
@@ -68,6 +69,7 @@ def attention(
     q, k, v = _operands(q, k, v, options, axes, dtype)
     score, seen, _ = _scores(q, k, options, dtype)
     p, lse = _softmax(score, seen, _sink(options, score, dtype))
+    p = p * _kept(options, score.shape, dtype)
     out = _to_axes(_seen_product(p, v, seen), (axes or _NO_AXES)[3])
     return AttentionResult(out, lse) if return_lse else out
 
@@ -93,7 +95,7 @@ def attention_backward(
 
     With p = softmax(score) and delta = rowsum(dout * out) - dlse (FlashAttention, appendix B)::
 
-        dv = p^T dout,   dp = dout v^T,   dscore = p * (dp - delta)
+        dv = (p * kept)^T dout,   dp = (dout v^T) * kept,   dscore = p * (dp - delta)
         draw = dscore * (1 - tanh(scale q.k / softcap)^2)
         dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
         dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
@@ -109,7 +111,8 @@ def attention_backward(
     p, lse = _softmax(score, seen, sink)
     dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
 
-    dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)), 0)
+    kept = _kept(options, score.shape, dtype)
+    dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)) * kept, 0)
     delta = (p * dp).sum(-1)
     if dlse is not None:
         delta = delta - np.where(np.isneginf(lse), 0, np.broadcast_to(dlse, lse.shape))
@@ -120,7 +123,7 @@ def attention_backward(
     full = {
         "q": scale * _seen_product(draw, k, seen),
         "k": scale * _seen_product(np.swapaxes(draw, -1, -2), q, seen_t),
-        "v": _seen_product(np.swapaxes(p, -1, -2), dout, seen_t),
+        "v": _seen_product(np.swapaxes(p * kept, -1, -2), dout, seen_t),
     }
     gradients = {}
     for (name, given), pair in zip(inputs.items(), pairs, strict=False):
@@ -166,6 +169,28 @@ def attention_vjp(
     return attention(q, k, v, return_lse=return_lse, **common), pullback
 
 
+def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
+    """Logarithm of each row's sum of exponentials; see :func:`cuflash.logsumexp`."""
+    return attention(q, k, k, return_lse=True, **_without_values(rest)).lse
+
+
+def logsumexp_backward(
+    dlse: Array,
+    q: Array,
+    k: Array,
+    lse: Array | None = None,
+    /,
+    *,
+    wrt: tuple[str, ...] = ("q", "k"),
+    **rest: Any,
+) -> Gradients:
+    """Gradient of ``sum(dlse * logsumexp(q, k))``; ``lse`` is recomputed."""
+    del lse
+    rest = _without_values(rest)
+    nothing = np.zeros_like(attention(q, k, k, **rest))
+    return attention_backward(nothing, q, k, k, dlse=dlse, wrt=wrt, **rest)
+
+
 @np.errstate(all="ignore")
 def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
     """Combine attention over disjoint sets of keys, parts along ``axis``.
@@ -178,6 +203,32 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
     weight, lse = _softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
     weight = np.moveaxis(weight, -1, 0)[..., None]
     return AttentionResult(np.where(weight == 0, 0, weight * outs).sum(0), lse)
+
+
+@np.errstate(all="ignore")
+def merge_backward(
+    dout: Array,
+    outs: Any,
+    lses: Any,
+    /,
+    *,
+    dlse: Array | None = None,
+    axis: int = 0,
+    dtype: Any = np.float64,
+) -> AttentionResult:
+    """Gradient of :func:`merge` with respect to ``outs`` and ``lses``.
+
+    With w_i = exp(lse_i - lse)::
+
+        douts_i = w_i dout,   dlses_i = w_i (dlse + rowsum(dout * (out_i - out)))
+    """
+    out, lse = merge(outs, lses, axis, dtype=dtype)
+    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
+    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    weight = np.where(np.isneginf(lses), 0, np.exp(lses - lse))
+    slope = (dout * (outs - out)).sum(-1) + (0 if dlse is None else dlse)
+    douts, dlses = weight[..., None] * dout, weight * slope
+    return AttentionResult(np.moveaxis(douts, 0, axis), np.moveaxis(dlses, 0, axis))
 
 
 @np.errstate(all="ignore")
@@ -203,6 +254,13 @@ def weights(
     rows = slice(None) if rows is None else rows
     cols = slice(None) if cols is None else cols
     return p[..., rows, :][..., cols]
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, seed: Any) -> Array:
+    """Which scores dropout keeps, batch + (m, n); the bits are those of `cuflash._philox`."""
+    *batch, seqlen_q, seqlen_k = shape
+    entries = np.arange(math.prod(batch)).reshape(batch)
+    return _philox.kept(entries, slice(0, seqlen_q), slice(0, seqlen_k), p, seed, np)
 
 
 def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
@@ -248,10 +306,25 @@ def _distance(options: Options, shape: tuple[int, ...]) -> Array:
     return np.abs(m + _offset(options, tuple(batch), seqlen_q, seqlen_k) - n)
 
 
+def _kept(options: Options, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Factor of each probability: 1 / (1 - p) where dropout keeps it, 0 where not."""
+    *batch, seqlen_q, seqlen_k = shape
+    if not _philox.threshold(options.dropout):
+        return np.ones((), dtype)
+    mask = dropout_mask((*batch, seqlen_q, seqlen_k), options.dropout, options.seed)
+    return mask * dtype(_philox.kept_scale(options.dropout))
+
+
 def _sink(options: Options, score: Array, dtype: Any) -> Array:
     """The sink of each row, batch + (m,); -inf is none."""
     sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(dtype)
     return np.broadcast_to(sink[..., None], score.shape[:-1])
+
+
+def _without_values(rest: dict[str, Any]) -> dict[str, Any]:
+    """Axes for a call whose values are its keys."""
+    axes = rest.get("axes")
+    return rest if axes is None else rest | {"axes": (axes[0], axes[1], axes[1], (-2, -1))}
 
 
 def _operands(

@@ -173,6 +173,14 @@ WRONG = {
     "segment_ids of a wrong length": (
         call(segment_ids=(np.zeros(5, int), np.zeros(5, int))), ValueError,
         r"segment_ids\[1\]", r"\(2, 4, 7\)"),
+    "dropout without seed": (call(dropout=0.1), ValueError, "seed", "2\\^64"),
+    "dropout above 1": (call(dropout=1.1, seed=1), ValueError, "dropout", "from 0 to 1"),
+    "dropout NaN": (call(dropout=np.nan, seed=1), ValueError, "dropout", "finite"),
+    "dropout None": (call(dropout=None), ValueError, "dropout", "from 0 to 1"),
+    "seed negative": (call(dropout=0.1, seed=-1), ValueError, "seed", "2\\^64"),
+    "seed a float": (call(dropout=0.1, seed=1.0), TypeError, "seed", "int"),
+    "dropout_mask of one axis": (
+        lambda a: cuflash.dropout_mask((3,), 0.5, 1), ValueError, "shape", r"\(m, n\)"),
     "enable_gqa a string": (call(enable_gqa="yes"), TypeError, "enable_gqa", "True or False"),
     "a misspelt keyword": (call(casual=True), TypeError, "casual", "did you mean causal"),
     "options a dict": (call(options={"causal": True}), TypeError, "options", "cuflash.Options"),
@@ -180,7 +188,6 @@ WRONG = {
         call(options=Options(causal=True), scale=0.5), TypeError, "options",
         "together with scale"),
     # options of later versions
-    "dropout": (call(dropout=0.1, seed=1), NotImplementedError, "dropout", "planned"),
     "score_mod": (call(score_mod="score"), NotImplementedError, "score_mod", "planned"),
     "mask_mod": (call(mask_mod="q == k"), NotImplementedError, "mask_mod", "planned"),
     # how to compute

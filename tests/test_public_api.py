@@ -27,7 +27,11 @@ SIGNATURES = {
     "attention_backward": "(dout, q, k, v, out, lse, /, *, dlse=None, "
     f"wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, **score_options)",
     "attention_vjp": f"(q, k, v, /, *, {COMMON}, return_lse=False, **score_options)",
+    "dropout_mask": "(shape, p, seed, *, like=None)",
+    "logsumexp": f"(q, k, /, *, {COMMON}, **score_options)",
+    "logsumexp_backward": f"(dlse, q, k, lse, /, *, wrt=('q', 'k'), {COMMON}, **score_options)",
     "merge": "(outs, lses, axis=0)",
+    "merge_backward": "(dout, outs, lses, /, *, dlse=None, axis=0)",
     "weights": "(q, k, lse, /, *, rows=None, cols=None, options=None, axes=None, **score_options)",
     "workspace_size": "(q, k, v, /, *, backward=False, options=None, axes=None, precision=None, "
     "**score_options)",

@@ -1,0 +1,80 @@
+"""Which scores does dropout keep? Philox4x32-10, the same bits in NumPy, CuPy and the kernels.
+
+Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four
+32-bit words and a key, the seed's two words, to four random words. Each word serves two scores with
+16 bits each. The eight scores of one counter are those that one thread holds of two neighbouring
+fragments of a tensor-core product::
+
+    queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,        q mod 16 < 8, k mod 16 in 0 2 4 6
+
+    counter = (4 (k div 16) + (k mod 8) div 2,  8 (q div 16) + q mod 8,  entry low, entry high)
+    number  = 4 ((q div 8) mod 2) + 2 ((k div 8) mod 2) + k mod 2
+    bits    = half (number mod 2) of word (number div 2)
+
+where ``entry`` is the flat index of batch and head within the call. A score is dropped iff
+``bits < round(65536 p)``, and what is kept is divided by ``1 - round(65536 p) / 65536``.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+
+from cuflash._arrays import Array
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+_BLOCK = 16
+
+
+def threshold(p: float) -> int:
+    """How many of 65536 values of 16 bits drop a score."""
+    return round(65536 * p)
+
+
+def kept_scale(p: float) -> float:
+    """Factor of the scores that are kept; 0 where none is."""
+    dropped = threshold(p)
+    return 65536 / (65536 - dropped) if dropped < 65536 else 0.0
+
+
+def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: ModuleType) -> Array:
+    """Which scores of a tile are kept: entries.shape + (rows, cols), bool."""
+    first_m, first_n = rows.start // _BLOCK, cols.start // _BLOCK
+    blocks_m = -(-rows.stop // _BLOCK) - first_m
+    blocks_n = -(-cols.stop // _BLOCK) - first_n
+    x = xp.arange(4 * blocks_n, dtype=np.uint64) + np.uint64(4 * first_n)
+    y = (xp.arange(8 * blocks_m, dtype=np.uint64) + np.uint64(8 * first_m))[:, None]
+    entries = xp.asarray(entries, dtype=np.uint64)[..., None, None]
+    words = _philox(
+        [x, y, entries & np.uint64(_WORD), entries >> np.uint64(32)], (seed & _WORD, seed >> 32), xp
+    )
+    halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
+    # (entries, 8 * blocks_m, 4 * blocks_n, number) -> (.., block, row in 8, q div 8, block, ...)
+    bits = xp.stack(halves, axis=-1)
+    lead = bits.shape[:-3]
+    bits = bits.reshape(*lead, blocks_m, 8, blocks_n, 4, 2, 2, 2)
+    d = len(lead)
+    order = [*range(d), d, d + 4, d + 1, d + 2, d + 5, d + 3, d + 6]
+    bits = bits.transpose(order).reshape(*lead, blocks_m * _BLOCK, blocks_n * _BLOCK)
+    skip_m, skip_n = rows.start - first_m * _BLOCK, cols.start - first_n * _BLOCK
+    tile = bits[
+        ..., skip_m : skip_m + rows.stop - rows.start, skip_n : skip_n + cols.stop - cols.start
+    ]
+    return tile >= np.uint64(threshold(p))
+
+
+def _philox(counter: list[Array], key: tuple[int, int], xp: ModuleType) -> list[Array]:
+    """Four random words, as uint64 arrays, of counter words that broadcast."""
+    c = list(xp.broadcast_arrays(*counter))
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        products = [c[0] * np.uint64(_MULTIPLIERS[0]), c[2] * np.uint64(_MULTIPLIERS[1])]
+        high = [product >> np.uint64(32) for product in products]
+        low = [product & np.uint64(_WORD) for product in products]
+        c = [high[1] ^ c[1] ^ np.uint64(k0), low[1], high[0] ^ c[3] ^ np.uint64(k1), low[0]]
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c

@@ -1,0 +1,111 @@
+"""Are the bits of dropout those that are documented, independent of tiles, and fair?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import _philox
+
+# Known answers of the authors' library Random123, for philox4x32-10: counter, key, words.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def words(counter, key):
+    """Philox4x32-10 in Python integers, as in the paper."""
+    c, (k0, k1) = list(counter), key
+    for _ in range(10):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(b >> 32) ^ c[1] ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k1, a & 0xFFFFFFFF]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return tuple(c)
+
+
+def bits(entry, q, k, seed):
+    """The 16 bits of one score by the documented layout."""
+    counter = (4 * (k // 16) + k % 8 // 2, 8 * (q // 16) + q % 8, entry % 2**32, entry // 2**32)
+    number = 4 * (q // 8 % 2) + 2 * (k // 8 % 2) + k % 2
+    word = words(counter, (seed % 2**32, seed // 2**32))[number // 2]
+    return word >> 16 * (number % 2) & 0xFFFF
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(counter, key, expected):
+    assert words(counter, key) == expected
+    arrays = [np.asarray(c, np.uint64) for c in counter]
+    assert tuple(int(w) for w in _philox._philox(arrays, key, np)) == expected
+
+
+@given(
+    entry=st.integers(0, 2**40),
+    first=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    extent=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    seed=st.integers(0, 2**64 - 1),
+    p=st.floats(0, 1),
+)
+def test_a_tile_holds_the_documented_bits(entry, first, extent, seed, p):
+    rows, cols = (slice(f, f + n) for f, n in zip(first, extent, strict=True))
+    kept = _philox.kept(np.array([entry]), rows, cols, p, seed, np)[0]
+    assert kept.shape == extent
+    for i, q in enumerate(range(rows.start, rows.stop)):
+        for j, k in enumerate(range(cols.start, cols.stop)):
+            assert kept[i, j] == (bits(entry, q, k, seed) >= round(65536 * p))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_scores_are_kept_at_the_rounded_rate(p):
+    """Binomial, rejected at 1e-9: 6.1 standard deviations."""
+    kept = cuflash.dropout_mask((4, 256, 512), p, seed=3)
+    rate = 1 - round(65536 * p) / 65536
+    deviation = math.sqrt(rate * (1 - rate) / kept.size)
+    assert abs(kept.mean() - rate) < 6.1 * deviation
+
+
+def test_neighbours_entries_and_seeds_are_independent():
+    signs = np.where(cuflash.dropout_mask((2, 256, 256), 0.5, seed=3), 1.0, -1.0)
+    other = np.where(cuflash.dropout_mask((2, 256, 256), 0.5, seed=4), 1.0, -1.0)
+    pairs = [(signs[0], signs[1]), (signs, other)]
+    pairs += [(signs[:, s:], signs[:, :-s]) for s in (1, 2, 8, 16)]
+    pairs += [(signs[..., s:], signs[..., :-s]) for s in (1, 2, 8, 16)]
+    for a, b in pairs:
+        assert abs((a * b).mean()) < 6.1 / math.sqrt(a.size)
+
+
+def test_attention_drops_what_the_mask_says():
+    """Hand-made from the undropped probabilities; the CPU path's tiles have other edges."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 3, 300, 8))
+    lse = cuflash.logsumexp(q, k, causal=True)
+    p = cuflash.weights(q, k, lse, rows=slice(None), causal=True)
+    mask = cuflash.dropout_mask((2, 3, 300, 300), 0.25, seed=9)
+    expected = (p * mask / 0.75) @ v
+    out, dropped = cuflash.attention(q, k, v, causal=True, dropout=0.25, seed=9, return_lse=True)
+    np.testing.assert_array_max_ulp(dropped, lse, 8)
+    assert np.abs(out - expected).max() < 300 * np.finfo(float).eps * np.abs(v).max() / 0.75
+
+
+def test_edges_of_p():
+    q = np.random.default_rng(0).standard_normal((2, 40, 4))
+    plain = cuflash.attention(q, q, q)
+    np.testing.assert_array_equal(cuflash.attention(q, q, q, dropout=0.0, seed=5), plain)
+    np.testing.assert_array_equal(cuflash.attention(q, q, q, dropout=1e-9, seed=5), plain)
+    out, pullback = cuflash.attention_vjp(q, q, q, dropout=1.0, seed=5)
+    assert not out.any()
+    assert not any(g.any() for g in vars_of(pullback(np.ones_like(out))))
+
+
+def vars_of(gradients):
+    return (gradients.dq, gradients.dk, gradients.dv)
