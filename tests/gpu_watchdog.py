@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import gpu_report
 import pytest
+
+import gpu_report
 
 EXIT_STATUS = 3
 GRACE = 10.0  # seconds for the polite end; then faulthandler's own thread ends the process

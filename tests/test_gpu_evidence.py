@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 import gpu_report
 import gpu_watchdog
-import pytest
 
 pytest_plugins = ["pytester"]
 
