@@ -1,20 +1,11 @@
 """Exact, IO-aware attention on CuPy and NumPy arrays."""
 
 from cuflash import reference
-from cuflash._attention import (
-    attention,
-    attention_backward,
-    attention_vjp,
-    dropout_mask,
-    logsumexp,
-    logsumexp_backward,
-    merge,
-    merge_backward,
-    weights,
-    workspace_size,
-)
+from cuflash._attention import attention, attention_backward, attention_vjp, workspace_size
 from cuflash._errors import CompileError
+from cuflash._merge import merge, merge_backward
 from cuflash._options import Options
+from cuflash._probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
 from cuflash._results import AttentionResult, Gradients
 from cuflash._show_config import show_config
 

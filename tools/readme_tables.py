@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cuflash import _attention, _config, _options, _problem  # noqa: E402
+from cuflash import _config, _dispatch, _options, _problem  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -31,7 +31,7 @@ def support() -> str:
     lines += ["", "| score option | NumPy | CuPy |", "|--|--|--|"]
     for name in _options.OPTION_NAMES:
         numpy = "later" if name in _options.LATER else "yes"
-        cupy = "later" if name in (*_options.LATER, *_attention.LATER_ON_A_GPU) else "yes"
+        cupy = "later" if name in (*_options.LATER, *_dispatch.LATER_ON_A_GPU) else "yes"
         lines.append(f"| `{name}` | {numpy} | {cupy} |")
     return "\n".join(lines)
 

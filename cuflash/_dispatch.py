@@ -1,0 +1,114 @@
+"""Which path runs a validated call: the CPU path or the kernels?"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash import _host
+from cuflash._arrays import Array, is_cupy, native, same_module
+from cuflash._errors import not_yet, problem_with
+from cuflash._options import Options
+from cuflash._problem import HALVES, Problem, common_dtype
+
+#: Score options that the kernels do not know yet.
+LATER_ON_A_GPU = ("alibi_slopes", "segment_ids", "sink", "dropout", "seed")
+_MATRICES = ("q", "k", "v")
+
+
+def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
+    """q, k, v as arrays of one library and one dtype."""
+    q, k, v = native("q", q), native("k", k), native("v", v)
+    xp = same_module(q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        dtype = common_dtype({"q": q.dtype, "k": k.dtype, "v": v.dtype})
+        q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
+    return xp, q, k, v
+
+
+def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
+    """Raise for a wrong value of what says how to compute."""
+    if not isinstance(deterministic, bool | np.bool_):
+        raise problem_with(
+            "deterministic", TypeError, got=repr(deterministic), expected="True or False"
+        )
+    if workspace is not None and getattr(workspace, "dtype", None) != np.uint8:
+        got = getattr(workspace, "dtype", type(workspace).__name__)
+        raise problem_with(
+            "workspace", TypeError, got=got, expected="a uint8 array of workspace_size(...) bytes"
+        )
+    if xp is np and config is not None:
+        raise problem_with(
+            "config", TypeError, got=repr(config), expected="None for NumPy arrays",
+            fix="it selects the tiles of a GPU kernel",
+        )  # fmt: skip
+
+
+def run_forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    out: Array,
+    lse: Array | None,
+    workspace: Array | None,
+    config: Any,
+) -> None:
+    """Fill ``out`` and, unless None, ``lse``."""
+    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+    elif is_cupy(q):
+        _require_kernels(problem, options)
+        launch().forward(problem, q, k, v, options, out, lse, workspace=workspace, config=config)
+    else:
+        _host.forward(problem, q, k, v, options, out, lse)
+
+
+def run_backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    options: Options,
+    gradients: dict[str, Array],
+    workspace: Array | None,
+    config: Any,
+) -> None:
+    """Fill ``gradients``, by input name."""
+    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+        for gradient in gradients.values():
+            gradient.fill(0)
+        return
+    path: Any = _host
+    extra: dict[str, Any] = {}
+    if is_cupy(q):
+        _require_kernels(problem, options, tuple(gradients))
+        path, extra = launch(), {"workspace": workspace, "config": config}
+    path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
+
+
+def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _MATRICES) -> None:
+    """Refuse what the CPU path serves and the kernels do not yet."""
+    instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
+    if problem.dtype not in HALVES:
+        raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
+    missing = [name for name in LATER_ON_A_GPU if getattr(options, name) not in (None, 0.0)]
+    missing += [f"wrt={name!r}" for name in wrt if name not in _MATRICES]
+    if missing:
+        raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)
+
+
+def launch() -> Any:
+    """The module that launches kernels; it imports CuPy."""
+    from cuflash import _launch
+
+    return _launch
