@@ -51,14 +51,22 @@ def native(name: str, array: object) -> Array:
 
 
 def same_module(**arrays: Array | None) -> ModuleType:
-    """The one array module of all given arrays; a mixture is a TypeError."""
-    first_name, module = "", None
+    """The one array module of all given arrays; a mixture of modules or devices is an error."""
+    first_name, module, device = "", None, None
     for name, array in arrays.items():
         if array is None:
             continue
         own = array_module(array)
+        if own is not np and device not in (None, array.data.device_id):
+            raise problem_with(
+                name,
+                ValueError,
+                got=f"an array on device {array.data.device_id}",
+                expected=f"one on device {device} like {first_name}",
+            )
         if module is None:
             first_name, module = name, own
+            device = None if own is np else array.data.device_id
         elif own is not module:
             raise problem_with(
                 name,
@@ -68,6 +76,21 @@ def same_module(**arrays: Array | None) -> ModuleType:
                 fix="move one with cupy.asarray or cupy.asnumpy",
             )
     return module or np
+
+
+def refuse_capture(argument: str, expected: str) -> None:
+    """Raise while CuPy's current stream is capturing: pool memory would not outlive the graph."""
+    if sys.modules["cupy"].cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            f"{argument}: nothing can be allocated while a graph is captured, expected {expected}"
+        )
+
+
+def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Memory for the result that the caller could have given as ``argument``."""
+    if xp is not np:
+        refuse_capture(argument, f"an array of shape {shape} and dtype {dtype}")
+    return xp.empty(shape, dtype)
 
 
 def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._arrays import Array, native, same_module
+from cuflash._arrays import Array, allocate, native, same_module
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
 from cuflash._errors import problem_with
 from cuflash._options import Options, ScoreOptions, resolve
@@ -158,9 +158,9 @@ def attention(
             )
         check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays)
     if out is None:
-        out = xp.empty(problem.out_shape, problem.dtype)
+        out = allocate(xp, "out", problem.out_shape, problem.dtype)
     if lse is None and (return_lse or xp is np):
-        lse = xp.empty(problem.lse_shape, problem.lse_dtype)
+        lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
     run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
     return AttentionResult(out, lse) if return_lse else out
 
@@ -259,7 +259,8 @@ def attention_backward(
     for name in wanted:
         buffer = None if grads_out is None else getattr(grads_out, _FIELDS[name])
         if buffer is None:
-            buffer = xp.empty(given[name].shape, given[name].dtype)
+            like = given[name]
+            buffer = allocate(xp, f"grads_out.{_FIELDS[name]}", like.shape, like.dtype)
         else:
             _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
         gradients[name] = buffer
@@ -364,7 +365,7 @@ def workspace_size(
     problem = describe(q, k, v, chosen, axes=axes, precision=precision)
     if xp is np:
         return 0
-    return int(launch().workspace_size(problem, backward=backward))
+    return int(launch().workspace_size(problem, "backward" if backward else "forward"))
 
 
 def _result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:

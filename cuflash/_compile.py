@@ -89,8 +89,8 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
         return kernel.kernel, kernel
     except cupy.cuda.compiler.CompileException as error:
         raise _compile_error(config, str(error), source) from error
-    except (OSError, cupy.cuda.driver.CUDADriverError) as error:
-        _warn_of_cache(str(error))
+    except (OSError, cupy.cuda.driver.CUDADriverError):
+        _warn_once(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache")
     # The folder of CuPy's kernel cache cannot be read or written, or holds something else under
     # this kernel's name.
     arch = f"sm_{cupy.cuda.Device().compute_capability}"
@@ -177,10 +177,10 @@ def _dump(config: KernelConfig, source: str) -> str | None:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=6)
-
-
-def _warn_of_cache(reason: str) -> None:
-    folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
-    _warn_once(f"the kernel cache {folder} is of no use, compiling in memory ({reason})")
+def _warn_once(folder: str) -> None:
+    warnings.warn(
+        f"the kernel cache {folder} cannot be read or written, or holds something else: kernels "
+        "are compiled in memory",
+        RuntimeWarning,
+        stacklevel=6,
+    )

@@ -22,9 +22,15 @@ import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
 from cuflash import _params, _select
-from cuflash._arrays import Array
+from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
-from cuflash._config import BackwardKVConfig, BackwardQConfig, ForwardConfig, KernelConfig, TileConfig
+from cuflash._config import (
+    BackwardKVConfig,
+    BackwardQConfig,
+    ForwardConfig,
+    KernelConfig,
+    TileConfig,
+)
 from cuflash._errors import problem_with
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
@@ -261,13 +267,16 @@ def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None
     return Layout(itemsize, tuple(batch), row)
 
 
-def _score_arrays(problem: Problem, options: Options) -> tuple[Problem, tuple[int, ...]]:
-    """Addresses of the score options' arrays, 0 where absent, and the problem with their layouts.
+def _score_arrays(
+    problem: Problem, options: Options
+) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
+    """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
 
     Lengths and offsets of an unusual integer type, or in host memory, are copied: they are few.
+    The caller holds the arrays until its last launch, so that no other call gets their memory.
     """
     if not options.arrays:
-        return problem, (0,) * len(_params.SCORE_POINTERS)
+        return problem, (0,) * len(_params.SCORE_POINTERS), {}
     arrays = dict(options.arrays)
     for name in _LENGTHS:
         array = arrays.get(name)
@@ -275,13 +284,14 @@ def _score_arrays(problem: Problem, options: Options) -> tuple[Problem, tuple[in
             isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64)
         ):
             operand = getattr(problem, name)
+            refuse_capture(name, "an int32 or int64 array on the device")
             arrays[name] = cupy.asarray(canonical_view(array, operand).astype(np.int64))
             problem = _with_copied_lengths(problem, name)
     pointers = []
     for name in _params.SCORE_POINTERS:
         array = arrays.get(name)
         pointers.append(0 if array is None else array.data.ptr)
-    return problem, tuple(pointers)
+    return problem, tuple(pointers), arrays
 
 
 @functools.lru_cache(maxsize=1024)
@@ -290,9 +300,7 @@ def _with_copied_lengths(problem: Problem, name: str) -> Problem:
     for extent in problem.batch[:0:-1]:
         steps.append(steps[-1] * extent)
     strides = tuple(reversed(steps)) if problem.batch else ()
-    operand = Operand(
-        np.dtype(np.int64), problem.batch, strides, (False,) * len(problem.batch)
-    )
+    operand = Operand(np.dtype(np.int64), problem.batch, strides, (False,) * len(problem.batch))
     return replace(problem, **{name: operand})  # type: ignore[arg-type]
 
 
@@ -316,11 +324,11 @@ def forward(
     config: ForwardConfig | None = None,
 ) -> None:
     """Write ``out`` and, unless None, ``lse``; every extent is positive, no workspace is needed."""
-    problem, arrays = _score_arrays(problem, options)
+    problem, score_pointers, held = _score_arrays(problem, options)
     lse_strides = None if lse is None else lse.strides
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
-        *arrays,
+        *score_pointers,
     )  # fmt: skip
     device = q.data.device_id
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
@@ -332,6 +340,7 @@ def forward(
             launch = _plan_forward(problem, device, address_bits, lse_strides, config)
             plan = _remember(_forward_plans, key, (problem, launch))
         plan[1].run(pointers, cupy.cuda.get_current_stream().ptr)
+    del held  # no sooner: another thread could be given its memory on this stream
 
 
 _forward_plans: dict[Any, tuple[Problem, Launch]] = {}
@@ -414,20 +423,20 @@ def backward(
     """Write the ``gradients`` asked for, by the names "q", "k" and "v"; every extent is positive."""
     if not gradients:
         return
-    problem, arrays = _score_arrays(problem, options)
+    problem, score_pointers, held = _score_arrays(problem, options)
     device = q.data.device_id
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
         dout = dout.astype(problem.dtype, copy=False)
         out, lse = (_readable(a) for a in (out, lse))
         dlse = None if dlse is None else _readable(dlse)
-        delta = _delta(problem, workspace, stream)
+        delta = _delta(problem, workspace)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
-            "out": out.data.ptr, "lse": lse.data.ptr, "delta": delta,
+            "out": out.data.ptr, "lse": lse.data.ptr, "delta": delta.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
             "dq": 0, "dk": 0, "dv": 0,
-            **dict(zip(_params.SCORE_POINTERS, arrays, strict=True)),
+            **dict(zip(_params.SCORE_POINTERS, score_pointers, strict=True)),
         }  # fmt: skip
         for name, array in gradients.items():
             addresses[f"d{name}"] = array.data.ptr
@@ -456,6 +465,7 @@ def backward(
             plan = _remember(_backward_plans, key, (problem, steps))
         for names, launch in plan[1]:
             launch.run([addresses[name] for name in names], stream)
+    del held  # no sooner: another thread could be given its memory on this stream
 
 
 _backward_plans: dict[Any, tuple[Problem, tuple[tuple[tuple[str, ...], Launch], ...]]] = {}
@@ -466,8 +476,8 @@ def _readable(array: Array) -> Array:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _delta(problem: Problem, workspace: Array | None, stream: int) -> int:
-    """Address of the workspace of a backward call."""
+def _delta(problem: Problem, workspace: Array | None) -> Array:
+    """Memory for the delta of a backward call."""
     size = workspace_size(problem, "backward")
     if workspace is not None:
         if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % 4:
@@ -476,14 +486,9 @@ def _delta(problem: Problem, workspace: Array | None, stream: int) -> int:
                 got=f"{workspace.nbytes} bytes at strides {workspace.strides}",
                 expected=f"at least {size} contiguous bytes, aligned to 4",
             )  # fmt: skip
-        return int(workspace.data.ptr)
-    if runtime.streamIsCapturing(stream):
-        raise RuntimeError(
-            f"workspace: got None while a graph is captured, expected a uint8 array of {size} "
-            "bytes that outlives the graph"
-        )
-    # The memory may return to the pool at once: whoever gets it next on this stream runs later.
-    return int(cupy.empty(size, np.uint8).data.ptr)
+        return workspace
+    refuse_capture("workspace", f"a uint8 array of {size} bytes that outlives the graph")
+    return cupy.empty(size, np.uint8)
 
 
 def _plan_backward(
