@@ -82,7 +82,7 @@ SCORE_OPTIONS = {
 @given(data=st.data())
 def test_drawn_problem(xp: ModuleType, data: st.DataObject) -> None:
     """Anything legal, anywhere in memory, is within the budget and touches nothing else."""
-    call = data.draw(calls(limits_of(xp), layouts=True))
+    call = data.draw(calls(limits_of(xp), layouts=True, gradients=True))
     first = run(xp, call, poison="nan", with_out=True)
     assert_within_budget(call, first)
     assert_same_bits(first, run(xp, call, poison="canary", with_out=True))
@@ -90,7 +90,7 @@ def test_drawn_problem(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_drawn_problem_allocates_its_results(xp: ModuleType, data: st.DataObject) -> None:
-    call = data.draw(calls(limits_of(xp), layouts=True))
+    call = data.draw(calls(limits_of(xp), layouts=True, gradients=True))
     first = run(xp, call, poison="nan")
     assert_within_budget(call, first)
     assert_same_bits(first, run(xp, call, poison="canary"))

@@ -35,6 +35,9 @@ FORWARD_BUGS = (
     "lse to base 2",
     "lse without the maximum",
     "hidden rows not zeroed",
+    "sink forgotten",
+    "sink counted in every tile",
+    "slopes of the neighbouring head",
 )
 BACKWARD_BUGS = (
     "delta forgotten",
@@ -91,7 +94,10 @@ def _tile_scores(
     x: model_flash.Expanded, k: np.ndarray, tile: slice, bug: str
 ) -> tuple[np.ndarray, np.ndarray]:
     number = x.q.dtype.type
-    bias = x.bias[..., tile]
+    slopes = x.slopes
+    if bug == "slopes of the neighbouring head" and slopes.ndim:
+        slopes = np.roll(slopes, 1, -3)
+    bias = x.bias[..., tile] - slopes * x.distance[..., tile]
     if bug == "bias transposed in one tile" and tile.start == BLOCK_N:
         size = min(bias.shape[-2:])
         bias = bias.copy()
@@ -129,6 +135,9 @@ def tiled_forward(
     visible = _visible(x, "" if "backward" in bug else bug)
     shape, keys = x.q.shape[:-1], k.shape[-2]
     largest, total = np.full(shape, -np.inf, x.q.dtype), np.zeros(shape, x.q.dtype)
+    if bug != "sink forgotten":
+        largest = x.sink[..., 0]
+        total = np.where(np.isneginf(largest), 0, 1).astype(x.q.dtype)
     acc = np.zeros((*shape, v.shape[-1]), x.q.dtype)
     for start in range(0, keys, BLOCK_N):
         tile = slice(start, min(start + BLOCK_N, keys))
@@ -140,7 +149,10 @@ def tiled_forward(
         alpha = np.exp(largest - shift)
         total = total * (1 if bug == "rescaling of the sum skipped" else alpha) + p.sum(-1)
         if bug == "padded keys in the denominator" and tile.stop == keys:
-            total = total + 24 * np.exp(-shift)
+            with np.errstate(over="ignore"):
+                total = total + 24 * np.exp(-shift)
+        if bug == "sink counted in every tile" and start:
+            total = total + np.exp(x.sink[..., 0] - shift)
         if bug == "a key counted twice" and start == 0:
             p[..., 5] *= 2
         if bug != "rescaling of the accumulator skipped":
@@ -223,7 +235,14 @@ def suite(dtype: np.dtype, families: tuple[str, ...], seed: int = 0) -> list[Cal
         rng = np.random.default_rng(seed + 1000)
         bias = rng.standard_normal((64, 256)).astype(np.float32)
         bias[7] = -np.inf
-        options = {"causal": True, "softcap": 20.0, "bias": bias, "enable_gqa": True}
+        options = {
+            "causal": True,
+            "softcap": 20.0,
+            "bias": bias,
+            "enable_gqa": True,
+            "alibi_slopes": np.array([0.0, 0.01, 0.02, 0.04], np.float32),
+            "sink": np.array([0.0, -100.0, 5.0, -np.inf], np.float32),
+        }
         call = make_call(family, seed, dtype, Q, KV, KV, options=options)
         dlse = rng.standard_normal((*call.batch, 64)).astype(call.lse_dtype)
         calls.append(call.but(dlse=dlse))
@@ -267,6 +286,7 @@ def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bug_is_caught(dtype: str, bug: str) -> None:
     calls = suite(DTYPES[dtype], ("normal", "lse_minus_120", "normal_times_3"))
+    calls.append(make_call("normal", 0, DTYPES[dtype], Q, KV, KV, options={"enable_gqa": True}))
     caught = []
     for call in calls:
         try:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ml_dtypes import finfo
 
 import cuflash
 from cuflash import _host, reference
@@ -26,6 +27,7 @@ from support.budget import Budget
 from support.problems import (
     EVERYWHERE,
     HOST_TILE,
+    WITHOUT_SINK,
     Call,
     calls,
     limits_of,
@@ -83,12 +85,25 @@ def take(array: Any, axis: int, index: np.ndarray | slice, extent: int) -> Any:
     return array[(..., index, *(slice(None),) * (-axis - 1))]
 
 
+def option_map(call: Call, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The options with ``change(name, value)``; the two of segment_ids have names of their own."""
+    options = {n: change(n, value) for n, value in call.options.items() if n != "segment_ids"}
+    if "segment_ids" in call.options:
+        ids = zip(("segment_ids_q", "segment_ids_k"), call.options["segment_ids"], strict=True)
+        options["segment_ids"] = tuple(change(n, value) for n, value in ids)
+    return options
+
+
 def core_taken(call: Call, axis: int, index: np.ndarray | slice, extent: int) -> dict[str, Any]:
-    """The options, with bias and mask indexed along a core axis."""
-    return {
-        name: take(value, axis, index, extent) if name in ("bias", "mask") else value
-        for name, value in call.options.items()
-    }
+    """The options, with those that have queries (axis -2) or keys (axis -1) indexed there."""
+    ids = {-2: "segment_ids_q", -1: "segment_ids_k"}[axis]
+
+    def change(name: str, value: Any) -> Any:
+        if name == ids:
+            return value[..., index]
+        return take(value, axis, index, extent) if name in ("bias", "mask") else value
+
+    return option_map(call, change)
 
 
 # Algebra.
@@ -96,7 +111,7 @@ def core_taken(call: Call, axis: int, index: np.ndarray | slice, extent: int) ->
 
 @given(data=st.data())
 def test_p1_order_of_keys(xp: ModuleType, data: st.DataObject) -> None:
-    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    base = data.draw(calls(limits_of(xp), options=(*EVERYWHERE, "segment_ids", "sink")))
     keys = base.k.shape[-2]
     order = np.array(data.draw(st.permutations(range(keys))), int)
     derived = base.but(
@@ -107,7 +122,7 @@ def test_p1_order_of_keys(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_p2_order_of_queries(xp: ModuleType, data: st.DataObject) -> None:
-    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    base = data.draw(calls(limits_of(xp), options=(*EVERYWHERE, "segment_ids", "sink")))
     rows = base.q.shape[-2]
     order = np.array(data.draw(st.permutations(range(rows))), int)
 
@@ -128,10 +143,10 @@ def test_p2_order_of_queries(xp: ModuleType, data: st.DataObject) -> None:
 def on_batch(call: Call, axis: int, index: np.ndarray | slice) -> tuple[Call, Move]:
     """The call with batch axis ``axis`` (counted from the last batch axis, < 0) indexed."""
     extent = call.batch[axis]
-    options = {
-        name: take(value, axis - 2 if name in ("bias", "mask") else axis, index, extent)
-        for name, value in call.options.items()
-    }
+    cores = {"bias": 2, "mask": 2, "segment_ids_q": 1, "segment_ids_k": 1}
+    options = option_map(
+        call, lambda name, value: take(value, axis - cores.get(name, 0), index, extent)
+    )
 
     def move(name: str, a: np.ndarray) -> np.ndarray:
         return take(a, axis - 1 if name == "lse" else axis - 2, index, extent)
@@ -169,7 +184,7 @@ def test_p4_one_batch_entry(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data(), times=st.sampled_from((2, 3)))
 def test_p5_repeated_keys(xp: ModuleType, data: st.DataObject, times: int) -> None:
-    base = data.draw(calls(limits_of(xp), options=EVERYWHERE))
+    base = data.draw(calls(limits_of(xp), options=(*EVERYWHERE, "segment_ids")))
     keys = base.k.shape[-2]
     index = np.tile(np.arange(keys), times)
 
@@ -202,10 +217,11 @@ def test_p6_keys_beyond_the_length(xp: ModuleType, data: st.DataObject, extra: i
     base = data.draw(calls(limits_of(xp)))
     keys = base.k.shape[-2]
     base = base.with_options(kv_lengths=base.options.get("kv_lengths", keys))
-    options = dict(base.options)
-    for name, fill in (("bias", 7.0), ("mask", True)):
-        if name in options:
-            options[name] = wider(options[name], keys, extra, fill)
+    fills = {"bias": 7.0, "mask": True, "segment_ids_k": 0}
+    options = option_map(
+        base,
+        lambda name, value: wider(value, keys, extra, fills[name]) if name in fills else value,
+    )
     derived = base.but(
         k=longer(base.k, extra, np.nan), v=longer(base.v, extra, np.nan), options=options
     )
@@ -218,8 +234,9 @@ def test_p6_keys_beyond_the_length(xp: ModuleType, data: st.DataObject, extra: i
 
 @given(data=st.data(), by=st.sampled_from(("bias", "mask")))
 def test_p6_keys_that_are_masked(xp: ModuleType, data: st.DataObject, by: str) -> None:
-    """Keys appended with a bias of -inf, or a mask of False, change nothing."""
-    base = data.draw(calls(limits_of(xp), options=("causal", "offset", "window", *EVERYWHERE)))
+    """NaN keys appended with a bias of -inf, or a mask of False, change nothing."""
+    allowed = ("causal", "offset", "window", "alibi_slopes", "segment_ids", "sink", *EVERYWHERE)
+    base = data.draw(calls(limits_of(xp), options=allowed))
     assume(base.options.get("causal") != "bottom_right")
     rows, keys, extra = base.q.shape[-2], base.k.shape[-2], 9
     neutral = np.zeros((1, 1), np.float32) if by == "bias" else np.ones((1, 1), bool)
@@ -227,15 +244,13 @@ def test_p6_keys_that_are_masked(xp: ModuleType, data: st.DataObject, by: str) -
     if options.get("causal") != "top_left":
         options.setdefault("offset", keys - rows)
     base = base.but(options=options)
-    fills = {"bias": -np.inf if by == "bias" else 1.0, "mask": by != "mask"}
-    wide = {
-        name: wider(value, keys, extra, fills[name]) if name in fills else value
-        for name, value in base.options.items()
-    }
+    fills = {"bias": -np.inf if by == "bias" else 1.0, "mask": by != "mask", "segment_ids_k": 0}
+    wide = option_map(
+        base,
+        lambda name, value: wider(value, keys, extra, fills[name]) if name in fills else value,
+    )
     derived = base.but(
-        k=longer(base.k, extra, 1 if by == "bias" else np.nan),
-        v=longer(base.v, extra, np.nan),
-        options=wide,
+        k=longer(base.k, extra, np.nan), v=longer(base.v, extra, np.nan), options=wide
     )
 
     def move(name: str, a: np.ndarray) -> np.ndarray:
@@ -259,7 +274,7 @@ def test_p7_scaled_values(xp: ModuleType, data: st.DataObject, power: int) -> No
 
 @given(data=st.data(), shift=st.integers(-3, 3))
 def test_p7_shifted_values(xp: ModuleType, data: st.DataObject, shift: int) -> None:
-    base = data.draw(calls(limits_of(xp), kinds=("sparse_integers",)))
+    base = data.draw(calls(limits_of(xp), options=WITHOUT_SINK, kinds=("sparse_integers",)))
     seen = ~np.isneginf(Budget(base).truth.lse)[..., None]
 
     def move(name: str, a: np.ndarray) -> np.ndarray:
@@ -270,7 +285,7 @@ def test_p7_shifted_values(xp: ModuleType, data: st.DataObject, shift: int) -> N
 
 @given(data=st.data())
 def test_p8_shifted_rows_of_scores(xp: ModuleType, data: st.DataObject) -> None:
-    base = data.draw(calls(limits_of(xp)))
+    base = data.draw(calls(limits_of(xp), options=WITHOUT_SINK))
     rows = base.q.shape[-2]
     shift = np.random.default_rng(0).integers(-8, 9, rows).astype(np.float32)
     old = base.options.get("bias", np.zeros((1, 1), np.float32)).astype(np.float32)
@@ -335,7 +350,9 @@ def test_p11_padded_features(xp: ModuleType, data: st.DataObject, which: str) ->
 @given(data=st.data())
 def test_p12_causal_is_a_window(xp: ModuleType, data: st.DataObject) -> None:
     """Bit for bit: causal is nothing but a right side of 0."""
-    drawn = data.draw(calls(limits_of(xp), options=("offset", "kv_lengths", *EVERYWHERE)))
+    drawn = data.draw(
+        calls(limits_of(xp), options=("offset", "kv_lengths", "alibi_slopes", "sink", *EVERYWHERE))
+    )
     left = data.draw(st.sampled_from((None, 0, 20)))
     causal = run(xp, drawn.with_options(causal=True, window=(left, data.draw(st.integers(0, 9)))))
     window = run(xp, drawn.with_options(window=(left, 0)))
@@ -348,7 +365,7 @@ def test_p12_causal_is_a_window(xp: ModuleType, data: st.DataObject) -> None:
 @given(data=st.data(), by=st.sampled_from(("bias", "mask")))
 def test_p12_positions_are_a_mask(xp: ModuleType, data: st.DataObject, by: str) -> None:
     """Causal with an offset and a window, written out as a mask or as a bias of -inf."""
-    drawn = data.draw(calls(limits_of(xp), options=("scale", "softcap")))
+    drawn = data.draw(calls(limits_of(xp), options=("scale", "softcap", "sink")))
     rows, keys = drawn.q.shape[-2], drawn.k.shape[-2]
     offset = data.draw(st.integers(-rows - 2, keys + 2))
     left, right = data.draw(st.tuples(*[st.sampled_from((None, 0, 3, 20))] * 2))
@@ -362,9 +379,58 @@ def test_p12_positions_are_a_mask(xp: ModuleType, data: st.DataObject, by: str) 
 
 
 @given(data=st.data())
+def test_p12_segments_are_a_mask(data: st.DataObject) -> None:
+    drawn = data.draw(calls(limits_of(np), options=("causal", "scale", "segment_ids")))
+    assume("segment_ids" in drawn.options)
+    ids_q, ids_k = drawn.options["segment_ids"]
+    mask = ids_q[..., :, None] == ids_k[..., None, :]
+    assert_follows(np, drawn.with_options(mask=mask, segment_ids=None), drawn)
+
+
+@given(data=st.data())
+def test_p20_alibi_is_a_bias(data: st.DataObject) -> None:
+    """Slopes of few bits, so that their products with distances are exact."""
+    drawn = data.draw(calls(limits_of(np), options=("softcap", "mask", "sink", "alibi_slopes")))
+    assume("alibi_slopes" in drawn.options)
+    slopes = np.asarray(np.round(4 * drawn.options["alibi_slopes"].astype(np.float32)) / 4)
+    rows, keys = drawn.q.shape[-2], drawn.k.shape[-2]
+    distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys))
+    bias = -slopes[..., None, None] * distance.astype(np.float32)
+    base = drawn.with_options(bias=bias, alibi_slopes=None)
+    assert_follows(np, base, drawn.with_options(alibi_slopes=slopes))
+
+
+@given(data=st.data())
+def test_p20_sink_is_a_key_without_a_value(data: st.DataObject) -> None:
+    """One more key with a score given by the bias, and a value of 0."""
+    allowed = ("scale", "softcap", "bias", "mask", "sink")
+    derived = data.draw(calls(limits_of(np), options=allowed, kinds=("normal",)))
+    assume("sink" in derived.options)
+    rows, keys = derived.q.shape[-2], derived.k.shape[-2]
+    sink = derived.options["sink"].astype(np.float64)[..., None, None]
+    bias = derived.options.get("bias", np.zeros((1, 1))).astype(np.float64)
+    shape = np.broadcast_shapes(bias.shape, (*derived.batch, rows, 1), sink.shape)
+    bias = np.broadcast_to(bias, (*shape[:-1], bias.shape[-1]))
+    bias = np.broadcast_to(bias, (*shape[:-1], keys))
+    wide = np.concatenate([bias, np.broadcast_to(sink, (*shape[:-1], 1))], -1)
+    options = {"bias": wide, "sink": None}
+    if "mask" in derived.options:
+        options["mask"] = wider(derived.options["mask"], keys, 1, True)
+    base = derived.but(k=longer(derived.k, 1, 0), v=longer(derived.v, 1, 0))
+    base = base.with_options(**options)
+
+    def move(name: str, a: np.ndarray) -> np.ndarray:
+        return a[..., :-1, :] if name in ("k", "v") else a
+
+    assert_follows(np, base, derived, move)
+
+
+@given(data=st.data())
 def test_p12_offset_is_counted_from_the_lengths(xp: ModuleType, data: st.DataObject) -> None:
     """The default offset is kv_length - q_length of each entry; 'top_left' is 0."""
-    drawn = data.draw(calls(limits_of(xp), options=("q_lengths", "kv_lengths", "window")))
+    drawn = data.draw(
+        calls(limits_of(xp), options=("q_lengths", "kv_lengths", "window", "alibi_slopes"))
+    )
     rows = np.asarray(drawn.options.get("q_lengths", drawn.q.shape[-2]))
     keys = np.asarray(drawn.options.get("kv_lengths", drawn.k.shape[-2]))
     base = drawn.with_options(causal=True, offset=np.asarray(keys - rows, np.int64))
@@ -386,7 +452,8 @@ def partial(xp: ModuleType, call: Call) -> tuple[Any, Any]:
 
 @given(data=st.data(), parts=st.integers(1, 4))
 def test_p15_split_and_merge(xp: ModuleType, data: st.DataObject, parts: int) -> None:
-    base = data.draw(calls(limits_of(xp), options=("causal", "offset", "window", *EVERYWHERE)))
+    allowed = ("causal", "offset", "window", "alibi_slopes", "segment_ids", "sink", *EVERYWHERE)
+    base = data.draw(calls(limits_of(xp), options=allowed))
     rows, keys = base.q.shape[-2], base.k.shape[-2]
     default = 0 if base.options.get("causal") == "top_left" else keys - rows
     offset = base.options.get("offset", default)
@@ -397,6 +464,8 @@ def test_p15_split_and_merge(xp: ModuleType, data: st.DataObject, parts: int) ->
         options |= {"offset": offset - first}
         if options.get("causal"):
             options["causal"] = True
+        if outs:  # exactly one part carries the sink
+            options.pop("sink", None)
         part = base.but(k=base.k[..., first:last, :], v=base.v[..., first:last, :], options=options)
         out, lse = partial(xp, part)
         outs.append(out)
@@ -456,7 +525,9 @@ def test_p18_p19_constant_values(xp: ModuleType, data: st.DataObject, ones: bool
     Numerator and denominator sum the same weights, in two orders of at most n roundings each, and
     kernels round the weights of the numerator to 16 bits.
     """
-    drawn = data.draw(calls(limits_of(xp), kinds=("normal", "one_hot", "lse_minus_120")))
+    drawn = data.draw(
+        calls(limits_of(xp), options=WITHOUT_SINK, kinds=("normal", "one_hot", "lse_minus_120"))
+    )
     value = np.ones_like(drawn.v[..., :1, :]) if ones else drawn.v[..., :1, :]
     call = drawn.but(v=np.broadcast_to(value, drawn.v.shape).copy())
     budget = Budget(call)
@@ -491,16 +562,22 @@ def difference(
 def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
     """float64 against differences along random directions, every option drawn."""
     limits = limits_of(np)
-    drawn = data.draw(calls(limits, kinds=("normal", "uniform", "sparse_integers")))
+    drawn = data.draw(calls(limits, kinds=("normal", "uniform", "sparse_integers"), gradients=True))
     call = drawn.but(**{n: getattr(drawn, n).astype(np.float64) for n in ("q", "k", "v", "dout")})
     call = call.but(dlse=None if call.dlse is None else call.dlse.astype(np.float64))
     result = run(np, call)
     rng = np.random.default_rng(1)
 
+    arrays = {name: np.asarray(call.array(name), np.float64) for name in ("q", "k", "v", *call.wrt)}
+    arrays["scale"] = np.asarray(call.options.get("scale", call.q.shape[-1] ** -0.5))
+
     def objective(name: str) -> Callable[[np.ndarray], float]:
         def value(x: np.ndarray) -> float:
-            arrays = {"q": call.q, "k": call.k, "v": call.v, name: x}
-            out, lse = cuflash.attention(*arrays.values(), return_lse=True, **call.options)
+            given_arrays = {**arrays, name: np.asarray(x)}
+            q, k, v = (given_arrays.pop(n) for n in ("q", "k", "v"))
+            given_arrays["scale"] = float(given_arrays["scale"])
+            options = {**call.options, **given_arrays}
+            out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
             total = float((call.dout * out).sum())
             if call.dlse is not None:
                 total += float((call.dlse * np.where(np.isneginf(lse), 0, lse)).sum())
@@ -508,20 +585,31 @@ def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
 
         return value
 
-    for name in ("q", "k", "v"):
-        x = getattr(call, name)
-        direction = rng.standard_normal(x.shape)
+    for name in call.wrt:
+        x = arrays[name]
+        direction = np.asarray(rng.standard_normal(x.shape))
         direction /= max(float(np.linalg.norm(direction)), 1.0)
         expected = difference(objective(name), x, direction)
-        got = float((result.gradients[name] * direction).sum())
-        size = max(1.0, float(np.linalg.norm(result.gradients[name])))
-        assert abs(got - expected) <= 1e-7 * size, f"d{name}: {got} against {expected}"
+        got = float((result.gradients[name].astype(np.float64) * direction).sum())
+        size = max(1.0, float(np.linalg.norm(result.gradients[name].astype(np.float64))))
+        bound = 1e-7 * size
+        if name in call.options and name != "scale":
+            bound += float(finfo(call.array(name).dtype).eps) * size  # its gradient is rounded
+        assert abs(got - expected) <= bound, f"d{name}: {got} against {expected}"
 
 
 @given(data=st.data())
 def test_p24_weights_of_a_row_add_up_to_one_in_dv(xp: ModuleType, data: st.DataObject) -> None:
     """Summed over keys, dv is dout summed over the rows that see anything."""
-    call = data.draw(calls(limits_of(xp), batches=FULL_BATCHES, broadcast=False, group_sizes=(1,)))
+    call = data.draw(
+        calls(
+            limits_of(xp),
+            options=WITHOUT_SINK,
+            batches=FULL_BATCHES,
+            broadcast=False,
+            group_sizes=(1,),
+        )
+    )
     budget = Budget(call)
     result = run(xp, call)
     tensor = budget.gradients["v"]
@@ -532,6 +620,19 @@ def test_p24_weights_of_a_row_add_up_to_one_in_dv(xp: ModuleType, data: st.DataO
     ulp = max(largest * 2 * max(budget.w, budget.u), 2 * budget.t)
     bound = (tensor.accumulation + tensor.rounding + ulp).sum(-2)
     assert np.all(np.abs(got - expected) <= bound)
+
+
+def test_p24_dbias_of_a_row_adds_up_to_zero() -> None:
+    """Without sink and dlse: the Jacobian of softmax has columns that sum to 0."""
+    rng = np.random.default_rng(4)
+    bias = rng.standard_normal((2, 40, 50)).astype(np.float32)
+    shapes = (2, 40, 8), (2, 50, 8), (2, 50, 8)
+    call = make_call(
+        "normal", 4, np.float32, *shapes, options={"bias": bias}, wrt=("q", "k", "v", "bias")
+    )
+    tensor = Budget(call).gradients["bias"]
+    got = run(np, call).gradients["bias"].astype(np.float64).sum(-1)
+    assert np.all(np.abs(got) <= 2 * tensor.accumulation.sum(-1))
 
 
 def test_p24_equal_keys_have_no_gradient_in_q(xp: ModuleType) -> None:

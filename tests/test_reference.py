@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 
 from cuflash import reference
-from support.problems import Call, calls, limits_of
+from support.problems import FIELDS, Call, calls, limits_of
 
 
 def column(*values: float) -> np.ndarray:
@@ -76,6 +76,27 @@ def test_gradient_of_softcap() -> None:
     np.testing.assert_allclose(gradients.dq, column(-0.75 * slope * x), rtol=1e-14)
 
 
+def test_alibi_by_hand() -> None:
+    """Query 0 of 2 against 3 keys stands at position 1: distances 1, 0, 1."""
+    scores = reference.scores(column(0, 0), column(0, 0, 0), alibi_slopes=np.array(0.5))
+    np.testing.assert_array_equal(scores, [[-0.5, 0, -0.5], [-1, -0.5, 0]])
+
+
+def test_sink_by_hand() -> None:
+    """Scores 0 and ln 3, a sink of ln 4: weights 1/8, 3/8, and 1/2 for nothing."""
+    q, k, v = column(1), column(0, log(3)), column(8, 4)
+    given = {"scale": 1.0, "sink": np.array(log(4))}
+    out, lse = reference.attention(q, k, v, return_lse=True, **given)
+    np.testing.assert_allclose(out, [[2.5]], rtol=1e-15)
+    np.testing.assert_allclose(lse, [log(8)], rtol=1e-15)
+    gradients = reference.attention_backward(column(1), q, k, v, wrt=("v", "sink"), **given)
+    np.testing.assert_allclose(gradients.dv, column(1 / 8, 3 / 8), rtol=1e-15)
+    np.testing.assert_allclose(gradients.dsink, -0.5 * 2.5, rtol=1e-15)
+    out, lse = reference.attention(q, k, v, return_lse=True, kv_lengths=0, **given)
+    np.testing.assert_array_equal(out, [[0]])
+    np.testing.assert_allclose(lse, [log(4)], rtol=1e-15)
+
+
 def seen(rows: int, keys: int, **options: Any) -> list[str]:
     """Visibility as rows of x and ., read off scores that are all 0."""
     scores = reference.scores(np.zeros((rows, 1)), np.zeros((keys, 1)), **options)
@@ -104,6 +125,7 @@ VISIBLE = [
     (2, 2, {"mask": np.array([[True, False], [True, True]])}, ["x.", "xx"]),
     (2, 2, {"mask": np.array([[False], [True]]), "causal": True}, ["..", "xx"]),
     (2, 2, {"bias": np.array([[0, -inf], [-inf, -inf]])}, ["x.", ".."]),
+    (3, 3, {"segment_ids": (np.array([0, 0, 1]), np.array([0, 1, 1]))}, ["x..", "x..", ".xx"]),
 ]
 
 
@@ -295,6 +317,11 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
             kv = (*index[:-1], index[-1] // call.group_size)
         q_length = entry(options.get("q_lengths", rows), index)
         kv_length = entry(options.get("kv_lengths", keys), index)
+        segments = options.get("segment_ids")
+
+        def segment_of(side: int, position: int, index: tuple[int, ...] = index) -> int:
+            return int(entry(options["segment_ids"][side], index, (position,)))
+
         causal, (left, right) = options.get("causal"), options.get("window", (None, None))
         offset = entry(options.get("offset", kv_length - q_length), index)
         offset = 0 if causal == "top_left" else int(offset)
@@ -306,6 +333,8 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
                 if "softcap" in options:
                     score = options["softcap"] * tanh(score / options["softcap"])
                 score += float(entry(options.get("bias", 0.0), index, (m, n)))
+                slope = float(entry(options.get("alibi_slopes", 0.0), index))
+                score -= slope * abs(m + offset - n)
                 hidden = (
                     m >= q_length
                     or n >= kv_length
@@ -314,17 +343,21 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
                     or (left is not None and n < m + offset - left)
                     or not entry(options.get("mask", True), index, (m, n))
                     or score == -inf
+                    or (
+                        segments
+                        and entry(segments[0], index, (m,)) != entry(segments[1], index, (n,))
+                    )
                 )
                 if not hidden:
                     scores.append(score)
                     values.append(vector(call.v, kv, n))
-            if scores:
-                top = max(scores)
+            sink = float(entry(options.get("sink", -inf), index))
+            if scores or sink > -inf:
+                top = max([*scores, sink])
                 weights = [exp(s - top) for s in scores]
-                lse[(*index, m)] = top + log(sum(weights))
-                out[(*index, m)] = sum(
-                    w / sum(weights) * v for w, v in zip(weights, values, strict=True)
-                )
+                total = sum(weights) + exp(sink - top)
+                lse[(*index, m)] = top + log(total)
+                out[(*index, m)] = sum(w / total * v for w, v in zip(weights, values, strict=True))
     return out, lse
 
 
@@ -334,8 +367,9 @@ def test_forward_by_loops(call: Call) -> None:
     expected_out, expected_lse = by_loops(call)
     np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
-    p = reference.weights(call.q, call.k, **call.options)
-    np.testing.assert_allclose(p.sum(-1), p.any(-1).astype(float), rtol=1e-12)
+    if "sink" not in call.options:
+        p = reference.weights(call.q, call.k, **call.options)
+        np.testing.assert_allclose(p.sum(-1), p.any(-1).astype(float), rtol=1e-12)
 
 
 # By differences.
@@ -358,7 +392,7 @@ def difference(f: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
 @given(
     call=calls(
         limits_of(np), seqlens=(1, 3, 4), kinds=("normal",), batches=((), (2,), (1, 2)),
-        group_sizes=(1, 2),
+        group_sizes=(1, 2), gradients=True,
     )
 )  # fmt: skip
 def test_backward_by_differences(call: Call) -> None:
@@ -367,15 +401,19 @@ def test_backward_by_differences(call: Call) -> None:
         **{n: getattr(call, n)[..., :3].astype(np.float64) for n in ("q", "k", "v", "dout")},
         dlse=None if call.dlse is None else call.dlse.astype(np.float64),
     )
-    given_options = {"scale": 0.4, **call.options}
+    options = {"scale": 0.4, **call.options}
+    arrays = {n: np.asarray(call.array(n), np.float64) for n in ("q", "k", "v", *call.wrt)}
+    arrays["scale"] = np.asarray(options["scale"])
     gradients = reference.attention_backward(
-        call.dout, call.q, call.k, call.v, dlse=call.dlse, **given_options
+        call.dout, call.q, call.k, call.v, dlse=call.dlse, wrt=call.wrt, **options
     )
 
     def objective(name: str) -> Callable[[np.ndarray], float]:
         def value(x: np.ndarray) -> float:
-            arrays = {"q": call.q, "k": call.k, "v": call.v, name: x}
-            out, lse = reference.attention(*arrays.values(), return_lse=True, **given_options)
+            inputs = {**arrays, name: x}
+            q, k, v = (inputs.pop(n) for n in ("q", "k", "v"))
+            inputs["scale"] = float(inputs["scale"])
+            out, lse = reference.attention(q, k, v, return_lse=True, **{**options, **inputs})
             total = float((call.dout * out).sum())
             if call.dlse is not None:
                 total += float((call.dlse * np.where(np.isneginf(lse), 0, lse)).sum())
@@ -383,8 +421,8 @@ def test_backward_by_differences(call: Call) -> None:
 
         return value
 
-    for name in ("q", "k", "v"):
-        expected = difference(objective(name), getattr(call, name))
-        got = getattr(gradients, f"d{name}")
+    for name in call.wrt:
+        expected = difference(objective(name), arrays[name])
+        got = getattr(gradients, FIELDS[name])
         assert got.shape == expected.shape
         np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-8, err_msg=name)

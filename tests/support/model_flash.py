@@ -27,7 +27,9 @@ class Expanded:
     """A call's arrays with every broadcast written out, in one arithmetic, non-finite values as 0.
 
     q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
-    bias and visible (batch, m, n). Rows that see a non-finite value are not compared, so 0 serves.
+    bias, distance (what a slope multiplies) and visible (batch, m, n), slopes (batch, 1, 1),
+    sink (batch, m, 1), -inf where there is none. Rows that see a non-finite value are not
+    compared, so 0 serves.
     """
 
     call: Any
@@ -37,6 +39,9 @@ class Expanded:
     dout: np.ndarray
     dlse: np.ndarray
     bias: np.ndarray
+    distance: np.ndarray
+    slopes: np.ndarray
+    sink: np.ndarray
     visible: np.ndarray
     scale: float
     softcap: float | None
@@ -44,6 +49,8 @@ class Expanded:
     def fold(self, name: str, gradient: np.ndarray) -> np.ndarray:
         """Sum a written-out gradient over broadcast axes and head groups, to the input's shape."""
         shape = self.call.array(name).shape
+        if name == "scale":
+            return gradient.sum()
         if name in ("k", "v") and self.call.group_size > 1:
             *batch, heads, rows, columns = gradient.shape
             group = self.call.group_size
@@ -54,7 +61,7 @@ class Expanded:
 
     def fold_count(self, name: str) -> int:
         """How many written-out elements are summed into one element of the gradient."""
-        full = {"q": self.q, "k": self.k, "v": self.v}[name]
+        full = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}.get(name, self.visible)
         return full.size // max(self.call.array(name).size, 1)
 
 
@@ -72,6 +79,8 @@ def expand(call: Any, dtype: Any) -> Expanded:
     rows, keys = q.shape[-2], k.shape[-2]
     options = call.options
     bias = options.get("bias")
+    slopes = options.get("alibi_slopes")
+    sink = options.get("sink")
     scale = options.get("scale")
     core = (rows, keys)
     return Expanded(
@@ -82,10 +91,35 @@ def expand(call: Any, dtype: Any) -> Expanded:
         np.broadcast_to(arithmetic(call.dout), (*batch, rows, v.shape[-1])),
         np.zeros((*batch, rows), dtype) if call.dlse is None else arithmetic(call.dlse),
         np.broadcast_to(np.zeros((), dtype) if bias is None else arithmetic(bias), batch + core),
+        np.broadcast_to(_distance(call, dtype), batch + core),
+        np.zeros((), dtype) if slopes is None else arithmetic(slopes)[..., None, None],
+        np.broadcast_to(
+            np.full((1, 1), -np.inf, dtype) if sink is None else _sinks(sink, dtype),
+            (*batch, rows, 1),
+        ),
         ~np.isneginf(final_scores(call)),
         q.shape[-1] ** -0.5 if scale is None else scale,
         options.get("softcap"),
     )
+
+
+def _sinks(sink: np.ndarray, dtype: Any) -> np.ndarray:
+    return sink.astype(dtype)[..., None, None]
+
+
+def _distance(call: Any, dtype: Any) -> np.ndarray:
+    """|m + offset - n|, (batch, m, n)."""
+    rows, keys = call.q.shape[-2], call.k.shape[-2]
+    options = call.options
+    lengths = [
+        np.asarray(options.get("q_lengths", rows)),
+        np.asarray(options.get("kv_lengths", keys)),
+    ]
+    offset = np.asarray(options.get("offset", lengths[1] - lengths[0]))
+    if options.get("causal") == "top_left":
+        offset = np.zeros((), int)
+    m, n = np.arange(rows)[:, None], np.arange(keys)
+    return np.abs(m + offset[..., None, None] - n).astype(dtype)
 
 
 def final_scores(call: Any) -> np.ndarray:
@@ -94,26 +128,29 @@ def final_scores(call: Any) -> np.ndarray:
     return reference.scores(q, call.k, **call.options)
 
 
-def forward(call: Any, inputs: Expanded, out_dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """``out`` rounded to ``out_dtype`` and ``lse`` in the accumulator's dtype."""
+def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """``out``, and ``lse`` in the accumulator's dtype; all in that without the ``rounding``s."""
+    dtype = inputs.call.dtype if rounding else inputs.q.dtype
     scores, _ = _scores(inputs)
-    largest = np.max(scores, -1, keepdims=True, initial=-np.inf)
+    largest = np.maximum(np.max(scores, -1, keepdims=True, initial=-np.inf), inputs.sink)
     largest[np.isneginf(largest)] = 0
     p = np.exp(scores - largest)
-    total = p.sum(-1, keepdims=True)
+    total = p.sum(-1, keepdims=True) + np.exp(inputs.sink - largest)
     seen = total > 0
-    weighted = _rounded(p, call.dtype) @ inputs.v
+    weighted = _rounded(p, dtype) @ inputs.v
     out = np.divide(weighted, total, out=np.zeros_like(weighted), where=seen)
     with np.errstate(divide="ignore"):
         lse = np.where(seen, largest + np.log(total), -np.inf)
     with np.errstate(over="ignore"):
-        return out.astype(out_dtype), lse[..., 0]
+        return out.astype(dtype), lse[..., 0]
 
 
 def backward(
-    call: Any, inputs: Expanded, out: np.ndarray, lse: np.ndarray, wrt: tuple[str, ...]
+    inputs: Expanded, out: np.ndarray, lse: np.ndarray, *, rounding: bool = True
 ) -> dict[str, np.ndarray]:
-    """Gradients by recomputation from the model's own rounded ``out`` and ``lse``."""
+    """Gradients by recomputation from the model's own ``out`` and ``lse``."""
+    call = inputs.call
+    dtype = call.dtype if rounding else inputs.q.dtype
     scores, slope = _scores(inputs)
     reach = np.where(np.isneginf(lse), np.inf, lse)[..., None]
     p = np.exp(scores - reach)
@@ -121,15 +158,23 @@ def backward(
     finite_out = np.nan_to_num(out.astype(dout.dtype), nan=0.0, posinf=0.0, neginf=0.0)
     delta = (dout * finite_out).sum(-1) - inputs.dlse
     ds = p * (dout @ inputs.v.swapaxes(-1, -2) - delta[..., None])
-    draw = _rounded(ds * slope, call.dtype)
+    draw = _rounded(ds * slope, dtype)
+    sink = np.exp(inputs.sink - reach)[..., 0]
     scale = dout.dtype.type(inputs.scale)
     full = {
         "q": lambda: scale * (draw @ inputs.k),
         "k": lambda: scale * (draw.swapaxes(-1, -2) @ inputs.q),
-        "v": lambda: _rounded(p, call.dtype).swapaxes(-1, -2) @ dout,
+        "v": lambda: _rounded(p, dtype).swapaxes(-1, -2) @ dout,
+        "bias": lambda: ds,
+        "alibi_slopes": lambda: -(ds * inputs.distance).sum((-1, -2)),
+        "sink": lambda: -(sink * delta).sum(-1),
+        "scale": lambda: ds * slope * (inputs.q @ inputs.k.swapaxes(-1, -2)),
     }
+    gradients = {name: inputs.fold(name, full[name]()) for name in call.wrt}
+    if not rounding:
+        return gradients
     with np.errstate(over="ignore"):
-        return {n: inputs.fold(n, full[n]()).astype(call.array(n).dtype) for n in wrt}
+        return {name: g.astype(call.array(name).dtype) for name, g in gradients.items()}
 
 
 def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
@@ -141,7 +186,7 @@ def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
         tanh = np.tanh(scores / cap)
         scores, slope = cap * tanh, 1 - tanh * tanh
     with np.errstate(over="ignore"):
-        scores = scores + inputs.bias
+        scores = scores + inputs.bias - inputs.slopes * inputs.distance
     return np.where(inputs.visible, scores, -np.inf).astype(inputs.q.dtype), slope
 
 

@@ -25,6 +25,16 @@ Pairs = tuple[tuple[int, int], ...]
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
 HALVES = ("float16", "bfloat16")
 _OPERANDS = ("q", "k", "v")
+#: Which field of Gradients belongs to which input.
+FIELDS = {
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    "bias": "dbias",
+    "alibi_slopes": "dslopes",
+    "sink": "dsink",
+    "scale": "dscale",
+}
 CANONICAL: Pairs = ((-2, -1),) * 4
 SEQUENCE_OUTSIDE_HEADS: Pairs = ((-3, -1),) * 4
 FEATURE_FIRST: Pairs = ((-1, -2),) * 4
@@ -77,8 +87,19 @@ class Call:
         return np.broadcast_shapes(self.q.shape[:-2], k, v)
 
     def array(self, name: str) -> np.ndarray:
-        """The input called ``name``."""
-        return getattr(self, name)
+        """The input called ``name``; scale as the array that its gradient is like."""
+        if name == "scale":
+            return np.zeros(())
+        return self.options[name] if name in self.options else getattr(self, name)
+
+    @cached_property
+    def option_arrays(self) -> dict[str, np.ndarray]:
+        """Options that are arrays, the two of segment_ids under names of their own."""
+        named = dict(self.options)
+        named |= dict(
+            zip(("segment_ids_q", "segment_ids_k"), named.pop("segment_ids", ()), strict=False)
+        )
+        return {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
 
     def but(self, **changes: Any) -> Call:
         """The same call with some fields replaced."""
@@ -93,6 +114,8 @@ class Call:
         def text(value: Any) -> str:
             if isinstance(value, np.ndarray):
                 return f"{value.dtype}{list(value.shape)}"
+            if isinstance(value, tuple):
+                return f"({', '.join(map(text, value))})"
             return repr(value)
 
         parts = [f"{name}={text(self.array(name))}" for name in (*_OPERANDS, "dout")]
@@ -120,10 +143,13 @@ class Limits:
     head_dims: tuple[int, ...]
     values_dims: tuple[int, ...]
     option_sets: tuple[frozenset[str], ...] | None  # None: any
+    gradients: tuple[str, ...]  # beside those of q, k and v
 
 
 EVERYWHERE = ("scale", "softcap", "bias", "mask")
-ALL_OPTIONS = ("causal", "offset", "window", "q_lengths", "kv_lengths", *EVERYWHERE)
+RANGES = ("causal", "offset", "window", "q_lengths", "kv_lengths")
+WITHOUT_SINK = (*RANGES, *EVERYWHERE, "alibi_slopes", "segment_ids")
+ALL_OPTIONS = (*WITHOUT_SINK, "sink")
 #: Tiles on the host are patched down to this size, so that small arrays have tails.
 HOST_TILE = 16
 _HOST = Limits(
@@ -132,6 +158,7 @@ _HOST = Limits(
     head_dims=(1, 3, 8, 17),
     values_dims=(1, 4, 8, 19, 0),
     option_sets=None,
+    gradients=("bias", "alibi_slopes", "sink", "scale"),
 )
 _DEVICE = Limits(
     dtypes=HALVES,
@@ -141,13 +168,14 @@ _DEVICE = Limits(
     option_sets=tuple(
         frozenset(names)
         for names in (
-            ALL_OPTIONS,
+            (*RANGES, *EVERYWHERE),
             (),
             ("causal",),
             ("window", "offset", "q_lengths", "kv_lengths"),
             EVERYWHERE,
         )
     ),
+    gradients=(),
 )
 
 
@@ -210,11 +238,11 @@ def run(
         name: _placed(xp, call, name, call.array(name), pair, poison)
         for name, pair in zip((*_OPERANDS, "dout"), pairs, strict=True)
     }
-    given = dict(call.options)
-    for name, value in call.options.items():
-        if isinstance(value, np.ndarray):
-            inputs[name] = _placed(xp, call, name, value, None, poison)
-            given[name] = inputs[name].view
+    for name, value in call.option_arrays.items():
+        inputs[name] = _placed(xp, call, name, value, None, poison)
+    given = {n: inputs[n].view if n in inputs else value for n, value in call.options.items()}
+    if "segment_ids" in given:
+        given["segment_ids"] = (inputs["segment_ids_q"].view, inputs["segment_ids_k"].view)
     q, k, v, dout = (inputs[name].view for name in (*_OPERANDS, "dout"))
     outputs: dict[str, memory.Placed] = {}
     shape = (*call.batch, call.q.shape[-2], call.v.shape[-1])
@@ -244,12 +272,12 @@ def run(
             dlse = inputs["dlse"].view
         buffers = {}
         if with_out:
-            for name, pair in zip(_OPERANDS, pairs, strict=False):
-                own = call.array(name)
-                if name in call.wrt:
-                    buffers["d" + name] = _room(
-                        xp, call, "d" + name, own.shape, own.dtype, pair, poison
-                    )
+            of = dict(zip(_OPERANDS, pairs, strict=False))
+            for name in call.wrt:
+                own, gradient = call.array(name), FIELDS[name]
+                buffers[gradient] = _room(
+                    xp, call, gradient, own.shape, own.dtype, of.get(name), poison
+                )
         gradients = cuflash.attention_backward(
             dout, q, k, v, out, log_sum if lse is None else memory.to_device(xp, lse),
             dlse=dlse, wrt=call.wrt, axes=call.axes,
@@ -266,15 +294,19 @@ def run(
 
 
 def _collect_gradients(call: Call, pairs: Pairs, gradients: Any, result: Results) -> None:
-    for name, pair in zip(_OPERANDS, pairs, strict=False):
-        gradient = getattr(gradients, "d" + name)
+    of = dict(zip(_OPERANDS, pairs, strict=False))
+    for name, gradient_name in FIELDS.items():
+        gradient = getattr(gradients, gradient_name)
         if name not in call.wrt:
-            assert gradient is None, f"d{name} was not asked for"
+            assert gradient is None, f"{gradient_name} was not asked for"
             continue
         own = call.array(name)
-        assert gradient.dtype == own.dtype, f"d{name} has dtype {gradient.dtype}"
-        result.gradients[name] = _canonical(gradient, pair)
-        assert result.gradients[name].shape == own.shape, f"d{name} has shape {gradient.shape}"
+        assert gradient.dtype == own.dtype, f"{gradient_name} has dtype {gradient.dtype}"
+        if name in of:
+            result.gradients[name] = _canonical(gradient, of[name])
+        else:
+            result.gradients[name] = memory.to_numpy(gradient)
+        assert result.gradients[name].shape == own.shape, f"{gradient_name}: {gradient.shape}"
 
 
 def _placed(
@@ -296,10 +328,10 @@ def _room(
     name: str,
     shape: tuple[int, ...],
     dtype: Any,
-    pair: tuple[int, int],
+    pair: tuple[int, int] | None,
     poison: str,
 ) -> memory.Placed:
-    moved = np.moveaxis(np.empty(shape, bool), (-2, -1), pair).shape
+    moved = shape if pair is None else np.moveaxis(np.empty(shape, bool), (-2, -1), pair).shape
     placement = call.placements.get(name) or Placement.dense(len(shape))
     return memory.reserve(xp, moved, dtype, placement, poison)
 
@@ -324,13 +356,15 @@ def calls(
     batches: Sequence[tuple[int, ...]] = _BATCHES,
     broadcast: bool = True,
     layouts: bool = False,
+    gradients: bool = False,
     group_sizes: Sequence[int] = (1, 1, 2, 3),
     seqlens: Sequence[int] | None = None,
 ) -> Call:
     """Draw a whole call.
 
     ``options`` may be set, each or none; ``broadcast`` lets operands lack batch axes or have one
-    element there; ``layouts`` draws axes orders and strides too.
+    element there; ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of
+    options too.
     """
     dtype = DTYPES[draw(st.sampled_from(limits.dtypes))]
     lengths = st.sampled_from(tuple(limits.seqlens if seqlens is None else seqlens))
@@ -364,6 +398,9 @@ def calls(
     if draw(st.booleans()):
         dlse = rng.standard_normal((*call.batch, rows)).astype(call.lse_dtype)
         call = call.but(dlse=dlse)
+    if gradients:
+        names = [n for n in limits.gradients if n in (*call.option_arrays, "scale")]
+        call = call.but(wrt=(*_OPERANDS, *(n for n in names if draw(st.booleans()))))
     return _laid_out(draw, call) if layouts else call
 
 
@@ -389,6 +426,15 @@ def _options(
             array[rng.random(array.shape) < 0.3] = -np.inf
         return array
 
+    def per_head(spread: float) -> np.ndarray:
+        dtype = draw(st.sampled_from((np.dtype(np.float32), call.dtype)))
+        return np.asarray(spread * rng.standard_normal(_thinned(draw, call.batch))).astype(dtype)
+
+    def segment_ids() -> tuple[np.ndarray, np.ndarray]:
+        kind = draw(st.sampled_from((np.int32, np.int64)))
+        shapes = ((*_thinned(draw, call.batch), n) for n in (rows, keys))
+        return tuple(np.sort(rng.integers(-1, 3, shape)).astype(kind) for shape in shapes)
+
     def mask() -> np.ndarray:
         return rng.random(core()) < draw(st.sampled_from((0.1, 0.5, 0.95)))
 
@@ -404,6 +450,9 @@ def _options(
         "softcap": lambda: draw(st.sampled_from((0.5, 5.0, 30.0))),
         "bias": bias,
         "mask": mask,
+        "alibi_slopes": lambda: per_head(0.25),
+        "segment_ids": segment_ids,
+        "sink": lambda: per_head(2.0),
     }
     return {name: makers[name]() for name in names}
 
@@ -435,10 +484,11 @@ def _laid_out(draw: st.DrawFn, call: Call) -> Call:
         placements[name] = placement
         result = "out" if name == "dout" else "d" + name
         placements[result] = _placement(draw, moved.shape, zeros=False)
-    others = {**call.options, "dlse": call.dlse}
+    others = {**call.option_arrays, **({} if call.dlse is None else {"dlse": call.dlse})}
     for name, value in others.items():
-        if isinstance(value, np.ndarray):
-            placements[name] = _placement(draw, value.shape, zeros=False)
+        placements[name] = _placement(draw, value.shape, zeros=False)
+        if name in FIELDS:
+            placements[FIELDS[name]] = _placement(draw, value.shape, zeros=False)
     return call.but(**changes, placements=placements)
 
 
