@@ -58,7 +58,7 @@ def run_forward(
     config: Any,
 ) -> None:
     """Fill ``out`` and, unless None, ``lse``."""
-    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+    if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
@@ -84,7 +84,7 @@ def run_backward(
     config: Any,
 ) -> None:
     """Fill ``gradients``, by input name."""
-    if 0 in (*problem.batch, problem.seqlen_q, problem.seqlen_k):
+    if _nothing_to_sum(problem):
         for gradient in gradients.values():
             gradient.fill(0)
         return
@@ -94,6 +94,12 @@ def run_backward(
         _require_kernels(problem, options, tuple(gradients))
         path, extra = launch(), {"workspace": workspace, "config": config}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
+
+
+def _nothing_to_sum(problem: Problem) -> bool:
+    """Whether no row has a score: the results are then known, and nothing is launched."""
+    no_scores = problem.seqlen_k == 0 and problem.sink is None
+    return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 
 def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _MATRICES) -> None:
