@@ -212,7 +212,7 @@ def _entries(problem: Problem) -> Iterator[Entry]:
     if not batch:
         yield ()
         return
-    tile = min(problem.seqlen_q, _BLOCK_M) * min(problem.seqlen_k, _BLOCK_N)
+    tile = min(problem.seqlen_q, _BLOCK_M) * max(1, min(problem.seqlen_k, _BLOCK_N))
     axis = len(batch) - 1
     while axis and tile * math.prod(batch[axis:]) <= _TILE_ELEMENTS:
         axis -= 1
