@@ -1,8 +1,8 @@
 """What changes the machine code of a kernel? Frozen configurations, one per kernel.
 
-Every field becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh`` alone. Shapes,
-strides, lengths, scale and window bounds are run-time parameters and not here: a new shape never
-recompiles.
+Every field becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh`` alone.
+Shapes, strides, lengths, scale and window bounds are run-time parameters and not here: a new shape
+never recompiles.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class ForwardConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """One tile each of q, k and v."""
-        columns = self.block_m * self.head_dim + self.block_n * (self.head_dim + self.head_dim_v)
-        return _ELEMENT_BYTES * columns
+        """The q tile, two stages of k and v."""
+        streamed = 2 * self.block_n * (self.head_dim + self.head_dim_v)
+        return _ELEMENT_BYTES * (self.block_m * self.head_dim + streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

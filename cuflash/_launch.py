@@ -38,7 +38,9 @@ from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
 _LENGTHS = ("offset", "q_lengths", "kv_lengths")
 _GRID_LIMIT = 2**31 - 1
 _PLAN_LIMIT = 4096
-_UNBOUNDED = 1 << 60
+_UNBOUNDED = 1 << 60  # of offsets and windows
+_DISTANCE = 1 << 30  # no key is that far from a query
+_STATISTICS_BYTES = 8  # of one query
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,13 @@ class Layout:
         ndim = len(operand.summed)
         return cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
 
-    def copy_bytes(self, address_bits: int) -> int:
-        """Widest copy of neighbouring columns that every row of the operand allows."""
-        bits = functools.reduce(int.__or__, (abs(s) for s in (*self.batch, self.row)), address_bits)
+    def copy_bytes(self, columns: int, address_bits: int) -> int:
+        """Widest copy of neighbouring columns, aligned in every row, that divides a row."""
         if self.column != self.itemsize:
             return self.itemsize
+        bits = columns * self.itemsize | address_bits
+        for stride in (*self.batch, self.row):
+            bits |= abs(stride)
         return min(16, bits & -bits or 16)
 
 
@@ -228,9 +232,10 @@ def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> in
     what they stream. Sections are of even size: a small last one would end in a tail.
     """
     attributes = cupy.cuda.Device(device).attributes
-    fitting = attributes["L2CacheSize"] // 2 // max(streamed_bytes, 1)
-    limit = max(1, fitting, attributes["MultiProcessorCount"] // 4)
-    return -(-num_owners // -(-num_owners // limit))
+    fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
+    limit = max(1, fitting, int(attributes["MultiProcessorCount"]) // 4)
+    sections = -(-num_owners // limit)
+    return -(-num_owners // sections)
 
 
 def _fill_score(score: Any, problem: Problem) -> None:
@@ -238,9 +243,13 @@ def _fill_score(score: Any, problem: Problem) -> None:
     kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
     offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
     score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))
-    for side in ("window_left", "window_right"):
-        bound = getattr(problem, side)
-        score[side] = 0 if bound is None else min(bound, _UNBOUNDED)
+    left, right = (
+        0 if bound is None else min(bound, _UNBOUNDED)
+        for bound in (problem.window_left, problem.window_right)
+    )
+    score["window_left"], score["window_right"] = left, right
+    score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
+    score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
     score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
     score["q_length"], score["kv_length"] = q_length, kv_length
     score["scale"] = problem.scale
@@ -364,7 +373,7 @@ def _plan_forward(
     layouts["lse"] = _row_layout(problem, 4, lse_strides)
     layouts |= _score_layouts(problem)
     chosen = _select.forward_config(
-        problem, _smem_limit(device), _copy_bytes(layouts, ("q", "k", "v"), address_bits)
+        problem, _smem_limit(device), _copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
     )
     config = _overridden(chosen, config)
     return _plan_launch(
@@ -386,8 +395,14 @@ def _overridden(chosen: Any, config: Any) -> Any:
     return replace(chosen, **tile)
 
 
-def _copy_bytes(layouts: dict[str, Layout], names: tuple[str, ...], address_bits: int) -> int:
-    return min(layouts[name].copy_bytes(address_bits) for name in names)
+def _copy_bytes(
+    problem: Problem, layouts: dict[str, Layout], names: tuple[str, ...], address_bits: int
+) -> int:
+    columns = {"q": problem.head_dim, "k": problem.head_dim}
+    return min(
+        layouts[name].copy_bytes(columns.get(name, problem.head_dim_v), address_bits)
+        for name in names
+    )
 
 
 @functools.cache
@@ -398,11 +413,11 @@ def _smem_limit(device: int) -> int:
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    The backward keeps delta, one float32 for each query.
+    The backward keeps lse in units of log 2 and delta, two float32 for each query.
     """
     if pass_name == "forward":
         return 0
-    return 4 * math.prod(problem.batch) * problem.seqlen_q
+    return _STATISTICS_BYTES * math.prod(problem.batch) * problem.seqlen_q
 
 
 def backward(
@@ -430,10 +445,10 @@ def backward(
         dout = dout.astype(problem.dtype, copy=False)
         out, lse = (_readable(a) for a in (out, lse))
         dlse = None if dlse is None else _readable(dlse)
-        delta = _delta(problem, workspace)
+        rows = _workspace(problem, workspace)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
-            "out": out.data.ptr, "lse": lse.data.ptr, "delta": delta.data.ptr,
+            "out": out.data.ptr, "lse": lse.data.ptr, "rows": rows.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
             "dq": 0, "dk": 0, "dv": 0,
             **dict(zip(_params.SCORE_POINTERS, score_pointers, strict=True)),
@@ -453,7 +468,7 @@ def backward(
             layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
             layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
             layouts["lse"] = _row_layout(problem, 4, lse.strides)
-            layouts["delta"] = _row_layout(problem, 4, None)
+            layouts["rows"] = _row_layout(problem, _STATISTICS_BYTES, None)
             if dlse is not None:
                 layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
             for name, array in gradients.items():
@@ -476,15 +491,15 @@ def _readable(array: Array) -> Array:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _delta(problem: Problem, workspace: Array | None) -> Array:
-    """Memory for the delta of a backward call."""
+def _workspace(problem: Problem, workspace: Array | None) -> Array:
+    """Memory for the row statistics of a backward call."""
     size = workspace_size(problem, "backward")
     if workspace is not None:
-        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % 4:
+        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % 8:
             raise problem_with(
                 "workspace", ValueError,
                 got=f"{workspace.nbytes} bytes at strides {workspace.strides}",
-                expected=f"at least {size} contiguous bytes, aligned to 4",
+                expected=f"at least {size} contiguous bytes, aligned to 8",
             )  # fmt: skip
         return workspace
     refuse_capture("workspace", f"a uint8 array of {size} bytes that outlives the graph")
@@ -504,19 +519,17 @@ def _plan_backward(
     """The launches of one backward call, each with the names of its pointers."""
     smem_limit = _smem_limit(device)
     layouts = layouts | _score_layouts(problem)
-    copy_bytes = _copy_bytes(layouts, ("dout", "q", "k", "v"), address_bits)
+    copy_bytes = _copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits)
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
-    steps: list[tuple[np.dtype[Any], Launch]] = []
-    if wanted & {"q", "k"}:
-        delta = _select.delta_config(
-            problem, out_dtype, _copy_bytes(layouts, ("dout", "out"), address_bits | out_bits),
-            grad_lse="dlse" in layouts,
-        )  # fmt: skip
-        launch = _plan_launch(
-            _params.DELTA, delta, problem, layouts, device,
-            num_blocks=-(-problem.seqlen_q // delta.block_m),
-        )  # fmt: skip
-        steps.append((_params.DELTA, launch))
+    delta = _select.delta_config(
+        problem, out_dtype, _copy_bytes(problem, layouts, ("dout", "out"), address_bits | out_bits),
+        grad_lse="dlse" in layouts,
+    )  # fmt: skip
+    launch = _plan_launch(
+        _params.DELTA, delta, problem, layouts, device,
+        num_blocks=-(-problem.seqlen_q // delta.block_m),
+    )  # fmt: skip
+    steps = [(_params.DELTA, launch)]
     for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, wanted):
         kv_config = _overridden(chosen, config.kv)
         launch = _plan_launch(

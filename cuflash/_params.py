@@ -39,6 +39,8 @@ SCORE = _struct(
     ("offset_value", np.int64),
     ("window_left", np.int64),
     ("window_right", np.int64),
+    ("diagonal_begin", np.int32),
+    ("diagonal_end", np.int32),
     ("seqlen_q", np.int32),
     ("seqlen_k", np.int32),
     ("q_length", np.int32),
@@ -70,14 +72,14 @@ FORWARD = _kernel(
     ("head_dim_v", np.int32),
 )
 DELTA = _kernel(
-    ("dout", "out", "lse", "dlse", "delta"),
-    ("dout", "out", "lse", "dlse", "delta"),
+    ("dout", "out", "lse", "dlse", "rows"),
+    ("dout", "out", "lse", "dlse", "rows"),
     ("seqlen_q", np.int32),
     ("head_dim_v", np.int32),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv"),
-    ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv"),
+    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv"),
+    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv"),
     ("head_dim", np.int32),
     ("head_dim_v", np.int32),
 )

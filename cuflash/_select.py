@@ -64,7 +64,9 @@ def padded(head_dim: int) -> int:
     for width in HEAD_DIMS:
         if head_dim <= width:
             return width
-    raise not_yet(f"head_dim {head_dim} on a GPU", "a later version", f"up to {HEAD_DIMS[-1]} works")
+    raise not_yet(
+        f"head_dim {head_dim} on a GPU", "a later version", f"up to {HEAD_DIMS[-1]} works"
+    )
 
 
 def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> ForwardConfig:

@@ -1,7 +1,8 @@
-// delta = rowsum(dout * out) - dlse, one number per query: what the backward passes subtract from dP.
+// What the backward passes need to know of every query: lse in units of log 2 and
+// delta = rowsum(dout * out) - dlse, which is subtracted from dp.
 //
-// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get 0 and their dout
-// is not read.
+// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get (+inf, 0), and
+// their dout is not read.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -38,11 +39,12 @@ __device__ __forceinline__ void read_chunk(float (&values)[8], const void* array
   }
 }
 
-__device__ __forceinline__ float row_delta(const DeltaParams& params, const BatchIndex& entry,
-                                           int q_idx, int lane) {
+__device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params,
+                                                       const BatchIndex& entry, int q_idx,
+                                                       int lane) {
   const float lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
   const bool hidden = lse == -infinity();
-  float sum = 0.0f;
+  float delta = 0.0f;
   if (!hidden) {
     float dout[8], out[8];
     const Layout& dout_layout = params.dout_layout;
@@ -54,16 +56,18 @@ __device__ __forceinline__ float row_delta(const DeltaParams& params, const Batc
                                   entry * out_layout.batch + q_idx * out_layout.row,
                                   out_layout.column, 8 * lane, params.head_dim_v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum += dout[i] * out[i];
+    for (int i = 0; i < 8; ++i) delta += dout[i] * out[i];
   }
 #pragma unroll
   for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(0xffffffff, sum, distance, lanes_per_row);
+    delta += __shfl_xor_sync(0xffffffff, delta, distance, lanes_per_row);
   }
   if constexpr (Config::grad_lse) {
-    if (!hidden) sum -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
+    if (!hidden) {
+      delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
+    }
   }
-  return sum;
+  return {hidden ? infinity() : lse * log2_e, delta};
 }
 
 }  // namespace cuflash
@@ -78,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   for (int row = first_row; row < (tile.block + 1) * Config::block_m; row += rows_per_step) {
     // Lanes past the end repeat the last row, so that whole warps take part in the sums.
     const int q_idx = min(row, params.seqlen_q - 1);
-    const float delta = row_delta(params, entry, q_idx, lane);
+    const RowStatistics statistics = statistics_of(params, entry, q_idx, lane);
     if (lane == 0 && row < params.seqlen_q) {
-      params.delta[entry * params.delta_layout.batch + q_idx * params.delta_layout.row] = delta;
+      params.rows[entry * params.rows_layout.batch + q_idx * params.rows_layout.row] = statistics;
     }
   }
 }

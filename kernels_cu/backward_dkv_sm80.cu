@@ -12,7 +12,7 @@
 //     dk *= scale
 //
 // Transposed scores make the rows of a warp its keys: both results then are sums over columns that stay
-// in the warp. Shared memory: k and v of the tile, two stages of q, dout and the rows' (lse, delta); a
+// in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows' statistics; a
 // stage arrives while the other is computed with.
 #include "config.cuh"
 #include "params.cuh"
@@ -26,12 +26,6 @@
 #include "ptx/special.cuh"
 
 namespace cuflash {
-
-// The log2-domain lse of a query, +inf if it saw nothing or does not exist (then p = 0), and delta.
-struct RowStatistics {
-  float lse_log2;
-  float delta;
-};
 
 struct SharedMemory {
   using KTile = SmemTile<Config::block_n, Config::head_dim>;
@@ -50,7 +44,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 
 constexpr int slices = Config::block_n / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
-static_assert(Config::block_m <= Config::num_threads, "one thread reads the statistics of one row");
+static_assert(Config::block_m <= Config::num_threads, "a thread copies the statistics of one row");
 
 // What a warp sums: its keys' rows of dk and dv.
 struct Gradients {
@@ -70,17 +64,22 @@ struct Work {
   }
 };
 
-// The statistics of one row of the block of queries that starts at first_row, for thread row.
-__device__ __forceinline__ RowStatistics read_statistics(const BackwardParams& params,
-                                                         const float* lse, const float* delta,
-                                                         int first_row, Range rows) {
-  const int64_t q_idx = first_row + static_cast<int>(threadIdx.x);
-  if (threadIdx.x >= Config::block_m || q_idx < rows.begin || q_idx >= rows.end) {
-    return {infinity(), 0.0f};
+// The score of the owner's `index`-th batch entry, as often as it is asked for.
+__device__ __forceinline__ Score score_of_this_block(const BackwardParams& params, int index) {
+  const int first_entry = Work::of_this_block(params).owner * params.grid.entries_per_owner;
+  return Score(params.score, BatchIndex(params.batch, first_entry + index));
+}
+
+// Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
+// masked blocks, where nothing is visible to them.
+__device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::block_m],
+                                                const RowStatistics* from, int first_row,
+                                                Range valid) {
+  const int row = ptx::thread_index();
+  if (row < Config::block_m) {
+    ptx::cp_async<sizeof(RowStatistics)>(ptx::shared_address(&to[row]), from + first_row + row,
+                                         valid.contains(first_row + row));
   }
-  const float value = lse[q_idx * params.lse_layout.row];
-  return {value == -infinity() ? infinity() : value * log2_e,
-          delta[q_idx * params.delta_layout.row]};
 }
 
 // Within the rows of some key a mask or a bias can leave a row without anything visible: nothing it
@@ -103,95 +102,115 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
                                              float (&dp_acc)[slices][tiles][4],
                                              const RowStatistics (&rows)[Config::block_m],
                                              const Score& score, int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_key = first_key + fragment_row(0, 0, lane);
+  const int lane_row = first_row + fragment_column(0, 0, lane);
 #pragma unroll
-  for (int t = 0; t < tiles; ++t) {
-    const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0)]);
+  for (int s = 0; s < slices; ++s) {
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
+    for (int half = 0; half < 2; ++half) {
+      const int kv_idx = lane_key + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range seeing = score.q_range(kv_idx, kv_idx + 1).relative_to(lane_row);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float lse_log2 = i % 2 == 0 ? pair.x : pair.z;
-        const int q_idx = first_row + fragment_column(t, i);
-        const int kv_idx = first_key + fragment_row(s, i);
-        const float product = s_acc[s][t][i];
-        const bool visible = !masked || score.visible(q_idx, kv_idx);
-        const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-        const float p = ptx::exp2_approx(logit * score.exponent_scale() - lse_log2);
-        s_acc[s][t][i] = p;
-        if constexpr (Config::grad_k) {
-          const float delta = i % 2 == 0 ? pair.y : pair.w;
-          const float ds = p * (dp_acc[s][t][i] - delta) * score.derivative(product);
-          // An invisible value may be NaN: zero times it would not do.
-          dp_acc[s][t][i] = masked && logit == -infinity() ? 0.0f : ds;
+      for (int t = 0; t < tiles; ++t) {
+        const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0, lane)]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float lse_log2 = i == 0 ? pair.x : pair.z;
+          float& value = s_acc[s][t][2 * half + i];
+          const float product = value;
+          const int q_idx = lane_row + 8 * t + i;
+          const bool visible =
+              !masked || (seeing.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          value = ptx::exp2_approx(logit * score.exponent_scale() - lse_log2);
+          if constexpr (Config::grad_k) {
+            const float delta = i == 0 ? pair.y : pair.w;
+            float& ds = dp_acc[s][t][2 * half + i];
+            ds = value * (ds - delta) * score.derivative(product);
+            // An invisible value may be NaN: zero times it would not do.
+            if (masked && logit == -infinity()) ds = 0.0f;
+          }
         }
       }
     }
   }
 }
 
-// Adds the queries of one batch entry; `stage` alternates from one block of queries to the next.
+// Adds the queries of the owner's `index`-th batch entry; `stage` alternates from one block of
+// queries to the next.
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           const BatchIndex& entry, int first_key, int& stage,
-                                           Gradients& acc) {
+                                           int index, int& stage, Gradients& acc) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const int first_key = work.first_key;
   const Score score(params.score, entry);
   const Range rows = score.q_range(first_key, first_key + Config::block_n);
   const BlockRanges blocks = score.q_blocks(first_key, first_key + Config::block_n);
   if (blocks.begin >= blocks.end) return;
 
   const int warp_key = warp_index() * 16 * slices;
-  const int lane = lane_index();
   const RowSource q(params.q, params.q_layout, entry, params.head_dim);
   const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
-  const float* lse = params.lse + entry * params.lse_layout.batch;
-  const float* delta = params.delta + entry * params.delta_layout.batch;
-  const auto k_reader = MatrixReader<SharedMemory::KTile>::rows_first(smem.k, warp_key, lane);
-  const auto v_reader = MatrixReader<SharedMemory::VTile>::rows_first(smem.v, warp_key, lane);
+  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch;
 
-  load_tile(smem.q[stage], q, blocks.begin * Config::block_m, rows);
-  load_tile(smem.dout[stage], dout, blocks.begin * Config::block_m, rows);
-  ptx::cp_async_commit();
-  RowStatistics next = read_statistics(params, lse, delta, blocks.begin * Config::block_m, rows);
-
-  for_each_block(blocks, [&](int m_block, auto masked) {
+  const auto load_block = [&](int m_block, int to_stage) {
     const int first_row = m_block * Config::block_m;
-    if (threadIdx.x < Config::block_m) smem.rows[stage][threadIdx.x] = next;
+    load_tile(smem.q[to_stage], q, first_row, rows);
+    load_tile(smem.dout[to_stage], dout, first_row, rows);
+    load_statistics(smem.rows[to_stage], statistics, first_row, rows);
+    ptx::cp_async_commit();
+  };
+  load_block(blocks.begin, stage);
+#pragma unroll 1
+  for (int m_block = blocks.begin; m_block < blocks.end; ++m_block) {
+    const int first_row = m_block * Config::block_m;
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
     if constexpr (Score::may_hide_rows) clear_hidden_rows(smem, stage);
-    if (m_block + 1 < blocks.end) {
-      load_tile(smem.q[stage ^ 1], q, first_row + Config::block_m, rows);
-      load_tile(smem.dout[stage ^ 1], dout, first_row + Config::block_m, rows);
-      next = read_statistics(params, lse, delta, first_row + Config::block_m, rows);
-    }
-    ptx::cp_async_commit();
+    if (m_block + 1 < blocks.end) load_block(m_block + 1, stage ^ 1);
 
     float s_acc[slices][Config::block_m / 8][4];
     float dp_acc[slices][Config::block_m / 8][4];
     clear(s_acc);
-    multiply_transposed(
-        s_acc, k_reader, MatrixReader<SharedMemory::QTile>::columns_first(smem.q[stage], lane));
+    multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(smem.q[stage]));
     if constexpr (Config::grad_k) {
       clear(dp_acc);
-      multiply_transposed(
-          dp_acc, v_reader,
-          MatrixReader<SharedMemory::DoutTile>::columns_first(smem.dout[stage], lane));
+      multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[stage]));
     }
-    compute_p_ds<decltype(masked)::value>(s_acc, dp_acc, smem.rows[stage], score, first_row,
-                                          first_key + warp_key);
+    if (blocks.masked(m_block)) {
+      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score_of_this_block(params, index),
+                         first_row, first_key + warp_key);
+    } else {
+      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row,
+                          first_key + warp_key);
+    }
     if constexpr (Config::grad_v) {
       uint32_t p_frag[slices][Config::block_m / 16][4];
       to_operand(p_frag, s_acc);
-      multiply(acc.dv, p_frag,
-               MatrixReader<SharedMemory::DoutTile>::rows_first(smem.dout[stage], 0, lane));
+      multiply(acc.dv, p_frag, read_rows(smem.dout[stage]));
     }
     if constexpr (Config::grad_k) {
       uint32_t ds_frag[slices][Config::block_m / 16][4];
       to_operand(ds_frag, dp_acc);
-      multiply(acc.dk, ds_frag,
-               MatrixReader<SharedMemory::QTile>::rows_first(smem.q[stage], 0, lane));
+      multiply(acc.dk, ds_frag, read_rows(smem.q[stage]));
     }
     stage ^= 1;
-  });
+  }
+}
+
+// Starts the copy of the tile's keys and values, which all batch entries of the owner share.
+__device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  const Range keys{0, params.score.seqlen_k};
+  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, params.head_dim), work.first_key,
+            keys);
+  if constexpr (Config::grad_k) {
+    load_tile(smem.v, RowSource(params.v, params.v_layout, entry, params.head_dim_v),
+              work.first_key, keys);
+  }
 }
 
 // One result of this warp's keys.
@@ -214,6 +233,20 @@ __device__ __forceinline__ void store_rows(const BackwardParams& params, const R
   }
 }
 
+__device__ __forceinline__ void store_gradients(const BackwardParams& params,
+                                                const Gradients& acc) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  if constexpr (Config::grad_k) {
+    store_rows(params, RowTarget(params.dk, params.dk_layout, entry, params.head_dim),
+               work.first_key, params.score.scale, acc.dk);
+  }
+  if constexpr (Config::grad_v) {
+    store_rows(params, RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v),
+               work.first_key, 1.0f, acc.dv);
+  }
+}
+
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
@@ -222,35 +255,14 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  const int num_entries = params.grid.entries_per_owner;
   Gradients acc;
   clear(acc.dk);
   clear(acc.dv);
-  {
-    const Work work = Work::of_this_block(params);
-    const BatchIndex first(params.batch, work.owner * num_entries);
-    const Range keys{0, params.score.seqlen_k};
-    load_tile(smem.k, RowSource(params.k, params.k_layout, first, params.head_dim), work.first_key,
-              keys);
-    if constexpr (Config::grad_k) {
-      load_tile(smem.v, RowSource(params.v, params.v_layout, first, params.head_dim_v),
-                work.first_key, keys);
-    }
-    int stage = 0;
+  load_keys(params, smem);
+  int stage = 0;
 #pragma unroll 1
-    for (int i = 0; i < num_entries; ++i) {
-      const BatchIndex entry(params.batch, work.owner * num_entries + i);
-      accumulate(params, smem, entry, work.first_key, stage, acc);
-    }
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    accumulate(params, smem, index, stage, acc);
   }
-  const Work work = Work::of_this_block(params);
-  const BatchIndex owner(params.batch, work.owner * num_entries);
-  if constexpr (Config::grad_k) {
-    store_rows(params, RowTarget(params.dk, params.dk_layout, owner, params.head_dim),
-               work.first_key, params.score.scale, acc.dk);
-  }
-  if constexpr (Config::grad_v) {
-    store_rows(params, RowTarget(params.dv, params.dv_layout, owner, params.head_dim_v),
-               work.first_key, 1.0f, acc.dv);
-  }
+  store_gradients(params, acc);
 }

@@ -55,111 +55,120 @@ struct Work {
   }
 };
 
-// What the rows of this lane subtract: log2-domain lse and delta. Rows past the end get lse = +inf,
-// hence p = 0, and so do rows that saw nothing.
-struct RowStatistics {
-  float lse_log2[slices][2];
-  float delta[slices][2];
+// The score of the owner's `index`-th batch entry, as often as it is asked for.
+__device__ __forceinline__ Score score_of_this_block(const BackwardParams& params, int index) {
+  const int first_entry = Work::of_this_block(params).owner * params.grid.entries_per_owner;
+  return Score(params.score, BatchIndex(params.batch, first_entry + index));
+}
 
-  __device__ __forceinline__ RowStatistics(const BackwardParams& params, const BatchIndex& entry,
-                                           int first_row, int num_rows) {
-    const float* lse = params.lse + entry * params.lse_layout.batch;
-    const float* row_delta = params.delta + entry * params.delta_layout.batch;
+// The statistics of this lane's rows; a row past the end has no probabilities.
+__device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
+                                                const BackwardParams& params,
+                                                const BatchIndex& entry, int first_row,
+                                                int num_rows) {
+  const RowStatistics* from = params.rows + entry * params.rows_layout.batch;
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
+  for (int s = 0; s < slices; ++s) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t q_idx = first_row + fragment_row(s, 2 * half);
-        const bool exists = q_idx < num_rows;
-        const float value = exists ? lse[q_idx * params.lse_layout.row] : -infinity();
-        lse_log2[s][half] = value == -infinity() ? infinity() : value * log2_e;
-        delta[s][half] = exists ? row_delta[q_idx * params.delta_layout.row] : 0.0f;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = first_row + fragment_row(s, 2 * half);
+      rows[s][half] = q_idx < num_rows ? from[q_idx] : RowStatistics{infinity(), 0.0f};
     }
   }
-};
+}
 
 // s becomes ds.
 template <bool masked, int tiles>
 __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
                                            const float (&dp_acc)[slices][tiles][4],
-                                           const RowStatistics& rows, const Score& score,
+                                           const RowStatistics (&rows)[slices][2], const Score& score,
                                            int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_row = first_row + fragment_row(0, 0, lane);
+  const int lane_key = first_key + fragment_column(0, 0, lane);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
-    for (int t = 0; t < tiles; ++t) {
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane_row + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int q_idx = first_row + fragment_row(s, i);
-        const int kv_idx = first_key + fragment_column(t, i);
-        const float product = s_acc[s][t][i];
-        const bool visible = !masked || score.visible(q_idx, kv_idx);
-        const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-        const float p = ptx::exp2_approx(logit * score.exponent_scale() - rows.lse_log2[s][i / 2]);
-        const float ds = p * (dp_acc[s][t][i] - rows.delta[s][i / 2]) * score.derivative(product);
-        // An invisible value may be NaN: zero times it would not do.
-        s_acc[s][t][i] = masked && logit == -infinity() ? 0.0f : ds;
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = s_acc[s][t][2 * half + i];
+          const float product = value;
+          const int kv_idx = lane_key + 8 * t + i;
+          const bool visible =
+              !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const float p = ptx::exp2_approx(logit * score.exponent_scale() - rows[s][half].lse_log2);
+          value = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta) * score.derivative(product);
+          // An invisible value may be NaN: zero times it would not do.
+          if (masked && logit == -infinity()) value = 0.0f;
+        }
       }
     }
   }
 }
 
-// Adds the keys of one batch entry; `stage` alternates from one block of keys to the next.
+// Adds the keys of the owner's `index`-th batch entry; `stage` alternates from one block of keys to
+// the next.
 template <int dq_tiles>
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           const BatchIndex& entry, int first_row, int& stage,
+                                           int index, int& stage,
                                            float (&dq_acc)[slices][dq_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const int first_row = work.first_row;
   const Score score(params.score, entry);
   const Range keys = score.kv_range(first_row, first_row + Config::block_m);
   const BlockRanges blocks = score.kv_blocks(first_row, first_row + Config::block_m);
   if (blocks.begin >= blocks.end) return;
 
   const int warp_row = warp_index() * 16 * slices;
-  const int lane = lane_index();
   const RowSource q(params.q, params.q_layout, entry, params.head_dim);
   const RowSource k(params.k, params.k_layout, entry, params.head_dim);
   const RowSource v(params.v, params.v_layout, entry, params.head_dim_v);
   const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
-  const auto q_reader = MatrixReader<SharedMemory::QTile>::rows_first(smem.q, warp_row, lane);
-  const auto dout_reader =
-      MatrixReader<SharedMemory::DoutTile>::rows_first(smem.dout, warp_row, lane);
 
+  const auto load_block = [&](int n_block, int to_stage) {
+    load_tile(smem.k[to_stage], k, n_block * Config::block_n, keys);
+    load_tile(smem.v[to_stage], v, n_block * Config::block_n, keys);
+    ptx::cp_async_commit();
+  };
   __syncthreads();  // every warp is done with q and dout of the previous entry
-  const Range rows{0, score.seqlen.q};
-  load_tile(smem.q, q, first_row, rows);
-  load_tile(smem.dout, dout, first_row, rows);
-  load_tile(smem.k[stage], k, blocks.begin * Config::block_n, keys);
-  load_tile(smem.v[stage], v, blocks.begin * Config::block_n, keys);
-  ptx::cp_async_commit();
-  const RowStatistics statistics(params, entry, first_row + warp_row, score.seqlen.q);
+  load_tile(smem.q, q, first_row, {0, score.seqlen.q});
+  load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
+  load_block(blocks.begin, stage);
+  RowStatistics statistics[slices][2];
+  read_statistics(statistics, params, entry, first_row + warp_row, score.seqlen.q);
 
-  for_each_block(blocks, [&](int n_block, auto masked) {
+#pragma unroll 1
+  for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
     const int first_key = n_block * Config::block_n;
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
-    if (n_block + 1 < blocks.end) {
-      load_tile(smem.k[stage ^ 1], k, first_key + Config::block_n, keys);
-      load_tile(smem.v[stage ^ 1], v, first_key + Config::block_n, keys);
-    }
-    ptx::cp_async_commit();
+    if (n_block + 1 < blocks.end) load_block(n_block + 1, stage ^ 1);
 
     float s_acc[slices][Config::block_n / 8][4];
     float dp_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
     clear(dp_acc);
-    multiply_transposed(
-        s_acc, q_reader, MatrixReader<SharedMemory::KTile>::columns_first(smem.k[stage], lane));
-    multiply_transposed(
-        dp_acc, dout_reader, MatrixReader<SharedMemory::VTile>::columns_first(smem.v[stage], lane));
-    compute_ds<decltype(masked)::value>(s_acc, dp_acc, statistics, score, first_row + warp_row,
-                                        first_key);
+    multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
+    multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
+    if (blocks.masked(n_block)) {
+      compute_ds<true>(s_acc, dp_acc, statistics, score_of_this_block(params, index),
+                       first_row + warp_row, first_key);
+    } else {
+      compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
+    }
     uint32_t ds_frag[slices][Config::block_n / 16][4];
     to_operand(ds_frag, s_acc);
-    multiply(dq_acc, ds_frag,
-             MatrixReader<SharedMemory::KTile>::rows_first(smem.k[stage], 0, lane));
+    multiply(dq_acc, ds_frag, read_rows(smem.k[stage]));
     stage ^= 1;
-  });
+  }
 }
 
 template <int dq_tiles>
@@ -191,15 +200,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  const Work work = Work::of_this_block(params);
-  const int num_entries = params.grid.entries_per_owner;
   float dq_acc[slices][Config::head_dim / 8][4];
   clear(dq_acc);
   int stage = 0;
 #pragma unroll 1
-  for (int i = 0; i < num_entries; ++i) {
-    const BatchIndex entry(params.batch, work.owner * num_entries + i);
-    accumulate(params, smem, entry, work.first_row, stage, dq_acc);
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    accumulate(params, smem, index, stage, dq_acc);
   }
   store_rows(params, dq_acc);
 }

@@ -30,8 +30,8 @@ struct SharedMemory {
   using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
 
   QTile q;
-  KTile k;
-  VTile v;
+  KTile k[2];
+  VTile v[2];
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "ForwardConfig.smem_bytes counts this struct");
@@ -43,16 +43,26 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 template <bool masked, int tiles>
 __device__ __forceinline__ void apply_score(float (&s_acc)[slices][tiles][4], const Score& score,
                                             int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_row = first_row + fragment_row(0, 0, lane);
+  const int lane_key = first_key + fragment_column(0, 0, lane);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
-    for (int t = 0; t < tiles; ++t) {
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane_row + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int q_idx = first_row + fragment_row(s, i);
-        const int kv_idx = first_key + fragment_column(t, i);
-        const bool visible = !masked || score.visible(q_idx, kv_idx);
-        s_acc[s][t][i] = visible ? score.apply(s_acc[s][t][i], q_idx, kv_idx) : -infinity();
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = s_acc[s][t][2 * half + i];
+          const int kv_idx = lane_key + 8 * t + i;
+          const bool visible =
+              !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
+        }
       }
     }
   }
@@ -111,7 +121,6 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int warp_row = warp_index() * 16 * slices;
-  const int lane = lane_index();
   const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
   const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
   if (blocks.begin >= blocks.end) return;
@@ -119,36 +128,41 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
   const RowSource q(params.q, params.q_layout, work.entry, params.head_dim);
   const RowSource k(params.k, params.k_layout, work.entry, params.head_dim);
   const RowSource v(params.v, params.v_layout, work.entry, params.head_dim_v);
-  const auto q_reader = MatrixReader<SharedMemory::QTile>::rows_first(smem.q, warp_row, lane);
-  const auto k_reader = MatrixReader<SharedMemory::KTile>::columns_first(smem.k, lane);
-  const auto v_reader = MatrixReader<SharedMemory::VTile>::rows_first(smem.v, 0, lane);
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
-  load_tile(smem.k, k, blocks.begin * Config::block_n, keys);
+  load_tile(smem.k[0], k, blocks.begin * Config::block_n, keys);
+  load_tile(smem.v[0], v, blocks.begin * Config::block_n, keys);
   ptx::cp_async_commit();
 
-  for_each_block(blocks, [&](int n_block, auto masked) {
+  int stage = 0;
+#pragma unroll 1
+  for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
     const int first_key = n_block * Config::block_n;
     ptx::cp_async_wait<0>();
-    __syncthreads();  // k is there; every warp is done with the previous v
-    load_tile(smem.v, v, first_key, keys);
+    __syncthreads();  // this stage is there; every warp is done with the other
+    if (n_block + 1 < blocks.end) {
+      load_tile(smem.k[stage ^ 1], k, first_key + Config::block_n, keys);
+      load_tile(smem.v[stage ^ 1], v, first_key + Config::block_n, keys);
+    }
     ptx::cp_async_commit();
 
     float s_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
-    multiply_transposed(s_acc, q_reader, k_reader);
-    apply_score<decltype(masked)::value>(s_acc, score, work.first_row + warp_row, first_key);
-
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // v is there; every warp is done with k
-    if (n_block + 1 < blocks.end) load_tile(smem.k, k, first_key + Config::block_n, keys);
-    ptx::cp_async_commit();
+    multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
+    if (blocks.masked(n_block)) {
+      const Work again = Work::of_this_block(params);
+      apply_score<true>(s_acc, Score(params.score, again.entry), again.first_row + warp_row,
+                        first_key);
+    } else {
+      apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);
+    }
 
     softmax.update(s_acc, o_acc, score.exponent_scale());
     uint32_t p_frag[slices][Config::block_n / 16][4];
     to_operand(p_frag, s_acc);
-    multiply(o_acc, p_frag, v_reader);
-  });
+    multiply(o_acc, p_frag, read_rows(smem.v[stage]));
+    stage ^= 1;
+  }
 }
 
 }  // namespace cuflash

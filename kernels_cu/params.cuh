@@ -36,9 +36,11 @@ struct ScoreParams {
   BatchStrides offset_strides;
   BatchStrides q_lengths_strides;
   BatchStrides kv_lengths_strides;
-  int64_t offset_value;  // used where Config::offset is `value`
-  int64_t window_left;   // used where Config::window_left; below 2^60
+  int64_t offset_value;    // used where Config::offset is `value`
+  int64_t window_left;     // used where Config::window_left; below 2^60
   int64_t window_right;
+  int32_t diagonal_begin;  // what Score makes of these, used where Config::offset is `value`
+  int32_t diagonal_end;
   int32_t seqlen_q;       // extents of the arrays
   int32_t seqlen_k;
   int32_t q_length;       // used where there is no array of lengths
@@ -75,17 +77,24 @@ struct ForwardParams {
   int32_t head_dim_v;
 };
 
+// What the backward passes need to know of a query: lse in units of log 2, +inf for a row that saw
+// nothing (its probabilities then are zero), and delta = rowsum(dout * out) - dlse.
+struct RowStatistics {
+  float lse_log2;
+  float delta;
+};
+
 struct DeltaParams {
   const void* dout;
   const void* out;
   const float* lse;
   const float* dlse;  // null unless Config::grad_lse
-  float* delta;
+  RowStatistics* rows;
   Layout dout_layout;
   Layout out_layout;
   Layout lse_layout;
   Layout dlse_layout;
-  Layout delta_layout;
+  Layout rows_layout;
   BatchAxes batch;
   Grid grid;
   int32_t seqlen_q;
@@ -97,8 +106,7 @@ struct BackwardParams {
   const void* q;
   const void* k;
   const void* v;
-  const float* lse;
-  const float* delta;
+  const RowStatistics* rows;
   void* dq;
   void* dk;
   void* dv;
@@ -107,8 +115,7 @@ struct BackwardParams {
   Layout q_layout;
   Layout k_layout;
   Layout v_layout;
-  Layout lse_layout;
-  Layout delta_layout;
+  Layout rows_layout;
   Layout dq_layout;
   Layout dk_layout;
   Layout dv_layout;

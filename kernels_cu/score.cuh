@@ -16,30 +16,20 @@ namespace cuflash {
 
 struct Range {
   int begin, end;
+
+  __device__ __forceinline__ bool contains(int i) const { return i >= begin && i < end; }
+  __device__ __forceinline__ Range relative_to(int i) const { return {begin - i, end - i}; }
 };
 
 // Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
 struct BlockRanges {
   int begin, full_begin, full_end, end;
-};
 
-// Calls step(block, masked) for every block in order; masked.value says at compile time whether the
-// block has to ask which pairs are visible.
-template <bool value_>
-struct Bool {
-  static constexpr bool value = value_;
+  // Does somebody have to ask which pairs of this block are visible?
+  __device__ __forceinline__ bool masked(int block) const {
+    return block < full_begin || block >= full_end;
+  }
 };
-
-template <typename Step>
-__device__ __forceinline__ void for_each_block(const BlockRanges& blocks, const Step& step) {
-  int block = blocks.begin;
-#pragma unroll 1
-  for (; block < blocks.full_begin; ++block) step(block, Bool<true>{});
-#pragma unroll 1
-  for (; block < blocks.full_end; ++block) step(block, Bool<false>{});
-#pragma unroll 1
-  for (; block < blocks.end; ++block) step(block, Bool<true>{});
-}
 
 struct Score {
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
@@ -56,25 +46,35 @@ struct Score {
     // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
     // its sum with an index cannot overflow. An offset that an array holds is clamped first.
     constexpr int64_t distance = 1 << 30;
-    const int64_t offset = clamp(seqlen.offset, -(1ll << 60), 1ll << 60);
-    diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -distance, distance));
-    diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -distance, distance));
+    if constexpr (Config::offset == Offset::value) {
+      diagonal_begin = params.diagonal_begin;
+      diagonal_end = params.diagonal_end;
+    } else {
+      const int64_t offset = clamp(seqlen.offset, -(1ll << 60), 1ll << 60);
+      diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -distance, distance));
+      diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -distance, distance));
+    }
     if constexpr (!Config::window_left) diagonal_begin = -distance;
     if constexpr (!Config::window_right) diagonal_end = distance;
     if constexpr (Config::bias != Dtype::none) bias_offset = entry * params.bias_layout.batch;
     if constexpr (Config::mask) mask_offset = entry * params.mask_layout.batch;
   }
 
+  // The definition. A row's visible keys are an interval apart from the mask, and so are a key's
+  // rows: a loop over many pairs asks for kv_range(q_idx, q_idx + 1), or q_range, once and for
+  // `unmasked` within it.
   __device__ __forceinline__ bool visible(int q_idx, int kv_idx) const {
-    bool is_visible = q_idx < seqlen.q && kv_idx < seqlen.k;
-    if constexpr (Config::window_left) is_visible &= kv_idx - q_idx >= diagonal_begin;
-    if constexpr (Config::window_right) is_visible &= kv_idx - q_idx < diagonal_end;
+    return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx);
+  }
+
+  // What the mask says of a pair of existing indices.
+  __device__ __forceinline__ bool unmasked(int q_idx, int kv_idx) const {
     if constexpr (Config::mask) {
       const Layout& layout = params.mask_layout;
-      is_visible = is_visible && params.mask[mask_offset + q_idx * layout.row +
-                                             kv_idx * layout.column] != 0;
+      return params.mask[mask_offset + q_idx * layout.row + kv_idx * layout.column] != 0;
+    } else {
+      return true;
     }
-    return is_visible;
   }
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).

@@ -5,18 +5,18 @@
 
 namespace cuflash::ptx {
 
-// Copies `valid_bytes` (0 to `bytes`) and fills the rest of the destination with zeros; nothing is
-// read when valid_bytes is 0, whatever the source address.
+// Copies `bytes`, or fills the destination with zeros without reading the source.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 template <int bytes>
-__device__ __forceinline__ void cp_async(uint32_t smem, const void* source, int valid_bytes) {
+__device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool valid) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
+  const int source_bytes = valid ? bytes : 0;
   if constexpr (bytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(smem), "l"(source), "r"(valid_bytes) : "memory");
+                 ::"r"(smem), "l"(source), "r"(source_bytes) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 ::"r"(smem), "l"(source), "n"(bytes), "r"(valid_bytes) : "memory");
+                 ::"r"(smem), "l"(source), "n"(bytes), "r"(source_bytes) : "memory");
   }
 }
 

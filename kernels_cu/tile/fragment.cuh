@@ -16,12 +16,12 @@ namespace cuflash {
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
 
-// Row of register i of a slice, column of register i of a tile, for this lane.
-__device__ __forceinline__ int fragment_row(int slice, int i) {
-  return 16 * slice + lane_index() / 4 + 8 * (i / 2);
+// Row of register i of a slice, column of register i of a tile, for one lane.
+__device__ __forceinline__ int fragment_row(int slice, int i, int lane = lane_index()) {
+  return 16 * slice + lane / 4 + 8 * (i / 2);
 }
-__device__ __forceinline__ int fragment_column(int tile, int i) {
-  return 8 * tile + 2 * (lane_index() % 4) + i % 2;
+__device__ __forceinline__ int fragment_column(int tile, int i, int lane = lane_index()) {
+  return 8 * tile + 2 * (lane % 4) + i % 2;
 }
 
 template <int slices, int tiles>

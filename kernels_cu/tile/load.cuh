@@ -3,6 +3,7 @@
 
 #include "params.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/special.cuh"
 #include "score.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -25,7 +26,8 @@ struct RowSource {
 
 // Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
 // outside `valid` and columns past the true width become zero without being read, so that what they
-// hold, NaN included, cannot reach a product. The tile is complete after this thread's
+// hold, NaN included, cannot reach a product. Config::copy_bytes divides the true width, so that a
+// copy lies within it or outside. The tile is complete after this thread's
 // cp_async_wait and a barrier (the element-wise form is complete after the barrier).
 template <typename Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, int first_row,
@@ -35,33 +37,34 @@ __device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, i
   constexpr int steps = (chunks + num_threads - 1) / num_threads;
   constexpr int row_step = num_threads / Tile::row_chunks;
   static_assert(num_threads % Tile::row_chunks == 0, "a thread keeps its column in every step");
-  const int chunk = threadIdx.x % Tile::row_chunks;
-  const int thread_row = threadIdx.x / Tile::row_chunks;
+  const int thread = ptx::thread_index();
+  const int chunk = thread % Tile::row_chunks;
+  const int thread_row = thread / Tile::row_chunks;
   const Element* row_data = source.data + (first_row + thread_row) * source.row_stride;
   const uint32_t smem = ptx::shared_address(tile.data);
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
     const int tile_row = thread_row + step * row_step;
     if (chunks % num_threads != 0 && tile_row >= Tile::rows) break;
-    const int row = first_row + tile_row;
-    const bool row_valid = row >= valid.begin && row < valid.end;
+    const bool row_valid = static_cast<uint32_t>(first_row + tile_row - valid.begin) <
+                           static_cast<uint32_t>(valid.end - valid.begin);
 #pragma unroll
     for (int panel = 0; panel < Tile::num_panels; ++panel) {
       const int column = panel * Tile::panel_columns + 8 * chunk;
-      const int num_valid = row_valid ? source.num_columns - column : 0;
       const int offset = panel * Tile::panel_bytes + Tile::chunk_offset(tile_row, chunk);
       if constexpr (Config::copy_bytes >= 4) {
         constexpr int copy_columns = Config::copy_bytes / 2;
 #pragma unroll
         for (int c = 0; c < 8; c += copy_columns) {
           ptx::cp_async<Config::copy_bytes>(smem + offset + 2 * c, row_data + column + c,
-                                            2 * min(max(num_valid - c, 0), copy_columns));
+                                            row_valid && column + c < source.num_columns);
         }
       } else {
         Element* to = tile.data + offset / 2;
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-          to[c] = c < num_valid ? row_data[(column + c) * source.column_stride] : Element(0);
+          const bool is_valid = row_valid && column + c < source.num_columns;
+          to[c] = is_valid ? row_data[(column + c) * source.column_stride] : Element(0);
         }
       }
     }

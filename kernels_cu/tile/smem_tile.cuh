@@ -12,6 +12,7 @@
 
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
+#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -52,19 +53,6 @@ template <typename Tile>
 struct MatrixReader {
   uint32_t lane_address;
 
-  // Matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): the A
-  // operand, and transposed the B operand of a tile whose rows are summed over.
-  __device__ __forceinline__ static MatrixReader rows_first(const Tile& tile, int first_row,
-                                                            int lane) {
-    return at(tile, first_row, lane & 15, lane >> 4);
-  }
-
-  // (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15): the B operand of a tile whose
-  // columns are summed over.
-  __device__ __forceinline__ static MatrixReader columns_first(const Tile& tile, int lane) {
-    return at(tile, 0, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  }
-
   // Block (row16, column16) in units of 16. Swizzle bits of a lane are the same in every block, and
   // a block's column only flips address bits above its chunk's lowest, hence the exclusive or.
   __device__ __forceinline__ uint32_t address(int row16, int column16) const {
@@ -72,13 +60,24 @@ struct MatrixReader {
     return (lane_address ^ ((column16 % blocks_per_panel) << 5)) + row16 * 16 * Tile::row_bytes +
            column16 / blocks_per_panel * Tile::panel_bytes;
   }
-
- private:
-  __device__ __forceinline__ static MatrixReader at(const Tile& tile, int first_row, int lane_row,
-                                                    int lane_chunk) {
-    return {ptx::shared_address(tile.data) + first_row * Tile::row_bytes +
-            Tile::chunk_offset(lane_row, lane_chunk)};
-  }
 };
+
+// Matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): an A operand
+// whose rows start at first_row, and transposed a B operand whose rows are summed over.
+template <typename Tile>
+__device__ __forceinline__ MatrixReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
+  const int lane = ptx::thread_index() % 32;
+  return {ptx::shared_address(tile.data) + first_row * Tile::row_bytes +
+          Tile::chunk_offset(lane & 15, lane >> 4)};
+}
+
+// (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15): a B operand whose columns are
+// summed over.
+template <typename Tile>
+__device__ __forceinline__ MatrixReader<Tile> read_columns(const Tile& tile) {
+  const int lane = ptx::thread_index() % 32;
+  return {ptx::shared_address(tile.data) +
+          Tile::chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)};
+}
 
 }  // namespace cuflash
