@@ -8,6 +8,7 @@ from cuflash._options import Options
 from cuflash._probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
 from cuflash._results import AttentionResult, Gradients
 from cuflash._show_config import show_config
+from cuflash._varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ __all__ = [
     "Options",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "attention_vjp",
     "dropout_mask",
     "logsumexp",

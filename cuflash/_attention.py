@@ -16,7 +16,7 @@ from cuflash._results import AttentionResult, Gradients
 
 _WRT = ("q", "k", "v")
 #: Field of Gradients for each input that has a gradient.
-_FIELDS = {
+FIELDS = {
     "q": "dq",
     "k": "dk",
     "v": "dv",
@@ -148,7 +148,7 @@ def attention(
     chosen = resolve(options, score_options)
     xp, q, k, v = operands(q, k, v)
     check_common(xp, deterministic, workspace, config)
-    out, lse = _result_pair(out, return_lse)
+    out, lse = result_pair(out, return_lse)
     problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
     if lse is not None:
         require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
@@ -238,9 +238,9 @@ def attention_backward(
     (8, 128, 64)
     """
     chosen = resolve(options, score_options)
-    wanted = _wanted(wrt, chosen)
+    wanted = gradient_names(wrt, chosen)
     given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
-    given |= {name: a for name, a in chosen.arrays.items() if name in _FIELDS}
+    given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
     given["scale"] = np.zeros(())
     xp, q, k, v = operands(q, k, v)
     dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
@@ -257,15 +257,15 @@ def attention_backward(
             require_shape(name, array, problem.lse_shape, "the lse of attention")
     gradients = {}
     for name in wanted:
-        buffer = None if grads_out is None else getattr(grads_out, _FIELDS[name])
+        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
         if buffer is None:
             like = given[name]
-            buffer = allocate(xp, f"grads_out.{_FIELDS[name]}", like.shape, like.dtype)
+            buffer = allocate(xp, f"grads_out.{FIELDS[name]}", like.shape, like.dtype)
         else:
-            _check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
+            check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
         gradients[name] = buffer
     run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
-    return Gradients(**{_FIELDS[name]: array for name, array in gradients.items()})
+    return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
 def attention_vjp(
@@ -368,7 +368,7 @@ def workspace_size(
     return int(launch().workspace_size(problem, "backward" if backward else "forward"))
 
 
-def _result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
+def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
     """The destinations of out and lse."""
     if out is None:
         return None, None
@@ -381,22 +381,24 @@ def _result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None
     return native("out", out[0]), native("out", out[1])
 
 
-def _wanted(wrt: Any, options: Options) -> tuple[str, ...]:
-    expected = f"a tuple of {', '.join(map(repr, _FIELDS))}"
+def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
+    """The inputs whose gradients are asked for, in the order of FIELDS."""
+    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
     if not isinstance(wrt, tuple | list):
         raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
     for name in wrt:
-        if name not in _FIELDS:
+        if name not in FIELDS:
             raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
         if name not in (*_WRT, "scale") and name not in options.arrays:
             raise problem_with(
                 "wrt", ValueError, got=repr(wrt), expected=f"inputs of the call; {name} is not one"
             )
-    return tuple(name for name in _FIELDS if name in wrt)
+    return tuple(name for name in FIELDS if name in wrt)
 
 
-def _check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others: Array) -> None:
-    argument, like = f"grads_out.{_FIELDS[name]}", inputs[name]
+def check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others: Array) -> None:
+    """Raise unless ``buffer`` can take the gradient of input ``name``."""
+    argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
     same_module(**{name: like, argument: buffer})
     require_shape(argument, buffer, like.shape, name)
     if buffer.dtype != like.dtype:

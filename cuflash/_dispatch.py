@@ -56,8 +56,10 @@ def run_forward(
     lse: Array | None,
     workspace: Array | None,
     config: Any,
+    *,
+    first_entry: int = 0,
 ) -> None:
-    """Fill ``out`` and, unless None, ``lse``."""
+    """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout."""
     if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
@@ -66,7 +68,7 @@ def run_forward(
         _require_kernels(problem, options)
         launch().forward(problem, q, k, v, options, out, lse, workspace=workspace, config=config)
     else:
-        _host.forward(problem, q, k, v, options, out, lse)
+        _host.forward(problem, q, k, v, options, out, lse, first_entry=first_entry)
 
 
 def run_backward(
@@ -82,6 +84,8 @@ def run_backward(
     gradients: dict[str, Array],
     workspace: Array | None,
     config: Any,
+    *,
+    first_entry: int = 0,
 ) -> None:
     """Fill ``gradients``, by input name."""
     if _nothing_to_sum(problem):
@@ -89,7 +93,7 @@ def run_backward(
             gradient.fill(0)
         return
     path: Any = _host
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
         _require_kernels(problem, options, tuple(gradients))
         path, extra = launch(), {"workspace": workspace, "config": config}

@@ -29,15 +29,23 @@ _TILE_ELEMENTS = _BLOCK_M * _BLOCK_N
 
 @np.errstate(all="ignore")
 def forward(
-    problem: Problem, q: Array, k: Array, v: Array, options: Options, out: Array, lse: Array
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    out: Array,
+    lse: Array,
+    *,
+    first_entry: int = 0,
 ) -> None:
-    """Fill ``out`` and ``lse`` of the problem."""
+    """Fill ``out`` and ``lse``; ``first_entry`` is the batch's first number for dropout."""
     dtype = arithmetic(problem.dtype)
     out = canonical_view(out, problem.out)
     lse = _rows_view(problem, lse)
     q, k, v = _views(problem, q, k, v)
     for entry in _entries(problem):
-        scores = Scores(problem, options, entry, np)
+        scores = Scores(problem, options, entry, np, first_entry)
         k_entry, v_entry = (a[entry].astype(dtype, copy=False) for a in (k, v))
         finite = bool(np.isfinite(v_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
@@ -83,6 +91,8 @@ def backward(
     dlse: Array | None,
     options: Options,
     gradients: dict[str, Array],
+    *,
+    first_entry: int = 0,
 ) -> None:
     """Fill ``gradients``, by input name.
 
@@ -112,7 +122,7 @@ def backward(
 
     everything = slice(None)
     for entry in _entries(problem):
-        scores = Scores(problem, options, entry, np)
+        scores = Scores(problem, options, entry, np, first_entry)
         k_entry, v_entry = (a[entry].astype(dtype, copy=False) for a in (k, v))
         finite_k = bool(np.isfinite(k_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):

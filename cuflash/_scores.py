@@ -60,7 +60,14 @@ class Scores:
     Every per-entry value has shape (carried batch axes, 1, 1), ready to broadcast with a tile.
     """
 
-    def __init__(self, problem: Problem, options: Options, entry: Entry, xp: ModuleType) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        options: Options,
+        entry: Entry,
+        xp: ModuleType,
+        first_entry: int = 0,
+    ) -> None:
         self._xp = xp
         self._problem = problem
         self._dtype = arithmetic(problem.dtype)
@@ -86,7 +93,7 @@ class Scores:
         self._ids_q = of_entry("segment_ids_q")
         self._ids_k = of_entry("segment_ids_k")
         sink = of_entry("sink")
-        self._entries = entry_indices(problem.batch, entry)
+        self._entries = first_entry + entry_indices(problem.batch, entry)
         self._dropout, self._seed = options.dropout, options.seed or 0
         self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
 

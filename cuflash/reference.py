@@ -19,7 +19,9 @@ below read an operand only where it is seen, so that 0 * NaN does not arise.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import fields, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -167,6 +169,81 @@ def attention_vjp(
         return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **common)
 
     return attention(q, k, v, return_lse=return_lse, **common), pullback
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Attention over packed sequences: a padded batch (sequences,) + batch with lengths."""
+    chosen = resolve(options, score_options)
+    q, k, v = (_to_canonical(a, p) for a, p in zip((q, k, v), axes or _NO_AXES, strict=False))
+    q_slices, k_slices = _slices(cu_seqlens_q), _slices(cu_seqlens_k)
+    chosen = _padded_options(chosen, q_slices, k_slices, q.ndim - 2)
+    padded = (_padded(q, q_slices), _padded(k, k_slices), _padded(v, k_slices))
+    result = attention(*padded, options=chosen, return_lse=True, dtype=dtype)
+    out = _packed(result.out, q_slices, q.shape[-2])
+    lse = np.full(out.shape[:-1], -np.inf, out.dtype)
+    for i, part in enumerate(q_slices):
+        lse[..., part] = result.lse[i][..., : part.stop - part.start]
+    out = _to_axes(out, (axes or _NO_AXES)[3])
+    return AttentionResult(out, lse) if return_lse else out
+
+
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    lse: Array | None,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    dlse: Array | None = None,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of :func:`attention_varlen`, through the same padding."""
+    del out, lse
+    pairs = axes or _NO_AXES
+    chosen = resolve(options, score_options)
+    q, k, v, dout = (_to_canonical(a, p) for a, p in zip((q, k, v, dout), pairs, strict=True))
+    q_slices, k_slices = _slices(cu_seqlens_q), _slices(cu_seqlens_k)
+    own = chosen
+    chosen = _padded_options(chosen, q_slices, k_slices, q.ndim - 2)
+    padded = (_padded(q, q_slices), _padded(k, k_slices), _padded(v, k_slices))
+    rows = None if dlse is None else _padded(dlse[..., None], q_slices)[..., 0]
+    gradients = attention_backward(
+        _padded(dout, q_slices), *padded, dlse=rows, wrt=wrt, options=chosen, dtype=dtype
+    )
+    results = {f.name: getattr(gradients, f.name) for f in fields(gradients)}
+    for name, array, slices, pair in zip(
+        ("dq", "dk", "dv"), (q, k, v), (q_slices, k_slices, k_slices), pairs, strict=False
+    ):
+        if results[name] is not None:
+            results[name] = _to_axes(_packed(results[name], slices, array.shape[-2]), pair)
+    for name, option in (("dbias", "bias"), ("dslopes", "alibi_slopes"), ("dsink", "sink")):
+        if results[name] is not None:
+            whole = np.zeros(own.arrays[option].shape, dtype)
+            part = results[name]
+            whole[tuple(slice(0, n) for n in part.shape)] = part
+            results[name] = whole
+    return Gradients(**results)
 
 
 def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
@@ -319,6 +396,48 @@ def _sink(options: Options, score: Array, dtype: Any) -> Array:
     """The sink of each row, batch + (m,); -inf is none."""
     sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(dtype)
     return np.broadcast_to(sink[..., None], score.shape[:-1])
+
+
+def _slices(ends: Array) -> list[slice]:
+    return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
+
+
+def _padded(packed: Array, slices: list[slice]) -> Array:
+    """Packed batch + (total, d) as (sequences,) + batch + (longest, d), padded with zeros."""
+    longest = max((s.stop - s.start for s in slices), default=0)
+    shape = (len(slices), *packed.shape[:-2], longest, packed.shape[-1])
+    padded = np.zeros(shape, packed.dtype)
+    for i, s in enumerate(slices):
+        padded[i, ..., : s.stop - s.start, :] = packed[..., s, :]
+    return padded
+
+
+def _packed(padded: Array, slices: list[slice], total: int) -> Array:
+    """The inverse of `_padded`; 0 in rows of no sequence."""
+    packed = np.zeros((*padded.shape[1:-2], total, padded.shape[-1]), padded.dtype)
+    for i, s in enumerate(slices):
+        packed[..., s, :] = padded[i, ..., : s.stop - s.start, :]
+    return packed
+
+
+def _padded_options(
+    options: Options, q_slices: list[slice], k_slices: list[slice], batch_ndim: int
+) -> Options:
+    """The options of the padded batch: lengths of its entries, arrays cut to its extents."""
+    changes: dict[str, Any] = {}
+    longest = []
+    for name, slices in (("q_lengths", q_slices), ("kv_lengths", k_slices)):
+        own = np.array([s.stop - s.start for s in slices]).reshape(-1, *(1,) * batch_ndim)
+        given = getattr(options, name)
+        changes[name] = own if given is None else np.minimum(given, own)
+        longest.append(int(own.max(initial=0)))
+    for name in ("bias", "mask"):
+        if name in options.arrays:
+            changes[name] = options.arrays[name][..., : longest[0], : longest[1]]
+    if options.segment_ids is not None:
+        ids_q, ids_k = options.segment_ids
+        changes["segment_ids"] = (ids_q[..., : longest[0]], ids_k[..., : longest[1]])
+    return replace(options, **changes)
 
 
 def _without_values(rest: dict[str, Any]) -> dict[str, Any]:

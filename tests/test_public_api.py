@@ -26,6 +26,11 @@ SIGNATURES = {
     "config=None, **score_options)",
     "attention_backward": "(dout, q, k, v, out, lse, /, *, dlse=None, "
     f"wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, **score_options)",
+    "attention_varlen": f"(q, k, v, cu_seqlens_q, cu_seqlens_k, /, *, {COMMON}, return_lse=False, "
+    "out=None, workspace=None, config=None, **score_options)",
+    "attention_varlen_backward": "(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, /, *, "
+    f"dlse=None, wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, "
+    "**score_options)",
     "attention_vjp": f"(q, k, v, /, *, {COMMON}, return_lse=False, **score_options)",
     "dropout_mask": "(shape, p, seed, *, like=None)",
     "logsumexp": f"(q, k, /, *, {COMMON}, **score_options)",
