@@ -142,6 +142,7 @@ class BackwardKVConfig(TileConfig):
     source = "backward_dkv_sm80.cu"
     entry = "cuflash_backward_dkv_sm80"
 
+    shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool
     grad_v: bool
 

@@ -95,8 +95,21 @@ def backward_kv_configs(
     )
     passes = [sums] if together and sums else [[name] for name in sums]
     return tuple(
-        BackwardKVConfig(**fields, grad_k="k" in names, grad_v="v" in names) for names in passes
+        BackwardKVConfig(
+            **fields,
+            shared_keys=_shares_keys(problem, names),
+            grad_k="k" in names,
+            grad_v="v" in names,
+        )
+        for names in passes
     )
+
+
+def _shares_keys(problem: Problem, names: list[str]) -> bool:
+    """Whether the batch entries summed into one result have the same k, and v where it is read."""
+    summed = problem.k.summed if "k" in names else problem.v.summed
+    read = [problem.k.summed, problem.v.summed] if "k" in names else [problem.k.summed]
+    return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
 
 
 def delta_config(

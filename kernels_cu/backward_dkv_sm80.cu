@@ -64,12 +64,6 @@ struct Work {
   }
 };
 
-// The score of the owner's `index`-th batch entry, as often as it is asked for.
-__device__ __forceinline__ Score score_of_this_block(const BackwardParams& params, int index) {
-  const int first_entry = Work::of_this_block(params).owner * params.grid.entries_per_owner;
-  return Score(params.score, BatchIndex(params.batch, first_entry + index));
-}
-
 // Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
 // masked blocks, where nothing is visible to them.
 __device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::block_m],
@@ -138,6 +132,17 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
   }
 }
 
+// Starts the copy of the tile's keys and values.
+__device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
+                                          const BatchIndex& entry, int first_key) {
+  const Range keys{0, params.score.seqlen_k};
+  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, params.head_dim), first_key, keys);
+  if constexpr (Config::grad_k) {
+    load_tile(smem.v, RowSource(params.v, params.v_layout, entry, params.head_dim_v), first_key,
+              keys);
+  }
+}
+
 // Adds the queries of the owner's `index`-th batch entry; `stage` alternates from one block of
 // queries to the next.
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
@@ -149,6 +154,10 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const Range rows = score.q_range(first_key, first_key + Config::block_n);
   const BlockRanges blocks = score.q_blocks(first_key, first_key + Config::block_n);
   if (blocks.begin >= blocks.end) return;
+  if constexpr (!Config::shared_keys) {
+    __syncthreads();  // every warp is done with the keys and values of the previous entry
+    load_keys(params, smem, entry, first_key);
+  }
 
   const int warp_key = warp_index() * 16 * slices;
   const RowSource q(params.q, params.q_layout, entry, params.head_dim);
@@ -180,7 +189,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[stage]));
     }
     if (blocks.masked(m_block)) {
-      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score_of_this_block(params, index),
+      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score,
                          first_row, first_key + warp_key);
     } else {
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row,
@@ -197,19 +206,6 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       multiply(acc.dk, ds_frag, read_rows(smem.q[stage]));
     }
     stage ^= 1;
-  }
-}
-
-// Starts the copy of the tile's keys and values, which all batch entries of the owner share.
-__device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem) {
-  const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
-  const Range keys{0, params.score.seqlen_k};
-  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, params.head_dim), work.first_key,
-            keys);
-  if constexpr (Config::grad_k) {
-    load_tile(smem.v, RowSource(params.v, params.v_layout, entry, params.head_dim_v),
-              work.first_key, keys);
   }
 }
 
@@ -258,7 +254,11 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   Gradients acc;
   clear(acc.dk);
   clear(acc.dv);
-  load_keys(params, smem);
+  if constexpr (Config::shared_keys) {
+    const Work work = Work::of_this_block(params);
+    const BatchIndex first_entry(params.batch, work.owner * params.grid.entries_per_owner);
+    load_keys(params, smem, first_entry, work.first_key);
+  }
   int stage = 0;
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {

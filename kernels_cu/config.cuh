@@ -59,6 +59,9 @@
 #ifndef CUFLASH_KV_LENGTHS
 #define CUFLASH_KV_LENGTHS none
 #endif
+#ifndef CUFLASH_SHARED_KEYS
+#define CUFLASH_SHARED_KEYS true
+#endif
 #ifndef CUFLASH_GRAD_K
 #define CUFLASH_GRAD_K true
 #endif
@@ -107,6 +110,7 @@ struct Config {
   static constexpr Dtype q_lengths = Dtype::CUFLASH_Q_LENGTHS;
   static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
 
+  static constexpr bool shared_keys = CUFLASH_SHARED_KEYS;  // of all batch entries of an owner?
   static constexpr bool grad_k = CUFLASH_GRAD_K;
   static constexpr bool grad_v = CUFLASH_GRAD_V;
   static constexpr bool grad_lse = CUFLASH_GRAD_LSE;
