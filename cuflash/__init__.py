@@ -4,6 +4,7 @@ from cuflash import reference
 from cuflash._attention import attention, attention_backward, attention_vjp, workspace_size
 from cuflash._errors import CompileError
 from cuflash._merge import merge, merge_backward
+from cuflash._modifiers import MaskMod, ScoreMod
 from cuflash._options import Options
 from cuflash._probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
 from cuflash._results import AttentionResult, Gradients
@@ -16,7 +17,9 @@ __all__ = [
     "AttentionResult",
     "CompileError",
     "Gradients",
+    "MaskMod",
     "Options",
+    "ScoreMod",
     "attention",
     "attention_backward",
     "attention_varlen",

@@ -56,7 +56,7 @@ def forward(
             row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             acc = np.zeros((*shape, problem.head_dim_v), dtype)
             for tile, seen in _tiles(scores, rows):
-                score, _ = scores.logits(q_block, k_entry[..., tile.cols, :], tile)
+                score, _, _ = scores.logits(q_block, k_entry[..., tile.cols, :], tile)
                 if seen is not None:
                     score = np.where(seen, score, -np.inf)
                 highest = np.maximum(row_max, score.max(-1))
@@ -140,7 +140,7 @@ def backward(
             dq = np.zeros_like(q_block)
             for tile, seen in _tiles(scores, rows):
                 k_block, v_block = k_entry[..., tile.cols, :], v_entry[..., tile.cols, :]
-                score, slope = scores.logits(q_block, k_block, tile)
+                score, slope, mod_slope = scores.logits(q_block, k_block, tile)
                 score -= shift
                 p = np.exp(score, out=score)
                 dscore = np.matmul(dout_block, np.swapaxes(v_block, -1, -2))
@@ -153,6 +153,8 @@ def backward(
                     p *= kept
                 if seen is not None:
                     p, dscore = np.where(seen, p, 0), np.where(seen, dscore, 0)
+                if mod_slope is not None:
+                    dscore *= mod_slope if seen is None else np.where(seen, mod_slope, 0)
                 if "bias" in sums:
                     add("bias", entry, dscore, tile.rows, tile.cols)
                 if "alibi_slopes" in sums:

@@ -13,15 +13,10 @@ from typing import Any, TypedDict
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import not_yet, problem_with
+from cuflash._errors import problem_with
+from cuflash._modifiers import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
-
-#: Options that come with a later version, and their neutral value.
-LATER: dict[str, Any] = {
-    "score_mod": None,
-    "mask_mod": None,
-}
 
 
 def signature(array: Array | None) -> Signature | None:
@@ -70,8 +65,10 @@ class Options:
         softmax; what is kept is divided by ``1 - dropout``. lse knows nothing of it.
     seed : int, optional
         From 0 to 2^64 - 1, required with dropout. :func:`dropout_mask` shows what it keeps.
-    score_mod, mask_mod
-        Not available in this version.
+    score_mod : ScoreMod, optional
+        A formula of your own for the score, after bias and ALiBi.
+    mask_mod : MaskMod, optional
+        A formula of your own for visibility.
 
     Notes
     -----
@@ -93,9 +90,9 @@ class Options:
     softcap: float | None = None
     bias: Array | None = None
     alibi_slopes: Array | None = None
-    score_mod: Any = None
+    score_mod: ScoreMod | None = None
     mask: Array | None = None
-    mask_mod: Any = None
+    mask_mod: MaskMod | None = None
     segment_ids: Any = None
     q_lengths: Array | int | None = None
     kv_lengths: Array | int | None = None
@@ -109,10 +106,6 @@ class Options:
     arrays: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, neutral in LATER.items():
-            value = getattr(self, name)
-            if value is not neutral and not (isinstance(value, int | float) and value == neutral):
-                raise not_yet(name, "the release that completes the score options")
         set_ = functools.partial(object.__setattr__, self)
         set_("causal", _causal(self.causal))
         set_("window", _window(self.window))
@@ -131,6 +124,12 @@ class Options:
             )
         set_("bias", None if self.bias is None else native("bias", self.bias))
         set_("mask", None if self.mask is None else native("mask", self.mask))
+        for name, kind in (("score_mod", ScoreMod), ("mask_mod", MaskMod)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise problem_with(
+                    name, TypeError, got=type(value).__name__, expected=f"a cuflash.{kind.__name__}"
+                )
         for name in ("alibi_slopes", "sink"):
             value = getattr(self, name)
             set_(name, None if value is None else native(name, value))
@@ -194,9 +193,9 @@ class ScoreOptions(TypedDict, total=False):
     softcap: float | None
     bias: Array | None
     alibi_slopes: Array | None
-    score_mod: Any
+    score_mod: ScoreMod | None
     mask: Array | None
-    mask_mod: Any
+    mask_mod: MaskMod | None
     segment_ids: Any
     q_lengths: Array | int | None
     kv_lengths: Array | int | None

@@ -192,7 +192,7 @@ def weights(
     q_rows = canonical_view(q, problem.q)[..., m, :].astype(dtype)
     k_cols = canonical_view(k, problem.k)[..., n, :].astype(dtype)
     with np.errstate(all="ignore"):
-        score, _ = scores.logits(q_rows, k_cols, tile)
+        score, _, _ = scores.logits(q_rows, k_cols, tile)
         lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
         seen = scores.visible(tile) & ~xp.isneginf(lse_rows)
         p = xp.where(seen, xp.exp(score - lse_rows), 0)

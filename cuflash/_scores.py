@@ -1,8 +1,8 @@
 """What does a score mean on the CPU path? The counterpart of kernels_cu/score.cuh.
 
-The only place of that path that knows scale, softcap, bias, ALiBi, causal, window, mask, segments
-and lengths. It speaks of query and key indices of one batch entry, and says which key blocks have
-anything visible.
+The only place of that path that knows scale, softcap, bias, ALiBi, formulas, causal, window, mask,
+segments and lengths. It speaks of query and key indices of one batch entry, and says which key
+blocks have anything visible.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ class Scores:
         self._ids_k = of_entry("segment_ids_k")
         sink = of_entry("sink")
         self._entries = first_entry + entry_indices(problem.batch, entry)
+        self._score_mod, self._mask_mod = options.score_mod, options.mask_mod
+        heads = problem.batch_shape[-1] if problem.batch_shape else 1
+        self._place = tuple(i[..., None, None] for i in np.divmod(self._entries, max(heads, 1)))
         self._dropout, self._seed = options.dropout, options.seed or 0
         self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
 
-    def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None]:
-        """Scores of keys taken as visible, and softcap's derivative at each or None."""
+    def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
+        """Scores of keys taken as visible, and the derivatives of softcap and score_mod or None."""
         xp, problem = self._xp, self._problem
         score = xp.matmul(q, xp.swapaxes(k, -1, -2))
         score *= self._dtype.type(problem.scale)
@@ -113,7 +116,14 @@ class Scores:
             score += tile.of(self._bias).astype(self._dtype)
         if self._slopes is not None:
             score -= self._slopes.astype(self._dtype)[..., None, None] * self.distance(tile)
-        return score, slope
+        mod_slope = None
+        if self._score_mod is not None:
+            mod = self._score_mod
+            names = (*self._place, tile.m, tile.n)
+            mod_slope = xp.broadcast_to(mod.host_grad(score, *names, **mod.arrays), score.shape)
+            score = xp.broadcast_to(mod.host(score, *names, **mod.arrays), score.shape)
+            score, mod_slope = (a.astype(self._dtype, copy=True) for a in (score, mod_slope))
+        return score, slope, mod_slope
 
     def distance(self, tile: Tile) -> Array:
         """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
@@ -131,6 +141,9 @@ class Scores:
             seen = seen & tile.of(self._mask)
         if self._bias is not None:
             seen = seen & ~self._xp.isneginf(tile.of(self._bias))
+        if self._mask_mod is not None:
+            mod = self._mask_mod
+            seen = seen & mod.host(*self._place, tile.m, tile.n, **mod.arrays)
         if self._ids_q is not None and self._ids_k is not None:
             ids_q = self._ids_q[..., tile.rows][..., :, None]
             seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
@@ -160,7 +173,7 @@ class Scores:
             full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
         if rows.start >= q_high:
             last = 0
-        pairwise = (self._mask, self._bias, self._ids_q)
+        pairwise = (self._mask, self._bias, self._ids_q, self._mask_mod)
         if rows.stop > q_low or any(array is not None for array in pairwise):
             full_last = 0
         return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)

@@ -7,7 +7,7 @@ Where the fast functions and this file disagree, this file is right.
 A score is made in this order::
 
     scale * q.k  ->  softcap * tanh(score / softcap)  ->  + bias - slope * |m + offset - n|
-                 ->  -inf where invisible
+                 ->  score_mod  ->  -inf where invisible
 
 and ``out = dropout(softmax(score)) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a
 row and its sink, a score without a value. A row that sees nothing has out = 0, lse = -inf (or the
@@ -69,7 +69,7 @@ def attention(
     """Dense attention; see :func:`cuflash.attention` for parameters."""
     options = resolve(options, score_options)
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, seen, _ = _scores(q, k, options, dtype)
+    score, seen, *_ = _scores(q, k, options, dtype)
     p, lse = _softmax(score, seen, _sink(options, score, dtype))
     p = p * _kept(options, score.shape, dtype)
     out = _to_axes(_seen_product(p, v, seen), (axes or _NO_AXES)[3])
@@ -97,7 +97,8 @@ def attention_backward(
 
     With p = softmax(score) and delta = rowsum(dout * out) - dlse (FlashAttention, appendix B)::
 
-        dv = (p * kept)^T dout,   dp = (dout v^T) * kept,   dscore = p * (dp - delta)
+        dv = (p * kept)^T dout,   dp = (dout v^T) * kept
+        dscore = p * (dp - delta) * (derivative of score_mod)
         draw = dscore * (1 - tanh(scale q.k / softcap)^2)
         dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
         dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
@@ -108,7 +109,7 @@ def attention_backward(
     pairs = axes or _NO_AXES
     inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
     q, k, v = _operands(q, k, v, options, axes, dtype)
-    score, seen, slope = _scores(q, k, options, dtype)
+    score, seen, slope, mod_slope = _scores(q, k, options, dtype)
     sink = _sink(options, score, dtype)
     p, lse = _softmax(score, seen, sink)
     dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
@@ -118,7 +119,7 @@ def attention_backward(
     delta = (p * dp).sum(-1)
     if dlse is not None:
         delta = delta - np.where(np.isneginf(lse), 0, np.broadcast_to(dlse, lse.shape))
-    dscore = np.where(seen, p * (dp - delta[..., None]), 0)
+    dscore = np.where(seen, p * (dp - delta[..., None]) * mod_slope, 0)
     draw = np.where(seen, dscore * slope, 0)
     scale = _scale(options, q.shape[-1], dtype)
     seen_t = np.swapaxes(seen, -1, -2)
@@ -326,7 +327,7 @@ def weights(
     del lse
     options = resolve(options, score_options)
     q, k, _ = _operands(q, k, k, options, axes, dtype)
-    score, seen, _ = _scores(q, k, options, dtype)
+    score, seen, *_ = _scores(q, k, options, dtype)
     p, _ = _softmax(score, seen, _sink(options, score, dtype))
     rows = slice(None) if rows is None else rows
     cols = slice(None) if cols is None else cols
@@ -355,6 +356,9 @@ def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: i
         result = result & (n <= m + offset + right)
     if options.mask is not None:
         result = result & options.mask
+    if options.mask_mod is not None:
+        mod = options.mask_mod
+        result = result & mod.host(*_places((*batch, seqlen_q, seqlen_k)), **mod.arrays)
     if options.segment_ids is not None:
         ids_q, ids_k = options.segment_ids
         result = result & (ids_q[..., :, None] == ids_k[..., None, :])
@@ -472,8 +476,8 @@ def _scale(options: Options, head_dim: int, dtype: Any) -> Any:
     return dtype(1 / math.sqrt(head_dim) if options.scale is None else options.scale)
 
 
-def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Array, Array]:
-    """Final scores, -inf where invisible; what is visible; softcap's derivative at each score."""
+def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, ...]:
+    """Final scores, -inf where invisible; what is visible; derivatives of softcap and score_mod."""
     batch, (seqlen_q, seqlen_k) = q.shape[:-2], (q.shape[-2], k.shape[-2])
     seen = visible(options, batch, seqlen_q, seqlen_k)
     score = _scale(options, q.shape[-1], dtype) * np.matmul(q, np.swapaxes(k, -1, -2))
@@ -487,7 +491,20 @@ def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, Ar
     if options.alibi_slopes is not None:
         slopes = np.asarray(options.alibi_slopes).astype(dtype)[..., None, None]
         score = score - slopes * _distance(options, score.shape)
-    return np.where(seen, score, -np.inf).astype(dtype), seen, slope
+    mod_slope = np.ones((), dtype)
+    if options.score_mod is not None:
+        mod, names = options.score_mod, _places(score.shape)
+        mod_slope = np.asarray(mod.host_grad(score, *names, **mod.arrays)).astype(dtype)
+        score = mod.host(score, *names, **mod.arrays)
+    return np.where(seen, score, -np.inf).astype(dtype), seen, slope, mod_slope
+
+
+def _places(shape: tuple[int, ...]) -> tuple[Array, ...]:
+    """Batch entry, head, query and key of each score: arrays that broadcast to ``shape``."""
+    *batch, seqlen_q, seqlen_k = shape
+    entries = np.arange(math.prod(batch)).reshape(batch)[..., None, None]
+    b, h = np.divmod(entries, max(batch[-1] if batch else 1, 1))
+    return b, h, np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
 
 
 def _softmax(score: Array, seen: Any, sink: Any) -> tuple[Array, Array]:

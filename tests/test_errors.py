@@ -187,9 +187,24 @@ WRONG = {
     "options with keywords": (
         call(options=Options(causal=True), scale=0.5), TypeError, "options",
         "together with scale"),
-    # options of later versions
-    "score_mod": (call(score_mod="score"), NotImplementedError, "score_mod", "planned"),
-    "mask_mod": (call(mask_mod="q == k"), NotImplementedError, "mask_mod", "planned"),
+    "score_mod a string": (call(score_mod="score"), TypeError, "score_mod", "cuflash.ScoreMod"),
+    "mask_mod a callable": (call(mask_mod=min), TypeError, "mask_mod", "cuflash.MaskMod"),
+    "formula no text": (
+        lambda a: cuflash.MaskMod(None, host=min), TypeError, "expression", "expression"),
+    "formula empty": (lambda a: cuflash.MaskMod(" ", host=min), ValueError, "expression", "' '"),
+    "host no callable": (
+        lambda a: cuflash.MaskMod("q < k", host="q < k"), TypeError, "host", "callable"),
+    "formula's array named like an index": (
+        lambda a: cuflash.MaskMod("q", host=min, arrays={"q": a.q}), ValueError, "arrays",
+        "'q'.*identifier"),
+    "formula's array with a bad name": (
+        lambda a: cuflash.MaskMod("q", host=min, arrays={"a;b": a.q}), ValueError, "arrays",
+        "identifier"),
+    "a wrong slope": (
+        lambda a: cuflash.ScoreMod(
+            "score * score", grad="score", host=lambda s, *_: s * s, host_grad=lambda s, *_: s
+        ).check(),
+        ValueError, "host_grad", "the slope of host"),
     # how to compute
     "precision unknown": (call(precision="fast"), ValueError, "precision", "tf32"),
     "deterministic a string": (

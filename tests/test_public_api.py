@@ -44,6 +44,8 @@ SIGNATURES = {
     "Options": "(*, causal=False, offset=None, window=None, scale=None, softcap=None, bias=None, "
     "alibi_slopes=None, score_mod=None, mask=None, mask_mod=None, segment_ids=None, "
     "q_lengths=None, kv_lengths=None, sink=None, dropout=0.0, seed=None, enable_gqa=False)",
+    "MaskMod": "(expression, *, arrays=<factory>, host)",
+    "ScoreMod": "(expression, *, arrays=<factory>, host, grad, host_grad)",
     "AttentionResult": "(out, lse)",
     "Gradients": "(dq=None, dk=None, dv=None, dbias=None, dslopes=None, dsink=None, dscale=None)",
     "CompileError": "(message, *, config, log, source)",

@@ -30,9 +30,8 @@ def support() -> str:
     lines.append(f"| CuPy | {halves} | 1 to {widest} each | compute capability 8.0 and above |")
     lines += ["", "| score option | NumPy | CuPy |", "|--|--|--|"]
     for name in _options.OPTION_NAMES:
-        numpy = "later" if name in _options.LATER else "yes"
-        cupy = "later" if name in (*_options.LATER, *_dispatch.LATER_ON_A_GPU) else "yes"
-        lines.append(f"| `{name}` | {numpy} | {cupy} |")
+        cupy = "later" if name in _dispatch.LATER_ON_A_GPU else "yes"
+        lines.append(f"| `{name}` | yes | {cupy} |")
     return "\n".join(lines)
 
 
