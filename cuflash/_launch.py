@@ -329,10 +329,10 @@ def forward(
     out: Array,
     lse: Array | None,
     *,
-    workspace: Array | None = None,
+    workspace: Array | None = None,  # noqa: ARG001  the forward needs none
     config: ForwardConfig | None = None,
 ) -> None:
-    """Write ``out`` and, unless None, ``lse``; every extent is positive, no workspace is needed."""
+    """Write ``out`` and, unless None, ``lse``; every extent is positive."""
     problem, score_pointers, held = _score_arrays(problem, options)
     lse_strides = None if lse is None else lse.strides
     pointers = (
@@ -435,7 +435,7 @@ def backward(
     workspace: Array | None = None,
     config: BackwardConfigs | None = None,
 ) -> None:
-    """Write the ``gradients`` asked for, by the names "q", "k" and "v"; every extent is positive."""
+    """Write the ``gradients`` asked for, named "q", "k" and "v"; every extent is positive."""
     if not gradients:
         return
     problem, score_pointers, held = _score_arrays(problem, options)

@@ -6,8 +6,8 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from cuflash._config import (
     BackwardQConfig,
     DeltaConfig,
     ForwardConfig,
+    TileConfig,
 )
 from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
@@ -32,31 +33,67 @@ class Tile:
     blocks_per_sm: int
 
 
-# Keyed by the larger padded head size.
-_FORWARD = {
-    32: Tile(128, 64, 4, 2),
-    64: Tile(128, 64, 4, 2),
-    96: Tile(64, 64, 4, 2),
-    128: Tile(64, 64, 4, 2),
-    192: Tile(64, 64, 4, 1),
-    256: Tile(64, 64, 4, 1),
+Tiles = dict[int, tuple[Tile, ...]]
+AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
+
+# Rows are keyed by the larger padded head size. Of a row's tiles the first is taken that leaves
+# room in shared memory for its blocks_per_sm: the first serves sm_90, the last the 99 KiB of sm_86,
+# sm_89 and sm_120.
+#
+# 64 and 128: the fastest of the spill-free neighbours on an H100 SXM, 2026-11-21, bf16, 16,384
+# tokens, seqlen 2048 and 8192, full and causal. Others follow from registers and shared memory.
+_FORWARD: Tiles = {
+    32: (Tile(128, 128, 4, 2),),
+    64: (Tile(128, 96, 4, 2), Tile(128, 32, 4, 2)),
+    96: (Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
+    128: (Tile(128, 48, 4, 2), Tile(64, 32, 4, 2)),
+    192: (Tile(64, 48, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    256: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
 }
-_BACKWARD_Q = {
-    32: Tile(64, 64, 4, 2),
-    64: Tile(64, 64, 4, 2),
-    96: Tile(64, 64, 4, 1),
-    128: Tile(64, 64, 4, 1),
-    192: Tile(64, 32, 4, 1),
-    256: Tile(64, 32, 4, 1),
+_BACKWARD_Q: Tiles = {
+    32: (Tile(128, 64, 4, 2),),
+    64: (Tile(128, 48, 4, 2), Tile(64, 32, 4, 2)),
+    96: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
+    128: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    192: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
 }
-_BACKWARD_KV = {
-    32: Tile(64, 64, 4, 2),
-    64: Tile(64, 64, 4, 2),
-    96: Tile(64, 64, 4, 1),
-    128: Tile(64, 64, 4, 1),
-    192: Tile(32, 64, 4, 1),
-    256: Tile(32, 64, 4, 1),
+_BACKWARD_KV: Tiles = {
+    32: (Tile(32, 128, 4, 2),),
+    64: (Tile(32, 128, 4, 2),),
+    96: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    128: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    192: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
 }
+
+# With softcap, bias or mask: their arithmetic needs registers of its own.
+_FORWARD_GENERAL: Tiles = {
+    32: (Tile(128, 64, 4, 2),),
+    64: (Tile(128, 64, 4, 2),),
+    96: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    192: (Tile(64, 48, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    256: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+}
+_BACKWARD_Q_GENERAL: Tiles = {
+    32: (Tile(128, 32, 4, 2),),
+    64: (Tile(64, 64, 4, 2),),
+    96: (Tile(64, 32, 4, 2),),
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+}
+_BACKWARD_KV_GENERAL: Tiles = {
+    32: (Tile(64, 64, 4, 2),),
+    64: (Tile(64, 64, 4, 2),),
+    96: (Tile(32, 64, 4, 2),),
+    128: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    192: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
+}
+#: Shared memory that the system keeps for itself in every block of threads.
+_RESERVED_SMEM = 1024
 
 
 def padded(head_dim: int) -> int:
@@ -70,13 +107,17 @@ def padded(head_dim: int) -> int:
 
 
 def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> ForwardConfig:
-    """Choose the forward kernel."""
-    return ForwardConfig(**_tile_fields(problem, _FORWARD, copy_bytes, problem.out.dtype))
+    """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
+    fields = _fields(problem, copy_bytes, problem.out.dtype)
+    tiles = _FORWARD_GENERAL if _is_general(problem) else _FORWARD
+    return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
 def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:
     """Choose the kernel of dq."""
-    return BackwardQConfig(**_tile_fields(problem, _BACKWARD_Q, copy_bytes, problem.dtype))
+    fields = _fields(problem, copy_bytes, problem.dtype)
+    tiles = _BACKWARD_Q_GENERAL if _is_general(problem) else _BACKWARD_Q
+    return _fitting([BackwardQConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
 def backward_kv_configs(
@@ -87,22 +128,48 @@ def backward_kv_configs(
     One pass computes both if k and v are summed over the same batch axes, so that it walks the same
     queries for both, and if registers hold both sums.
     """
-    fields = _tile_fields(problem, _BACKWARD_KV, copy_bytes, problem.dtype)
-    sums = [name for name in ("k", "v") if name in wanted]
+    fields = _fields(problem, copy_bytes, problem.dtype)
+    tiles = _BACKWARD_KV_GENERAL if _is_general(problem) else _BACKWARD_KV
+    rows = _rows(tiles, fields)
+    sums: list[str] = [name for name in ("k", "v") if name in wanted]
     together = (
         problem.k.summed == problem.v.summed
         and max(fields["head_dim"], fields["head_dim_v"]) <= 128
     )
     passes = [sums] if together and sums else [[name] for name in sums]
     return tuple(
-        BackwardKVConfig(
-            **fields,
-            shared_keys=_shares_keys(problem, names),
-            grad_k="k" in names,
-            grad_v="v" in names,
+        _fitting(
+            [
+                BackwardKVConfig(
+                    **fields,
+                    **tile,
+                    shared_keys=_shares_keys(problem, names),
+                    grad_k="k" in names,
+                    grad_v="v" in names,
+                )
+                for tile in rows
+            ],
+            smem_limit,
         )
         for names in passes
     )
+
+
+def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return [asdict(t) for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
+
+
+def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
+    """The first configuration whose blocks fit a multiprocessor together; the last if none does."""
+    for config in configs:
+        needed = config.blocks_per_sm * (config.smem_bytes + _RESERVED_SMEM)
+        if needed <= smem_limit + _RESERVED_SMEM:
+            return config
+    return configs[-1]
+
+
+def _is_general(problem: Problem) -> bool:
+    return not (problem.softcap is None and problem.bias is None and problem.mask is None)
 
 
 def _shares_keys(problem: Problem, names: list[str]) -> bool:
@@ -116,9 +183,9 @@ def delta_config(
     problem: Problem, out_dtype: np.dtype[Any], copy_bytes: int, *, grad_lse: bool
 ) -> DeltaConfig:
     """Choose the kernel of delta = rowsum(dout * out) - dlse."""
+    fields: dict[str, Any] = {"dtype": problem.dtype.name, "out_dtype": out_dtype.name}
     return DeltaConfig(
-        dtype=problem.dtype.name,
-        out_dtype=out_dtype.name,
+        **fields,
         copy_bytes=16 if copy_bytes == 16 else 2,
         head_dim_v=padded(problem.head_dim_v),
         num_warps=4,
@@ -127,21 +194,13 @@ def delta_config(
     )
 
 
-def _tile_fields(
-    problem: Problem, tiles: dict[int, Tile], copy_bytes: int, out_dtype: np.dtype[Any]
-) -> dict[str, Any]:
-    head_dim, head_dim_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    tile = tiles[max(head_dim, head_dim_v)]
+def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict[str, Any]:
     return {
         "dtype": problem.dtype.name,
         "out_dtype": out_dtype.name,
         "copy_bytes": copy_bytes,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "block_m": tile.block_m,
-        "block_n": tile.block_n,
-        "num_warps": tile.num_warps,
-        "blocks_per_sm": tile.blocks_per_sm,
+        "head_dim": padded(problem.head_dim),
+        "head_dim_v": padded(problem.head_dim_v),
         **score_fields(problem),
     }
 

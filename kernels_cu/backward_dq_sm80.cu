@@ -55,12 +55,6 @@ struct Work {
   }
 };
 
-// The score of the owner's `index`-th batch entry, as often as it is asked for.
-__device__ __forceinline__ Score score_of_this_block(const BackwardParams& params, int index) {
-  const int first_entry = Work::of_this_block(params).owner * params.grid.entries_per_owner;
-  return Score(params.score, BatchIndex(params.batch, first_entry + index));
-}
-
 // The statistics of this lane's rows; a row past the end has no probabilities.
 __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
                                                 const BackwardParams& params,
@@ -159,7 +153,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
     if (blocks.masked(n_block)) {
-      compute_ds<true>(s_acc, dp_acc, statistics, score_of_this_block(params, index),
+      compute_ds<true>(s_acc, dp_acc, statistics, score,
                        first_row + warp_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);

@@ -150,9 +150,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     if (blocks.masked(n_block)) {
-      const Work again = Work::of_this_block(params);
-      apply_score<true>(s_acc, Score(params.score, again.entry), again.first_row + warp_row,
-                        first_key);
+      apply_score<true>(s_acc, score, work.first_row + warp_row, first_key);
     } else {
       apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);
     }
