@@ -23,6 +23,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "exact.cuh"
 #include "ptx/special.cuh"
 
 namespace cuflash {
@@ -240,6 +241,16 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& params,
   if constexpr (Config::grad_v) {
     store_rows(params, RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v),
                work.first_key, 1.0f, acc.dv);
+  }
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const int first_key = work.first_key + warp_index() * 16 * slices + 16 * s;
+    uint32_t rows = 0;
+    if constexpr (Config::grad_k) rows |= non_finite_rows(acc.dk[s]);
+    if constexpr (Config::grad_v) rows |= non_finite_rows(acc.dv[s]);
+    for_each_bit(rows, [&](int row) {
+      if (first_key + row < params.score.seqlen_k) exact_dkv(params, work.owner, first_key + row);
+    });
   }
 }
 

@@ -21,6 +21,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "exact.cuh"
 #include "ptx/special.cuh"
 
 namespace cuflash {
@@ -49,8 +50,8 @@ struct Work {
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    // Under a causal bound the last rows see the most keys.
-    const int m_block = Config::window_right ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const int m_block =
+        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
     return {m_block * Config::block_m, tile.owner};
   }
 };
@@ -183,6 +184,13 @@ __device__ __forceinline__ void store_rows(const BackwardParams& params,
                       dq_acc[s][t][2 * half + 1] * params.score.scale);
       }
     }
+  }
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const int first_row = work.first_row + warp_index() * 16 * slices + 16 * s;
+    for_each_bit(non_finite_rows(dq_acc[s]), [&](int row) {
+      if (first_row + row < params.score.seqlen_q) exact_dq(params, work.owner, first_row + row);
+    });
   }
 }
 

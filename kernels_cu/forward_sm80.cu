@@ -19,6 +19,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "exact.cuh"
 #include "softmax.cuh"
 #include "ptx/special.cuh"
 
@@ -75,8 +76,8 @@ struct Work {
 
   __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    // Under a causal bound the last rows see the most keys.
-    const int m_block = Config::window_right ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const int m_block =
+        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
     return {m_block * Config::block_m, BatchIndex(params.batch, tile.owner)};
   }
 };
@@ -110,6 +111,13 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
             hidden ? -infinity() : softmax.lse(s, half, score.exponent_scale());
       }
     }
+  }
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const int first_row = work.first_row + warp_index() * 16 * slices + 16 * s;
+    for_each_bit(non_finite_rows(o_acc[s]), [&](int row) {
+      if (first_row + row < score.seqlen.q) exact_out(params, work.entry, first_row + row);
+    });
   }
 }
 

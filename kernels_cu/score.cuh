@@ -32,6 +32,9 @@ struct BlockRanges {
 };
 
 struct Score {
+  // Under a causal bound the last rows see the most keys, and the first keys are seen most.
+  static constexpr bool last_rows_see_most = Config::window_right;
+
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
   static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none;
@@ -77,6 +80,14 @@ struct Score {
     }
   }
 
+  // Whether a pair within kv_range(q_idx, q_idx + 1) sees each other, a bias of -inf considered.
+  __device__ __forceinline__ bool sees(int q_idx, int kv_idx) const {
+    if constexpr (Config::bias != Dtype::none) {
+      if (bias(q_idx, kv_idx) == -infinity()) return false;
+    }
+    return unmasked(q_idx, kv_idx);
+  }
+
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
   __device__ __forceinline__ float apply(float score, int q_idx, int kv_idx) const {
     if constexpr (Config::scale_in_exponent) {
@@ -88,12 +99,7 @@ struct Score {
       } else {
         logit_log2 = score * params.scale_log2;
       }
-      if constexpr (Config::bias != Dtype::none) {
-        const Layout& layout = params.bias_layout;
-        const auto* bias = static_cast<const typename Storage<Config::bias>::type*>(params.bias);
-        logit_log2 += log2_e * to_float<Config::bias>(
-                                   bias[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
-      }
+      if constexpr (Config::bias != Dtype::none) logit_log2 += log2_e * bias(q_idx, kv_idx);
       return logit_log2;
     }
   }
@@ -153,6 +159,13 @@ struct Score {
   }
 
  private:
+  __device__ __forceinline__ float bias(int q_idx, int kv_idx) const {
+    const Layout& layout = params.bias_layout;
+    const auto* array = static_cast<const typename Storage<Config::bias>::type*>(params.bias);
+    return to_float<Config::bias>(
+        array[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
+  }
+
   template <int block>
   __device__ __forceinline__ static BlockRanges block_ranges(Range seen, Range full) {
     const int begin = seen.begin / block;

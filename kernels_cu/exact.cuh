@@ -1,0 +1,211 @@
+// A row of a result that came out non-finite, computed again from the pairs that see each other.
+//
+// A tensor-core product adds 0 * x for a pair that does not see each other, and 0 * NaN is NaN: a
+// non-finite element would reach all rows of its tile. One warp therefore repeats such a row pair by
+// pair. Finite operands never come here; the functions are not inlined, so that the fast path keeps
+// its registers. Lanes hold the columns lane, lane + 32, ... of a row.
+#pragma once
+
+#include "params.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+template <int width>
+struct LaneColumns {
+  static constexpr int count = (width + 31) / 32;
+
+  float value[count];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < count; ++i) value[i] = 0.0f;
+  }
+
+  // A row of an operand; zeros past its true width.
+  __device__ __forceinline__ void load(const RowSource& from, int row) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int column = lane_index() + 32 * i;
+      value[i] = column < from.num_columns
+                     ? to_float<Config::dtype>(
+                           from.data[row * from.row_stride + column * from.column_stride])
+                     : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void store(const RowTarget& to, int row, float factor) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int column = lane_index() + 32 * i;
+      if (column < to.num_columns) {
+        to.data[row * to.row_stride + column * to.column_stride] = to.rounded(value[i] * factor);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(float factor, const LaneColumns& other) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) value[i] = fmaf(factor, other.value[i], value[i]);
+  }
+
+  __device__ __forceinline__ float dot(const LaneColumns& other) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < count; ++i) sum = fmaf(value[i], other.value[i], sum);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    }
+    return sum;
+  }
+};
+
+using QkColumns = LaneColumns<Config::head_dim>;
+using VColumns = LaneColumns<Config::head_dim_v>;
+
+// Bit r says whether row r of a slice of 16 rows holds anything non-finite.
+template <int tiles>
+__device__ __forceinline__ uint32_t non_finite_rows(const float (&acc)[tiles][4]) {
+  uint32_t rows = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float poison = 0.0f;
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      poison = fmaf(acc[t][2 * half], 0.0f, poison);
+      poison = fmaf(acc[t][2 * half + 1], 0.0f, poison);
+    }
+    const uint32_t lanes = __ballot_sync(0xffffffff, poison != 0.0f);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      if (lanes >> (4 * r) & 15) rows |= 1u << (8 * half + r);
+    }
+  }
+  return rows;
+}
+
+// Calls step(row) for the first row of every set bit.
+template <typename Step>
+__device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
+#pragma unroll 1
+  for (; bits != 0; bits &= bits - 1) step(__ffs(bits) - 1);
+}
+
+// What the gradient needs of one pair that sees each other.
+struct ExactPair {
+  float p;   // probability
+  float ds;  // gradient of scale * q.k
+
+  __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, float product,
+                                       float dp, int q_idx, int kv_idx) {
+    const float logit = score.apply(product, q_idx, kv_idx);
+    p = ptx::exp2_approx(logit * score.exponent_scale() - row.lse_log2);
+    ds = p * (dp - row.delta) * score.derivative(product);
+  }
+};
+
+// One row of out.
+__device__ __noinline__ void exact_out(const ForwardParams& params, const BatchIndex entry,
+                                       int q_idx) {
+  const Score score(params.score, entry);
+  const RowSource k_rows(params.k, params.k_layout, entry, params.head_dim);
+  const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
+  QkColumns q, k;
+  VColumns v, o;
+  q.load(RowSource(params.q, params.q_layout, entry, params.head_dim), q_idx);
+  o.clear();
+  float row_max = -infinity(), row_sum = 0.0f;
+  const Range keys = score.kv_range(q_idx, q_idx + 1);
+#pragma unroll 1
+  for (int kv_idx = keys.begin; kv_idx < keys.end; ++kv_idx) {
+    if (!score.sees(q_idx, kv_idx)) continue;
+    k.load(k_rows, kv_idx);
+    v.load(v_rows, kv_idx);
+    const float logit = score.apply(q.dot(k), q_idx, kv_idx) * score.exponent_scale();
+    const float new_max = fmaxf(row_max, logit);
+    const float shift = new_max == -infinity() ? 0.0f : new_max;
+    const float rescale = ptx::exp2_approx(row_max - shift);
+    const float p = ptx::exp2_approx(logit - shift);
+    row_max = new_max;
+    row_sum = row_sum * rescale + p;
+#pragma unroll
+    for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
+    o.add(p, v);
+  }
+  const RowTarget out(params.out, params.out_layout, entry, params.head_dim_v);
+  o.store(out, q_idx, row_sum == 0.0f ? 0.0f : 1.0f / row_sum);
+}
+
+// One row of dq, summed over the batch entries of its owner.
+__device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, int q_idx) {
+  const int first_entry = owner * params.grid.entries_per_owner;
+  QkColumns q, k, dq;
+  VColumns v, dout;
+  dq.clear();
+#pragma unroll 1
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    const BatchIndex entry(params.batch, first_entry + index);
+    const Score score(params.score, entry);
+    const RowSource k_rows(params.k, params.k_layout, entry, params.head_dim);
+    const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
+    const RowStatistics row = (params.rows + entry * params.rows_layout.batch)[q_idx];
+    const Range keys = score.kv_range(q_idx, q_idx + 1);
+    if (row.lse_log2 == infinity()) continue;  // sees nothing: its dout is not read
+    q.load(RowSource(params.q, params.q_layout, entry, params.head_dim), q_idx);
+    dout.load(RowSource(params.dout, params.dout_layout, entry, params.head_dim_v), q_idx);
+#pragma unroll 1
+    for (int kv_idx = keys.begin; kv_idx < keys.end; ++kv_idx) {
+      if (!score.sees(q_idx, kv_idx)) continue;
+      k.load(k_rows, kv_idx);
+      v.load(v_rows, kv_idx);
+      dq.add(ExactPair(score, row, q.dot(k), dout.dot(v), q_idx, kv_idx).ds, k);
+    }
+  }
+  const BatchIndex entry(params.batch, first_entry);
+  dq.store(RowTarget(params.dq, params.dq_layout, entry, params.head_dim), q_idx,
+           params.score.scale);
+}
+
+// One row of dk and dv, summed over the batch entries of its owner.
+__device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, int kv_idx) {
+  const int first_entry = owner * params.grid.entries_per_owner;
+  QkColumns q, k, dk;
+  VColumns v, dout, dv;
+  dk.clear();
+  dv.clear();
+#pragma unroll 1
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    const BatchIndex entry(params.batch, first_entry + index);
+    const Score score(params.score, entry);
+    const RowSource q_rows(params.q, params.q_layout, entry, params.head_dim);
+    const RowSource dout_rows(params.dout, params.dout_layout, entry, params.head_dim_v);
+    const RowStatistics* rows = params.rows + entry * params.rows_layout.batch;
+    const Range queries = score.q_range(kv_idx, kv_idx + 1);
+    k.load(RowSource(params.k, params.k_layout, entry, params.head_dim), kv_idx);
+    v.load(RowSource(params.v, params.v_layout, entry, params.head_dim_v), kv_idx);
+#pragma unroll 1
+    for (int q_idx = queries.begin; q_idx < queries.end; ++q_idx) {
+      if (!score.sees(q_idx, kv_idx)) continue;
+      q.load(q_rows, q_idx);
+      dout.load(dout_rows, q_idx);
+      const ExactPair pair(score, rows[q_idx], q.dot(k), dout.dot(v), q_idx, kv_idx);
+      dk.add(pair.ds, q);
+      dv.add(pair.p, dout);
+    }
+  }
+  const BatchIndex entry(params.batch, first_entry);
+  if constexpr (Config::grad_k) {
+    dk.store(RowTarget(params.dk, params.dk_layout, entry, params.head_dim), kv_idx,
+             params.score.scale);
+  }
+  if constexpr (Config::grad_v) {
+    dv.store(RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v), kv_idx, 1.0f);
+  }
+}
+
+}  // namespace cuflash
