@@ -38,6 +38,10 @@ FORWARD_BUGS = (
     "sink forgotten",
     "sink counted in every tile",
     "slopes of the neighbouring head",
+    "dropout not compensated",
+    "dropout before the sum",
+    "dropout mask of the neighbouring head",
+    "dropout counted from the tile",
 )
 BACKWARD_BUGS = (
     "delta forgotten",
@@ -52,6 +56,9 @@ BACKWARD_BUGS = (
     "score gradients of 4 bits",
     "padded queries in dv",
     "dq accumulated in 16 bits",
+    "dropout forgotten in dv",
+    "dropout forgotten in the scores' gradient",
+    "dropout in delta's place",
 )
 
 
@@ -127,6 +134,17 @@ def _visible(x: model_flash.Expanded, bug: str) -> np.ndarray:
     return visible
 
 
+def _kept(x: model_flash.Expanded, tile: slice, bug: str) -> np.ndarray:
+    """Factor of a tile's weights."""
+    kept = x.kept[..., tile]
+    if bug == "dropout mask of the neighbouring head":
+        kept = np.roll(kept, 1, -3)
+    if bug == "dropout counted from the tile":
+        kept = x.kept[..., : kept.shape[-1]]
+    scale = 1 if bug == "dropout not compensated" else x.kept_scale
+    return (kept * scale).astype(x.q.dtype)
+
+
 def tiled_forward(
     call: Call, x: model_flash.Expanded, bug: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -146,6 +164,8 @@ def tiled_forward(
         new = np.maximum(largest, scores.max(-1))
         shift = np.where(np.isneginf(new), 0, new)
         p = np.exp(scores - shift[..., None])
+        if bug == "dropout before the sum":
+            p = p * _kept(x, tile, "")
         alpha = np.exp(largest - shift)
         total = total * (1 if bug == "rescaling of the sum skipped" else alpha) + p.sum(-1)
         if bug == "padded keys in the denominator" and tile.stop == keys:
@@ -157,6 +177,8 @@ def tiled_forward(
             p[..., 5] *= 2
         if bug != "rescaling of the accumulator skipped":
             acc = acc * alpha[..., None]
+        if bug != "dropout before the sum":
+            p = p * _kept(x, tile, bug)
         p = _four_bits(p) if bug == "probabilities of 4 bits" else _narrow(p, call)
         acc = _accumulate(acc, p, v[..., tile, :], call, bug == "accumulator of 16 bits")
         largest = new
@@ -195,12 +217,18 @@ def tiled_backward(
         tile = slice(start, min(start + BLOCK_N, keys))
         scores, slope = _tile_scores(x, k, tile, bug)
         p = np.exp(np.where(visible[..., tile], scores, -np.inf) - reach)
-        ds = p * (x.dout @ v[..., tile, :].swapaxes(-1, -2) - delta[..., None]) * slope
+        dp, kept = x.dout @ v[..., tile, :].swapaxes(-1, -2), _kept(x, tile, "")
+        if bug == "dropout in delta's place":
+            ds = p * (dp - delta[..., None]) * kept * slope
+        else:
+            forgotten = bug == "dropout forgotten in the scores' gradient"
+            ds = p * (dp * (1 if forgotten else kept) - delta[..., None]) * slope
         ds = _four_bits(ds) if bug == "score gradients of 4 bits" else _narrow(ds, call)
         if not (bug == "last key tile missing in dq" and tile.stop == keys):
             dq = _accumulate(dq, ds, k[..., tile, :], call, bug == "dq accumulated in 16 bits")
         seen = slice(0, rows - 16 if bug == "last query tile missing in dk" else rows)
         dk[..., tile, :] = ds[..., seen, :].swapaxes(-1, -2) @ x.q[..., seen, :]
+        p = p if bug == "dropout forgotten in dv" else p * kept
         dv[..., tile, :] = _narrow(p, call).swapaxes(-1, -2) @ x.dout
         if bug == "padded queries in dv":
             with np.errstate(over="ignore"):
@@ -242,6 +270,8 @@ def suite(dtype: np.dtype, families: tuple[str, ...], seed: int = 0) -> list[Cal
             "enable_gqa": True,
             "alibi_slopes": np.array([0.0, 0.01, 0.02, 0.04], np.float32),
             "sink": np.array([0.0, -100.0, 5.0, -np.inf], np.float32),
+            "dropout": 0.25,
+            "seed": 1,
         }
         call = make_call(family, seed, dtype, Q, KV, KV, options=options)
         dlse = rng.standard_normal((*call.batch, 64)).astype(call.lse_dtype)

@@ -298,6 +298,8 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
     rows, keys = call.q.shape[-2], call.k.shape[-2]
     out = np.zeros((*call.batch, rows, call.v.shape[-1]))
     lse = np.full((*call.batch, rows), -inf)
+    p = round(65536 * options.get("dropout", 0.0)) / 65536
+    kept = reference.dropout_mask((*call.batch, rows, keys), p, options.get("seed", 0))
 
     def entry(value: Any, index: tuple[int, ...], core: tuple[int, ...] = ()) -> Any:
         if not isinstance(value, np.ndarray):
@@ -350,7 +352,7 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
                 )
                 if not hidden:
                     scores.append(score)
-                    values.append(vector(call.v, kv, n))
+                    values.append(vector(call.v, kv, n) / (1 - p) if kept[(*index, m, n)] else 0)
             sink = float(entry(options.get("sink", -inf), index))
             if scores or sink > -inf:
                 top = max([*scores, sink])

@@ -53,9 +53,12 @@ normalised weight is at most
 (numerator, denominator, both sums over keys, 4 ulp each for exp and the rescaling by running
 maxima, and for the backward the rounding of lse when it is stored).
 
-*Results*, first order; X = |dout| |v|^T, X' = sum_n(P X), y = |dlse|:
-    out    sum_n P r |v|                                              lse    sum_n(P e) + u c(n)
-    dv     sum_m P (r + u c(m)) |dout|
+*Dropout.* K is the factor of a weight: 0 where dropped, else 1 / (1 - p). Rounding K, and the
+product with it, add 2 u to r.
+
+*Results*, first order; X = K |dout| |v|^T, X' = sum_n(P X), y = |dlse|:
+    out    sum_n P K r |v|                                            lse    sum_n(P e) + u c(n)
+    dv     sum_m P K (r + u c(m)) |dout|
     dS     P [ (r + 4u)(X + X' + y) + u (c(e) + 2)(X + X') + sum_n(P r X) ]
     dS_raw dS error * t' + P (X + X' + y) u (2 (c(d) + 4) S t' / softcap + 16),  t' = 1 - tanh^2
     dq     |scale| * sum_n [ dS_raw error + u (c(n) + 4) P (X + X' + y) t' ] |k|;  dk likewise
@@ -69,7 +72,7 @@ T's own error is the same expression with its own eps and is added.
 W: declared roundings
 ---------------------
 w = eps/2 of the operand dtype, t = half its smallest subnormal (0 for float32 and float64):
-    out  sum_n (w P + t) |v|          dv  sum_m (w P + t) |dout|
+    out  sum_n (w P + t) K |v|        dv  sum_m (w P + t) K |dout|
     dq   |scale| * sum_n [ w |dS_raw| + t + P t' w |dout| |out| ] |k|;  dk likewise
     dbias, dslope, dscale, dsink: only through delta, P w |dout| |out| in place of dS
 (probabilities and score gradients are rounded once, before their products; delta = dout . out is
@@ -213,14 +216,19 @@ class Budget:
     def row_error(self) -> np.ndarray:
         """What r adds to e, (batch, m, 1)."""
         constant = 2 * sum_error(self.p.shape[-1]) + 16 + 2 * np.abs(self.lse[..., None])
-        return self.mean_error + self.u * constant
+        return self.mean_error + self.u * (constant + 2 * (self.inputs.kept_scale != 1))
+
+    @cached_property
+    def factor(self) -> np.ndarray:
+        """K of the derivation, (batch, m, n)."""
+        return self.inputs.kept * self.inputs.kept_scale
 
     @cached_property
     def out(self) -> Tensor:
         x = self.inputs
         v = np.abs(x.v)
-        accumulation = (self.p * self.relative_error + self.tiny * x.visible) @ v
-        rounding = (self.w * self.p + self.t * x.visible) @ v
+        accumulation = ((self.p * self.relative_error + self.tiny * x.visible) * self.factor) @ v
+        rounding = ((self.w * self.p + self.t * x.visible) * self.factor) @ v
         return Tensor(
             "out", self.truth.out, self.model[0], self.unrounded[0], accumulation, rounding,
             self.call.dtype, OUT_RMS,
@@ -240,7 +248,8 @@ class Budget:
         q, k, v, dout = (np.abs(a) for a in (x.q, x.k, x.v, x.dout))
         rows, keys, features, values = p.shape[-2], p.shape[-1], q.shape[-1], v.shape[-1]
         r = self.relative_error
-        products = dout @ v.swapaxes(-1, -2)
+        factor = self.factor
+        products = factor * (dout @ v.swapaxes(-1, -2))
         mean = (p * products).sum(-1, keepdims=True)
         y = np.abs(x.dlse)[..., None]
         reach = products + mean + y
@@ -275,7 +284,9 @@ class Budget:
         accumulation = {
             "q": lambda: scale * (times(draw, keys) @ k),
             "k": lambda: scale * (times(draw, rows).swapaxes(-1, -2) @ q),
-            "v": lambda: (p * (r + u * sum_error(rows)) + flushed).swapaxes(-1, -2) @ dout,
+            "v": lambda: (
+                ((p * (r + u * sum_error(rows)) + flushed) * factor).swapaxes(-1, -2) @ dout
+            ),
             "bias": lambda: ds + flushed,
             "alibi_slopes": lambda: ((ds + flushed) * x.distance).sum((-1, -2)),
             "sink": lambda: (sink + self.tiny * y)[..., 0].sum(-1),
@@ -284,7 +295,7 @@ class Budget:
         rounding = {
             "q": lambda: scale * (draw_w @ k),
             "k": lambda: scale * (draw_w.swapaxes(-1, -2) @ q),
-            "v": lambda: (w * p + self.t * x.visible).swapaxes(-1, -2) @ dout,
+            "v": lambda: ((w * p + self.t * x.visible) * factor).swapaxes(-1, -2) @ dout,
             "bias": lambda: p * delta_w,
             "alibi_slopes": lambda: (p * delta_w * x.distance).sum((-1, -2)),
             "sink": lambda: (sink_p * delta_w)[..., 0].sum(-1),
@@ -293,7 +304,7 @@ class Budget:
         magnitude = {
             "q": lambda: scale * ((p * reach * slope) @ k),
             "k": lambda: scale * ((p * reach * slope).swapaxes(-1, -2) @ q),
-            "v": lambda: p.swapaxes(-1, -2) @ dout,
+            "v": lambda: (p * factor).swapaxes(-1, -2) @ dout,
             "bias": lambda: p * reach,
             "alibi_slopes": lambda: (p * reach * x.distance).sum((-1, -2)),
             "sink": lambda: (sink_p * (mean + y))[..., 0].sum(-1),

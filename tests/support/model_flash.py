@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import cuflash
 from cuflash import reference
 
 
@@ -27,9 +28,9 @@ class Expanded:
     """A call's arrays with every broadcast written out, in one arithmetic, non-finite values as 0.
 
     q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
-    bias, distance (what a slope multiplies) and visible (batch, m, n), slopes (batch, 1, 1),
-    sink (batch, m, 1), -inf where there is none. Rows that see a non-finite value are not
-    compared, so 0 serves.
+    bias, distance (what a slope multiplies), visible and kept (batch, m, n), slopes (batch, 1, 1),
+    sink (batch, m, 1), -inf where there is none. Dropout multiplies a kept weight by kept_scale.
+    Rows that see a non-finite value are not compared, so 0 serves.
     """
 
     call: Any
@@ -43,6 +44,8 @@ class Expanded:
     slopes: np.ndarray
     sink: np.ndarray
     visible: np.ndarray
+    kept: np.ndarray
+    kept_scale: float
     scale: float
     softcap: float | None
 
@@ -98,6 +101,7 @@ def expand(call: Any, dtype: Any) -> Expanded:
             (*batch, rows, 1),
         ),
         ~np.isneginf(final_scores(call)),
+        *_dropout(call, batch + core),
         q.shape[-1] ** -0.5 if scale is None else scale,
         options.get("softcap"),
     )
@@ -105,6 +109,16 @@ def expand(call: Any, dtype: Any) -> Expanded:
 
 def _sinks(sink: np.ndarray, dtype: Any) -> np.ndarray:
     return sink.astype(dtype)[..., None, None]
+
+
+def _dropout(call: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:
+    """Which weights are kept, batch + (m, n), and by what they are multiplied."""
+    p = call.options.get("dropout", 0.0)
+    dropped = round(65536 * p)
+    if not dropped:
+        return np.broadcast_to(True, shape), 1.0
+    kept = cuflash.dropout_mask(shape, p, call.options["seed"])
+    return kept, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
 
 def _distance(call: Any, dtype: Any) -> np.ndarray:
@@ -137,7 +151,8 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.
     p = np.exp(scores - largest)
     total = p.sum(-1, keepdims=True) + np.exp(inputs.sink - largest)
     seen = total > 0
-    weighted = _rounded(p, dtype) @ inputs.v
+    weighted = _rounded(p * inputs.kept, dtype) @ inputs.v
+    weighted = weighted * p.dtype.type(inputs.kept_scale)
     out = np.divide(weighted, total, out=np.zeros_like(weighted), where=seen)
     with np.errstate(divide="ignore"):
         lse = np.where(seen, largest + np.log(total), -np.inf)
@@ -157,14 +172,16 @@ def backward(
     dout = inputs.dout
     finite_out = np.nan_to_num(out.astype(dout.dtype), nan=0.0, posinf=0.0, neginf=0.0)
     delta = (dout * finite_out).sum(-1) - inputs.dlse
-    ds = p * (dout @ inputs.v.swapaxes(-1, -2) - delta[..., None])
+    kept_scale = dout.dtype.type(inputs.kept_scale)
+    dp = (dout @ inputs.v.swapaxes(-1, -2)) * inputs.kept * kept_scale
+    ds = p * (dp - delta[..., None])
     draw = _rounded(ds * slope, dtype)
     sink = np.exp(inputs.sink - reach)[..., 0]
     scale = dout.dtype.type(inputs.scale)
     full = {
         "q": lambda: scale * (draw @ inputs.k),
         "k": lambda: scale * (draw.swapaxes(-1, -2) @ inputs.q),
-        "v": lambda: _rounded(p, dtype).swapaxes(-1, -2) @ dout,
+        "v": lambda: kept_scale * (_rounded(p * inputs.kept, dtype).swapaxes(-1, -2) @ dout),
         "bias": lambda: ds,
         "alibi_slopes": lambda: -(ds * inputs.distance).sum((-1, -2)),
         "sink": lambda: -(sink * delta).sum(-1),

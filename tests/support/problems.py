@@ -150,7 +150,8 @@ class Limits:
 EVERYWHERE = ("scale", "softcap", "bias", "mask")
 RANGES = ("causal", "offset", "window", "q_lengths", "kv_lengths")
 WITHOUT_SINK = (*RANGES, *EVERYWHERE, "alibi_slopes", "segment_ids")
-ALL_OPTIONS = (*WITHOUT_SINK, "sink")
+WITHOUT_DROPOUT = (*WITHOUT_SINK, "sink")
+ALL_OPTIONS = (*WITHOUT_DROPOUT, "dropout")
 #: Tiles on the host are patched down to this size, so that small arrays have tails.
 HOST_TILE = 16
 _HOST = Limits(
@@ -460,8 +461,11 @@ def _options(
         "alibi_slopes": lambda: per_head(0.25),
         "segment_ids": segment_ids,
         "sink": lambda: per_head(2.0),
+        "dropout": lambda: draw(st.sampled_from((0.1, 0.5, 0.0, 0.9, 1.0))),
+        "seed": lambda: draw(st.integers(0, 2**64 - 1)),
     }
-    return {name: makers[name]() for name in names}
+    seed = ("seed",) if "dropout" in names else ()
+    return {name: makers[name]() for name in (*names, *seed)}
 
 
 def _thinned(
