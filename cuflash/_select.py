@@ -70,7 +70,7 @@ _BACKWARD_KV: Tiles = {
 # With softcap, bias or mask: their arithmetic needs registers of its own.
 _FORWARD_GENERAL: Tiles = {
     32: (Tile(128, 64, 4, 2),),
-    64: (Tile(128, 64, 4, 2),),
+    64: (Tile(64, 96, 4, 2),),
     96: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     192: (Tile(64, 48, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),

@@ -1,0 +1,110 @@
+"""Is a configuration complete, checked, and read by the CUDA sources field by field?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+
+from cuflash._config import (
+    HEAD_DIMS,
+    BackwardKVConfig,
+    BackwardQConfig,
+    DeltaConfig,
+    ForwardConfig,
+    KernelConfig,
+)
+from cuflash._source import kernels_dir
+
+SCORE = {
+    "window_left": False,
+    "window_right": True,
+    "scale_in_exponent": True,
+    "softcap": False,
+    "bias": "none",
+    "mask": False,
+    "offset": "value",
+    "q_lengths": "none",
+    "kv_lengths": "none",
+}
+COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
+TILE = {
+    **COMMON, **SCORE, "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
+    "blocks_per_sm": 2,
+}  # fmt: skip
+CONFIGS: tuple[KernelConfig, ...] = (
+    ForwardConfig(**TILE),
+    BackwardQConfig(**TILE),
+    BackwardKVConfig(**TILE, grad_k=True, grad_v=False, shared_keys=True),
+    DeltaConfig(**COMMON, num_warps=4, block_m=64, grad_lse=True),
+)
+
+
+def macros_read() -> set[str]:
+    """Return the macros that config.cuh turns into constants."""
+    text = (kernels_dir() / "config.cuh").read_text()
+    body = text[text.index("struct Config") :]
+    return set(re.findall(r"\bCUFLASH_[A-Z_0-9]+\b", body))
+
+
+def test_every_field_is_a_macro_that_the_sources_read() -> None:
+    defined = {name for config in CONFIGS for name in config.defines()}
+    assert defined <= macros_read()
+
+
+def test_every_macro_has_a_default() -> None:
+    text = (kernels_dir() / "config.cuh").read_text()
+    for name in macros_read():
+        assert f"#ifndef {name}\n#define {name} " in text
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
+    defines = config.defines()
+    assert len(defines) == len(fields(config)) + 1
+    assert defines["CUFLASH_DTYPE"] == "float16"
+    assert defines["CUFLASH_SMEM_BYTES"] == str(config.smem_bytes)
+    assert not {"True", "False", "None"} & set(defines.values())
+
+
+def test_a_configuration_is_a_key() -> None:
+    again = ForwardConfig(**TILE)
+    assert again == CONFIGS[0]
+    assert hash(again) == hash(CONFIGS[0])
+    assert replace(again, block_n=64) != again
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"copy_bytes": 3}, "copy_bytes=3"),
+        ({"head_dim": 40}, "head_dim=40"),
+        ({"head_dim_v": 512}, "head_dim_v=512"),
+        ({"block_m": 72}, "block_m = 72"),
+        ({"block_n": 0}, "block_n = 0"),
+        ({"num_warps": 3}, "num_warps=3"),
+        ({"num_warps": 64}, "num_warps=64"),
+        ({"softcap": True}, "scale_in_exponent=True"),
+    ],
+)
+def test_errors_name_the_field_and_its_value(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        ForwardConfig(**{**TILE, **change})
+
+
+def test_a_pass_without_result_is_refused() -> None:
+    with pytest.raises(ValueError, match="grad_k=False"):
+        BackwardKVConfig(**TILE, grad_k=False, grad_v=False, shared_keys=True)
+
+
+def test_shared_memory_by_hand() -> None:
+    assert CONFIGS[0].smem_bytes == 2 * (64 * 96 + 2 * 128 * (96 + 64))
+    assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
+    assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
+    assert CONFIGS[3].smem_bytes == 0
+
+
+def test_tile_widths_suit_the_matrix_instruction() -> None:
+    assert all(width % 16 == 0 for width in HEAD_DIMS)
+    assert sorted(HEAD_DIMS) == list(HEAD_DIMS)

@@ -1,0 +1,67 @@
+"""Is the flattened text of a kernel whole, and does it point back at the real files?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cuflash import _source
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a folder of our own in place of the kernels'."""
+    monkeypatch.setattr(_source, "kernels_dir", lambda: tmp_path)
+    _source.flatten.cache_clear()
+    yield tmp_path
+    _source.flatten.cache_clear()
+
+
+def test_includes_are_expanded_once_in_order(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep/a.cuh").write_text("#pragma once\nint a;\n")
+    (folder / "b.cuh").write_text('#pragma once\n#include "deep/a.cuh"\nint b;\n')
+    (folder / "k.cu").write_text('#include "b.cuh"\n#include "deep/a.cuh"\n#include <x.h>\nint k;\n')
+    code = [line for line in _source.flatten("k.cu").splitlines() if line.startswith(("int", "#i"))]
+    assert code == ["int a;", "int b;", "#include <x.h>", "int k;"]
+
+
+def test_line_numbers_are_those_of_the_files(folder: Path) -> None:
+    (folder / "a.cuh").write_text("#pragma once\n\nint a;\n")
+    (folder / "k.cu").write_text('// first\n#include "a.cuh"\nint k;\n')
+    where = {}
+    file, number = "", 0
+    for line in _source.flatten("k.cu").splitlines():
+        if line.startswith("#line"):
+            _, number_text, quoted = line.split()
+            file, number = quoted.strip('"'), int(number_text)
+            continue
+        where[line] = (file, number)
+        number += 1
+    assert where["int a;"] == ("a.cuh", 3)
+    assert where["int k;"] == ("k.cu", 3)
+
+
+def test_a_missing_include_is_an_error(folder: Path) -> None:
+    (folder / "k.cu").write_text('#include "nowhere.cuh"\n')
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.cuh"):
+        _source.flatten("k.cu")
+
+
+def test_every_kernel_is_self_contained() -> None:
+    for path in _source.kernels_dir().glob("*.cu"):
+        text = _source.flatten(path.name)
+        assert '#include "' not in text
+        assert 'extern "C" __global__' in text
+        assert text.count("struct Config {") == 1
+
+
+def test_neither_place_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_source, "__file__", str(tmp_path / "package" / "_source.py"))
+    _source.kernels_dir.cache_clear()
+    try:
+        with pytest.raises(FileNotFoundError, match="kernels_cu"):
+            _source.kernels_dir()
+    finally:
+        _source.kernels_dir.cache_clear()
