@@ -53,7 +53,7 @@ struct Score {
       diagonal_begin = params.diagonal_begin;
       diagonal_end = params.diagonal_end;
     } else {
-      const int64_t offset = clamp(seqlen.offset, -(1ll << 60), 1ll << 60);
+      const int64_t offset = clamp(seqlen.offset, -(1ll << 62), 1ll << 62);
       diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -distance, distance));
       diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -distance, distance));
     }

@@ -33,10 +33,10 @@ KIB = 1024
 #: Shared memory that one block of threads may have.
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227 * KIB,
           "sm_100": 227 * KIB, "sm_120": 99 * KIB}  # fmt: skip
-#: Bytes stored and loaded, by kernel and larger padded head size. In all of them the compiler keeps
-#: a few loop-invariant addresses out of registers: stored once before the loop, loaded once per
-#: block. The neighbouring tile without spills is slower (H100, 2026-11-21): 1.04 times for dk and dv
-#: at 128, 1.16 at 64; 1.14 times for dq at 128.
+#: Bytes stored and loaded, by kernel and larger padded head size. In all of them the compiler
+#: keeps a few loop-invariant addresses out of registers: stored once before the loop, loaded once
+#: per block. The neighbouring tile without spills takes longer (H100 SXM, 2026-11-21, bf16, full,
+#: seqlen 8192): dk and dv 1.18 times at 128 and 1.19 at 64, dq 1.20 at 128.
 SPILLS = {
     ("cuflash_forward_sm80", 64): 16,
     ("cuflash_forward_sm80", 128): 96,
@@ -203,7 +203,7 @@ def test_offsets_of_the_parameter_structs() -> None:
 
     checks = []
     for struct, dtype in STRUCTS.items():
-        checks.append(f"static_assert(sizeof(cuflash::{struct}) == {dtype.itemsize}, \"\");")
+        checks.append(f'static_assert(sizeof(cuflash::{struct}) == {dtype.itemsize}, "");')
         for name, offset in _offsets(dtype):
             checks.append(
                 f"static_assert(__INTADDR__(&((cuflash::{struct}*)0)->{name}) == {offset}, "

@@ -22,7 +22,8 @@ def test_includes_are_expanded_once_in_order(folder: Path) -> None:
     (folder / "deep").mkdir()
     (folder / "deep/a.cuh").write_text("#pragma once\nint a;\n")
     (folder / "b.cuh").write_text('#pragma once\n#include "deep/a.cuh"\nint b;\n')
-    (folder / "k.cu").write_text('#include "b.cuh"\n#include "deep/a.cuh"\n#include <x.h>\nint k;\n')
+    text = '#include "b.cuh"\n#include "deep/a.cuh"\n#include <x.h>\nint k;\n'
+    (folder / "k.cu").write_text(text)
     code = [line for line in _source.flatten("k.cu").splitlines() if line.startswith(("int", "#i"))]
     assert code == ["int a;", "int b;", "#include <x.h>", "int k;"]
 

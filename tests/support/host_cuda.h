@@ -1,0 +1,26 @@
+// The few words of CUDA that the index arithmetic of kernels_cu uses, for a host compiler.
+#pragma once
+
+#include <cmath>
+
+#define __device__
+#define __forceinline__ inline
+
+struct {
+  unsigned x;
+} static threadIdx, blockIdx;
+
+template <typename T>
+constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int) {
+  return x;
+}

@@ -1,0 +1,102 @@
+// Compares score.cuh with the definition of visibility, pair by pair, for many problems: no attention
+// is run. A kernel where a GPU compiler reads this, a function where a host compiler does.
+#include "score.cuh"
+
+namespace cuflash {
+
+// The definition, in numbers that cannot overflow.
+struct Definition {
+  int64_t q_length, kv_length, lowest, highest;
+
+  __device__ Definition(const ScoreParams& params) {
+    q_length = params.q_length;
+    kv_length = params.kv_length;
+    if (Config::q_lengths != Dtype::none) {
+      const int64_t given = *static_cast<const int64_t*>(params.q_lengths);
+      q_length = given < 0 ? 0 : (given > params.seqlen_q ? params.seqlen_q : given);
+    }
+    if (Config::kv_lengths != Dtype::none) {
+      const int64_t given = *static_cast<const int64_t*>(params.kv_lengths);
+      kv_length = given < 0 ? 0 : (given > params.seqlen_k ? params.seqlen_k : given);
+    }
+    int64_t offset = params.offset_value;
+    if (Config::offset == Offset::lengths) offset = kv_length - q_length;
+    if (Config::offset == Offset::int64) offset = *static_cast<const int64_t*>(params.offset);
+    lowest = Config::window_left ? offset - params.window_left : -(1ll << 62);
+    highest = Config::window_right ? offset + params.window_right : 1ll << 62;
+  }
+
+  __device__ bool visible(int64_t q_idx, int64_t kv_idx) const {
+    const int64_t diagonal = kv_idx - q_idx;
+    return q_idx < q_length && kv_idx < kv_length && lowest <= diagonal && diagonal <= highest;
+  }
+};
+
+// Blocks must hold whatever is visible, begin and end with something visible, and be full where they
+// say so. `seen` is true for a pair (tile index, streamed index); tile indices from `existing` on are
+// discarded later and need not see anything.
+template <typename Seen>
+__device__ int check_blocks(const BlockRanges& blocks, const Range& range, int tile_begin,
+                            int tile_end, int existing, int streamed, int block, const Seen& seen) {
+  int wrong = 0;
+  int first = 1 << 30, last = -1;
+  for (int j = 0; j < streamed; ++j) {
+    bool any = false, all = true;
+    for (int i = tile_begin; i < tile_end; ++i) {
+      any |= seen(i, j);
+      all &= i >= existing || seen(i, j);
+    }
+    const int b = j / block;
+    if (any) first = min(first, j);
+    if (any) last = max(last, j);
+    wrong += any && !(b >= blocks.begin && b < blocks.end);
+    wrong += any != range.contains(j);
+    wrong += !all && b >= blocks.begin && b < blocks.end && !blocks.masked(b);
+  }
+  const bool nothing = last < 0;
+  wrong += nothing != (blocks.begin >= blocks.end);
+  wrong += !nothing && (blocks.begin != first / block || blocks.end != last / block + 1);
+  wrong += !nothing && blocks.full_end > (streamed + block - 1) / block;
+  return wrong;
+}
+
+__device__ int count_wrong(const ScoreParams& params) {
+  const BatchAxes axes{0, {1, 1, 1, 1, 1, 1}};
+  const Score score(params, BatchIndex(axes, 0));
+  const Definition definition(params);
+  int wrong = 0;
+  for (int m = 0; m < params.seqlen_q; ++m) {
+    for (int n = 0; n < params.seqlen_k; ++n) {
+      wrong += score.visible(m, n) != definition.visible(m, n);
+    }
+  }
+  for (int m = 0; m < params.seqlen_q; m += Config::block_m) {
+    const int end = m + Config::block_m;
+    wrong += check_blocks(score.kv_blocks(m, end), score.kv_range(m, end), m, end,
+                          score.seqlen.q, params.seqlen_k, Config::block_n,
+                          [&](int i, int j) { return definition.visible(i, j); });
+  }
+  for (int n = 0; n < params.seqlen_k; n += Config::block_n) {
+    const int end = n + Config::block_n;
+    wrong += check_blocks(score.q_blocks(n, end), score.q_range(n, end), n, end, end,
+                          params.seqlen_q, Config::block_m,
+                          [&](int i, int j) { return definition.visible(j, i); });
+  }
+  return wrong;
+}
+
+}  // namespace cuflash
+
+#ifdef __CUDACC__
+extern "C" __global__ void probe(const cuflash::ScoreParams* problems, int num_problems,
+                                 int* wrong) {
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < num_problems) wrong[index] = cuflash::count_wrong(problems[index]);
+}
+#else
+extern "C" void probe(const cuflash::ScoreParams* problems, int num_problems, int* wrong) {
+  for (int index = 0; index < num_problems; ++index) {
+    wrong[index] = cuflash::count_wrong(problems[index]);
+  }
+}
+#endif

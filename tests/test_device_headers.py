@@ -1,0 +1,198 @@
+"""Are masks, block ranges, tiles and fragments right by themselves, without running attention?
+
+The range checks run on the host, too, where there is a C++ compiler: the same text, compiled by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from cuflash import _compile, _params, _source
+
+SUPPORT = Path(__file__).parent / "support"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+FEATURES = [
+    {"WINDOW_LEFT": left, "WINDOW_RIGHT": right, "OFFSET": offset, "Q_LENGTHS": lengths,
+     "KV_LENGTHS": lengths, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    for (left, right), offset, lengths, (block_m, block_n) in [
+        (("false", "false"), "value", "none", (16, 32)),
+        (("false", "true"), "value", "none", (32, 16)),
+        (("true", "false"), "value", "none", (16, 16)),
+        (("true", "true"), "value", "none", (16, 48)),
+        (("true", "true"), "lengths", "int64", (32, 32)),
+        (("true", "true"), "int64", "int64", (48, 16)),
+        (("false", "true"), "int64", "none", (16, 16)),
+    ]
+]  # fmt: skip
+
+
+NUM_PROBLEMS = 15_000
+
+
+def flattened(name: str, defines: dict[str, Any]) -> str:
+    """Return a probe with its includes in place."""
+    head = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in defines.items())
+    return head + _source.flatten(str(SUPPORT / name))
+
+
+def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], int]) -> Any:
+    """Parameters of many small problems, and the arrays that they point into."""
+    n = NUM_PROBLEMS
+    extents = rng.integers(1, 100, (n, 2))
+    lengths = rng.integers(-3, 110, (n, 2))
+    offsets = np.where(rng.random(n) < 0.05, rng.choice([-(1 << 62), 1 << 62], n),
+                       rng.integers(-120, 120, n))  # fmt: skip
+    windows = np.where(rng.random((n, 2)) < 0.1, 1 << 60, rng.integers(0, 60, (n, 2)))
+    arrays = [np.ascontiguousarray(a) for a in (lengths[:, 0], lengths[:, 1], offsets)]
+    problems = np.zeros(n, _params.SCORE)
+    for name, array in zip(("q_lengths", "kv_lengths", "offset"), arrays, strict=True):
+        problems[name] = address(array) + 8 * np.arange(n)
+    problems["seqlen_q"], problems["seqlen_k"] = extents.T
+    problems["q_length"], problems["kv_length"] = np.clip(lengths, 0, extents).T
+    problems["window_left"], problems["window_right"] = windows.T
+    small = np.clip(offsets, -(1 << 60), 1 << 60)
+    problems["offset_value"] = small
+    limit = 1 << 30
+    problems["diagonal_begin"] = np.clip(small - windows[:, 0], -limit, limit)
+    problems["diagonal_end"] = np.clip(small + windows[:, 1] + 1, -limit, limit)
+    return problems, arrays
+
+
+def offenders(problems: np.ndarray, wrong: np.ndarray) -> str:
+    """Say which problem came out wrong first."""
+    names = ("seqlen_q", "seqlen_k", "q_length", "kv_length", "offset_value", "window_left",
+             "window_right")  # fmt: skip
+    first = problems[np.flatnonzero(wrong)[0]]
+    return (
+        f"{np.count_nonzero(wrong)} wrong, first { ({name: int(first[name]) for name in names}) }"
+    )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: "-".join(map(str, f.values())))
+def test_visibility_and_block_ranges_on_the_host(features: Any, tmp_path: Path) -> None:
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    text = f'#include "{SUPPORT / "host_cuda.h"}"\n' + flattened("score_probe.cu", features)
+    source.write_text(text)
+    command = [COMPILER, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    problems, _arrays = random_problems(np.random.default_rng(1), lambda a: a.ctypes.data)
+    wrong = np.zeros(NUM_PROBLEMS, np.int32)
+    probe = ctypes.CDLL(str(library)).probe
+    probe(problems.ctypes.data_as(ctypes.c_void_p), NUM_PROBLEMS,
+          wrong.ctypes.data_as(ctypes.c_void_p))  # fmt: skip
+    assert not wrong.any(), offenders(problems, wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: "-".join(map(str, f.values())))
+def test_visibility_and_block_ranges_on_the_device(features: Any) -> None:
+    import cupy
+
+    code = flattened("score_probe.cu", features)
+    kernel = cupy.RawModule(code=code, options=_compile.OPTIONS).get_function("probe")
+    on_device: list[Any] = []
+
+    def address(array: np.ndarray) -> int:
+        on_device.append(cupy.asarray(array))
+        return int(on_device[-1].data.ptr)
+
+    problems, _ = random_problems(np.random.default_rng(2), address)
+    given = cupy.asarray(problems.view(np.uint8))
+    wrong = cupy.full(NUM_PROBLEMS, -1, np.int32)
+    kernel((-(-NUM_PROBLEMS // 128),), (128,), (given, np.int32(NUM_PROBLEMS), wrong))
+    found = cupy.asnumpy(wrong)
+    assert not found.any(), offenders(problems, found)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("params.window_right + 1", "params.window_right"),
+        ("full.begin = max(full.begin, n_end - diagonal_end)",
+         "full.begin = max(full.begin, n_end - diagonal_end - 1)"),
+        ("keys.end = min(keys.end, m_end - 1 + diagonal_end)",
+         "keys.end = min(keys.end, m_end + diagonal_end)"),
+        ("n_end <= seqlen.k ? seqlen.q : 0", "seqlen.q"),
+    ],
+)  # fmt: skip
+def test_the_probe_finds_seeded_bugs(right: str, wrong: str, tmp_path: Path) -> None:
+    features = FEATURES[5]
+    text = flattened("score_probe.cu", features)
+    assert right in text
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n' + text.replace(right, wrong, 1))
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    problems, _arrays = random_problems(np.random.default_rng(1), lambda a: a.ctypes.data)
+    found = np.zeros(NUM_PROBLEMS, np.int32)
+    ctypes.CDLL(str(library)).probe(
+        problems.ctypes.data_as(ctypes.c_void_p), NUM_PROBLEMS,
+        found.ctypes.data_as(ctypes.c_void_p),
+    )  # fmt: skip
+    assert found.any()
+
+
+FRAGMENT_CASES = list(
+    itertools.product(
+        (bfloat16, np.float16),
+        [(16, 16, 32, 32), (32, 48, 64, 96), (32, 64, 96, 32), (16, 32, 256, 192),
+         (16, 32, 16, 16)],
+        (2, 4, 16),
+    )
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tile", "copy_bytes"), FRAGMENT_CASES)
+def test_tiles_and_fragments_multiply_exactly(
+    dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int
+) -> None:
+    """Small integers, so that every sum is exact; rows past the valid ones are NaN in memory."""
+    import cupy
+
+    m, n, d, d_v = tile
+    columns, columns_v = d - 8 // (16 // copy_bytes), d_v - 8
+    defines = {
+        "DTYPE": np.dtype(dtype).name, "BLOCK_M": m, "BLOCK_N": n, "HEAD_DIM": d,
+        "HEAD_DIM_V": d_v, "NUM_WARPS": 1, "COPY_BYTES": copy_bytes,
+    }  # fmt: skip
+    code = flattened("fragment_probe.cu", defines)
+    kernel = cupy.RawModule(code=code, options=_compile.OPTIONS).get_function("probe")
+    smem_bytes = 2 * (m * d + n * (d + d_v))
+    kernel.max_dynamic_shared_size_bytes = smem_bytes
+    rng = np.random.default_rng(3)
+    first, last = 3, n - 2
+    columns -= columns % (copy_bytes // 2)
+    a = rng.integers(-1, 2, (m, columns)).astype(dtype)
+    b = rng.integers(-1, 2, (n, columns)).astype(dtype)
+    v = rng.integers(-2, 3, (n, columns_v)).astype(dtype)
+    expected_b, expected_v = (x.astype(np.float64) for x in (b, v))
+    for given, expected in ((b, expected_b), (v, expected_v)):
+        given[:first] = given[last:] = np.nan
+        expected[:first] = expected[last:] = 0
+    on_device = [cupy.asarray(x.view(np.uint16)) for x in (a, b, v)]
+    s, o = cupy.full((m, n), np.nan, np.float32), cupy.full((m, d_v), np.nan, np.float32)
+    integers = ("c", "cv", "first", "last")
+    params = np.zeros((), [(x, np.uint64) for x in "abvso"] + [(x, np.int32) for x in integers])
+    for name, array in zip("abvso", (*on_device, s, o), strict=True):
+        params[name] = array.data.ptr
+    params["c"], params["cv"], params["first"], params["last"] = columns, columns_v, first, last
+    kernel((1,), (32,), (params,), shared_mem=smem_bytes)
+    expected_s = a.astype(np.float64) @ expected_b.T
+    assert (np.abs(expected_s) <= 128).all()
+    np.testing.assert_array_equal(cupy.asnumpy(s), expected_s)
+    expected_o = np.zeros((m, d_v))
+    expected_o[:, :columns_v] = expected_s @ expected_v
+    np.testing.assert_array_equal(cupy.asnumpy(o), expected_o)

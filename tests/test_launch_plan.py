@@ -1,0 +1,209 @@
+"""Does every problem get a legal plan: kernel, grid, strides? Checked without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from cuflash import Options, _select
+from cuflash._problem import Operand, Problem, describe
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash import _launch, _params
+
+SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
+NUM_PROBLEMS = 100_000
+
+
+def walked(grid: _launch.Grid, num_operands: int) -> list[tuple[int, ...]]:
+    """Offsets of all operands in the order of the launches, as scheduler.cuh computes them."""
+    found = []
+    for start in grid.offsets():
+        for flat in range(grid.num_owners * grid.entries_per_owner):
+            offset, rest = list(start or (0,) * num_operands), flat
+            for axis in range(len(grid.axes) - 1, -1, -1):
+                extent, strides = grid.axes[axis]
+                index = rest % extent if axis else rest
+                rest //= extent
+                offset = [o + index * s for o, s in zip(offset, strides, strict=True)]
+            found.append(tuple(offset))
+    return found
+
+
+def random_axes(rng: np.random.Generator) -> tuple[Any, Any, Any]:
+    """Extents, strides of three operands and summed axes; neighbours are often mergeable."""
+    ndim = int(rng.integers(0, 10))
+    batch = tuple(int(n) for n in rng.choice([1, 2, 3], ndim))
+    summed = tuple(bool(s) for s in rng.random(ndim) < 0.3)
+    strides = []
+    for _ in range(3):
+        steps, step = [], int(rng.integers(1, 5)) * 2
+        for extent in reversed(batch):
+            steps.append(0 if rng.random() < 0.2 else step)
+            step *= extent * int(rng.choice([1, 1, 1, 2]))
+        strides.append(tuple(reversed(steps)))
+    return batch, strides, summed
+
+
+def test_every_batch_entry_is_walked_once_and_owners_stay_together() -> None:
+    rng = np.random.default_rng(0)
+    peeled = merged = 0
+    for _ in range(1500):
+        batch, strides, summed = random_axes(rng)
+        grid = _launch.plan_grid(batch, strides, summed, 1)
+        assert len(grid.axes) <= _params.MAX_BATCH_AXES
+        owned = [range(n) if not s else [0] for n, s in zip(batch, summed, strict=True)]
+        looped = [range(n) if s else [0] for n, s in zip(batch, summed, strict=True)]
+        expected = [
+            tuple(
+                sum((i + j) * s for i, j, s in zip(owner, loop, step, strict=True))
+                for step in strides
+            )
+            for owner in itertools.product(*owned)
+            for loop in itertools.product(*looped)
+        ]
+        assert walked(grid, 3) == expected
+        peeled += bool(grid.peeled)
+        merged += len(grid.axes) < sum(n > 1 for n in batch) - len(grid.peeled)
+    assert peeled > 10
+    assert merged > 100
+
+
+def test_a_grid_past_the_limit_is_split() -> None:
+    batch, strides = (40_000, 70_000), [(70_000 * 8, 4), (0, 4)]
+    grid = _launch.plan_grid(batch, strides, (False, False), 1)
+    assert grid.num_owners == 70_000
+    assert len(grid.offsets()) == 40_000
+    assert grid.offsets()[2] == (2 * 70_000 * 8, 0)
+
+
+def test_contiguous_operands_have_one_axis() -> None:
+    strides = [(24, 8, 2), (240, 80, 20)]
+    assert len(_launch.plan_grid((2, 3, 4), strides, (False,) * 3, 1).axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("strides", "columns", "bits", "expected"),
+    [
+        ((128, 2), 64, 0, 16),
+        ((128, 2), 64, 8, 8),
+        ((128, 2), 64, 2, 2),
+        ((72, 2), 36, 0, 8),
+        ((80, 2), 36, 0, 8),
+        ((66, 2), 33, 0, 2),
+        ((-128, 2), 64, 0, 16),
+        ((0, 2), 64, 0, 16),
+        ((2, 128), 64, 0, 2),
+        ((128, 4), 32, 0, 2),
+        ((128, -2), 64, 0, 2),
+    ],
+)
+def test_the_widest_legal_copy(
+    strides: tuple[int, int], columns: int, bits: int, expected: int
+) -> None:
+    assert _launch.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
+
+
+def base_problem() -> Problem:
+    q, k, v = (np.zeros((2, 3, n, 16), bfloat16) for n in (4, 5, 5))
+    return describe(q, k, v, Options())
+
+
+def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
+    """Draw what selection depends on; nothing of that size is allocated."""
+    batch = tuple(int(n) for n in rng.choice([1, 2, 8, 1000, 70_000], 2))
+    summed = [tuple(bool(s) for s in rng.random(2) < 0.3) for _ in range(3)]
+
+    def operand(old: Operand, own: tuple[bool, ...]) -> Operand:
+        return replace(old, summed=own)
+
+    def maybe(dtype: Any) -> Operand | None:
+        if rng.random() < 0.8:
+            return None
+        return Operand(np.dtype(dtype), batch, (0, 0), (False, False))
+
+    return replace(
+        base,
+        batch=batch,
+        batch_shape=batch,
+        seqlen_q=int(2 ** rng.uniform(0, 20)),
+        seqlen_k=int(2 ** rng.uniform(0, 20)),
+        head_dim=int(rng.integers(1, 257)),
+        head_dim_v=int(rng.integers(0, 257)),
+        dtype=np.dtype(bfloat16 if rng.random() < 0.5 else np.float16),
+        q=operand(base.q, summed[0]),
+        k=operand(base.k, summed[1]),
+        v=operand(base.v, summed[2]),
+        bias=maybe(np.float32),
+        mask=maybe(np.bool_),
+        offset=maybe(np.int32),
+        q_lengths=maybe(np.int64),
+        kv_lengths=maybe(np.int32),
+        window_left=7 if rng.random() < 0.3 else None,
+        window_right=0 if rng.random() < 0.5 else None,
+        scale=float(rng.choice([0.125, -1.0, 0.0, 1e-38, 1e35])),
+        softcap=20.0 if rng.random() < 0.2 else None,
+    )
+
+
+def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
+    rng, base = np.random.default_rng(1), base_problem()
+    wanted = [frozenset("qkv"), frozenset("k"), frozenset("qv")]
+    for number in range(NUM_PROBLEMS):
+        problem = random_problem(base, rng)
+        limit, copy_bytes = SMEM_LIMITS[number % 3], (2, 4, 8, 16)[number % 4]
+        names = wanted[number % 3]
+        forward = _select.forward_config(problem, limit, copy_bytes)
+        q_config = _select.backward_q_config(problem, limit, copy_bytes)
+        kv_configs = _select.backward_kv_configs(problem, limit, copy_bytes, names)
+        for config in (forward, q_config, *kv_configs):
+            assert config.smem_bytes <= limit
+            assert problem.head_dim <= config.head_dim
+            assert problem.head_dim_v <= config.head_dim_v
+            assert config.num_threads <= 1024
+            assert config.scale_in_exponent == (
+                problem.softcap is None and problem.bias is None and problem.scale == 0.125
+            )
+        assert [c for c in kv_configs if c.grad_k] or "k" not in names
+        assert sum(c.grad_k for c in kv_configs) == ("k" in names)
+        assert sum(c.grad_v for c in kv_configs) == ("v" in names)
+        tiles = -(-problem.seqlen_q // forward.block_m)
+        assert tiles * math.prod(problem.batch) < 2**63
+
+
+def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
+    rng, base = np.random.default_rng(2), base_problem()
+    for _ in range(2000):
+        problem = random_problem(base, rng)
+        other = replace(
+            problem, batch=(3, 5), batch_shape=(3, 5), seqlen_q=17, seqlen_k=problem.seqlen_k + 9
+        )
+        assert _select.forward_config(problem, SMEM_LIMITS[2], 16) == _select.forward_config(
+            other, SMEM_LIMITS[2], 16
+        )
+
+
+def test_workspace_is_two_numbers_for_each_query() -> None:
+    problem = base_problem()
+    assert _launch.workspace_size(problem, "forward") == 0
+    assert _launch.workspace_size(problem, "backward") == 8 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("head_dim", [257, 1024])
+def test_a_head_too_wide_is_named(head_dim: int) -> None:
+    problem = replace(base_problem(), head_dim=head_dim)
+    with pytest.raises(NotImplementedError, match=f"head_dim {head_dim}"):
+        _select.forward_config(problem, SMEM_LIMITS[0], 16)
+
+
+def test_other_dtypes_are_named() -> None:
+    problem = replace(base_problem(), dtype=np.dtype(np.float32))
+    with pytest.raises(NotImplementedError, match="float32"):
+        _select.forward_config(problem, SMEM_LIMITS[0], 16)
