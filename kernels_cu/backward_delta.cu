@@ -1,8 +1,8 @@
-// What the backward passes need to know of every query: lse in units of log 2 and
+// What the backward passes need to know of every query: lse and
 // delta = rowsum(dout * out) - dlse, which is subtracted from dp.
 //
-// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get (+inf, 0), and
-// their dout is not read.
+// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get (+inf, 0),
+// and their dout is not read.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -67,7 +67,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params
       delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
     }
   }
-  return {hidden ? infinity() : lse * log2_e, delta};
+  return {hidden ? infinity() : lse, delta};
 }
 
 }  // namespace cuflash

@@ -1,19 +1,19 @@
-// dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync); no atomics, the order of
-// every sum is fixed.
+// dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync); no atomics, the order
+// of every sum is fixed.
 //
 //   for each tile of block_n keys:                            one block of threads
 //     dk = 0, dv = 0
-//     for each batch entry that shares these keys:            query heads of a group, broadcast axes
+//     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
 //         s^T = k q^T;  p^T = exp(score(s^T) - lse)           registers, 16 keys per warp and slice
 //         dp^T = v dout^T
 //         ds^T = p^T (dp^T - delta) score'(s^T)
-//         dv += p^T dout;  dk += ds^T q                       p^T, ds^T reused as operands in registers
+//         dv += p^T dout;  dk += ds^T q                       p^T, ds^T reused in registers
 //     dk *= scale
 //
-// Transposed scores make the rows of a warp its keys: both results then are sums over columns that stay
-// in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows' statistics; a
-// stage arrives while the other is computed with.
+// Transposed scores make the rows of a warp its keys: both results then are sums over columns that
+// stay in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows'
+// statistics; a stage arrives while the other is computed with.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -81,10 +81,10 @@ __device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::bloc
 // holds may reach a product. Such rows have lse = +inf here and are rare.
 __device__ __forceinline__ void clear_hidden_rows(SharedMemory& smem, int stage) {
   const bool hidden = threadIdx.x < Config::block_m &&
-                      smem.rows[stage][threadIdx.x].lse_log2 == infinity();
-  if (!__syncthreads_or(hidden)) return;
+                      smem.rows[stage][threadIdx.x].lse == infinity();
+  if (!__syncthreads_or(hidden)) return;  // every thread has read the statistics
   for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {
-    if (smem.rows[stage][row].lse_log2 != infinity()) continue;
+    if (smem.rows[stage][row].lse != infinity()) continue;
     smem.q[stage].clear_row(row, lane_index());
     smem.dout[stage].clear_row(row, lane_index());
   }
@@ -112,14 +112,14 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
         const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0, lane)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float lse_log2 = i == 0 ? pair.x : pair.z;
+          const float lse = i == 0 ? pair.x : pair.z;
           float& value = s_acc[s][t][2 * half + i];
           const float product = value;
           const int q_idx = lane_row + 8 * t + i;
           const bool visible =
               !masked || (seeing.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          value = ptx::exp2_approx(logit * score.exponent_scale() - lse_log2);
+          value = ptx::exp2_approx(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {
             const float delta = i == 0 ? pair.y : pair.w;
             float& ds = dp_acc[s][t][2 * half + i];

@@ -10,8 +10,8 @@
 //         dq += ds k
 //     dq *= scale
 //
-// Shared memory: q and dout of the tile (of the entry), two stages of k and v; a stage arrives while the
-// other is computed with.
+// Shared memory: q and dout of the tile (of the entry), two stages of k and v; a stage arrives while
+// the other is computed with.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -76,8 +76,8 @@ __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2]
 template <bool masked, int tiles>
 __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
                                            const float (&dp_acc)[slices][tiles][4],
-                                           const RowStatistics (&rows)[slices][2], const Score& score,
-                                           int first_row, int first_key) {
+                                           const RowStatistics (&rows)[slices][2],
+                                           const Score& score, int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -98,8 +98,9 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
           const bool visible =
               !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const float p = ptx::exp2_approx(logit * score.exponent_scale() - rows[s][half].lse_log2);
-          value = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta) * score.derivative(product);
+          const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[s][half].lse));
+          const float ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
+          value = ds * score.derivative(product);
           // An invisible value may be NaN: zero times it would not do.
           if (masked && logit == -infinity()) value = 0.0f;
         }

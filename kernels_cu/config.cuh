@@ -1,5 +1,5 @@
-// The compile-time configuration: the only reader of CUFLASH_* macros. cuflash/_config.py defines one
-// macro per field; the defaults here let every .cu file compile by itself.
+// The compile-time configuration: the only reader of CUFLASH_* macros. cuflash/_config.py defines
+// one macro per field; the defaults here let every .cu file compile by itself.
 #pragma once
 
 #ifndef CUFLASH_DTYPE

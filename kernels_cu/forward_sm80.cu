@@ -5,7 +5,7 @@
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  s = score(s)                              registers, 16 rows per warp and slice
 //       m' = max(m, rowmax s);  p = exp(s - m');  l = l exp(m - m') + rowsum p
-//       o = o exp(m - m') + p v                               p is reused as an operand in registers
+//       o = o exp(m - m') + p v                               p is reused in registers
 //     out = o / l,  lse = m + log l
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer. v of a block arrives while
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
       }
       if (params.lse != nullptr && lane_index() % 4 == 0) {
         params.lse[lse_offset + q_idx * params.lse_layout.row] =
-            hidden ? -infinity() : softmax.lse(s, half, score.exponent_scale());
+            hidden ? -infinity() : softmax.lse(s, half, score);
       }
     }
   }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
       apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);
     }
 
-    softmax.update(s_acc, o_acc, score.exponent_scale());
+    softmax.update(s_acc, o_acc, score);
     uint32_t p_frag[slices][Config::block_n / 16][4];
     to_operand(p_frag, s_acc);
     multiply(o_acc, p_frag, read_rows(smem.v[stage]));

@@ -1,4 +1,5 @@
-// Kernel parameters, passed by value. cuflash/_params.py mirrors every struct; strides are in elements.
+// Kernel parameters, passed by value. cuflash/_params.py mirrors every struct; strides are in
+// elements.
 #pragma once
 
 #include "config.cuh"
@@ -80,7 +81,7 @@ struct ForwardParams {
 // What the backward passes need to know of a query: lse in units of log 2, +inf for a row that saw
 // nothing (its probabilities then are zero), and delta = rowsum(dout * out) - dlse.
 struct RowStatistics {
-  float lse_log2;
+  float lse;
   float delta;
 };
 

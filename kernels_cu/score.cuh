@@ -1,12 +1,12 @@
-// What a score means: the only file that knows scale, softcap, bias, mask, causal, window, offset and
-// lengths. It speaks of query and key indices of one batch entry, never of tiles or registers, except
-// for the block ranges, which say which tiles have anything visible.
+// What a score means: the only file that knows scale, softcap, bias, mask, causal, window, offset
+// and lengths. It speaks of query and key indices of one batch entry, never of tiles or registers,
+// except for the block ranges, which say which tiles have anything visible.
 //
 //   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)  ->  + bias
 //
-// `apply` returns the logit divided by `exponent_scale`, so that exp(logit) is
-// exp2(apply(...) * exponent_scale()): one multiply-add and one exp2 per score. Where the logit is
-// just scale * q.k (Config::scale_in_exponent), apply is the identity.
+// `apply` returns the logit in units of `unit()`: 1, or `scale` where the logit is just scale * q.k
+// (Config::scale_in_exponent) and apply is the identity. Exponentials of differences are powers of
+// two, one multiply-add and one exp2 per score in that case.
 #pragma once
 
 #include "numeric.cuh"
@@ -93,14 +93,14 @@ struct Score {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
-      float logit_log2;
+      float logit;
       if constexpr (Config::softcap) {
-        logit_log2 = params.softcap * log2_e * tanhf(score * params.inverse_softcap);
+        logit = params.softcap * tanhf(score * params.inverse_softcap);
       } else {
-        logit_log2 = score * params.scale_log2;
+        logit = score * params.scale;
       }
-      if constexpr (Config::bias != Dtype::none) logit_log2 += log2_e * bias(q_idx, kv_idx);
-      return logit_log2;
+      if constexpr (Config::bias != Dtype::none) logit += bias(q_idx, kv_idx);
+      return logit;
     }
   }
 
@@ -114,8 +114,36 @@ struct Score {
     }
   }
 
-  __device__ __forceinline__ float exponent_scale() const {
-    return Config::scale_in_exponent ? params.scale_log2 : 1.0f;
+  __device__ __forceinline__ float unit() const {
+    return Config::scale_in_exponent ? params.scale : 1.0f;
+  }
+
+  // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
+  // once, here: two roundings of one maximum would differ by a factor where logits are huge.
+  __device__ __forceinline__ float reference(float maximum) const {
+    return Config::scale_in_exponent ? __fmul_rn(maximum, params.scale_log2) : maximum;
+  }
+
+  // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
+  // comes first: a bias may be as large as float32 goes.
+  __device__ __forceinline__ float exponent(float value, float reference) const {
+    return Config::scale_in_exponent ? fmaf(value, params.scale_log2, -reference)
+                                     : (value - reference) * log2_e;
+  }
+
+  // log2 of exp(from - to), of two references.
+  __device__ __forceinline__ float exponent_between(float from, float to) const {
+    return Config::scale_in_exponent ? from - to : (from - to) * log2_e;
+  }
+
+  // The natural logarithm that a reference stands for.
+  __device__ __forceinline__ float natural(float reference) const {
+    return Config::scale_in_exponent ? reference * ln_2 : reference;
+  }
+
+  // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
+  __device__ __forceinline__ float probability_exponent(float value, float lse) const {
+    return fmaf(value, unit(), -lse) * log2_e;
   }
 
   // Keys that some row of [m_begin, m_end) sees, mask and bias apart.

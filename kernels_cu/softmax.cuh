@@ -2,12 +2,13 @@
 #pragma once
 
 #include "numeric.cuh"
+#include "score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
-// State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores are
-// in units of `exponent_scale` (see score.cuh), which is positive.
+// State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
+// are in units of `exponent_scale` (see score.cuh), which is positive.
 template <int slices>
 struct OnlineSoftmax {
   float row_max[slices][2];
@@ -25,7 +26,7 @@ struct OnlineSoftmax {
   template <int tiles, int out_tiles>
   __device__ __forceinline__ void update(float (&s_acc)[slices][tiles][4],
                                          float (&o_acc)[slices][out_tiles][4],
-                                         float exponent_scale) {
+                                         const Score& score) {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -37,15 +38,16 @@ struct OnlineSoftmax {
         }
         block_max = quad_max(block_max);
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
-        const float shift = block_max == -infinity() ? 0.0f : block_max * exponent_scale;
-        const float rescale = ptx::exp2_approx(row_max[s][half] * exponent_scale - shift);
+        const float shift = block_max == -infinity() ? 0.0f : score.reference(block_max);
+        const float rescale =
+            ptx::exp2_approx(score.exponent_between(score.reference(row_max[s][half]), shift));
         row_max[s][half] = block_max;
         float sum = row_sum[s][half] * rescale;
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s_acc[s][t][i] = ptx::exp2_approx(s_acc[s][t][i] * exponent_scale - shift);
+            s_acc[s][t][i] = ptx::exp2_approx(score.exponent(s_acc[s][t][i], shift));
             sum += s_acc[s][t][i];
           }
         }
@@ -69,8 +71,8 @@ struct OnlineSoftmax {
   }
 
   // Natural logarithm of the sum of exp(score); -inf for a row that saw nothing.
-  __device__ __forceinline__ float lse(int slice, int half, float exponent_scale) const {
-    return row_max[slice][half] * exponent_scale * ln_2 + logf(row_sum[slice][half]);
+  __device__ __forceinline__ float lse(int slice, int half, const Score& score) const {
+    return score.natural(score.reference(row_max[slice][half])) + logf(row_sum[slice][half]);
   }
 };
 

@@ -1,7 +1,7 @@
 // Which score a register holds, and how a product's result becomes the next product's operand.
 //
-// An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and the
-// next. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per tile.
+// An accumulator of mma.m16n8k16 is 16x8: lane t holds rows t/4 and t/4 + 8, columns 2 (t%4) and
+// the next. A warp's accumulator is acc[slices][tiles][4]: 16 rows per slice, 8 columns per tile.
 //
 //      columns   0 1 | 2 3 | 4 5 | 6 7
 //      row 0      t0    t1    t2    t3        registers 0, 1: row t/4

@@ -6,7 +6,8 @@
 
 namespace cuflash {
 
-// acc += A . B^T: 16 `slices` rows of A from a.address(0, .) on, every row of B; columns are summed.
+// acc += A . B^T: 16 `slices` rows of A from a.address(0, .) on, every row of B; columns are
+// summed.
 template <int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[slices][BTile::rows / 8][4],
                                                     const MatrixReader<ATile>& a,

@@ -1,8 +1,8 @@
 // Matrices of 16-bit elements in shared memory: the swizzle, and the addresses ldmatrix reads.
 //
-// A tile is split into panels of 64 (or 32, or 16) columns; a panel's rows are contiguous. The 16-byte
-// chunk c of row r lies at chunk c ^ swizzle(r), so that the eight rows of one 8x8 matrix fall into
-// eight different groups of four banks. For 64 columns (128-byte rows):
+// A tile is split into panels of 64 (or 32, or 16) columns; a panel's rows are contiguous. The
+// 16-byte chunk c of row r lies at chunk c ^ swizzle(r), so that the eight rows of one 8x8 matrix
+// fall into eight different groups of four banks. For 64 columns (128-byte rows):
 //
 //            chunk 0  1  2  3  4  5  6  7
 //      row 0       0  1  2  3  4  5  6  7
@@ -62,8 +62,8 @@ struct MatrixReader {
   }
 };
 
-// Matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): an A operand
-// whose rows start at first_row, and transposed a B operand whose rows are summed over.
+// Matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): an A
+// operand whose rows start at first_row, and transposed a B operand whose rows are summed over.
 template <typename Tile>
 __device__ __forceinline__ MatrixReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
   const int lane = ptx::thread_index() % 32;
