@@ -65,19 +65,20 @@ product with it, add 2 u to r.
     dbias  dS error;  dslope  sum_mn (dS error * distance);  dscale  sum_mn (dS_raw error * |q||k|)
     dsink  sum_m P_sink [ (r + 4u)(X' + y) + u (c(e) + 2) X' + sum_n(P r X) ], r of the sink
 plus u * c(count) of what is summed over broadcast axes and head groups, and the smallest normal
-number of the accumulator per summed term (GPU code flushes subnormals). These are the note's
-kappa * G: each is evaluated on absolute values, so that exact cancellation is no trap.
+number of the accumulator per P and per summed term (GPU code flushes subnormals). These are the
+note's kappa * G: each is evaluated on absolute values, so that exact cancellation is no trap.
 T's own error is the same expression with its own eps and is added.
 
 W: declared roundings
 ---------------------
 w = eps/2 of the operand dtype, t = half its smallest subnormal (0 for float32 and float64):
     out  sum_n (w P + t) K |v|        dv  sum_m (w P + t) K |dout|
-    dq   |scale| * sum_n [ w |dS_raw| + t + P t' w |dout| |out| ] |k|;  dk likewise
-    dbias, dslope, dscale, dsink: only through delta, P w |dout| |out| in place of dS
+    delta   w |dout| |out| + sum_n (w P + t) X
+    dq   |scale| * sum_n [ w |dS_raw| + t + P t' delta's ] |k|;  dk likewise
+    dbias, dslope, dscale, dsink: only through delta, P times its W in place of dS
 (probabilities and score gradients are rounded once, before their products; delta = dout . out is
-formed from the rounded out. An unnormalised probability exp(s - running max) is at least P, so that
-t is enough.)
+formed from the rounded out of rounded probabilities. An unnormalised probability exp(s - running
+max) is at least P, so that t is enough.)
 """
 
 from __future__ import annotations
@@ -273,12 +274,13 @@ class Budget:
         draw = ds * slope + p * reach * u * steep
         out = np.abs(np.nan_to_num(self.truth.out.astype(np.float64), posinf=0.0, neginf=0.0))
         delta_w = w * (dout * out).sum(-1, keepdims=True)
+        delta_w = delta_w + ((w * p + self.t * x.visible) * products).sum(-1, keepdims=True)
         draw_w = w * p * slope * reach + self.t * x.visible + p * slope * delta_w
         raw_sum = q @ k.swapaxes(-1, -2)
         flushed = self.tiny * x.visible
 
         def times(array: np.ndarray, terms: int) -> np.ndarray:
-            return array + u * (sum_error(terms) + 4) * p * reach * slope + flushed
+            return array + u * (sum_error(terms) + 4) * p * reach * slope + flushed * (1 + reach)
 
         scale = abs(x.scale)
         accumulation = {
@@ -287,9 +289,9 @@ class Budget:
             "v": lambda: (
                 ((p * (r + u * sum_error(rows)) + flushed) * factor).swapaxes(-1, -2) @ dout
             ),
-            "bias": lambda: ds + flushed,
-            "alibi_slopes": lambda: ((ds + flushed) * x.distance).sum((-1, -2)),
-            "sink": lambda: (sink + self.tiny * y)[..., 0].sum(-1),
+            "bias": lambda: ds + flushed * (1 + reach),
+            "alibi_slopes": lambda: ((ds + flushed * (1 + reach)) * x.distance).sum((-1, -2)),
+            "sink": lambda: (sink + self.tiny * (1 + mean + y))[..., 0].sum(-1),
             "scale": lambda: times(draw, features) * raw_sum,
         }
         rounding = {

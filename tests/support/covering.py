@@ -1,0 +1,224 @@
+"""Which few calls contain every three choices together? A 3-wise covering array over the options.
+
+A mistake of composition needs, nearly always, two or three options at once. `rows` chooses calls
+greedily, always the same ones, until every triple of levels of every three factors is in some call;
+`call_of` makes the call of a row. Levels that no call may have together are in `EXCLUDED`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from support.memory import Placement
+from support.problems import (
+    DTYPES,
+    FEATURE_FIRST,
+    FIELDS,
+    MIXED,
+    SEQUENCE_OUTSIDE_HEADS,
+    Call,
+    make_call,
+)
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(DTYPES),
+    "position": ("everything", "causal", "top left", "window", "causal window"),
+    "offset": ("default", "number", "per entry"),
+    "heads": ("own", "grouped", "broadcast"),
+    "mask": ("none", "pairs", "keys"),
+    "bias": ("none", "pairs", "keys", "queries"),
+    "alibi": ("none", "per head", "per entry"),
+    "softcap": ("none", "4"),
+    "sink": ("none", "per head"),
+    "dropout": ("none", "a quarter"),
+    "segments": ("none", "some"),
+    "lengths": ("none", "numbers", "per entry"),
+    "dlse": ("none", "some"),
+    "d": ("1", "3", "16", "40"),
+    "d_v": ("0", "1", "5", "24"),
+    "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
+}
+#: An alignment word and an offset are two answers to one question: a ValueError.
+EXCLUDED = tuple((("position", "top left"), ("offset", level)) for level in ("number", "per entry"))
+BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 21, 35
+KINDS = ("normal", "normal_times_3", "sparse_integers", "lse_minus_120")
+
+Row = dict[str, str]
+Triple = frozenset[tuple[str, str]]
+
+
+def allowed(levels: Triple) -> bool:
+    """Whether no two of ``levels`` exclude each other."""
+    return not any(levels.issuperset(pair) for pair in EXCLUDED)
+
+
+def triples() -> set[Triple]:
+    """Every three levels of three factors that a call may have together."""
+    found = set()
+    for names in itertools.combinations(FACTORS, 3):
+        for levels in itertools.product(*(FACTORS[name] for name in names)):
+            triple = frozenset(zip(names, levels, strict=True))
+            if allowed(triple):
+                found.add(triple)
+    return found
+
+
+def rows() -> list[Row]:
+    """The covering array.
+
+    Each row starts from a triple that is not yet covered. Then, until every factor has a level,
+    that level is added which covers the most triples together with those of the row. A generator
+    with a fixed seed breaks ties.
+    """
+    values = [(name, level) for name, levels in FACTORS.items() for level in levels]
+    number = {value: i for i, value in enumerate(values)}
+    factor = np.array([list(FACTORS).index(name) for name, _ in values])
+    size = len(values)
+    compatible = factor[:, None] != factor
+    for first, second in EXCLUDED:
+        compatible[number[first], number[second]] = compatible[number[second], number[first]] = 0
+    open_ = (compatible[:, :, None] & compatible[:, None, :] & compatible[None, :, :]).astype(
+        np.float32
+    )  # (value, value, value): 1 where the triple is not covered
+    rng = np.random.default_rng(0)
+    found = []
+    while open_.any():
+        start = np.argmax(open_ * (1 + rng.random(open_.shape, np.float32)))
+        chosen = [int(i) for i in np.unravel_index(start, open_.shape)]
+        possible = compatible[chosen].all(0)
+        while possible.any():
+            has = np.zeros(size, np.float32)
+            has[chosen] = 1
+            gain = (open_.reshape(-1, size) @ has).reshape(size, size) @ has
+            gain = np.where(possible, gain + rng.random(size), -1)
+            chosen.append(int(np.argmax(gain)))
+            possible &= compatible[chosen[-1]]
+        open_[np.ix_(chosen, chosen, chosen)] = 0
+        found.append(dict(values[i] for i in sorted(chosen)))
+    return found
+
+
+def call_of(row: Row, seed: int) -> Call:
+    """The call with the levels of ``row``, asking for every gradient that it has."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[row["dtype"]]
+    batch = (BATCH, HEADS)
+    k_batch, v_batch = {
+        "own": (batch, batch),
+        "grouped": ((BATCH, HEADS // 2),) * 2,
+        "broadcast": ((BATCH, 1), (HEADS,)),
+    }[row["heads"]]
+    d, d_v = int(row["d"]), int(row["d_v"])
+    call = make_call(
+        KINDS[seed % len(KINDS)],
+        seed,
+        dtype,
+        (*batch, SEQLEN_Q, d),
+        (*k_batch, SEQLEN_K, d),
+        (*v_batch, SEQLEN_K, d_v),
+        options=_options(row, rng, dtype, seed),
+    )
+    if row["dlse"] == "some":
+        dlse = rng.standard_normal((*batch, SEQLEN_Q)).astype(call.lse_dtype)
+        call = call.but(dlse=dlse)
+    wrt = tuple(n for n in FIELDS if n in ("q", "k", "v", "scale") or n in call.options)
+    return _laid_out(call.but(wrt=wrt, origin=f"{call.origin}, {row}"), row["layout"])
+
+
+def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> dict[str, Any]:
+    def normal(*shape: int, kind: Any = np.float32) -> np.ndarray:
+        return rng.standard_normal(shape).astype(kind)
+
+    def bias() -> np.ndarray:
+        array = normal(HEADS, SEQLEN_Q, SEQLEN_K)
+        array[rng.random(array.shape) < 0.1] = -np.inf
+        return array
+
+    sink = normal(HEADS)
+    sink[1] = -np.inf
+    per_entry = np.array([[21, 33], [11, 20]], np.int32)  # (entry, q and k)
+    ids = (
+        np.sort(rng.integers(0, 2, (BATCH, 1, SEQLEN_Q))).astype(np.int32),
+        np.sort(rng.integers(0, 2, SEQLEN_K)),
+    )
+    levels: dict[str, dict[str, dict[str, Any]]] = {
+        "position": {
+            "causal": {"causal": True},
+            "top left": {"causal": "top_left"},
+            "window": {"window": (9, 5)},
+            "causal window": {"causal": True, "window": (9, None)},
+        },
+        "offset": {"number": {"offset": 6}, "per entry": {"offset": np.array([[12], [3]])}},
+        "heads": {"grouped": {"enable_gqa": True}},
+        "mask": {
+            "pairs": {"mask": rng.random((BATCH, 1, SEQLEN_Q, SEQLEN_K)) < 0.8},
+            "keys": {"mask": rng.random((1, SEQLEN_K)) < 0.8},
+        },
+        "bias": {
+            "pairs": {"bias": bias()},
+            "keys": {"bias": normal(1, SEQLEN_K, kind=dtype)},
+            "queries": {"bias": normal(BATCH, 1, SEQLEN_Q, 1)},
+        },
+        "alibi": {
+            "per head": {"alibi_slopes": normal(HEADS) / 4},
+            "per entry": {"alibi_slopes": (normal(BATCH, HEADS) / 4).astype(dtype)},
+        },
+        "softcap": {"4": {"softcap": 4.0}},
+        "sink": {"per head": {"sink": sink}},
+        "dropout": {"a quarter": {"dropout": 0.25, "seed": seed}},
+        "segments": {"some": {"segment_ids": ids}},
+        "lengths": {
+            "numbers": {"q_lengths": 18, "kv_lengths": 30},
+            "per entry": {"q_lengths": per_entry[:, :1], "kv_lengths": per_entry[:, 1:]},
+        },
+    }
+    options: dict[str, Any] = {}
+    for name, of_level in levels.items():
+        options |= of_level.get(row[name], {})
+    return options
+
+
+def _laid_out(call: Call, layout: str) -> Call:
+    if layout == "dense":
+        return call
+    if layout == "sequence outside heads":
+        return call.but(axes=SEQUENCE_OUTSIDE_HEADS)
+    inputs = ("q", "k", "v", "dout")
+    if layout == "strided":  # axes reversed, gaps, sequences backwards
+        arrays = {name: call.array(name) for name in inputs}
+        arrays |= {"out": call.dout} | {"d" + name: call.array(name) for name in "qkv"}
+        arrays |= call.option_arrays
+        return call.but(
+            axes=MIXED, placements={n: _strided(a.ndim) for n, a in arrays.items() if a.ndim > 1}
+        )
+    constant = {"q": (-4,), "k": (-3,), "v": (-1,), "dout": (-4, -3, -2, -1)}
+    changes: dict[str, Any] = {"axes": FEATURE_FIRST, "placements": {}}
+    for (name, axes), pair in zip(constant.items(), FEATURE_FIRST, strict=True):
+        array = call.array(name)
+        along = [axis for axis in axes if array.shape[axis] > 1]
+        first = array[
+            tuple(slice(1) if i - array.ndim in along else slice(None) for i in range(array.ndim))
+        ]
+        changes[name] = np.broadcast_to(first, array.shape).copy()
+        changes["placements"][name] = _constant(array.ndim, along, pair)
+    return call.but(**changes)
+
+
+def _strided(ndim: int) -> Placement:
+    flips = tuple(axis == ndim - 2 for axis in range(ndim))
+    gaps = tuple(2 if axis == ndim - 1 else 1 for axis in range(ndim))
+    return Placement(tuple(reversed(range(ndim))), gaps, flips, (False,) * ndim)
+
+
+def _constant(ndim: int, along: list[int], pair: tuple[int, int]) -> Placement:
+    """Stride 0 on canonical axes ``along`` of an array whose core lies at the axes ``pair``."""
+    zeros = np.zeros(ndim, bool)
+    zeros[along] = True
+    moved = list(range(ndim))
+    for canonical, axis in zip((-2, -1), pair, strict=True):
+        moved[axis] = ndim + canonical
+    dense = Placement.dense(ndim)
+    return Placement(dense.order, dense.gaps, dense.flips, tuple(bool(zeros[i]) for i in moved))

@@ -1,0 +1,56 @@
+"""Do all options compose, three at a time?
+
+The calls of `support.covering`, forward and backward, through the error budget on poisoned memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from cuflash import _host
+from support import covering
+from support.budget import Budget
+from support.model_flash import final_scores
+from support.problems import HOST_TILE, run
+
+ROWS = covering.rows()
+#: Calls for each row, with values of different families.
+SEEDS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_host_tiles():
+    """Make the host's tiles small, so that small arrays have several, with tails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
+        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
+        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
+        yield
+
+
+def test_every_triple_is_covered() -> None:
+    covered = {
+        frozenset(triple) for row in ROWS for triple in itertools.combinations(row.items(), 3)
+    }
+    assert covered == covering.triples()
+    for row in ROWS:
+        assert list(row) == list(covering.FACTORS)
+
+
+def test_the_array_is_always_the_same() -> None:
+    assert covering.rows() == ROWS
+
+
+@pytest.mark.parametrize("number", range(SEEDS * len(ROWS)))
+def test_row(number: int) -> None:
+    call = covering.call_of(ROWS[number % len(ROWS)], number)
+    rows_that_choose = (np.isfinite(final_scores(call)).sum(-1) > 1).mean()
+    assert rows_that_choose > 0.2, "hardly a row sees two keys: nothing would be tested"
+    with_out = bool(number % 2)
+    result = run(np, call, poison="canary" if number % 4 < 2 else "nan", with_out=with_out)
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients)
