@@ -10,8 +10,8 @@
 //         dq += ds k
 //     dq *= scale
 //
-// Shared memory: q and dout of the tile (of the entry), two stages of k and v; a stage arrives while
-// the other is computed with.
+// Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
+// computed with.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"

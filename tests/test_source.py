@@ -54,8 +54,8 @@ def test_every_kernel_is_self_contained() -> None:
     for path in _source.kernels_dir().glob("*.cu"):
         text = _source.flatten(path.name)
         assert '#include "' not in text
-        assert 'extern "C"' in text
-        assert text.count("struct Config {") == 1
+        assert f"cuflash_{path.stem}(" in text
+        assert text.count("struct Config ") == 1
 
 
 def test_neither_place_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
