@@ -107,7 +107,7 @@ def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
     producer = interface.get("stream")
     if producer is not None:
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(cupy.cuda.ExternalStream(producer))
+        cupy.cuda.runtime.eventRecord(event.ptr, producer)
         cupy.cuda.get_current_stream().wait_event(event)
     start = cupy.cuda.MemoryPointer(memory, -low)
     return cupy.ndarray(shape, dtype, start, strides=strides)

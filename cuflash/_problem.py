@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -526,11 +527,27 @@ def _overlaps_itself(array: Array) -> bool:
 
 
 def _share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays have an element in common: by addresses, on the host."""
     if a.size == 0 or b.size == 0:
         return False
-    if is_cupy(a):
-        return bool(array_module(a).shares_memory(a, b))
     try:
-        return np.shares_memory(a, b, max_work=_OVERLAP_WORK)
+        return np.shares_memory(_addresses(a), _addresses(b), max_work=_OVERLAP_WORK)
     except np.exceptions.TooHardError:
         return True
+
+
+def _addresses(array: Array) -> Array:
+    """A NumPy array of the same addresses, never to be read where the memory is a device's."""
+    if not is_cupy(array):
+        return array
+    return np.asarray(
+        SimpleNamespace(
+            __array_interface__={
+                "version": 3,
+                "data": (array.data.ptr, True),
+                "typestr": f"|V{array.itemsize}",
+                "shape": array.shape,
+                "strides": array.strides,
+            }
+        )
+    )

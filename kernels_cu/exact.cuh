@@ -104,7 +104,7 @@ struct ExactPair {
   __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, float product,
                                        float dp, int q_idx, int kv_idx) {
     const float logit = score.apply(product, q_idx, kv_idx);
-    p = ptx::exp2_approx(logit * score.exponent_scale() - row.lse_log2);
+    p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
     ds = p * (dp - row.delta) * score.derivative(product);
   }
 };
@@ -126,11 +126,12 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     if (!score.sees(q_idx, kv_idx)) continue;
     k.load(k_rows, kv_idx);
     v.load(v_rows, kv_idx);
-    const float logit = score.apply(q.dot(k), q_idx, kv_idx) * score.exponent_scale();
+    const float logit = score.apply(q.dot(k), q_idx, kv_idx);
     const float new_max = fmaxf(row_max, logit);
-    const float shift = new_max == -infinity() ? 0.0f : new_max;
-    const float rescale = ptx::exp2_approx(row_max - shift);
-    const float p = ptx::exp2_approx(logit - shift);
+    const float shift = new_max == -infinity() ? 0.0f : score.reference(new_max);
+    const float rescale =
+        ptx::exp2_approx(score.exponent_between(score.reference(row_max), shift));
+    const float p = ptx::exp2_approx(score.exponent(logit, shift));
     row_max = new_max;
     row_sum = row_sum * rescale + p;
 #pragma unroll
@@ -155,7 +156,7 @@ __device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, i
     const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
     const RowStatistics row = (params.rows + entry * params.rows_layout.batch)[q_idx];
     const Range keys = score.kv_range(q_idx, q_idx + 1);
-    if (row.lse_log2 == infinity()) continue;  // sees nothing: its dout is not read
+    if (row.lse == infinity()) continue;  // sees nothing: its dout is not read
     q.load(RowSource(params.q, params.q_layout, entry, params.head_dim), q_idx);
     dout.load(RowSource(params.dout, params.dout_layout, entry, params.head_dim_v), q_idx);
 #pragma unroll 1

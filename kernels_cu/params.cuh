@@ -78,8 +78,8 @@ struct ForwardParams {
   int32_t head_dim_v;
 };
 
-// What the backward passes need to know of a query: lse in units of log 2, +inf for a row that saw
-// nothing (its probabilities then are zero), and delta = rowsum(dout * out) - dlse.
+// What the backward passes need to know of a query: lse, +inf for a row that saw nothing (its
+// probabilities then are zero), and delta = rowsum(dout * out) - dlse.
 struct RowStatistics {
   float lse;
   float delta;

@@ -8,7 +8,7 @@
 namespace cuflash {
 
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
-// are in units of `exponent_scale` (see score.cuh), which is positive.
+// are in units of Score::unit(), which is positive.
 template <int slices>
 struct OnlineSoftmax {
   float row_max[slices][2];
