@@ -20,6 +20,7 @@ constexpr T max(T a, T b) {
 }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int) {
   return x;
