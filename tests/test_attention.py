@@ -44,7 +44,7 @@ def assert_within_budget(call: Call, result: Results) -> None:
     budget = Budget(call)
     budget.check_forward(result.out, result.lse)
     if result.gradients:
-        budget.check_backward(result.gradients)
+        budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 def assert_same_bits(a: Results, b: Results) -> None:
@@ -268,7 +268,7 @@ HIDING = {
 def test_what_nobody_sees_has_no_effect(
     xp: ModuleType, dtype: str, hiding: str, value: float
 ) -> None:
-    """Keys and rows outside lengths, window and mask: bitwise no effect, in both passes."""
+    """Keys and rows outside lengths and window: bitwise no effect; outside the mask: no effect."""
     kind = dtypes_of(xp, dtype)
     call = make_call(
         "normal", 4, kind, (2, 40, 64), (2, 70, 64), (2, 70, 64), options=HIDING[hiding]
@@ -277,7 +277,10 @@ def test_what_nobody_sees_has_no_effect(
     plain = run(xp, call)
     assert_within_budget(call, plain)
     poisoned = run(xp, poisoned_twin(call, value, slice(50, None), slice(30, None)))
-    assert_same_bits(plain, poisoned)
+    if hiding == "mask" and xp is not np:  # recomputed pair by pair: exact, in another order
+        assert_within_budget(call, poisoned)
+    else:
+        assert_same_bits(plain, poisoned)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

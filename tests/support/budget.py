@@ -23,6 +23,10 @@ average out, in A as in M: R1 and R2 are the sharp rules there. M' is M without 
 the operand dtype: a sample of what the accumulator loses in some order of summation. With n the
 longest sum, another order loses at most c(n) times as much: a walk of n roundings against one.
 
+A gradient is a function of the out and lse that it is given. M gets the same ones: the rounding of
+out moves delta for a whole row at once, and with it every key of a column, so that two roundings of
+one out would be compared as one sample and not as many.
+
 *Sample.* The rows of a tensor (its last axis) have independent roundings; the energy of a row's
 error varies by at most sqrt(2) of its mean, as that of a single normal variable. With r rows of
 equal energy the ratio of two such totals varies by sqrt(4 / r), and 5 of these standard deviations
@@ -138,6 +142,7 @@ class Budget:
         self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
         self.tiny = float(np.finfo(self.accumulator).tiny)
         self.inputs = model_flash.expand(call, np.float64)
+        self.given: tuple[np.ndarray, np.ndarray] | None = None
 
     @cached_property
     def truth(self) -> Any:
@@ -244,7 +249,7 @@ class Budget:
             c.dout, c.q, c.k, c.v, self.truth.out, self.truth.lse, dlse=c.dlse, wrt=wrt,
             dtype=self.truth_dtype.type, **c.options,
         )  # fmt: skip
-        model = model_flash.backward(self.model_inputs, *self.model)
+        model = model_flash.backward(self.model_inputs, *(self.given or self.model))
         unrounded = model_flash.backward(self.model_inputs, *self.unrounded, rounding=False)
         q, k, v, dout = (np.abs(a) for a in (x.q, x.k, x.v, x.dout))
         rows, keys, features, values = p.shape[-2], p.shape[-1], q.shape[-1], v.shape[-1]
@@ -344,9 +349,14 @@ class Budget:
             self._check_lse(np.asarray(lse), exact.lse)
 
     def check_backward(
-        self, gradients: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray] | None = None
+        self,
+        gradients: Mapping[str, np.ndarray],
+        truth: Mapping[str, np.ndarray] | None = None,
+        given: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         """R1, R2, R5 and R6 of every gradient in ``call.wrt``, given by input name."""
+        if given is not None:
+            self.given = tuple(a.astype(self.accumulator) for a in given)
         for name, tensor in self.gradients.items():
             expected = tensor if truth is None else _with_truth(tensor, truth[name])
             self._check(expected, gradients[name])

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
@@ -184,12 +183,6 @@ _DEVICE = Limits(
 def limits_of(xp: ModuleType) -> Limits:
     """The limits of NumPy or CuPy."""
     return _HOST if xp is np else _DEVICE
-
-
-def require_row_exactness(xp: ModuleType) -> None:
-    """Skip where a non-finite value of a tile may reach rows that a mask hides it from."""
-    if xp is not np:
-        pytest.skip("kernels isolate NaN by lengths, windows and skipped blocks, not within a tile")
 
 
 @dataclass
