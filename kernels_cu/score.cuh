@@ -93,21 +93,22 @@ struct Score {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
-      float logit;
-      if constexpr (Config::softcap) {
-        logit = params.softcap * tanhf(score * params.inverse_softcap);
+      // Roundings are written out: the compiler may contract a product and a sum in one register
+      // and not in another, and a row's bits would depend on its place in the tile.
+      const float factor = Config::softcap ? params.softcap : params.scale;
+      const float x = Config::softcap ? capped(score) : score;
+      if constexpr (Config::bias != Dtype::none) {
+        return fmaf(factor, x, bias(q_idx, kv_idx));
       } else {
-        logit = score * params.scale;
+        return __fmul_rn(factor, x);
       }
-      if constexpr (Config::bias != Dtype::none) logit += bias(q_idx, kv_idx);
-      return logit;
     }
   }
 
   // d logit / d(scale * q.k); the factor `scale` is left to the end of a gradient's sum.
   __device__ __forceinline__ float derivative(float score) const {
     if constexpr (Config::softcap) {
-      const float t = tanhf(score * params.inverse_softcap);
+      const float t = capped(score);
       return (1.0f - t) * (1.0f + t);
     } else {
       return 1.0f;
@@ -141,9 +142,9 @@ struct Score {
     return Config::scale_in_exponent ? from - to : (from - to) * log2_e;
   }
 
-  // The natural logarithm that a reference stands for.
-  __device__ __forceinline__ float natural(float reference) const {
-    return Config::scale_in_exponent ? reference * ln_2 : reference;
+  // lse of a row from the reference of its maximum and its sum of exponentials.
+  __device__ __forceinline__ float lse(float reference, float sum) const {
+    return Config::scale_in_exponent ? fmaf(reference, ln_2, logf(sum)) : reference + logf(sum);
   }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
@@ -192,6 +193,10 @@ struct Score {
   }
 
  private:
+  __device__ __forceinline__ float capped(float score) const {
+    return tanhf(__fmul_rn(score, params.inverse_softcap));
+  }
+
   __device__ __forceinline__ float bias(int q_idx, int kv_idx) const {
     const Layout& layout = params.bias_layout;
     const auto* array = static_cast<const typename Storage<Config::bias>::type*>(params.bias);

@@ -42,7 +42,7 @@ struct OnlineSoftmax {
         const float rescale =
             ptx::exp2_approx(score.exponent_between(score.reference(row_max[s][half]), shift));
         row_max[s][half] = block_max;
-        float sum = row_sum[s][half] * rescale;
+        float sum = __fmul_rn(row_sum[s][half], rescale);
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -72,7 +72,7 @@ struct OnlineSoftmax {
 
   // Natural logarithm of the sum of exp(score); -inf for a row that saw nothing.
   __device__ __forceinline__ float lse(int slice, int half, const Score& score) const {
-    return score.natural(score.reference(row_max[slice][half])) + logf(row_sum[slice][half]);
+    return score.lse(score.reference(row_max[slice][half]), row_sum[slice][half]);
   }
 };
 
