@@ -80,8 +80,8 @@ __device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::bloc
 // Within the rows of some key a mask or a bias can leave a row without anything visible: nothing it
 // holds may reach a product. Such rows have lse = +inf here and are rare.
 __device__ __forceinline__ void clear_hidden_rows(SharedMemory& smem, int stage) {
-  const bool hidden = threadIdx.x < Config::block_m &&
-                      smem.rows[stage][threadIdx.x].lse == infinity();
+  const bool hidden =
+      threadIdx.x < Config::block_m && smem.rows[stage][threadIdx.x].lse == infinity();
   if (!__syncthreads_or(hidden)) return;  // every thread has read the statistics
   for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {
     if (smem.rows[stage][row].lse != infinity()) continue;
@@ -190,11 +190,9 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[stage]));
     }
     if (blocks.masked(m_block)) {
-      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score,
-                         first_row, first_key + warp_key);
+      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     } else {
-      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row,
-                          first_key + warp_key);
+      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     }
     if constexpr (Config::grad_v) {
       uint32_t p_frag[slices][Config::block_m / 16][4];

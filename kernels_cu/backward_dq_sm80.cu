@@ -155,8 +155,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
     if (blocks.masked(n_block)) {
-      compute_ds<true>(s_acc, dp_acc, statistics, score,
-                       first_row + warp_row, first_key);
+      compute_ds<true>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     }

@@ -1,9 +1,9 @@
 // A row of a result that came out non-finite, computed again from the pairs that see each other.
 //
 // A tensor-core product adds 0 * x for a pair that does not see each other, and 0 * NaN is NaN: a
-// non-finite element would reach all rows of its tile. One warp therefore repeats such a row pair by
-// pair. Finite operands never come here; the functions are not inlined, so that the fast path keeps
-// its registers. Lanes hold the columns lane, lane + 32, ... of a row.
+// non-finite element would reach all rows of its tile. One warp therefore repeats such a row pair
+// by pair. Finite operands never come here; the functions are not inlined, so that the fast path
+// keeps its registers. Lanes hold the columns lane, lane + 32, ... of a row.
 #pragma once
 
 #include "params.cuh"
@@ -129,8 +129,7 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     const float logit = score.apply(q.dot(k), q_idx, kv_idx);
     const float new_max = fmaxf(row_max, logit);
     const float shift = new_max == -infinity() ? 0.0f : score.reference(new_max);
-    const float rescale =
-        ptx::exp2_approx(score.exponent_between(score.reference(row_max), shift));
+    const float rescale = ptx::exp2_approx(score.exponent_between(score.reference(row_max), shift));
     const float p = ptx::exp2_approx(score.exponent(logit, shift));
     row_max = new_max;
     row_sum = row_sum * rescale + p;

@@ -14,17 +14,29 @@ constexpr float ln_2 = 0.6931471805599453f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 template <Dtype dtype>
-struct Storage { using type = float; };  // of float32, and of an absent array, which is never read
+struct Storage {
+  using type = float;
+};  // of float32, and of an absent array, which is never read
 template <>
-struct Storage<Dtype::float16> { using type = uint16_t; };
+struct Storage<Dtype::float16> {
+  using type = uint16_t;
+};
 template <>
-struct Storage<Dtype::bfloat16> { using type = uint16_t; };
+struct Storage<Dtype::bfloat16> {
+  using type = uint16_t;
+};
 template <>
-struct Storage<Dtype::float64> { using type = double; };
+struct Storage<Dtype::float64> {
+  using type = double;
+};
 template <>
-struct Storage<Dtype::int32> { using type = int32_t; };
+struct Storage<Dtype::int32> {
+  using type = int32_t;
+};
 template <>
-struct Storage<Dtype::int64> { using type = int64_t; };
+struct Storage<Dtype::int64> {
+  using type = int64_t;
+};
 
 template <Dtype dtype>
 __device__ __forceinline__ float to_float(typename Storage<dtype>::type x) {

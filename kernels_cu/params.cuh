@@ -37,25 +37,25 @@ struct ScoreParams {
   BatchStrides offset_strides;
   BatchStrides q_lengths_strides;
   BatchStrides kv_lengths_strides;
-  int64_t offset_value;    // used where Config::offset is `value`
-  int64_t window_left;     // used where Config::window_left; below 2^60
+  int64_t offset_value;  // used where Config::offset is `value`
+  int64_t window_left;   // used where Config::window_left; below 2^60
   int64_t window_right;
   int32_t diagonal_begin;  // what Score makes of these, used where Config::offset is `value`
   int32_t diagonal_end;
-  int32_t seqlen_q;       // extents of the arrays
+  int32_t seqlen_q;  // extents of the arrays
   int32_t seqlen_k;
-  int32_t q_length;       // used where there is no array of lengths
+  int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
   float scale;
-  float scale_log2;       // scale * log2(e)
+  float scale_log2;  // scale * log2(e)
   float softcap;
   float inverse_softcap;  // scale / softcap
 };
 
 // Tiles of one launch in the order of scheduler.cuh.
 struct Grid {
-  int32_t num_blocks;       // tiles of one owner
-  int32_t num_owners;       // batch entries that own a result
+  int32_t num_blocks;  // tiles of one owner
+  int32_t num_owners;  // batch entries that own a result
   int32_t owners_per_section;
   int32_t entries_per_owner;  // batch entries summed into one result
 };

@@ -119,11 +119,6 @@ struct Score {
     return Config::scale_in_exponent ? params.scale : 1.0f;
   }
 
-  // Factor of log2 of exp for a value of `apply`.
-  __device__ __forceinline__ float exponent_scale() const {
-    return Config::scale_in_exponent ? params.scale_log2 : log2_e;
-  }
-
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge.
   __device__ __forceinline__ float reference(float maximum) const {
@@ -200,8 +195,7 @@ struct Score {
   __device__ __forceinline__ float bias(int q_idx, int kv_idx) const {
     const Layout& layout = params.bias_layout;
     const auto* array = static_cast<const typename Storage<Config::bias>::type*>(params.bias);
-    return to_float<Config::bias>(
-        array[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
+    return to_float<Config::bias>(array[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
   }
 
   template <int block>

@@ -17,8 +17,8 @@ __device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
 
 // Lengths are clamped to the arrays, so that no value an array may hold can cause a fault.
 struct Seqlen {
-  int q;       // rows [0, q) exist
-  int k;       // keys [0, k) exist
+  int q;           // rows [0, q) exist
+  int k;           // keys [0, k) exist
   int64_t offset;  // key n lies on the causal diagonal of row n - offset
 
   __device__ __forceinline__ Seqlen(const ScoreParams& params, const BatchIndex& entry)

@@ -25,8 +25,7 @@ struct OnlineSoftmax {
   // Scores become exp(score - row_max); what was summed under the old maximum is rescaled.
   template <int tiles, int out_tiles>
   __device__ __forceinline__ void update(float (&s_acc)[slices][tiles][4],
-                                         float (&o_acc)[slices][out_tiles][4],
-                                         const Score& score) {
+                                         float (&o_acc)[slices][out_tiles][4], const Score& score) {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll

@@ -12,11 +12,13 @@ __device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
   const int source_bytes = valid ? bytes : 0;
   if constexpr (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(smem), "l"(source), "r"(source_bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 ::"r"(smem), "l"(source), "n"(bytes), "r"(source_bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(smem), "l"(source),
+                 "n"(bytes), "r"(source_bytes)
+                 : "memory");
   }
 }
 
