@@ -112,18 +112,20 @@ def compile_static(config: KernelConfig, arch: str) -> Report:
     except _NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
 
-    def number(pattern: str) -> int:
-        found = re.search(pattern, log)
-        if found is None:
+    def numbers(pattern: str) -> list[int]:
+        """One for each function: the kernel, and what it calls."""
+        found = [int(n) for n in re.findall(pattern, log)]
+        if not found:
             raise CompileError(
                 f"{config.entry}: no '{pattern}' in the log", config=config, log=log, source=None
             )
-        return int(found[1])
+        return found
 
     return Report(
-        registers=number(r"Used (\d+) registers"),
-        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
+        registers=max(numbers(r"Used (\d+) registers")),
+        spill_bytes=sum(numbers(r"(\d+) bytes spill stores"))
+        + sum(numbers(r"(\d+) bytes spill loads")),
+        stack_bytes=sum(numbers(r"(\d+) bytes stack frame")),
         warnings=tuple(
             line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
         ),

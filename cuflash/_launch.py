@@ -32,12 +32,13 @@ from cuflash._config import (
     TileConfig,
 )
 from cuflash._errors import problem_with
+from cuflash._grid import Layout, plan_grid
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
 
 _LENGTHS = ("offset", "q_lengths", "kv_lengths")
-_GRID_LIMIT = 2**31 - 1
 _PLAN_LIMIT = 4096
+_FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
 _STATISTICS_BYTES = 8  # of one query
@@ -49,99 +50,6 @@ class BackwardConfigs:
 
     q: BackwardQConfig | None = None
     kv: BackwardKVConfig | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Byte strides of one operand in canonical order."""
-
-    itemsize: int
-    batch: tuple[int, ...]
-    row: int = 0
-    column: int = 0
-
-    @classmethod
-    def of(cls, operand: Operand) -> Layout:
-        """Layout of an operand with two core axes, or none."""
-        ndim = len(operand.summed)
-        return cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
-
-    def copy_bytes(self, columns: int, address_bits: int) -> int:
-        """Widest copy of neighbouring columns, aligned in every row, that divides a row."""
-        if self.column != self.itemsize:
-            return self.itemsize
-        bits = columns * self.itemsize | address_bits
-        for stride in (*self.batch, self.row):
-            bits |= abs(stride)
-        return min(16, bits & -bits or 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
-
-    axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
-    peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host
-    num_owners: int
-    entries_per_owner: int
-
-    def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Byte offsets of each operand, one row per launch; an empty row moves nothing."""
-        steps = itertools.product(*(range(extent) for extent, _ in self.peeled))
-        strides = [strides for _, strides in self.peeled]
-        return tuple(
-            tuple(
-                sum(i * s for i, s in zip(index, column, strict=True))
-                for column in zip(*strides, strict=True)
-            )
-            for index in steps
-        )
-
-
-def plan_grid(
-    batch: tuple[int, ...],
-    strides: Sequence[tuple[int, ...]],
-    summed: tuple[bool, ...],
-    tiles_per_owner: int,
-) -> Grid:
-    """Merge batch axes that all operands walk evenly; those of ``summed`` vary fastest."""
-    columns = list(zip(*strides, strict=True)) if batch else []
-    axes = list(zip(batch, columns, summed, strict=True))
-    owned = _merged([(extent, column) for extent, column, s in axes if not s])
-    looped = _merged([(extent, column) for extent, column, s in axes if s])
-    peeled = []
-    while owned and (
-        len(owned) + len(looped) > _params.MAX_BATCH_AXES
-        or math.prod(extent for extent, _ in owned) * tiles_per_owner > _GRID_LIMIT
-    ):
-        peeled.append(owned.pop(0))
-    if len(looped) > _params.MAX_BATCH_AXES:
-        raise problem_with(
-            "q, k, v", NotImplementedError,
-            got=f"{len(looped)} separate broadcast batch axes",
-            expected=f"at most {_params.MAX_BATCH_AXES} that cannot be merged",
-            fix="copy the operands that are not broadcast to C order",
-        )  # fmt: skip
-    return Grid(
-        axes=(*owned, *looped),
-        peeled=tuple(peeled),
-        num_owners=math.prod(extent for extent, _ in owned),
-        entries_per_owner=math.prod(extent for extent, _ in looped),
-    )
-
-
-def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for extent, strides in axes:
-        if extent == 1:
-            continue
-        if merged and all(
-            outer == inner * extent for outer, inner in zip(merged[-1][1], strides, strict=True)
-        ):
-            merged[-1] = (merged[-1][0] * extent, strides)
-        else:
-            merged.append((extent, strides))
-    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +249,9 @@ def forward(
     )  # fmt: skip
     device = q.data.device_id
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
+    if (address_bits | functools.reduce(int.__or__, pointers[3:])) & 7:
+        layouts = _forward_layouts(problem, None) | _score_layouts(problem)
+        _refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
     # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
     key = (id(problem), device, address_bits, lse_strides, config)
     plan = _forward_plans.get(key)
@@ -353,6 +264,25 @@ def forward(
 
 
 _forward_plans: dict[Any, tuple[Problem, Launch]] = {}
+
+
+def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
+    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
+    return layouts | {"lse": _row_layout(problem, 4, lse_strides)}
+
+
+def _refuse_misaligned(layouts: dict[str, Layout], addresses: dict[str, int]) -> None:
+    """Raise for an array whose elements lie across their natural boundaries."""
+    for name, layout in layouts.items():
+        size = layout.itemsize
+        if addresses[name] % size or any(
+            stride % size for stride in (*layout.batch, layout.row, layout.column)
+        ):
+            raise problem_with(
+                name, ValueError, got=f"elements of {size} bytes off their boundaries",
+                expected="an address and strides that are multiples of the element size",
+                fix="copy the array's bytes into a new one",
+            )  # fmt: skip
 
 
 def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
@@ -369,9 +299,7 @@ def _plan_forward(
     lse_strides: tuple[int, ...] | None,
     config: ForwardConfig | None,
 ) -> Launch:
-    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
-    layouts["lse"] = _row_layout(problem, 4, lse_strides)
-    layouts |= _score_layouts(problem)
+    layouts = _forward_layouts(problem, lse_strides) | _score_layouts(problem)
     chosen = _select.forward_config(
         problem, _smem_limit(device), _copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
     )
@@ -443,8 +371,9 @@ def backward(
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
         dout = dout.astype(problem.dtype, copy=False)
-        out, lse = (_readable(a) for a in (out, lse))
-        dlse = None if dlse is None else _readable(dlse)
+        out = out.astype(np.float32) if out.dtype == np.float64 else out
+        lse = lse.astype(np.float32, copy=False)
+        dlse = None if dlse is None else dlse.astype(np.float32, copy=False)
         rows = _workspace(problem, workspace)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
@@ -458,6 +387,7 @@ def backward(
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
         key = (
             id(problem), device, bits & 15, addresses["out"] & 15, config,
+            functools.reduce(int.__or__, addresses.values()) & 7,
             dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, array.strides) for name, array in gradients.items()),
@@ -473,6 +403,7 @@ def backward(
                 layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
             for name, array in gradients.items():
                 layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, array))
+            _refuse_misaligned(layouts | _score_layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), bits & 15,
                 addresses["out"] & 15, config or BackwardConfigs(),
@@ -484,11 +415,6 @@ def backward(
 
 
 _backward_plans: dict[Any, tuple[Problem, tuple[tuple[tuple[str, ...], Launch], ...]]] = {}
-
-
-def _readable(array: Array) -> Array:
-    """The array in a dtype that the kernels read it in: float64 becomes float32."""
-    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _workspace(problem: Problem, workspace: Array | None) -> Array:

@@ -47,6 +47,7 @@ SPILLS = {
     ("cuflash_backward_dq_sm80", 256): 128,
     ("cuflash_backward_dkv_sm80", 64): 64,
     ("cuflash_backward_dkv_sm80", 128): 96,
+    ("cuflash_backward_dkv_sm80", 256): 64,
 }
 
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _select
+from cuflash import Options, _grid, _select
 from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -22,7 +22,7 @@ SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 NUM_PROBLEMS = 100_000
 
 
-def walked(grid: _launch.Grid, num_operands: int) -> list[tuple[int, ...]]:
+def walked(grid: _grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
     """Offsets of all operands in the order of the launches, as scheduler.cuh computes them."""
     found = []
     for start in grid.offsets():
@@ -57,7 +57,7 @@ def test_every_batch_entry_is_walked_once_and_owners_stay_together() -> None:
     peeled = merged = 0
     for _ in range(1500):
         batch, strides, summed = random_axes(rng)
-        grid = _launch.plan_grid(batch, strides, summed, 1)
+        grid = _grid.plan_grid(batch, strides, summed, 1)
         assert len(grid.axes) <= _params.MAX_BATCH_AXES
         owned = [range(n) if not s else [0] for n, s in zip(batch, summed, strict=True)]
         looped = [range(n) if s else [0] for n, s in zip(batch, summed, strict=True)]
@@ -78,7 +78,7 @@ def test_every_batch_entry_is_walked_once_and_owners_stay_together() -> None:
 
 def test_a_grid_past_the_limit_is_split() -> None:
     batch, strides = (40_000, 70_000), [(70_000 * 8, 4), (0, 4)]
-    grid = _launch.plan_grid(batch, strides, (False, False), 1)
+    grid = _grid.plan_grid(batch, strides, (False, False), 1)
     assert grid.num_owners == 70_000
     assert len(grid.offsets()) == 40_000
     assert grid.offsets()[2] == (2 * 70_000 * 8, 0)
@@ -86,7 +86,7 @@ def test_a_grid_past_the_limit_is_split() -> None:
 
 def test_contiguous_operands_have_one_axis() -> None:
     strides = [(24, 8, 2), (240, 80, 20)]
-    assert len(_launch.plan_grid((2, 3, 4), strides, (False,) * 3, 1).axes) == 1
+    assert len(_grid.plan_grid((2, 3, 4), strides, (False,) * 3, 1).axes) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_contiguous_operands_have_one_axis() -> None:
 def test_the_widest_legal_copy(
     strides: tuple[int, int], columns: int, bits: int, expected: int
 ) -> None:
-    assert _launch.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
+    assert _grid.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
 
 
 def base_problem() -> Problem:
