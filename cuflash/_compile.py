@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash._config import DeltaConfig, ForwardConfig, KernelConfig
+from cuflash._config import DeltaConfig, ForwardConfig, ForwardSm90Config, KernelConfig
 from cuflash._errors import CompileError
 from cuflash._params import STRUCTS
 from cuflash._source import flatten
@@ -47,6 +47,8 @@ class Report:
 
 def params_struct(config: KernelConfig) -> str:
     """CUDA name of the parameter struct of a kernel."""
+    if isinstance(config, ForwardSm90Config):
+        return "ForwardSm90Params"
     if isinstance(config, ForwardConfig):
         return "ForwardParams"
     return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
@@ -84,7 +86,7 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     source = source_of(config)
     try:
-        module = cupy.RawModule(code=source, options=OPTIONS)
+        module = cupy.RawModule(code=source, options=(*OPTIONS, *_arch_options(config)))
         kernel = module.get_function(config.entry)
         return kernel.kernel, kernel
     except cupy.cuda.compiler.CompileException as error:
@@ -93,14 +95,19 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
         _warn_once(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache")
     # The folder of CuPy's kernel cache cannot be read or written, or holds something else under
     # this kernel's name.
-    arch = f"sm_{cupy.cuda.Device().compute_capability}"
+    arch = (f"-arch=sm_{cupy.cuda.Device().compute_capability}",)
     try:
-        cubin, _ = _nvrtc(source, (*OPTIONS, *CUPY_OPTIONS, f"-arch={arch}"))
+        cubin, _ = _nvrtc(source, (*OPTIONS, *CUPY_OPTIONS, *(_arch_options(config) or arch)))
     except _NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
     module = cupy.cuda.function.Module()
     module.load(cubin)
     return module.get_function(config.entry), module
+
+
+def _arch_options(config: KernelConfig) -> tuple[str, ...]:
+    """wgmma and setmaxnreg need the "a"; NVRTC takes it beside the -arch that CuPy appends."""
+    return ("-arch=sm_90a",) if isinstance(config, ForwardSm90Config) else ()
 
 
 def compile_static(config: KernelConfig, arch: str) -> Report:

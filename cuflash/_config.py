@@ -122,6 +122,42 @@ class ForwardConfig(TileConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSm90Config(TileConfig):
+    """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
+
+    source = "forward_sm90.cu"
+    entry = "cuflash_forward_sm90"
+
+    num_stages: int  # buffers of k and of v
+    num_q_stages: int  # 2: results are staged in one while the other is used
+    overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if self.block_m not in (128, 192) or self.block_m != 16 * (self.num_warps - 4):
+            raise ValueError(f"{self.block_m=} must be 128 or 192, with {self.num_warps=} 12 or 16")
+        if self.num_stages < 2 or self.num_q_stages not in (1, 2):
+            raise ValueError(f"{self.num_stages=} must be at least 2, {self.num_q_stages=} 1 or 2")
+        if self.overlap_quarters not in range(5):
+            raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
+        if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
+            raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
+
+    @property
+    def rows(self) -> int:
+        """Four warps have none, the others 16 each."""
+        return 16 * self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Rings of q, k and v in panels of 64 columns, and a KiB of barriers."""
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        rows = self.num_q_stages * self.block_m * panels
+        rows += self.num_stages * self.block_n * (panels + panels_v)
+        return _ELEMENT_BYTES * 64 * rows + 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardQConfig(TileConfig):
     """``backward_dq_sm80.cu``."""
 

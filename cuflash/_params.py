@@ -13,6 +13,8 @@ import numpy as np
 MAX_BATCH_AXES = 6
 
 _POINTER = np.uint64
+MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
 
 
 def _struct(*parts: tuple[Any, ...] | str) -> np.dtype[Any]:
@@ -71,6 +73,24 @@ FORWARD = _kernel(
     ("head_dim", np.int32),
     ("head_dim_v", np.int32),
 )
+
+
+def _with_tensor_maps(base: np.dtype[Any]) -> np.dtype[Any]:
+    """Fields of ``base``, then four tensor maps and the counter of tiles."""
+    fields: Any = base.fields
+    return np.dtype(
+        {
+            "names": [*fields, "maps", "tile_counter"],
+            "formats": [*(field[0] for field in fields.values()), f"V{4 * MAP_BYTES}", _POINTER],
+            "offsets": [*(field[1] for field in fields.values()), MAPS_AT, MAPS_AT + 4 * MAP_BYTES],
+            "itemsize": MAPS_AT + 4 * MAP_BYTES + _MAP_ALIGNMENT,
+        }
+    )
+
+
+#: Where the maps lie in FORWARD_SM90, right before ``tile_counter``.
+MAPS_AT = -(-FORWARD.itemsize // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+FORWARD_SM90 = _with_tensor_maps(FORWARD)
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     ("dout", "out", "lse", "dlse", "rows"),
@@ -87,6 +107,7 @@ BACKWARD = _kernel(
 #: CUDA name of each parameter struct.
 STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardParams": FORWARD,
+    "ForwardSm90Params": FORWARD_SM90,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
 }

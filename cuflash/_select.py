@@ -17,6 +17,7 @@ from cuflash._config import (
     BackwardQConfig,
     DeltaConfig,
     ForwardConfig,
+    ForwardSm90Config,
     TileConfig,
 )
 from cuflash._errors import not_yet, problem_with
@@ -92,6 +93,44 @@ _BACKWARD_KV_GENERAL: Tiles = {
     192: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
     256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Sm90Tile:
+    """One row of the tables of Hopper: see ``ForwardSm90Config``."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_q_stages: int
+    overlap_quarters: int
+
+
+# Keyed by the padded head sizes (of q and k, of v). Measured on an H100 SXM, 2026-11-21:
+# docs/forward-sm90.md.
+_FORWARD_SM90 = {
+    (64, 64): Sm90Tile(192, 128, 4, 2, 1),
+    (96, 96): Sm90Tile(128, 128, 2, 2, 2),
+    (128, 128): Sm90Tile(128, 128, 2, 2, 1),
+    (192, 128): Sm90Tile(128, 128, 2, 1, 2),
+    (192, 192): Sm90Tile(128, 112, 2, 1, 2),
+    (256, 256): Sm90Tile(128, 80, 2, 1, 2),
+}
+# A window bounded on the left: bounds to hold, loops to hold them in.
+_FORWARD_SM90_WINDOW = {
+    (64, 64): Sm90Tile(128, 128, 4, 2, 1),
+    (256, 256): Sm90Tile(128, 64, 2, 1, 2),
+}
+# Where a score takes more than a multiplication: tanh and look-ups branch, which nothing may do
+# while products are in flight, and take registers.
+_FORWARD_SM90_GENERAL = {
+    (64, 64): Sm90Tile(128, 128, 4, 2, 0),
+    (96, 96): Sm90Tile(128, 128, 2, 2, 0),
+    (128, 128): Sm90Tile(128, 128, 2, 2, 0),
+    (192, 128): Sm90Tile(128, 128, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 96, 2, 1, 0),
+    (256, 256): Sm90Tile(128, 64, 2, 1, 0),
+}
 #: Shared memory that the system keeps for itself in every block of threads.
 _RESERVED_SMEM = 1024
 
@@ -111,6 +150,30 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     fields = _fields(problem, copy_bytes, problem.out.dtype)
     tiles = _FORWARD_GENERAL if _is_general(problem) else _FORWARD
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
+
+
+def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
+    """Choose the forward kernel of Hopper; None where the portable one serves.
+
+    A bias is read element by element, which spills registers beside a Hopper tile.
+    """
+    if problem.bias is not None or problem.out.dtype != problem.dtype:
+        return None
+    fields = _fields(problem, 16, problem.dtype)
+    tiles = _FORWARD_SM90
+    if _is_general(problem) or not fields["scale_in_exponent"]:
+        tiles = _FORWARD_SM90_GENERAL
+    elif fields["window_left"]:
+        tiles = tiles | _FORWARD_SM90_WINDOW
+    if problem.head_dim_v % 8:  # results are stored in chunks of 16 bytes
+        return None
+    (head_dim, head_dim_v), tile = next(
+        (key, tile)
+        for key, tile in tiles.items()
+        if problem.head_dim <= key[0] and problem.head_dim_v <= key[1]
+    )
+    fields |= {"head_dim": head_dim, "head_dim_v": head_dim_v, **asdict(tile)}
+    return ForwardSm90Config(num_warps=tile.block_m // 16 + 4, blocks_per_sm=1, **fields)
 
 
 def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:

@@ -32,6 +32,15 @@
 #ifndef CUFLASH_COPY_BYTES
 #define CUFLASH_COPY_BYTES 16
 #endif
+#ifndef CUFLASH_NUM_STAGES
+#define CUFLASH_NUM_STAGES 2
+#endif
+#ifndef CUFLASH_NUM_Q_STAGES
+#define CUFLASH_NUM_Q_STAGES 2
+#endif
+#ifndef CUFLASH_OVERLAP_QUARTERS
+#define CUFLASH_OVERLAP_QUARTERS 2
+#endif
 #ifndef CUFLASH_WINDOW_LEFT
 #define CUFLASH_WINDOW_LEFT false
 #endif
@@ -99,6 +108,11 @@ struct Config {
   static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
   static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;        // 0: compiled without Python
   static constexpr int copy_bytes = CUFLASH_COPY_BYTES;        // widest legal copy of every operand
+
+  static constexpr int num_stages = CUFLASH_NUM_STAGES;      // buffers of k and of v
+  static constexpr int num_q_stages = CUFLASH_NUM_Q_STAGES;  // buffers of q
+  // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
+  static constexpr int overlap_quarters = CUFLASH_OVERLAP_QUARTERS;
 
   static constexpr bool window_left = CUFLASH_WINDOW_LEFT;  // is that side bounded?
   static constexpr bool window_right = CUFLASH_WINDOW_RIGHT;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "ptx/tma.cuh"
 
 namespace cuflash {
 
@@ -83,6 +84,14 @@ struct ForwardParams {
 struct RowStatistics {
   float lse;
   float delta;
+};
+
+struct ForwardSm90Params : ForwardParams {
+  ptx::TensorMap q_map;  // (column, row, three batch axes); extent 1 where broadcast
+  ptx::TensorMap k_map;
+  ptx::TensorMap v_map;
+  ptx::TensorMap out_map;
+  int32_t* tile_counter;  // 0 at launch; null: tiles are dealt out in advance
 };
 
 struct DeltaParams {

@@ -37,12 +37,15 @@ struct Tile {
 
 // Owners are taken in sections whose streamed operands fit the L2 cache together. Within a section
 // the rank of the tile changes slowest, so that the heaviest tiles of all its owners start first;
-// sections of one owner keep the tiles that stream the same operands next to each other.
+// sections of one owner keep the tiles that stream the same operands next to each other. The last
+// section takes what is left, since a small one would end in a tail.
 __device__ __forceinline__ Tile tile_of(const Grid& grid, int index) {
   const int section_tiles = grid.owners_per_section * grid.num_blocks;
-  const int section = index / section_tiles;
+  const int last_section = grid.num_owners / grid.owners_per_section - 1;
+  const int section = min(index / section_tiles, last_section);
   const int first_owner = section * grid.owners_per_section;
-  const int owners = min(grid.owners_per_section, grid.num_owners - first_owner);
+  const int owners =
+      section == last_section ? grid.num_owners - first_owner : grid.owners_per_section;
   index -= section * section_tiles;
   const int block = index / owners;
   return {block, first_owner + index - block * owners};

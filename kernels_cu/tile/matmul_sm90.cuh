@@ -1,0 +1,83 @@
+// The two products of attention, warpgroup by warpgroup, on tiles that TMA brought.
+#pragma once
+
+#include "numeric.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+namespace cuflash {
+
+// A matrix of 16-bit elements in shared memory as panels of 64 columns; a row of a panel is 128 bytes,
+// and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns past the
+// last whole panel are loaded (as zeros where the tensor ends) and not multiplied.
+template <int rows_, int columns_>
+struct PanelTile {
+  static constexpr int rows = rows_;
+  static constexpr int columns = columns_;
+  static constexpr int num_panels = (columns + 63) / 64;
+  static constexpr int panel_bytes = rows * 128;
+  static constexpr int bytes = num_panels * panel_bytes;
+
+  alignas(1024) Element data[num_panels][rows][64];  // 8 rows are one atom of the swizzle
+
+  // Byte offset of a 16-byte chunk within its panel.
+  __device__ __forceinline__ static constexpr int chunk_offset(int row, int chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+
+  // As an operand whose columns are summed: Q and K in Q K^T.
+  __device__ __forceinline__ uint64_t summed_over_columns(int first_row = 0) const {
+    return ptx::smem_descriptor(ptx::shared_address(data) + first_row * 128, 16);
+  }
+
+  // As an operand whose rows are summed: V in P V. The leading offset leads to the next panel.
+  __device__ __forceinline__ uint64_t summed_over_rows() const {
+    return ptx::smem_descriptor(ptx::shared_address(data), panel_bytes);
+  }
+};
+
+// An accumulator of 64 rows as the registers of one instruction; see fragment.cuh for who holds what:
+// warp w of the warpgroup has rows 16 w to 16 w + 15.
+template <int tiles>
+__device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
+  return reinterpret_cast<float (&)[4 * tiles]>(acc);
+}
+
+// Starts acc = A . B^T.
+template <typename ATile, typename BTile, int tiles>
+__device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a,
+                                                         uint64_t b) {
+  static_assert(tiles == BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
+  ptx::pin(flat(acc));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ATile::columns / 16; ++k) {
+    // 16 columns are 32 bytes of a panel's row.
+    ptx::wgmma_shared<Config::dtype>(flat(acc), a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
+                                     b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(flat(acc));
+}
+
+// Starts acc += A . B, A in registers.
+template <typename BTile, int tiles, int steps>
+__device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
+                                              uint32_t (&a_frag)[1][steps][4], uint64_t b) {
+  static_assert(tiles == BTile::columns / 8 && steps == BTile::rows / 16, "shapes");
+  auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
+  ptx::pin(a_registers);
+  ptx::pin(flat(acc));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    // 16 rows are 2048 bytes of every panel.
+    ptx::wgmma_registers<Config::dtype>(flat(acc), a_frag[0][k], b + k * 128, 1);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(flat(acc));
+  ptx::pin(a_registers);
+}
+
+}  // namespace cuflash

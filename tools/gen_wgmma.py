@@ -1,0 +1,106 @@
+"""Which wgmma instructions do the kernels use? Writes kernels_cu/ptx/wgmma_shapes.cuh.
+
+    python tools/gen_wgmma.py
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+TARGET = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx" / "wgmma_shapes.cuh"
+
+#: Columns of the result, by where A lies and how B lies: the block sizes and the padded head sizes
+#: of the sm90 rows of cuflash/_select.py.
+SHARED_A = (64, 80, 96, 112, 128, 160)
+REGISTER_A = (64, 96, 128, 192, 256)
+PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+
+HEADER = """\
+// Written by tools/gen_wgmma.py: do not edit.
+//
+// acc (64 x n, float32) = A (64 x 16) . B (16 x n) + acc, or without acc where `accumulate` is 0.
+// wgmma_shared:    A and B in shared memory, the summed index contiguous in both.
+// wgmma_registers: A in registers, B in shared memory with its columns contiguous.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+"""
+
+FOOTER = """
+}  // namespace cuflash::ptx
+"""
+
+
+def wrapped(text: str, indent: str, quote: str = "") -> str:
+    """Break at spaces to lines of 100 columns, each quoted."""
+    width = 98 - len(indent) - 2 * len(quote)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    ends = [" " if quote else ""] * (len(lines) - 1) + [""]
+    return "\n".join(
+        f"{indent}{quote}{line}{end}{quote}" for line, end in zip(lines, ends, strict=True)
+    )
+
+
+def instruction(columns: int, dtype: str, *, a_in_registers: bool) -> str:
+    """One asm statement."""
+    count = columns // 2
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    if a_in_registers:
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        inputs = [f'"r"(a[{i}])' for i in range(4)]
+        flags = "1, 1, 1"
+    else:
+        a, inputs, flags = f"%{count}", ['"l"(a)'], "1, 1, 0, 0"
+    b, predicate = f"%{count + len(inputs)}", f"%{count + len(inputs) + 1}"
+    ptx = PTX_TYPES[dtype]
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, {predicate}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} "
+        f"{{{accumulators}}}, {a}, {b}, p, {flags};}}"
+    )
+    outputs = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
+    operands = ", ".join((*inputs, '"l"(b)', '"r"(accumulate)'))
+    return (
+        "    asm volatile(\n"
+        + wrapped(text, "        ", '"')
+        + "\n"
+        + wrapped(f": {outputs}", "        ")
+        + "\n"
+        + wrapped(f": {operands});", "        ")
+    )
+
+
+def function(columns: int, *, a_in_registers: bool) -> str:
+    """One overload, for both element types."""
+    name = "wgmma_registers" if a_in_registers else "wgmma_shared"
+    a = "const uint32_t (&a)[4]" if a_in_registers else "uint64_t a"
+    pad = " " * len(f"__device__ __forceinline__ void {name}(")
+    first, second = (
+        instruction(columns, dtype, a_in_registers=a_in_registers) for dtype in PTX_TYPES
+    )
+    return (
+        "\ntemplate <Dtype dtype>\n"
+        f"__device__ __forceinline__ void {name}(float (&acc)[{columns // 2}], {a},\n"
+        f"{pad}uint64_t b, int accumulate) {{\n"
+        "  if constexpr (dtype == Dtype::float16) {\n"
+        f"{first}\n"
+        "  } else {\n"
+        f"{second}\n"
+        "  }\n"
+        "}\n"
+    )
+
+
+def generate() -> str:
+    """The whole header."""
+    functions = [function(n, a_in_registers=False) for n in SHARED_A]
+    functions += [function(n, a_in_registers=True) for n in REGISTER_A]
+    return HEADER + "".join(functions) + FOOTER
+
+
+if __name__ == "__main__":
+    TARGET.write_text(generate(), encoding="utf-8")
