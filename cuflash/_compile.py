@@ -106,7 +106,7 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
 
 
 def _arch_options(config: KernelConfig) -> tuple[str, ...]:
-    """wgmma and setmaxnreg need the "a"; NVRTC takes it beside the -arch that CuPy appends."""
+    """Wgmma and setmaxnreg need the "a"; NVRTC takes it beside the -arch that CuPy appends."""
     return ("-arch=sm_90a",) if isinstance(config, ForwardSm90Config) else ()
 
 

@@ -61,6 +61,11 @@ class Grid:
         )
 
 
+def even_sections(num_owners: int, limit: int) -> int:
+    """Owners of each section if none may have many more than ``limit``; see ``scheduler.cuh``."""
+    return num_owners // -(-num_owners // max(limit, 1))
+
+
 def plan_grid(
     batch: tuple[int, ...],
     strides: Sequence[tuple[int, ...]],

@@ -21,18 +21,20 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
-from cuflash import _params, _select
+from cuflash import _launch_sm90, _params, _select, _tensor_map
 from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
     BackwardKVConfig,
     BackwardQConfig,
     ForwardConfig,
+    ForwardSm90Config,
     KernelConfig,
     TileConfig,
 )
 from cuflash._errors import problem_with
-from cuflash._grid import Layout, plan_grid
+from cuflash._grid import Layout, even_sections, plan_grid
+from cuflash._launch_sm90 import Sm90Launch
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
 
@@ -42,6 +44,10 @@ _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
 _STATISTICS_BYTES = 8  # of one query
+_TILE_FIELDS = (
+    "block_m", "block_n", "num_warps", "blocks_per_sm",
+    "num_stages", "num_q_stages", "overlap_quarters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +147,7 @@ def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> in
     """
     attributes = cupy.cuda.Device(device).attributes
     fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
-    limit = max(1, fitting, int(attributes["MultiProcessorCount"]) // 4)
-    sections = -(-num_owners // limit)
-    return -(-num_owners // sections)
+    return even_sections(num_owners, max(fitting, int(attributes["MultiProcessorCount"]) // 4))
 
 
 def _fill_score(score: Any, problem: Problem) -> None:
@@ -238,9 +242,12 @@ def forward(
     lse: Array | None,
     *,
     workspace: Array | None = None,  # noqa: ARG001  the forward needs none
-    config: ForwardConfig | None = None,
+    config: ForwardConfig | ForwardSm90Config | None = None,
 ) -> None:
-    """Write ``out`` and, unless None, ``lse``; every extent is positive."""
+    """Write ``out`` and, unless None, ``lse``; every extent is positive.
+
+    A ``config`` decides which kernel runs, too.
+    """
     problem, score_pointers, held = _score_arrays(problem, options)
     lse_strides = None if lse is None else lse.strides
     pointers = (
@@ -253,17 +260,17 @@ def forward(
         layouts = _forward_layouts(problem, None) | _score_layouts(problem)
         _refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
     # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
-    key = (id(problem), device, address_bits, lse_strides, config)
+    key = (id(problem), device, address_bits, pointers[3] & 15, lse_strides, config)
     plan = _forward_plans.get(key)
     with _on_device(device):
         if plan is None:
-            launch = _plan_forward(problem, device, address_bits, lse_strides, config)
+            launch = _plan_forward(problem, device, pointers, lse_strides, config)
             plan = _remember(_forward_plans, key, (problem, launch))
         plan[1].run(pointers, cupy.cuda.get_current_stream().ptr)
     del held  # no sooner: another thread could be given its memory on this stream
 
 
-_forward_plans: dict[Any, tuple[Problem, Launch]] = {}
+_forward_plans: dict[Any, tuple[Problem, Launch | Sm90Launch]] = {}
 
 
 def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
@@ -295,11 +302,22 @@ def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
 def _plan_forward(
     problem: Problem,
     device: int,
-    address_bits: int,
+    pointers: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
-    config: ForwardConfig | None,
-) -> Launch:
+    config: ForwardConfig | ForwardSm90Config | None,
+) -> Launch | Sm90Launch:
     layouts = _forward_layouts(problem, lse_strides) | _score_layouts(problem)
+    if not isinstance(config, ForwardConfig):
+        launch = _plan_forward_sm90(problem, device, pointers, layouts, config)
+        if launch is not None:
+            return launch
+        if config is not None:
+            raise problem_with(
+                "config", ValueError, got=type(config).__name__,
+                expected="a device, head sizes, options, strides and alignments that it can serve",
+                fix="leave it out, and the portable kernel serves",
+            )  # fmt: skip
+    address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
         problem, _smem_limit(device), _copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
     )
@@ -311,6 +329,31 @@ def _plan_forward(
     )  # fmt: skip
 
 
+def _plan_forward_sm90(
+    problem: Problem,
+    device: int,
+    pointers: tuple[int, ...],
+    layouts: dict[str, Layout],
+    override: ForwardSm90Config | None,
+) -> Sm90Launch | None:
+    """Prepare Hopper's forward; None where the device, the problem or a layout is not for it."""
+    chosen = _select.forward_sm90_config(problem)
+    if chosen is None or not _tensor_map.available():
+        return None
+    if cupy.cuda.Device(device).compute_capability != "90":
+        return None
+    config = _overridden(chosen, override)
+    addresses = pointers[: len(_params.MAPPED)]
+    maps = _launch_sm90.tensor_maps(problem, layouts, config, addresses)
+    if maps is None:
+        return None
+    launch = _plan_launch(
+        _params.FORWARD_SM90, config, problem, layouts, device,
+        num_blocks=-(-problem.seqlen_q // config.block_m),
+    )  # fmt: skip
+    return _launch_sm90.persistent(launch.kernel, launch.params, maps, problem, config, device)
+
+
 def _overridden(chosen: Any, config: Any) -> Any:
     """The caller's tile in the chosen configuration: what follows from the problem stays."""
     if config is None:
@@ -319,8 +362,7 @@ def _overridden(chosen: Any, config: Any) -> Any:
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
         )
-    tile = {n: getattr(config, n) for n in ("block_m", "block_n", "num_warps", "blocks_per_sm")}
-    return replace(chosen, **tile)
+    return replace(chosen, **{n: getattr(config, n) for n in _TILE_FIELDS if hasattr(config, n)})
 
 
 def _copy_bytes(

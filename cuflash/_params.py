@@ -75,22 +75,26 @@ FORWARD = _kernel(
 )
 
 
-def _with_tensor_maps(base: np.dtype[Any]) -> np.dtype[Any]:
-    """Fields of ``base``, then four tensor maps and the counter of tiles."""
-    fields: Any = base.fields
-    return np.dtype(
-        {
-            "names": [*fields, "maps", "tile_counter"],
-            "formats": [*(field[0] for field in fields.values()), f"V{4 * MAP_BYTES}", _POINTER],
-            "offsets": [*(field[1] for field in fields.values()), MAPS_AT, MAPS_AT + 4 * MAP_BYTES],
-            "itemsize": MAPS_AT + 4 * MAP_BYTES + _MAP_ALIGNMENT,
-        }
-    )
-
-
-#: Where the maps lie in FORWARD_SM90, right before ``tile_counter``.
+#: What the tensor maps of FORWARD_SM90 describe, in their order; ``tile_counter`` follows them.
+MAPPED = ("q", "k", "v", "out")
 MAPS_AT = -(-FORWARD.itemsize // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-FORWARD_SM90 = _with_tensor_maps(FORWARD)
+_COUNTER_AT = MAPS_AT + len(MAPPED) * MAP_BYTES
+FORWARD_SM90 = np.dtype(
+    {
+        "names": [*(FORWARD.names or ()), *(f"{n}_map" for n in MAPPED), "tile_counter"],
+        "formats": [
+            *(FORWARD[n] for n in FORWARD.names or ()),
+            *(f"V{MAP_BYTES}" for _ in MAPPED),
+            _POINTER,
+        ],
+        "offsets": [
+            *(FORWARD.fields[n][1] for n in FORWARD.names or () if FORWARD.fields),
+            *range(MAPS_AT, _COUNTER_AT, MAP_BYTES),
+            _COUNTER_AT,
+        ],
+        "itemsize": _COUNTER_AT + _MAP_ALIGNMENT,
+    }
+)
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     ("dout", "out", "lse", "dlse", "rows"),

@@ -106,9 +106,10 @@ class Sm90Tile:
     overlap_quarters: int
 
 
-# Keyed by the padded head sizes (of q and k, of v). Measured on an H100 SXM, 2026-11-21:
-# docs/forward-sm90.md.
-_FORWARD_SM90 = {
+Sm90Tiles = dict[tuple[int, int], Sm90Tile]
+# Keyed by the padded head sizes (of q and k, of v), smallest first. Measured on an H100 SXM,
+# 2026-11-21: docs/forward-sm90.md.
+_FORWARD_SM90: Sm90Tiles = {
     (64, 64): Sm90Tile(192, 128, 4, 2, 1),
     (96, 96): Sm90Tile(128, 128, 2, 2, 2),
     (128, 128): Sm90Tile(128, 128, 2, 2, 1),
@@ -116,14 +117,16 @@ _FORWARD_SM90 = {
     (192, 192): Sm90Tile(128, 112, 2, 1, 2),
     (256, 256): Sm90Tile(128, 80, 2, 1, 2),
 }
-# A window bounded on the left: bounds to hold, loops to hold them in.
-_FORWARD_SM90_WINDOW = {
+# Lengths from an array, and a window bounded on the left: bounds to hold in registers, of which the
+# larger tile leaves none.
+_FORWARD_SM90_LENGTHS: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
+_FORWARD_SM90_WINDOW: Sm90Tiles = {
     (64, 64): Sm90Tile(128, 128, 4, 2, 1),
     (256, 256): Sm90Tile(128, 64, 2, 1, 2),
 }
 # Where a score takes more than a multiplication: tanh and look-ups branch, which nothing may do
 # while products are in flight, and take registers.
-_FORWARD_SM90_GENERAL = {
+_FORWARD_SM90_GENERAL: Sm90Tiles = {
     (64, 64): Sm90Tile(128, 128, 4, 2, 0),
     (96, 96): Sm90Tile(128, 128, 2, 2, 0),
     (128, 128): Sm90Tile(128, 128, 2, 2, 0),
@@ -153,11 +156,18 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
 
 
 def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
-    """Choose the forward kernel of Hopper; None where the portable one serves.
+    """Choose the forward kernel of Hopper; None where the portable one serves, that is
 
-    A bias is read element by element, which spills registers beside a Hopper tile.
+    * with a bias: it is read element by element, which spills registers beside a Hopper tile;
+    * where out has another dtype than q: its tile would not fit where q's was;
+    * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes.
     """
-    if problem.bias is not None or problem.out.dtype != problem.dtype:
+    if (
+        problem.bias is not None
+        or problem.out.dtype != problem.dtype
+        or problem.head_dim_v % 8
+        or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
+    ):
         return None
     fields = _fields(problem, 16, problem.dtype)
     tiles = _FORWARD_SM90
@@ -165,8 +175,8 @@ def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
         tiles = _FORWARD_SM90_GENERAL
     elif fields["window_left"]:
         tiles = tiles | _FORWARD_SM90_WINDOW
-    if problem.head_dim_v % 8:  # results are stored in chunks of 16 bytes
-        return None
+    elif fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
+        tiles = tiles | _FORWARD_SM90_LENGTHS
     (head_dim, head_dim_v), tile = next(
         (key, tile)
         for key, tile in tiles.items()

@@ -14,7 +14,7 @@ BATCH_AXES = 3
 BYTES = 128
 #: Columns of a box: 128 bytes, the span of the swizzle.
 BOX_COLUMNS = 64
-_ALIGNMENT = 16
+ALIGNMENT = 16
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
 _CACHED_MAPS = 4096
@@ -24,8 +24,8 @@ _CACHED_MAPS = 4096
 class MapLayout:
     """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
 
-    Boxes have ``BOX_COLUMNS`` columns of 16 bits and ``box_rows`` rows of one batch entry; what lies
-    outside the array is read as zeros and not written.
+    Boxes have ``BOX_COLUMNS`` columns of 16 bits and ``box_rows`` rows of one batch entry; what
+    lies outside the array is read as zeros and not written.
     """
 
     dtype: str
@@ -50,11 +50,11 @@ def map_layout(
     axes = [(extent if stride else 1, stride) for extent, stride in batch]
     axes += [(1, 0)] * (BATCH_AXES - len(axes))
     axes = [rows, *reversed(axes)]
-    strides = tuple(stride if extent > 1 else _ALIGNMENT for extent, stride in axes)
+    strides = tuple(stride if extent > 1 else ALIGNMENT for extent, stride in axes)
     extents = (columns[0], *(extent for extent, _ in axes))
     if (
         (columns[1] != dtype.itemsize and columns[0] > 1)
-        or any(s % _ALIGNMENT or not 0 < s < _STRIDE_LIMIT for s in strides)
+        or any(s % ALIGNMENT or not 0 < s < _STRIDE_LIMIT for s in strides)
         or max(extents) >= _EXTENT_LIMIT
     ):
         return None
@@ -71,9 +71,29 @@ def available() -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=_CACHED_MAPS)
+class Maps:
+    """The maps of a launch's operands, encoded where their addresses are new."""
+
+    def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
+        self.layouts = layouts
+        self._known: dict[tuple[int, ...], bytes] = {}
+
+    def at(self, addresses: tuple[int, ...]) -> bytes:
+        """All maps, in order.
+
+        Addresses are all of a map that the layouts do not hold: what is found is never stale.
+        """
+        found = self._known.get(addresses)
+        if found is None:
+            found = b"".join(map(encode, self.layouts, addresses))
+            if len(self._known) >= _CACHED_MAPS:
+                self._known.clear()
+            self._known[addresses] = found
+        return found
+
+
 def encode(layout: MapLayout, address: int) -> bytes:
-    """Encode the map of an array; the key of the cache is all that the map holds."""
+    """Encode the map of an array."""
     encoder, arguments, tail = _encoder(layout)
     error, found = encoder(*arguments[:2], address, *arguments[2:], *tail)
     if int(error):

@@ -109,9 +109,18 @@ struct ExactPair {
   }
 };
 
+// Where exact_out puts a row: into the caller's array.
+struct CallersRow {
+  __device__ __forceinline__ void store(const ForwardParams& params, const BatchIndex& entry,
+                                        int q_idx, const VColumns& o, float factor) const {
+    o.store(RowTarget(params.out, params.out_layout, entry, params.head_dim_v), q_idx, factor);
+  }
+};
+
 // One row of out.
+template <typename Target = CallersRow>
 __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchIndex entry,
-                                       int q_idx) {
+                                       int q_idx, const Target to = {}) {
   const Score score(params.score, entry);
   const RowSource k_rows(params.k, params.k_layout, entry, params.head_dim);
   const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
@@ -137,8 +146,7 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
     o.add(p, v);
   }
-  const RowTarget out(params.out, params.out_layout, entry, params.head_dim_v);
-  o.store(out, q_idx, row_sum == 0.0f ? 0.0f : 1.0f / row_sum);
+  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : 1.0f / row_sum);
 }
 
 // One row of dq, summed over the batch entries of its owner.

@@ -39,6 +39,11 @@ struct Score {
   // cannot cause that: they leave an interval of keys to each row.
   static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none;
 
+  // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
+  static constexpr bool masks_before_last =
+      Config::window_left || Config::window_right || may_hide_rows;
+  static constexpr bool masks_before_full = Config::window_left;
+
   const ScoreParams& params;
   const Seqlen seqlen;
   int64_t bias_offset, mask_offset;
@@ -155,6 +160,13 @@ struct Score {
     if constexpr (Config::window_right) keys.end = min(keys.end, m_end - 1 + diagonal_end);
     return m_begin < m_end && diagonal_begin < diagonal_end && keys.begin < keys.end ? keys
                                                                                      : Range{0, 0};
+  }
+
+  // Keys that row q_idx sees, mask and bias apart, counted from `first_key`: the column of a
+  // register is compared as a constant. Where no first key is hidden, nothing is left to compare.
+  __device__ __forceinline__ Range kv_range_from(int first_key, int q_idx) const {
+    const Range keys = kv_range(q_idx, q_idx + 1).relative_to(first_key);
+    return {Config::window_left ? keys.begin : 0, keys.end};
   }
 
   // Rows that see some key of [n_begin, n_end), mask and bias apart.

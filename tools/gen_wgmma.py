@@ -1,6 +1,6 @@
-"""Which wgmma instructions do the kernels use? Writes kernels_cu/ptx/wgmma_shapes.cuh.
+"""Which wgmma instructions do the kernels use? Writes kernels_cu/ptx/wgmma_*_a.cuh.
 
-    python tools/gen_wgmma.py
+python tools/gen_wgmma.py
 """
 
 from __future__ import annotations
@@ -8,29 +8,37 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx" / "wgmma_shapes.cuh"
+FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
-#: Columns of the result, by where A lies and how B lies: the block sizes and the padded head sizes
-#: of the sm90 rows of cuflash/_select.py.
-SHARED_A = (64, 80, 96, 112, 128, 160)
+#: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
+#: sm90 rows of cuflash/_select.py.
+SHARED_A = (64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)
 PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 HEADER = """\
+// {title}
+//
 // Written by tools/gen_wgmma.py: do not edit.
 //
 // acc (64 x n, float32) = A (64 x 16) . B (16 x n) + acc, or without acc where `accumulate` is 0.
-// wgmma_shared:    A and B in shared memory, the summed index contiguous in both.
-// wgmma_registers: A in registers, B in shared memory with its columns contiguous.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #pragma once
 
 #include "config.cuh"
 
-namespace cuflash::ptx {
+namespace cuflash::ptx {{
+
+// clang-format off
 """
+TITLES = {
+    "wgmma_shared_a.cuh": "A and B lie in shared memory, the summed index contiguous in both.",
+    "wgmma_register_a.cuh": "A lies in registers, B in shared memory, its columns contiguous.",
+}
 
 FOOTER = """
+// clang-format on
+
 }  // namespace cuflash::ptx
 """
 
@@ -95,12 +103,18 @@ def function(columns: int, *, a_in_registers: bool) -> str:
     )
 
 
-def generate() -> str:
-    """The whole header."""
-    functions = [function(n, a_in_registers=False) for n in SHARED_A]
-    functions += [function(n, a_in_registers=True) for n in REGISTER_A]
-    return HEADER + "".join(functions) + FOOTER
+def generate() -> dict[str, str]:
+    """The headers, by name."""
+    functions = (
+        [function(n, a_in_registers=False) for n in SHARED_A],
+        [function(n, a_in_registers=True) for n in REGISTER_A],
+    )
+    return {
+        name: HEADER.format(title=title) + "".join(texts) + FOOTER
+        for (name, title), texts in zip(TITLES.items(), functions, strict=True)
+    }
 
 
 if __name__ == "__main__":
-    TARGET.write_text(generate(), encoding="utf-8")
+    for name, text in generate().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

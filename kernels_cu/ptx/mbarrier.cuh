@@ -1,5 +1,6 @@
 // Barriers in shared memory that count arrivals and, for TMA, bytes. A phase ends when all arrivals
-// and bytes are in; waiting is by the parity of the phase, so a waiter must not fall two phases behind.
+// and bytes are in; waiting is by the parity of the phase, so a waiter must not fall two phases
+// behind.
 #pragma once
 
 #include "config.cuh"
@@ -17,23 +18,21 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives if `mine`: a predicated instruction, no branch, so that it may stand where products are in
-// flight.
+// Arrives if `mine`: a predicated instruction, no branch, so that it may stand where products are
+// in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool mine) {
   asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}"
-      ::"r"(barrier), "r"(static_cast<int>(mine)) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+      "{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(
+          barrier),
+      "r"(static_cast<int>(mine))
+      : "memory");
 }
 
 // Arrives and announces bytes that TMA will bring.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 // Returns once the phase of this parity is over; a fresh barrier counts as past its odd phase.
@@ -42,8 +41,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   asm volatile(
       "{.reg .pred done;\n"
       "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again_%=;}"
-      ::"r"(barrier), "r"(parity) : "memory");
+      "@!done bra again_%=;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 }  // namespace cuflash::ptx

@@ -9,8 +9,9 @@ namespace cuflash::ptx {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t m0, uint32_t m1, uint32_t m2,
                                             uint32_t m3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(smem), "r"(m0), "r"(m1), "r"(m2), "r"(m3) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
 }
 
 }  // namespace cuflash::ptx

@@ -15,16 +15,15 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the box at (column, row, i2, i1, i0) and counts its bytes on `barrier`; elements outside the
-// tensor arrive as zeros.
+// Copies the box at (column, row, i2, i1, i0) and counts its bytes on `barrier`; elements outside
+// the tensor arrive as zeros.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, uint32_t barrier,
                                          int column, int row, const int (&batch)[3]) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-      ::"r"(smem), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]),
-        "r"(batch[0])
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0])
       : "memory");
 }
 
@@ -32,8 +31,9 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, ui
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem, int column, int row,
                                           const int (&batch)[3]) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
-      ::"l"(&map), "r"(smem), "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0])
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(&map),
+      "r"(smem), "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0])
       : "memory");
 }
 

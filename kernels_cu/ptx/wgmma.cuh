@@ -1,4 +1,4 @@
-// Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in wgmma_shapes.cuh.
+// Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in wgmma_*_a.cuh.
 //
 // ptxas keeps products asynchronous only if it can see that no register of theirs is touched in
 // flight: fence, products, commit, and `pin` on all their registers before and after.
@@ -37,8 +37,8 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Describes a matrix in shared memory with the 128-byte swizzle. Offsets count 16 bytes: adding n to
-// a descriptor moves it by 16 n bytes.
+// Describes a matrix in shared memory with the 128-byte swizzle. Offsets count 16 bytes: adding n
+// to a descriptor moves it by 16 n bytes.
 //   bits 0-13 address, 16-29 leading offset, 32-45 stride offset (the next 8 rows of a panel, 1024
 //   bytes), 62-63 swizzle (1: 128 bytes)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor

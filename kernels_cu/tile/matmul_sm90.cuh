@@ -4,13 +4,14 @@
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_shapes.cuh"
+#include "ptx/wgmma_register_a.cuh"
+#include "ptx/wgmma_shared_a.cuh"
 
 namespace cuflash {
 
-// A matrix of 16-bit elements in shared memory as panels of 64 columns; a row of a panel is 128 bytes,
-// and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns past the
-// last whole panel are loaded (as zeros where the tensor ends) and not multiplied.
+// A matrix of 16-bit elements in shared memory as panels of 64 columns; a row of a panel is 128
+// bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns
+// past the last whole panel are loaded (as zeros where the tensor ends) and not multiplied.
 template <int rows_, int columns_>
 struct PanelTile {
   static constexpr int rows = rows_;
@@ -37,8 +38,8 @@ struct PanelTile {
   }
 };
 
-// An accumulator of 64 rows as the registers of one instruction; see fragment.cuh for who holds what:
-// warp w of the warpgroup has rows 16 w to 16 w + 15.
+// An accumulator of 64 rows as the registers of one instruction; see fragment.cuh for who holds
+// what: warp w of the warpgroup has rows 16 w to 16 w + 15.
 template <int tiles>
 __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);

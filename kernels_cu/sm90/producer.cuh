@@ -1,0 +1,130 @@
+// The warp that draws tiles and loads q, k and v for the warpgroups that compute.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/shared_memory.cuh"
+
+namespace cuflash {
+
+struct Producer {
+  const ForwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<Config::num_q_stages> q_ring;
+  Ring<Config::num_stages> k_ring, v_ring;
+  Ring<2> work_ring;
+  Ring<1> raw_ring;
+
+  // All tiles of this block of threads; the whole warp comes along, its first lane issues.
+  __device__ __forceinline__ void run() {
+    if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
+#pragma unroll 1
+    for (int index = blockIdx.x;;) {
+      const Work work(params, index);
+      publish(work);
+      if (work.first_row < 0) return;
+      const Score score(params.score, work.entry);
+      const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+      const Range seen = score.kv_range(0, params.score.seqlen_q);  // by any row of this entry
+      int block = blocks.end - 1;
+      // A single q is free only when the tile before is done, a second one long before k.
+      if constexpr (stages_out) load_q(work);
+      if (block >= blocks.begin) load_k(work, block);
+      if constexpr (!stages_out) load_q(work);
+#pragma unroll 1
+      for (; block > blocks.begin; --block) {
+        load_k(work, block - 1);
+        load_v(work, block, seen);
+      }
+      // Drawn late: drawn early, longest first loses its balance. The answer comes during load_v.
+      const int drawn = draw();
+      if (block >= blocks.begin) load_v(work, block, seen);
+      index = __shfl_sync(0xffffffff, drawn, 0);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void publish(const Work& work) {
+    const int stage = work_ring.stage();
+    wait(smem.work_empty[stage], work_ring.empty_parity());
+    if (lane_index() == 0) smem.work[stage] = work;
+    arrive_as_warp(smem.work_full[stage]);
+    work_ring.advance();
+  }
+
+  // In lane 0.
+  __device__ __forceinline__ int draw() const {
+    if (lane_index() != 0) return 0;
+    if (params.tile_counter != nullptr) return atomicAdd(params.tile_counter, 1) + gridDim.x;
+    // Back and forth over the longest-first list, which evens out what falls along it.
+    const int turn = work_ring.uses;
+    return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  }
+
+  __device__ __forceinline__ void load_q(const Work& work) {
+    const int stage = q_ring.stage();
+    wait(smem.q_empty[stage], q_ring.empty_parity());
+    load(smem.q[stage], params.q_map, params.q_layout, smem.q_full[stage], work, work.first_row);
+    q_ring.advance();
+  }
+
+  __device__ __forceinline__ void load_k(const Work& work, int block) {
+    const int stage = k_ring.stage();
+    wait(smem.k_empty[stage], k_ring.empty_parity());
+    load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], work,
+         block * Config::block_n);
+    k_ring.advance();
+  }
+
+  // Rows outside `seen` must not reach p v, where 0 * NaN would count. Past the end of the tensor
+  // TMA brings zeros; what lies before it is cleared here.
+  __device__ __forceinline__ void load_v(const Work& work, int block, Range seen) {
+    const int stage = v_ring.stage(), first_key = block * Config::block_n;
+    const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
+    const int loaded = min(Config::block_n, params.score.seqlen_k - first_key);
+    const bool clears = kept.begin > 0 || kept.end < loaded;
+    wait(smem.v_empty[stage], v_ring.empty_parity());
+    load(smem.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : smem.v_full[stage],
+         work, first_key);
+    if (clears) {
+      wait(smem.v_raw, raw_ring.full_parity());
+      raw_ring.advance();
+      clear_rows(smem.v[stage], 0, kept.begin);
+      clear_rows(smem.v[stage], kept.end, loaded);
+      ptx::fence_async_proxy();
+      arrive_as_warp(smem.v_full[stage]);
+    }
+    v_ring.advance();
+  }
+
+  template <typename Tile>
+  __device__ __forceinline__ void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
+                                       uint64_t& full, const Work& work, int first_row) {
+    if (lane_index() == 0) {
+      int batch[3];
+      work.coordinates(batch, layout);
+      const uint32_t barrier = ptx::shared_address(&full);
+      ptx::mbarrier_arrive_expect(barrier, Tile::bytes);
+#pragma unroll
+      for (int panel = 0; panel < Tile::num_panels; ++panel) {
+        ptx::tma_load(ptx::shared_address(tile.data[panel]), map, barrier, 64 * panel, first_row,
+                      batch);
+      }
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+  }
+
+  template <typename Tile>
+  __device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
+#pragma unroll 1
+    for (int row = begin; row < end; ++row) {
+#pragma unroll
+      for (int panel = 0; panel < Tile::num_panels; ++panel) {
+        reinterpret_cast<uint32_t*>(tile.data[panel][row])[lane_index()] = 0;
+      }
+    }
+  }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,134 @@
+// What the warps of one block of threads share: tiles of q, k and v, barriers, the work at hand.
+//
+//   barrier      arrivals a phase   what the end of a phase says
+//   q_full       1 + bytes          q is there
+//   q_empty      1 or warps         q was read and, if out is staged in it, stored: load the next
+//   k/v_full     1 + bytes          k or v of a block is there
+//   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
+//   v_raw        1 + bytes          v of a block is there whose rows are to be cleared in part
+//   o_full       4 (warps)          64 rows of out are staged: store them
+//   work_full    1                  the next tile is drawn
+//   work_empty   readers (warps)    every reader has a copy: draw the next
+//   never        -                  nobody waits: see Consumer::next_block
+//
+// Waits are by parity, so that nobody may fall two phases behind: before a warp or a warpgroup lets
+// a phase pass by an arrival, all its threads are past their own wait.
+//
+// Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
+// the softmax of one runs under the products of the next; `together` joins one warpgroup.
+#pragma once
+
+#include "pipeline.cuh"
+#include "ptx/mbarrier.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "tile/fragment.cuh"
+#include "tile/matmul_sm90.cuh"
+
+namespace cuflash {
+
+constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
+// With two q tiles, results are staged in the one that was read while the other is under way; with
+// one they go to global memory directly.
+constexpr bool stages_out = Config::num_q_stages == 2;
+constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
+static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
+
+// One tile of queries.
+struct Work {
+  int first_row;  // negative: no tile is left
+  BatchIndex entry;
+
+  __device__ __forceinline__ Work(const ForwardSm90Params& params, int index)
+      : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1))) {
+    if (index >= num_tiles(params)) first_row = -1;
+  }
+
+  // Coordinates of this entry in the tensor map of an operand: axes it is broadcast along have
+  // extent 1 there.
+  __device__ __forceinline__ void coordinates(int (&batch)[3], const Layout& layout) const {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
+  }
+
+ private:
+  __device__ __forceinline__ static int num_tiles(const ForwardSm90Params& params) {
+    return params.grid.num_blocks * params.grid.num_owners;
+  }
+
+  __device__ __forceinline__ Work(const ForwardSm90Params& params, const Tile& tile)
+      : first_row(
+            (Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block) *
+            Config::block_m),
+        entry(params.batch, tile.owner) {}
+};
+
+struct SharedMemory {
+  using QTile = PanelTile<Config::block_m, Config::head_dim>;
+  using KTile = PanelTile<Config::block_n, Config::head_dim>;
+  using VTile = PanelTile<Config::block_n, Config::head_dim_v>;
+
+  QTile q[Config::num_q_stages];
+  KTile k[Config::num_stages];
+  VTile v[Config::num_stages];
+  uint64_t q_full[Config::num_q_stages], q_empty[Config::num_q_stages];
+  uint64_t k_full[Config::num_stages], k_empty[Config::num_stages];
+  uint64_t v_full[Config::num_stages], v_empty[Config::num_stages];
+  uint64_t v_raw;
+  uint64_t o_full[Config::num_q_stages][consumers];
+  uint64_t work_full[2], work_empty[2];
+  uint64_t never;
+  Work work[2];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "ForwardSm90Config.smem_bytes counts this struct");
+
+// By one thread, before any other touches a barrier.
+__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+  const auto init = [](uint64_t& barrier, int arrivals) {
+    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+  };
+  for (int i = 0; i < Config::num_q_stages; ++i) {
+    init(smem.q_full[i], 1);
+    init(smem.q_empty[i], stages_out ? 1 : 4 * consumers);
+    for (int w = 0; w < consumers; ++w) init(smem.o_full[i][w], 4);
+  }
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.k_full[i], 1);
+    init(smem.k_empty[i], consumers);
+    init(smem.v_full[i], 1);
+    init(smem.v_empty[i], consumers);
+  }
+  for (int i = 0; i < 2; ++i) {
+    init(smem.work_full[i], 1);
+    init(smem.work_empty[i], 4 * consumers + stages_out);
+  }
+  init(smem.v_raw, 1);
+  init(smem.never, 1);
+  ptx::fence_mbarrier_init();
+}
+
+__device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+}
+
+__device__ __forceinline__ void arrive_if(uint64_t& barrier, bool mine) {
+  ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
+}
+
+// One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
+__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+  __syncwarp();
+  arrive_if(barrier, lane_index() == 0);
+}
+
+// The next tile of this block of threads, as the producer drew it; every reading warp asks once.
+__device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
+  const int stage = ring.stage();
+  wait(smem.work_full[stage], ring.full_parity());
+  const Work work = smem.work[stage];
+  arrive_as_warp(smem.work_empty[stage]);
+  return work;
+}
+
+}  // namespace cuflash

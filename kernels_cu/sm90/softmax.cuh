@@ -1,0 +1,75 @@
+// Maximum and sum of a row in the pieces that the schedule of Hopper needs.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace cuflash {
+
+// State of the two rows of this lane: t/4 and t/4 + 8 of its warp's 16.
+struct SplitSoftmax : OnlineSoftmax<1> {
+  float shift[2];    // the reference that exponents are formed against
+  float rescale[2];  // of what was summed before
+  float block_sum[2];
+
+  // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
+  // before, and o keeps its scale.
+  template <int tiles>
+  __device__ __forceinline__ void find_maximum(const float (&s_acc)[1][tiles][4],
+                                               const Score& score) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float block_max = row_max[0][half];
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        block_max = fmaxf(block_max, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
+      }
+      block_max = quad_max(block_max);
+      const float old_reference = score.reference(row_max[0][half]);
+      const float new_reference = score.reference(block_max);
+      const bool grew = score.exponent_between(new_reference, old_reference) > 8.0f;
+      row_max[0][half] = grew ? block_max : row_max[0][half];
+      const float reference = grew ? new_reference : old_reference;
+      shift[half] = reference == -infinity() ? 0.0f : reference;
+      rescale[half] =
+          grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
+      row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
+      block_sum[half] = 0.0f;
+    }
+  }
+
+  // Scores of column tiles [begin, end) become probabilities.
+  template <int begin, int end, int tiles>
+  __device__ __forceinline__ void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
+#pragma unroll
+    for (int t = begin; t < end; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s_acc[0][t][i] = ptx::exp2_approx(score.exponent(s_acc[0][t][i], shift[i / 2]));
+      }
+    }
+#pragma unroll
+    for (int t = begin; t < end; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        block_sum[half] += s_acc[0][t][2 * half] + s_acc[0][t][2 * half + 1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_block() {
+    row_sum[0][0] += block_sum[0];
+    row_sum[0][1] += block_sum[1];
+  }
+
+  template <int tiles>
+  __device__ __forceinline__ void rescale_rows(float (&o_acc)[1][tiles][4]) const {
+    if (!__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o_acc[0][t][i] *= rescale[i / 2];
+    }
+  }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,126 @@
+// How out leaves: staged in shared memory and sent by TMA, or straight from registers.
+#pragma once
+
+#include "exact.cuh"
+#include "params.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/shared_memory.cuh"
+
+namespace cuflash {
+
+constexpr int o_tiles = Config::head_dim_v / 8;
+
+// ------------------------------------------------------------------------------------ by TMA
+// A row of the tile in which results are staged.
+struct StagedRow {
+  SharedMemory::QTile& tile;
+  int row;
+
+  __device__ __forceinline__ void store(const ForwardParams&, const BatchIndex&, int,
+                                        const VColumns& o, float factor) const {
+#pragma unroll
+    for (int i = 0; i < VColumns::count; ++i) {
+      const int column = lane_index() + 32 * i, panel_column = column % 64;
+      const int offset = tile.chunk_offset(row, panel_column / 8) + 2 * (panel_column % 8);
+      tile.data[column / 64][0][offset / 2] = RowTarget::rounded(o.value[i] * factor);
+    }
+  }
+};
+
+// Stages 16 rows of a warp from `first_row` of the tile on, those of `broken` computed again.
+__device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, const Work& work,
+                                           SharedMemory::QTile& tile, int first_row,
+                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken) {
+  const int lane = lane_index(), row = first_row + lane % 16;
+#pragma unroll
+  for (int t = 0; t < o_tiles; t += 2) {
+    const auto& o = o_acc[0];
+    ptx::stmatrix_x4(
+        ptx::shared_address(tile.data[t / 8]) + tile.chunk_offset(row, t % 8 + lane / 16),
+        pack<Config::dtype>(o[t][0], o[t][1]), pack<Config::dtype>(o[t][2], o[t][3]),
+        pack<Config::dtype>(o[t + 1][0], o[t + 1][1]),
+        pack<Config::dtype>(o[t + 1][2], o[t + 1][3]));
+  }
+  __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
+  for_each_bit(broken, [&](int bit) {
+    const int q_idx = work.first_row + first_row + bit;
+    exact_out(params, work.entry, q_idx, StagedRow{tile, first_row + bit});
+  });
+  ptx::fence_async_proxy();  // TMA will read what this thread wrote
+}
+
+// The store warp: sends the staged rows of each warpgroup on their way, hands q back to the
+// producer.
+__device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, SharedMemory& smem) {
+  int batch[3];
+#pragma unroll 1
+  for (uint32_t tiles = 0;; ++tiles) {
+    const Ring<Config::num_q_stages> q_ring{tiles};
+    const Work work = receive_work(smem, Ring<2>{tiles});
+    if (work.first_row < 0) break;
+    work.coordinates(batch, params.out_layout);
+    const int stage = q_ring.stage();
+#pragma unroll 1
+    for (int w = 0; w < consumers; ++w) {
+      wait(smem.o_full[stage][w], q_ring.full_parity());
+      __syncwarp();  // no lane may be left two phases behind in a wait
+      if (lane_index() != 0) continue;
+#pragma unroll
+      for (int panel = 0; panel < SharedMemory::VTile::num_panels; ++panel) {
+        ptx::tma_store(params.out_map, ptx::shared_address(smem.q[stage].data[panel][64 * w]),
+                       64 * panel, work.first_row + 64 * w, batch);
+      }
+      ptx::tma_store_commit();
+    }
+    if (lane_index() == 0) ptx::tma_store_wait_read();
+    arrive_as_warp(smem.q_empty[stage]);
+  }
+  if (lane_index() == 0) ptx::tma_store_wait();  // shared memory ends with this block of threads
+}
+
+// ----------------------------------------------------------------------------- from registers
+// x[i] of lane j of a quad and x[j] of lane i change places.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+  const bool odd = lane_index() & 1, high = lane_index() & 2;
+  uint32_t a = __shfl_xor_sync(0xffffffff, odd ? x[0] : x[1], 1);
+  uint32_t b = __shfl_xor_sync(0xffffffff, odd ? x[2] : x[3], 1);
+  (odd ? x[0] : x[1]) = a;
+  (odd ? x[2] : x[3]) = b;
+  a = __shfl_xor_sync(0xffffffff, high ? x[0] : x[2], 2);
+  b = __shfl_xor_sync(0xffffffff, high ? x[1] : x[3], 2);
+  (high ? x[0] : x[2]) = a;
+  (high ? x[1] : x[3]) = b;
+}
+
+// Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
+// four lanes of a quad trade places, so that each stores eight neighbouring columns.
+__device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const Work& work,
+                                           int first_row, const float (&o_acc)[1][o_tiles][4],
+                                           uint32_t broken) {
+  const int quad_lane = lane_index() % 4;
+  Element* out = static_cast<Element*>(params.out) + work.entry * params.out_layout.batch;
+#pragma unroll
+  for (int t = 0; t < o_tiles; t += 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = pack<Config::dtype>(o_acc[0][t + i][2 * half], o_acc[0][t + i][2 * half + 1]);
+      }
+      transpose_quad(x);
+      const int q_idx = first_row + fragment_row(0, 2 * half);
+      const int column = 8 * (t + quad_lane);
+      if (q_idx < params.score.seqlen_q && column < params.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + q_idx * params.out_layout.row + column) =
+            make_uint4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+  __syncwarp();  // a row was written by four lanes, and an exact one by all
+  for_each_bit(broken, [&](int bit) { exact_out(params, work.entry, first_row + bit); });
+}
+
+}  // namespace cuflash
