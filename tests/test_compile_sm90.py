@@ -1,0 +1,108 @@
+"""Does every kernel of Hopper's tables compile without spills or serialised products?
+
+Needs no GPU. The tensor-core instructions of sm_90a run beside the softmax only if the compiler
+finds no reason to wait for them: it says so in a warning C75xx, which fails here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import gen_wgmma
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from test_compile import ALL, LIMITS, PLAIN, pairwise, problem_of
+
+from cuflash import _select
+from cuflash._compile import compile_static, params_struct
+from cuflash._config import ForwardSm90Config
+
+pytestmark = pytest.mark.nvrtc
+
+LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
+CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": CAUSAL,
+    "lengths": LENGTHS,
+    "causal and lengths": {**CAUSAL, **LENGTHS},
+    "left": {"window": (7, None)},
+    "window": WINDOW,
+    "window, offset and lengths": {**WINDOW, **LENGTHS, "offset": np.int64},
+    "softcap": {"softcap": 20.0},
+    "mask": {"mask": True},
+    "negative scale": {**CAUSAL, "scale": -0.5},
+    "all": ALL,
+}
+#: What Hopper's kernel takes at any value of the other options.
+SERVED = {"bias": None, "out_dtype": None}
+
+
+def config_of(case: dict[str, Any]) -> ForwardSm90Config | None:
+    return _select.forward_sm90_config(problem_of(case))
+
+
+def complaints(config: ForwardSm90Config) -> list[str]:
+    """Compile, and say what is wrong."""
+    report = compile_static(config, "sm_90a")
+    found = list(report.warnings)
+    if report.spill_bytes:
+        found.append(f"{report.spill_bytes} bytes spilled, {report.registers} registers")
+    if config.smem_bytes > LIMITS["sm_90"]:
+        found.append(f"{config.smem_bytes} bytes of shared memory")
+    return [f"{text}: {config}" for text in found]
+
+
+def compile_all(configs: set[ForwardSm90Config]) -> None:
+    """Compile on all cores: NVRTC runs without Python's lock."""
+    with ThreadPoolExecutor() as pool:
+        found = list(itertools.chain(*pool.map(complaints, sorted(configs, key=repr))))
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
+    configs = {
+        config_of({**PLAIN, **options, **SERVED, "head_dims": d}) for d in _select._FORWARD_SM90
+    }
+    assert {(c.head_dim, c.head_dim_v) for c in configs} == set(_select._FORWARD_SM90)
+    compile_all(configs)
+
+
+def test_every_pair_of_options() -> None:
+    chosen = {config_of({**case, **SERVED}) for case in pairwise()} - {None}
+    assert len(chosen) > 20
+    compile_all(chosen)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL, ALL], ids=["none", "causal", "all"])
+def test_float16(options: dict[str, Any]) -> None:
+    case = {**PLAIN, **options, **SERVED, "dtype": np.float16}
+    compile_all({config_of({**case, "head_dims": d}) for d in _select._FORWARD_SM90})
+
+
+def test_serialised_products_would_be_noticed() -> None:
+    config = config_of({**PLAIN, "head_dims": (128, 128)})
+    found = complaints(replace(config, block_m=192, num_warps=16, num_q_stages=1))
+    assert any("C75" in text for text in found)
+    assert any("spilled" in text for text in found)
+
+
+def test_what_the_portable_kernel_serves() -> None:
+    for case in ({"bias": np.float32}, {"out_dtype": np.float32}, {"head_dims": (64, 33)}):
+        assert config_of({**PLAIN, **case}) is None
+    assert config_of({**PLAIN, "dtype": bfloat16}) is not None
+
+
+def test_wgmma_headers_are_fresh() -> None:
+    for name, text in gen_wgmma.generate().items():
+        assert (gen_wgmma.FOLDER / name).read_text(encoding="utf-8") == text
+
+
+def test_parameters_are_its_own() -> None:
+    assert params_struct(config_of(PLAIN)) == "ForwardSm90Params"
