@@ -134,7 +134,7 @@ def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
 
 
-def _refuse_capture(clock: Any, calls: Sequence[Call]) -> Call:
+def _refuse_capture(*_: Any) -> Call:
     raise Unsupported("its temporaries come from CuPy's pool, where a graph cannot hold them")
 
 
