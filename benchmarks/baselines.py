@@ -134,6 +134,10 @@ def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
 
 
+def _refuse_capture(*_: Any) -> Call:
+    raise Unsupported("its temporaries come from CuPy's pool, where a graph cannot hold them")
+
+
 class Cuflash(Implementation):
     """The library itself, writing into arrays that exist: the same call in a graph and outside."""
 
@@ -212,7 +216,7 @@ class Naive(Implementation):
                 return naive_backward(dout, q, k, v, p, scale)[0]
 
             calls.append(backward)
-        return Prepared(calls, calls[0], _capture_with_cupy)
+        return Prepared(calls, calls[0], _refuse_capture)
 
 
 def naive_forward(

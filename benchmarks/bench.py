@@ -204,17 +204,20 @@ def measure_short(run: Run, work: Workload, pass_: str, names: set[str]) -> dict
     clock = run.clock
     copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
     inputs = work.inputs(run.xp, copies)
-    graphs = {}
+    graphs, held = {}, []
     for name in sorted(names):
         try:
             candidate = IMPLEMENTATIONS[name].prepare(work, pass_, inputs)
             graphs[name] = (candidate.capture(clock, candidate.calls), copies)
+            held.append(candidate)  # a graph does not keep the arrays of its calls alive
         except Exception as error:
             run.note(
                 f"{name} {pass_} {describe(work)}: no CUDA graph, timed by events "
                 f"({type(error).__name__}: {first_line(error)})"
             )
-    return clock.measure_graphs(graphs, run.budget_ms)
+    found = clock.measure_graphs(graphs, run.budget_ms)
+    del held
+    return found
 
 
 def measure_shapes(shapes: Sequence[Workload]) -> Callable[[Run], None]:

@@ -103,7 +103,9 @@ struct Score {
       const float factor = Config::softcap ? params.softcap : params.scale;
       const float x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
-        return fmaf(factor, x, bias(q_idx, kv_idx));
+        // A bias of -inf hides the pair, whatever its product is.
+        const float b = bias(q_idx, kv_idx);
+        return b == -infinity() ? b : fmaf(factor, x, b);
       } else {
         return __fmul_rn(factor, x);
       }

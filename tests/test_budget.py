@@ -312,6 +312,25 @@ def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> 
             emulate(make_call(family, seed, DTYPES[dtype], (1, 8), (keys, 8), (keys, 1)))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_units_of_log_2_pass(dtype: str, family: str) -> None:
+    """One fused multiply-add forms an exponent, as in every fast kernel: references are rounded."""
+    for seed in range(4):
+        q, kv = (2, 4, 65, 64), (2, 4, 129, 64)
+        call = make_call(family, seed, DTYPES[dtype], q, kv, kv)
+        x = model_flash.expand(call, np.float32)
+        scale = np.float32(x.scale * np.log2(np.e))
+        scores = x.q @ x.k.swapaxes(-1, -2)
+        reference = scores.max(-1, keepdims=True) * scale
+        fused = scores.astype(np.float64) * scale - reference
+        p = np.exp2(fused.astype(np.float32))
+        total = p.sum(-1, keepdims=True)
+        out = (p.astype(call.dtype).astype(np.float32) @ x.v) / total
+        lse = reference * np.float32(np.log(2)) + np.log(total)
+        Budget(call).check_forward(out.astype(call.dtype), lse[..., 0])
+
+
 @pytest.mark.parametrize("bug", FORWARD_BUGS + BACKWARD_BUGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bug_is_caught(dtype: str, bug: str) -> None:

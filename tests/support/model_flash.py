@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ml_dtypes import finfo
 
 import cuflash
 from cuflash import reference
@@ -148,6 +149,8 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.
     scores, _ = _scores(inputs)
     largest = np.maximum(np.max(scores, -1, keepdims=True, initial=-np.inf), inputs.sink)
     largest[np.isneginf(largest)] = 0
+    if rounding:
+        largest = largest + _reference_error(largest, dtype)
     p = np.exp(scores - largest)
     total = p.sum(-1, keepdims=True) + np.exp(inputs.sink - largest)
     seen = total > 0
@@ -158,6 +161,21 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.
         lse = np.where(seen, largest + np.log(total), -np.inf)
     with np.errstate(over="ignore"):
         return out.astype(dtype), lse[..., 0]
+
+
+def _reference_error(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What a row's reference may differ by from its largest score.
+
+    Softmax is the same for every reference, and a kernel that holds scores in other units (log 2,
+    unscaled products) rounds the one it subtracts: by up to u |largest|, in its own way for each
+    row. That decides how weights are rounded to the operand dtype, for the largest is exactly 1
+    only under an exact reference. Up to a quarter of the dtype's eps it is still rounded to 1 and
+    nothing changes; beyond, the model takes its references anywhere in that range.
+    """
+    reach = np.finfo(largest.dtype).eps / 2 * np.abs(largest)
+    if reach.max(initial=0) < finfo(dtype).eps / 4:
+        return np.zeros_like(largest)
+    return reach * np.random.default_rng(0).uniform(-1, 1, largest.shape).astype(largest.dtype)
 
 
 def backward(
