@@ -18,6 +18,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import _compile, _params, _source
+from cuflash._grid import even_sections
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -142,6 +143,29 @@ def test_the_probe_finds_seeded_bugs(right: str, wrong: str, tmp_path: Path) -> 
         found.ctypes.data_as(ctypes.c_void_p),
     )  # fmt: skip
     assert found.any()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_every_tile_has_one_turn_and_the_heaviest_of_a_section_start_first(tmp_path: Path) -> None:
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    text = flattened("schedule_probe.cu", {})
+    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n' + text)
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    probe = ctypes.CDLL(str(library)).probe
+    for blocks, owners, limit in itertools.product((1, 3, 7), (1, 2, 10, 17), (0, 1, 3, 4, 99)):
+        section = even_sections(owners, limit)
+        assert 1 <= section <= max(limit, 1)
+        grid = np.array((blocks, owners, section, 1), _params.GRID)
+        found = np.full((2, blocks * owners), -1, np.int32)
+        probe(*(ctypes.c_void_p(a.ctypes.data) for a in (grid, *found)))
+        assert len({*zip(*found.tolist(), strict=True)}) == blocks * owners
+        assert (found >= 0).all()
+        assert (found < [[blocks], [owners]]).all()
+        first_owners = np.minimum(found[1] // section, owners // section - 1)
+        assert (np.diff(first_owners) >= 0).all(), "one section after another"
+        within = np.diff(found[0])[np.diff(first_owners) == 0]
+        assert (within >= 0).all(), "rank by rank within a section"
 
 
 FRAGMENT_CASES = list(

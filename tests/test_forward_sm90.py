@@ -1,0 +1,289 @@
+"""Is the forward of Hopper what the definition says, and is it what runs where it applies?
+
+Each case forces the path: a configuration that cannot serve a call is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from cuflash import _select
+from cuflash._problem import describe
+from support import families, problems
+from support.budget import Budget
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+from cuflash import _launch, _tensor_map  # noqa: E402
+
+#: (head_dim, head_dim_v): every row of the tables, and sizes between.
+ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+BETWEEN = [(16, 8), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
+#: Ragged for every tile; one query; one key.
+SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
+MANY_TILES = ((4, 40), 200, 333)  # more than multiprocessors
+OPTIONS = {
+    "none": {},
+    "causal": {"causal": True},
+    "top left": {"causal": "top_left"},
+    "window": {"window": (70, 20)},
+    "window and offset": {"window": (40, 0), "offset": -25},
+    "left": {"window": (30, None)},
+    "lengths": {"causal": True, "q_lengths": 61, "kv_lengths": 59},
+    "no keys": {"kv_lengths": 0},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "scale 0": {"scale": 0.0},
+    "negative scale": {"scale": -0.2, "causal": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+
+
+def upload(array):
+    return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+
+
+def forced(q, k, v, options):
+    config = _select.forward_sm90_config(describe(q, k, v, options))
+    assert config is not None
+    return config
+
+
+def attend(q, k, v, **keywords):
+    """Out and lse of the forced path, written over NaN."""
+    options = cuflash.Options(**keywords)
+    problem = describe(q, k, v, options)
+    out = cupy.full(problem.out_shape, np.nan, q.dtype)
+    lse = cupy.full(problem.lse_shape, np.nan, np.float32)
+    config = forced(q, k, v, options)
+    cuflash.attention(q, k, v, options=options, return_lse=True, out=(out, lse), config=config)
+    return out, lse
+
+
+def check(call):
+    """Hold one call against the budget; returns what it was made of."""
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    options = {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
+    out, lse = attend(q, k, v, **options)
+    Budget(call).check_forward(out.get(), lse.get())
+    return q, k, v, options, out, lse
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert x.get().tobytes() == y.get().tobytes()
+
+
+def make(head_dims, shape, options, dtype=bfloat16, family="normal"):
+    batch, rows, keys = shape
+    d, d_v = head_dims
+    return problems.make_call(
+        family, 3, dtype, (*batch, rows, d), (*batch, keys, d), (*batch, keys, d_v),
+        options=options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("head_dims", [*ROWS, *BETWEEN], ids=str)
+def test_within_budget(head_dims, options):
+    for shape in SHAPES:
+        check(make(head_dims, shape, options))
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_every_family_of_inputs(family, head_dims, dtype):
+    check(make(head_dims, SHAPES[1], {"causal": True}, dtype, family))
+    check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (90, 40)}, {"softcap": 5.0}],
+    ids=["full", "causal", "window", "softcap"],
+)
+def test_more_tiles_than_multiprocessors(head_dims, options):
+    """Tiles are drawn in another order every time; a row's bits depend on its own inputs alone."""
+    q, k, v, given, out, lse = check(make(head_dims, MANY_TILES, options, np.float16))
+    one = (slice(2, 3), slice(7, 8))
+    assert_same_bits(attend(q[one], k[one], v[one], **given), (out[one], lse[one]))
+    if not options:  # another place in the tile
+        rows = attend(q[..., 50:, :], k, v, **given)
+        assert_same_bits(rows, (out[..., 50:, :], lse[..., 50:]))
+    for _ in range(20):
+        assert_same_bits(attend(q, k, v, **given), (out, lse))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 30)}], ids=str)
+def test_lengths_hide_what_lies_beyond(head_dims, options):
+    rng = np.random.default_rng(7)
+    rows, keys = 300, 400
+    lengths = {
+        "q_lengths": rng.integers(0, rows + 1, (6, 1)),
+        "kv_lengths": rng.integers(0, keys + 1, (6, 1)),
+    }
+    lengths["q_lengths"][1], lengths["kv_lengths"][2] = 0, 0
+    call = make(head_dims, ((6, 4), rows, keys), {**options, **lengths})
+    q, k, v, given, out, lse = check(call)
+    for entry in range(6):
+        q[entry, :, int(lengths["q_lengths"][entry, 0]) :] = np.nan
+        k[entry, :, int(lengths["kv_lengths"][entry, 0]) :] = np.nan
+        v[entry, :, int(lengths["kv_lengths"][entry, 0]) :] = np.inf
+    assert_same_bits(attend(q, k, v, **given), (out, lse))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_lengths": 100}, {"causal": "top_left", "window": (50, 0)}]
+)
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_keys_that_no_row_sees_have_no_effect(head_dims, options):
+    q, k, v, given, out, lse = check(make(head_dims, ((2, 2), 100, 333), options))
+    k[..., 100:, :] = np.nan
+    v[..., 100:, :] = np.nan
+    assert_same_bits(attend(q, k, v, **given), (out, lse))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 5)}], ids=str)
+def test_what_some_rows_see_reaches_those_rows_only(head_dims, value, options):
+    call = make(head_dims, ((2, 3), 300, 300), options, np.float16)
+    k, v = call.k.copy(), call.v.copy()
+    v[:, :, 170, 5] = value
+    k[:, 1, 90] = value
+    check(call.but(k=k, v=v))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_mask(head_dim):
+    mask = np.random.default_rng(1).random((2, 1, 200, 333)) < 0.6
+    mask[0, :, 17] = False
+    check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "causal": True}))
+    check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_grouped_heads_and_broadcast_values(head_dim):
+    call = problems.make_call(
+        "normal", 3, bfloat16, (2, 6, 200, head_dim), (2, 2, 300, head_dim), (1, 2, 300, head_dim),
+        options={"causal": True, "enable_gqa": True},
+    )  # fmt: skip
+    check(call)
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
+    call = make(head_dims, ((2, 3), 200, 333), {"causal": True})
+    swapped = [upload(np.swapaxes(call.array(name), 1, 2)).swapaxes(1, 2) for name in "qkv"]
+    wide = [cupy.full((*a.shape[:-1], a.shape[-1] + 24), np.nan, a.dtype) for a in swapped]
+    for a, room in zip(swapped, wide, strict=True):
+        room[..., 8 : 8 + a.shape[-1]] = a
+    wide = [w[..., 8 : 8 + a.shape[-1]] for a, w in zip(swapped, wide, strict=True)]
+    for q, k, v in (swapped, wide):
+        out, lse = attend(q, k, v, causal=True)
+        Budget(call).check_forward(out.get(), lse.get())
+
+
+def test_config_decides_which_kernel_runs():
+    call = make((64, 64), SHAPES[1], {})
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    problem = describe(q, k, v, cuflash.Options())
+    portable = _select.forward_config(problem, 227 * 1024, 16)
+    hopper = forced(q, k, v, cuflash.Options())
+    found = []
+    for config in (portable, hopper, replace(hopper, block_n=64), None):
+        out, lse = cuflash.attention(q, k, v, return_lse=True, config=config)
+        Budget(call).check_forward(out.get(), lse.get())
+        found.append((out, lse))
+    assert_same_bits(found[1], found[3])
+    assert found[0][0].get().tobytes() != found[1][0].get().tobytes()
+
+
+def test_what_it_cannot_serve_goes_to_the_portable_kernel():
+    call = make((64, 64), SHAPES[0], {})
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    config = forced(q, k, v, cuflash.Options())
+    moved = cupy.empty(q.size + 1, q.dtype)[1:].reshape(q.shape)
+    moved[...] = q
+    apart = cupy.empty((*k.shape[:-1], 66), k.dtype)[..., :64]
+    apart[...] = k
+    backwards = cupy.ascontiguousarray(v[:, ::-1])[:, ::-1]
+    for arrays in ((moved, k, v), (q, apart, v), (q, k, backwards)):
+        with pytest.raises(ValueError, match="config"):
+            cuflash.attention(*arrays, config=config)
+        out, lse = cuflash.attention(*arrays, return_lse=True)
+        Budget(call).check_forward(out.get(), lse.get())
+    wide = cupy.empty(q.shape, np.float32)
+    with pytest.raises(ValueError, match="config"):
+        cuflash.attention(q, k, v, out=wide, config=config)
+
+
+def test_without_an_encoder_the_portable_kernel_serves(monkeypatch):
+    call = make((64, 64), SHAPES[0], {})
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    monkeypatch.setattr(_tensor_map, "available", lambda: False)
+    monkeypatch.setattr(_launch, "_forward_plans", {})
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    Budget(call).check_forward(out.get(), lse.get())
+
+
+def test_a_map_is_never_stale():
+    """The memory pool hands out the same addresses for other shapes, strides and dtypes."""
+    for shape in [((2, 3), 77, 130), ((2, 3), 130, 77), ((3, 2), 77, 130)] * 2:
+        for dtype in (np.float16, bfloat16):
+            check(make((64, 64), shape, {}, dtype))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
+def test_a_graph_deals_tiles_out_in_advance(head_dims):
+    q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}))
+    out, lse = cupy.empty_like(want), cupy.empty_like(want_lse)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cuflash.attention(q, k, v, causal=True, return_lse=True, out=(out, lse))
+        graph = stream.end_capture()
+        for _ in range(3):
+            out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same_bits((out, lse), (want, want_lse))
+
+
+def test_launches_on_several_streams_draw_from_their_own_counters():
+    calls = [make((64, 64), MANY_TILES, {"causal": True}), make((128, 128), MANY_TILES, {})]
+    works = [check(call) for call in calls] * 2
+    wrong: list[object] = []
+
+    def loop(work):
+        q, k, v, given, out, lse = work
+        options = cuflash.Options(**given)
+        try:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                for _ in range(100):
+                    found = cuflash.attention(q, k, v, options=options, return_lse=True)
+                    stream.synchronize()
+                    assert_same_bits((found.out, found.lse), (out, lse))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=loop, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
