@@ -367,13 +367,13 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
         "the same at head_dim 96 and 256",
         measure_shapes(training((96, 256), (2048, 8192))),
     ),
-    "training": (
-        "head_dim 64, 128 and 256, full and causal, seqlen 512 to 16384, 16,384 tokens",
-        measure_shapes(training((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384))),
-    ),
     "short": (
         "batch 1, 8 heads, head_dim 64, causal, seqlen 128, 512, 1024",
         measure_shapes([square(1, 8, seqlen, 64, True) for seqlen in (128, 512, 1024)]),
+    ),
+    "training": (
+        "head_dim 64, 128 and 256, full and causal, seqlen 512 to 16384, 16,384 tokens",
+        measure_shapes(training((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384))),
     ),
     "shapes": (
         "grouped heads 32/8, head_dim 192/128, 1000 x 3000 at head_dim 96",
