@@ -24,7 +24,8 @@ struct StagedRow {
     for (int i = 0; i < VColumns::count; ++i) {
       const int column = lane_index() + 32 * i, panel_column = column % 64;
       const int offset = tile.chunk_offset(row, panel_column / 8) + 2 * (panel_column % 8);
-      tile.data[column / 64][0][offset / 2] = RowTarget::rounded(o.value[i] * factor);
+      Element* panel = tile.data[column / 64][0];
+      panel[offset / 2] = RowTarget::rounded(o.value[i] * factor);
     }
   }
 };
