@@ -80,15 +80,20 @@ def same_module(**arrays: Array | None) -> ModuleType:
 
 def refuse_capture(argument: str, expected: str) -> None:
     """Raise while CuPy's current stream is capturing: pool memory would not outlive the graph."""
-    if sys.modules["cupy"].cuda.get_current_stream().is_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"{argument}: nothing can be allocated while a graph is captured, expected {expected}"
         )
 
 
+def is_capturing() -> bool:
+    """Whether CuPy's current stream is capturing a graph."""
+    return bool(sys.modules["cupy"].cuda.get_current_stream().is_capturing())
+
+
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory for the result that the caller could have given as ``argument``."""
-    if xp is not np:
+    if xp is not np and is_capturing():
         refuse_capture(argument, f"an array of shape {shape} and dtype {dtype}")
     return xp.empty(shape, dtype)
 

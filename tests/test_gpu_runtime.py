@@ -337,6 +337,20 @@ def test_what_would_be_allocated_inside_a_capture_is_named(case):
     assert bits(work.allocating()) == expected
 
 
+def test_a_known_call_is_checked_no_less():
+    work = Work(seqlen=64)
+    q, k, v = work.q, work.k, work.v
+    first, again = (cuflash.attention(q, k, v, return_lse=True) for _ in range(2))
+    assert first.out.data.ptr != again.out.data.ptr
+    assert bits({"out": first.out, "lse": first.lse}) == bits({"out": again.out, "lse": again.lse})
+    with pytest.raises(TypeError, match="v: got a numpy array"):
+        cuflash.attention(q, k, cupy.asnumpy(v), return_lse=True)
+    with pytest.raises(ValueError, match="precision"):
+        cuflash.attention(q, k, v, return_lse=True, precision="double")
+    with pytest.raises(TypeError, match="causal"):
+        cuflash.attention(q, k, v, return_lse=True, causal=0)
+
+
 def test_capture_of_another_stream_is_no_hindrance():
     """Only the current stream's capture forbids allocation."""
     work = Work()

@@ -1,0 +1,105 @@
+"""Is a known call recognised, and nothing else taken for it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from cuflash import Options, _recall
+
+
+@dataclass(frozen=True)
+class Place:
+    ptr: int = 4096
+    device_id: int = 0
+
+
+@dataclass(frozen=True)
+class Array:
+    """What the library reads of an array on a GPU."""
+
+    shape: tuple[int, ...] = (2, 8, 4)
+    strides: tuple[int, ...] = (64, 8, 2)
+    dtype: np.dtype = field(default_factory=lambda: np.dtype(np.float16))
+    data: Place = field(default_factory=Place)
+
+
+class OtherArray(Array):
+    """The same of another library."""
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Return the result of three arrays whose call is known: their addresses."""
+    monkeypatch.setattr(_recall, "_known", {})
+    monkeypatch.setattr(_recall, "_kinds", set())
+    _recall.remember(
+        *(Array(),) * 3, Options(causal=True), True, lambda *arrays: [a.data.ptr for a in arrays]
+    )
+
+
+@pytest.mark.usefixtures("known")
+def test_new_addresses_are_the_same_call():
+    for ptrs in ((4096, 4096, 4096), (16, 32, 48)):
+        arrays = [replace(Array(), data=Place(ptr)) for ptr in ptrs]
+        assert _recall.recall(*arrays, Options(causal=True), True) == list(ptrs)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": (2, 7, 4)},
+        {"strides": (64, 16, 2)},
+        {"dtype": np.dtype(np.uint16)},
+        {"data": Place(4096 + 8)},
+        {"data": Place(device_id=1)},
+    ],
+)
+def test_another_layout_is_another_call(which, changes):
+    arrays = [Array()] * 3
+    arrays[which] = replace(Array(), **changes)
+    assert _recall.recall(*arrays, Options(causal=True), True) is None
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("options", "return_lse"),
+    [
+        (Options(causal=True), False),
+        (Options(), True),
+        (Options(causal="top_left"), True),
+        (Options(causal=True, window=(3, 0)), True),
+        (Options(causal=True, dropout=0.5, seed=0), True),
+        (Options(causal=True, mask=np.ones((8, 8), bool)), True),
+    ],
+)
+def test_other_options_are_another_call(options, return_lse):
+    assert _recall.recall(*(Array(),) * 3, options, return_lse) is None
+
+
+@pytest.mark.usefixtures("known")
+def test_arrays_of_another_library_are_not_known():
+    assert _recall.recall(OtherArray(), Array(), Array(), Options(causal=True), True) is None
+    assert _recall.recall([1.0], Array(), Array(), Options(causal=True), True) is None
+    assert _recall.recall(Array(), Array(), None, Options(causal=True), True) is None
+
+
+@pytest.mark.usefixtures("known")
+def test_calls_with_score_arrays_stay_unknown():
+    options = Options(mask=np.ones((8, 8), bool))
+    _recall.remember(*(Array(),) * 3, options, False, lambda *_: 1)
+    assert _recall.recall(*(Array(),) * 3, options, False) is None
+
+
+@pytest.mark.usefixtures("known")
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(_recall, "_LIMIT", 3)
+    for n in range(5):
+        q = replace(Array(), shape=(n, 8, 4))
+        _recall.remember(q, Array(), Array(), Options(), False, lambda *_: 1)
+        assert _recall.recall(q, Array(), Array(), Options(), False) == 1
+        assert len(_recall._known) <= 3
