@@ -14,8 +14,8 @@ import itertools
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -46,16 +46,14 @@ _DISTANCE = 1 << 30  # no key is that far from a query
 _STATISTICS_BYTES = 8  # of one query
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardConfigs:
+class BackwardConfigs(NamedTuple):
     """Tiles that override the choice for the two backward passes."""
 
     q: BackwardQConfig | None = None
     kv: BackwardKVConfig | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel with everything but its pointers."""
 
     kernel: Kernel
@@ -269,8 +267,7 @@ def forward(
 _forward_plans: dict[Any, tuple[Problem, Launch]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedForward:
+class RepeatedForward(NamedTuple):
     """A forward call that passed its checks, without score arrays, on new results each time."""
 
     device: int

@@ -6,8 +6,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One row of a table: the tile and how many blocks of threads share a multiprocessor."""
 
     block_m: int
@@ -156,7 +154,7 @@ def backward_kv_configs(
 
 
 def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    return [asdict(t) for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
+    return [t._asdict() for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
 
 
 def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
