@@ -8,9 +8,8 @@ import os
 import re
 import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash._config import DeltaConfig, ForwardConfig, ForwardSm90Config, KernelConfig
 from cuflash._errors import CompileError
@@ -24,8 +23,7 @@ _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CUPY_OPTIONS = ("-ftz=true",)
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A compiled kernel on one device."""
 
     pointer: int  # CUfunction
@@ -34,8 +32,7 @@ class Kernel:
     owner: Any  # keeps the module loaded
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What the compiler says about one kernel, no device needed."""
 
     registers: int

@@ -22,7 +22,7 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _ELEMENT_BYTES = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """What all kernels have; a subclass is one kernel."""
 
@@ -60,7 +60,7 @@ class KernelConfig:
         return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeltaConfig(KernelConfig):
     """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
 
@@ -71,7 +71,7 @@ class DeltaConfig(KernelConfig):
     grad_lse: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TileConfig(KernelConfig):
     """A kernel that computes scores tile by tile."""
 
@@ -107,7 +107,7 @@ class TileConfig(KernelConfig):
         return self.block_m
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ForwardConfig(TileConfig):
     """``forward_sm80.cu``."""
 
@@ -121,7 +121,7 @@ class ForwardConfig(TileConfig):
         return _ELEMENT_BYTES * (self.block_m * self.head_dim + streamed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ForwardSm90Config(TileConfig):
     """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
 
@@ -157,7 +157,7 @@ class ForwardSm90Config(TileConfig):
         return _ELEMENT_BYTES * 64 * rows + 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BackwardQConfig(TileConfig):
     """``backward_dq_sm80.cu``."""
 
@@ -171,7 +171,7 @@ class BackwardQConfig(TileConfig):
         return _ELEMENT_BYTES * rows * (self.head_dim + self.head_dim_v)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BackwardKVConfig(TileConfig):
     """``backward_dkv_sm80.cu``: dk, dv or both in one pass over the queries."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cuflash import _params
 from cuflash._errors import problem_with
@@ -14,8 +14,7 @@ from cuflash._problem import Operand
 _GRID_LIMIT = 2**31 - 1  # blocks of threads
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Byte strides of one operand in canonical order."""
 
     itemsize: int
@@ -39,8 +38,7 @@ class Layout:
         return min(16, bits & -bits or 16)
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
 
     axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)

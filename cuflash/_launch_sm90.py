@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -19,20 +19,20 @@ from cuflash._problem import Problem
 from cuflash._tensor_map import Maps
 
 _NAMES = _params.pointer_names(_params.FORWARD_SM90)
-_COUNTER_BYTES = 4
-_TAIL = struct.Struct(f"<{len(_params.MAPPED) * _params.MAP_BYTES}sQ")  # maps, tile_counter
 _POINTERS = struct.Struct(f"<{len(_NAMES)}Q")
+_MAPPED = len(_params.MAPPED)  # the first of the pointers
+_COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
+_COUNTER_BYTES = 4
 _INDEX_LIMIT = 2**31 - 2**20  # a block of threads draws one index past the last tile
 _STORED_ROWS = 64  # of out: those of a warpgroup
 
 
-@dataclass(frozen=True, slots=True)
-class Sm90Launch:
+class Sm90Launch(NamedTuple):
     """One launch of persistent blocks of threads, with everything but its pointers."""
 
     kernel: Kernel
     grid: int
-    params: bytes
+    params: bytes  # between the pointers and the maps
     maps: Maps
     draws: bool  # there are more tiles than blocks of threads
 
@@ -47,16 +47,24 @@ class Sm90Launch:
         if self.draws and not runtime.streamIsCapturing(stream):
             counter = cupy.empty(_COUNTER_BYTES, np.uint8)
             runtime.memsetAsync(counter.data.ptr, 0, _COUNTER_BYTES, stream)
-        params = ctypes.create_string_buffer(self.params, len(self.params))
-        _POINTERS.pack_into(params, 0, *pointers)
-        maps = self.maps.at(tuple(pointers[: len(_params.MAPPED)]))
-        _TAIL.pack_into(params, _params.MAPS_AT, maps, 0 if counter is None else counter.data.ptr)
-        arguments = ctypes.c_void_p(ctypes.addressof(params))
+        # A char* is all of the argument list that the driver reads: one address.
+        arguments = ctypes.c_char_p(
+            _POINTERS.pack(*pointers)
+            + self.params
+            + self.maps.at(tuple(pointers[:_MAPPED]))
+            + _COUNTER.pack(0 if counter is None else counter.data.ptr)
+        )
         driver.launchKernel(
             self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
             self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
         )  # fmt: skip
         del counter  # no sooner: another thread could be given its memory on this stream
+
+
+def available(device: int) -> bool:
+    """Whether this device has what the kernel needs, and its maps can be encoded here."""
+    capability = cupy.cuda.Device(device).compute_capability
+    return _tensor_map.available() and bool(capability == "90")
 
 
 def keys_to_load(problem: Problem) -> int:
@@ -69,9 +77,10 @@ def tensor_maps(
     problem: Problem,
     layouts: dict[str, Layout],
     config: ForwardSm90Config,
-    addresses: tuple[int, ...],
+    pointers: tuple[int, ...],
 ) -> Maps | None:
     """Maps of q, k, v and out; None where the copy engine cannot address one of them."""
+    addresses = pointers[:_MAPPED]
     if any(address % _tensor_map.ALIGNMENT for address in addresses):
         return None
     absent = Layout(1, (0,) * len(problem.batch))
@@ -126,7 +135,7 @@ def persistent(
     return Sm90Launch(
         kernel=kernel,
         grid=min(owners * num_blocks, processors),
-        params=filled.tobytes(),
+        params=filled.tobytes()[_POINTERS.size : _params.MAPS_AT],
         maps=maps,
         draws=owners * num_blocks > processors,
     )

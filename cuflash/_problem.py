@@ -29,7 +29,7 @@ _OVERLAP_WORK: Any = 100_000
 CANONICAL: Axes = ((-2, -1),) * 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operand:
     """Where the elements of one array lie, in canonical order: batch axes, then core axes.
 
@@ -43,7 +43,7 @@ class Operand:
     summed: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One validated attention problem.
 

@@ -6,8 +6,8 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One row of a table: the tile and how many blocks of threads share a multiprocessor."""
 
     block_m: int
@@ -95,8 +94,7 @@ _BACKWARD_KV_GENERAL: Tiles = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sm90Tile:
+class Sm90Tile(NamedTuple):
     """One row of the tables of Hopper: see ``ForwardSm90Config``."""
 
     block_m: int
@@ -182,7 +180,7 @@ def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
         for key, tile in tiles.items()
         if problem.head_dim <= key[0] and problem.head_dim_v <= key[1]
     )
-    fields |= {"head_dim": head_dim, "head_dim_v": head_dim_v, **asdict(tile)}
+    fields |= {"head_dim": head_dim, "head_dim_v": head_dim_v, **tile._asdict()}
     return ForwardSm90Config(num_warps=tile.block_m // 16 + 4, blocks_per_sm=1, **fields)
 
 
@@ -228,8 +226,20 @@ def backward_kv_configs(
     )
 
 
+def overridden(chosen: AnyTileConfig, config: Any) -> AnyTileConfig:
+    """The caller's tile in the chosen configuration: what follows from the problem stays."""
+    if config is None:
+        return chosen
+    if type(config) is not type(chosen):
+        raise problem_with(
+            "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
+        )
+    names = {*Tile._fields, *Sm90Tile._fields} & {f.name for f in fields(config)}
+    return replace(chosen, **{name: getattr(config, name) for name in names})
+
+
 def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    return [asdict(t) for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
+    return [t._asdict() for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
 
 
 def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -94,6 +93,8 @@ def _attempt(describe: Any, *arguments: Any) -> str:
 
 
 def _distribution(module: str) -> str:
+    from importlib import metadata  # a third of the time of `import cuflash`, were it at the top
+
     return ", ".join(sorted(set(metadata.packages_distributions().get(module, ["not from pip"]))))
 
 
