@@ -1,6 +1,6 @@
-"""Is the forward of Hopper what the definition says, and is it what runs where it applies?
+"""Is the forward of Hopper what the definition says, for everything that it takes?
 
-Each case forces the path: a configuration that cannot serve a call is an error.
+Each case asks for it by a configuration; one that cannot serve a call is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 BETWEEN = [(16, 8), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
 #: Ragged for every tile; one query; one key.
 SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
-MANY_TILES = ((2, 40), 200, 333)  # more than multiprocessors
+MANY_TILES = ((2, 40), 200, 150)  # more than multiprocessors
 OPTIONS = {
     "none": {},
     "causal": {"causal": True},
@@ -94,9 +94,13 @@ def make(head_dims, shape, options, dtype=bfloat16, family="normal"):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("head_dims", [*ROWS, *BETWEEN], ids=str)
-def test_within_budget(head_dims, options):
+CASES = [(d, name) for d in ROWS for name in OPTIONS]
+CASES += [(d, name) for d in BETWEEN for name in ("none", "causal", "window")]
+
+
+@pytest.mark.parametrize(("head_dims", "name"), CASES, ids=str)
+def test_within_budget(head_dims, name):
+    options = OPTIONS[name]
     for batch, rows, keys in SHAPES:
         ends = {"q_lengths": rows, "kv_lengths": keys}
         fitting = {n: min(x, ends[n]) if n in ends else x for n, x in options.items()}
@@ -111,14 +115,14 @@ def test_every_family_of_inputs(family, head_dims, dtype):
     check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
 
 
-@pytest.mark.parametrize("head_dims", ROWS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"window": (90, 40)}, {"softcap": 5.0}],
-    ids=["full", "causal", "window", "softcap"],
-)
-def test_more_tiles_than_multiprocessors(head_dims, options):
+MANY = [(d, name) for d in ROWS for name in ("none", "causal")]
+MANY += [(d, name) for d in ((64, 64), (256, 256)) for name in ("window", "softcap")]
+
+
+@pytest.mark.parametrize(("head_dims", "name"), MANY, ids=str)
+def test_more_tiles_than_multiprocessors(head_dims, name):
     """Tiles are drawn in another order every time; a row's bits depend on its own inputs alone."""
+    options = OPTIONS[name]
     q, k, v, given, out, lse = check(make(head_dims, MANY_TILES, options, np.float16))
     one = (slice(1, 2), slice(7, 8))
     assert_same_bits(attend(q[one], k[one], v[one], **given), (out[one], lse[one]))
@@ -207,11 +211,12 @@ def test_config_decides_which_kernel_runs():
     portable = _select.forward_config(problem, 227 * 1024, 16)
     hopper = forced(q, k, v, cuflash.Options())
     found = []
-    for config in (portable, hopper, replace(hopper, block_n=64), None):
+    for config in (portable, hopper, replace(hopper, block_n=64), None, None):
         out, lse = cuflash.attention(q, k, v, return_lse=True, config=config)
         Budget(call).check_forward(out.get(), lse.get())
         found.append((out, lse))
-    assert_same_bits(found[1], found[3])
+    assert_same_bits(found[0], found[3])
+    assert_same_bits(found[0], found[4])  # recalled
     assert found[0][0].get().tobytes() != found[1][0].get().tobytes()
 
 
@@ -234,13 +239,13 @@ def test_what_it_cannot_serve_goes_to_the_portable_kernel():
         cuflash.attention(q, k, v, out=wide, config=config)
 
 
-def test_without_an_encoder_the_portable_kernel_serves(monkeypatch):
-    call = make((64, 64), SHAPES[0], {})
-    q, k, v = (upload(call.array(name)) for name in "qkv")
+def test_without_an_encoder_it_cannot_serve(monkeypatch):
+    q, k, v = (upload(make((64, 64), SHAPES[0], {}).array(name)) for name in "qkv")
+    config = forced(q, k, v, cuflash.Options())
     monkeypatch.setattr(_tensor_map, "available", lambda: False)
     monkeypatch.setattr(_launch, "_forward_plans", {})
-    out, lse = cuflash.attention(q, k, v, return_lse=True)
-    Budget(call).check_forward(out.get(), lse.get())
+    with pytest.raises(ValueError, match="config"):
+        cuflash.attention(q, k, v, config=config)
 
 
 def test_a_map_is_never_stale():
@@ -254,10 +259,12 @@ def test_a_map_is_never_stale():
 def test_a_graph_deals_tiles_out_in_advance(head_dims):
     q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}))
     out, lse = cupy.empty_like(want), cupy.empty_like(want_lse)
+    options = cuflash.Options(causal=True)
+    config = forced(q, k, v, options)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        cuflash.attention(q, k, v, causal=True, return_lse=True, out=(out, lse))
+        cuflash.attention(q, k, v, options=options, return_lse=True, out=(out, lse), config=config)
         graph = stream.end_capture()
         for _ in range(3):
             out.fill(np.nan)
@@ -274,10 +281,13 @@ def test_launches_on_several_streams_draw_from_their_own_counters():
     def loop(work):
         q, k, v, given, out, lse = work
         options = cuflash.Options(**given)
+        config = forced(q, k, v, options)
         try:
             with cupy.cuda.Stream(non_blocking=True) as stream:
                 for _ in range(100):
-                    found = cuflash.attention(q, k, v, options=options, return_lse=True)
+                    found = cuflash.attention(
+                        q, k, v, options=options, return_lse=True, config=config
+                    )
                     stream.synchronize()
                     assert_same_bits((found.out, found.lse), (out, lse))
         except BaseException as error:
