@@ -74,15 +74,17 @@ def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
     compile_all(configs)
 
 
-def test_every_pair_of_options() -> None:
-    chosen = {config_of({**case, **SERVED}) for case in pairwise()} - {None}
-    assert len(chosen) > 20
+def test_other_combinations() -> None:
+    """A sample of those in which two options meet: a kernel of this kind compiles for seconds."""
+    extremes = ((64, 64), (256, 256))
+    cases = [{**case, **SERVED} for case in pairwise() if case["head_dims"] in extremes]
+    chosen = {config_of(case) for case in cases}
+    assert len(chosen) > 10
     compile_all(chosen)
 
 
-@pytest.mark.parametrize("options", [{}, CAUSAL, ALL], ids=["none", "causal", "all"])
-def test_float16(options: dict[str, Any]) -> None:
-    case = {**PLAIN, **options, **SERVED, "dtype": np.float16}
+def test_float16() -> None:
+    case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     compile_all({config_of({**case, "head_dims": d}) for d in _select._FORWARD_SM90})
 
 
