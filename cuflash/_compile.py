@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ OPTIONS = ("--std=c++17", "-default-device")
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: What CuPy appends to every compilation.
 CUPY_OPTIONS = ("-ftz=true",)
+#: (source, options) -> (cubin, log); raises NvrtcError.
+Compiler = Callable[[str, tuple[str, ...]], tuple[bytes, str]]
 
 
 class Kernel(NamedTuple):
@@ -95,7 +98,7 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     arch = (f"-arch=sm_{cupy.cuda.Device().compute_capability}",)
     try:
         cubin, _ = _nvrtc(source, (*OPTIONS, *CUPY_OPTIONS, *(_arch_options(config) or arch)))
-    except _NvrtcError as error:
+    except NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
     module = cupy.cuda.function.Module()
     module.load(cubin)
@@ -107,13 +110,16 @@ def _arch_options(config: KernelConfig) -> tuple[str, ...]:
     return ("-arch=sm_90a",) if isinstance(config, ForwardSm90Config) else ()
 
 
-def compile_static(config: KernelConfig, arch: str) -> Report:
-    """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log."""
+def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
+    """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log.
+
+    ``compiler`` is another NVRTC than the one that CuPy has bound.
+    """
     source = source_of(config)
     options = (*OPTIONS, *CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
     try:
-        cubin, log = _nvrtc(source, options)
-    except _NvrtcError as error:
+        cubin, log = (compiler or _nvrtc)(source, options)
+    except NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
 
     def numbers(pattern: str) -> list[int]:
@@ -137,7 +143,9 @@ def compile_static(config: KernelConfig, arch: str) -> Report:
     )
 
 
-class _NvrtcError(Exception):
+class NvrtcError(Exception):
+    """A source that does not compile, with the compiler's log."""
+
     def __init__(self, log: str) -> None:
         super().__init__(log)
         self.log = log
@@ -152,7 +160,7 @@ def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
-            raise _NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
+            raise NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)

@@ -105,8 +105,8 @@ class Sm90Tile(NamedTuple):
 
 
 Sm90Tiles = dict[tuple[int, int], Sm90Tile]
-# Keyed by the padded head sizes (of q and k, of v), smallest first. What registers and shared memory
-# hold without spills; speeds are still to be measured: docs/forward-sm90.md.
+# Keyed by the padded head sizes (of q and k, of v), smallest first. What registers and shared
+# memory hold without spills; speeds are still to be measured: docs/forward-sm90.md.
 _FORWARD_SM90: Sm90Tiles = {
     (64, 64): Sm90Tile(192, 128, 4, 2, 1),
     (96, 96): Sm90Tile(128, 128, 2, 2, 2),

@@ -28,23 +28,18 @@ struct LaneColumns {
 
   // A row of an operand; zeros past its true width.
   __device__ __forceinline__ void load(const RowSource& from, int row) {
+    const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int column = lane_index() + 32 * i;
-      value[i] = column < from.num_columns
-                     ? to_float<Config::dtype>(
-                           from.data[row * from.row_stride + column * from.column_stride])
-                     : 0.0f;
+    for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
+      value[i] = lane_index() + 32 * i < from.num_columns ? to_float<Config::dtype>(*at) : 0.0f;
     }
   }
 
   __device__ __forceinline__ void store(const RowTarget& to, int row, float factor) const {
+    auto* at = to.data + row * to.row_stride + lane_index() * to.column_stride;
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int column = lane_index() + 32 * i;
-      if (column < to.num_columns) {
-        to.data[row * to.row_stride + column * to.column_stride] = to.rounded(value[i] * factor);
-      }
+    for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
+      if (lane_index() + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
     }
   }
 

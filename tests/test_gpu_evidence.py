@@ -71,7 +71,7 @@ def test_report_counts_gpu_tests_and_names_each(project):
     assert (report["passed"], report["failed"], report["skipped"]) == (3, 3, 1)
     assert report["others"] == {"passed": 1, "failed": 0, "skipped": 0}
     assert report["digest"] == gpu_report.digest()
-    assert report["seconds"] > 0
+    assert report["seconds"] >= 0
     assert set(gpu_report.MACHINE) < set(report)
     assert report["tests"]["test_some.py::test_right"] == {"passed": ["[1]", "[2]"]}
     assert report["tests"]["test_some.py::test_broken_teardown"] == {"failed": [""]}
@@ -88,7 +88,7 @@ def test_shards_are_joined_and_the_latest_result_counts(project):
     )
     _, third = run(project, "-k", "wrong")
     assert (third["passed"], third["failed"], third["skipped"]) == (4, 2, 1)
-    assert third["seconds"] > second["seconds"]
+    assert third["seconds"] >= second["seconds"]
 
 
 def test_report_of_other_sources_is_replaced(project):

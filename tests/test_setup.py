@@ -292,6 +292,38 @@ def test_offline_without_a_necessary_distribution_is_an_error(project, commands)
         setup_env.choose_interpreter(("absent",), project)
 
 
+def test_nvrtc_13_lies_apart_and_is_installed_once(tmp_path, monkeypatch, capsys):
+    """In one environment with it, CuPy for CUDA 12 would compile with NVRTC 13."""
+    calls = []
+
+    def pip(command):
+        calls.append(command)
+        (tmp_path / "nvidia_cuda_nvrtc-13.5.37.dist-info").mkdir()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(setup_env.subprocess, "run", pip)
+    setup_env.install_nvrtc("python", tmp_path)
+    setup_env.install_nvrtc("python", tmp_path)
+    (call,) = calls
+    assert call[:4] == ["python", "-m", "pip", "install"]
+    assert call[-3:] == ["--target", str(tmp_path), setup_env.NVRTC_13]
+    assert "skipped" not in capsys.readouterr().out
+
+
+def test_without_nvrtc_13_the_rest_still_runs(tmp_path, monkeypatch, capsys):
+    def failing(command):
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(setup_env.subprocess, "run", failing)
+    setup_env.install_nvrtc("python", tmp_path)
+    assert capsys.readouterr().out.count("skipped: compiling with NVRTC 13") == 1
+
+
+def test_readme_installs_the_same_nvrtc():
+    readme = (setup_env.ROOT / "README.md").read_text()
+    assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in readme
+
+
 @posix_only
 @pytest.mark.parametrize("cuda", [None, "11.8"])
 def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cuda):
@@ -300,6 +332,8 @@ def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cud
     missing = setup_env.missing_from(sys.executable, extras, setup_env.ROOT / "pyproject.toml")
     if missing is None or not set(missing) <= set(setup_env.OPTIONAL):
         pytest.skip("this interpreter cannot compile kernels")
+    if not any(setup_env.NVRTC_FOLDER.glob("nvidia_cuda_nvrtc-13.*.dist-info")):
+        pytest.skip("NVRTC 13 would be downloaded")
     if cuda:
         install_fake(tmp_path, HEADER.format(driver="520.61.05", cuda=cuda))
     run = subprocess.run(

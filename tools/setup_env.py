@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# NVRTC of the generation that CuPy does not compile with, for the tests. It lies apart because CuPy
+# for CUDA 12 takes NVRTC 13 where both are in one environment.
+NVRTC_FOLDER = ROOT / ".nvrtc"
+NVRTC_13 = "nvidia-cuda-nvrtc>=13,<14"
 OLDEST_PYTHON = (3, 11)
 OLDEST_CUDA = 12
 NEWEST_CUDA = 13  # a newer driver runs what was built for CUDA 13
@@ -211,6 +215,17 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
     return venv.python
 
 
+def install_nvrtc(python: str, folder: Path) -> None:
+    """Put NVRTC 13 into a folder of its own where it is absent; the tests can do without."""
+    if any(folder.glob("nvidia_cuda_nvrtc-13.*.dist-info")):
+        return
+    say(f"installing NVRTC 13 into {folder.name}, once")
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+    if subprocess.run([*pip, "--target", str(folder), NVRTC_13]).returncode != 0:
+        say("skipped: compiling with NVRTC 13, which pip could not install (its message is above)")
+
+
 def newer_python() -> str | None:
     """Find an interpreter on PATH that is new enough and starts, for a caller that is too old."""
     for minor in (14, 13, 12, 11):
@@ -238,11 +253,14 @@ def main() -> int:
         say(f"the NVIDIA driver serves CUDA {driver.cuda[0]}.{driver.cuda[1]}")
     elif task.uses_gpu:
         say(f"skipped: everything that runs on a GPU: {driver.reason}")
+    extras = wanted_extras(task, driver)
     try:
-        python = choose_interpreter(wanted_extras(task, driver), ROOT)
+        python = choose_interpreter(extras, ROOT)
     except SetupError as error:
         say(str(error))
         return 1
+    if "compile12" in extras:
+        install_nvrtc(python, NVRTC_FOLDER)
     environment = dict(os.environ)
     if python == sys.executable:
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
