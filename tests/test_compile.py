@@ -84,7 +84,7 @@ SPILLS = {
         8, f"an address, loaded once per block (13.5: nothing); {NO_DEVICE}"
     ),
     ("sm_100", "cuflash_backward_dkv_sm80", 128): Spill(
-        32, f"{INVARIANTS} (13.5: nothing); {NO_DEVICE}"
+        24, f"{INVARIANTS} (13.5: nothing); {NO_DEVICE}"
     ),
 }
 
