@@ -64,7 +64,7 @@ def attend(q, k, v, **keywords):
     """Out and lse of the forced path, written over NaN."""
     options = cuflash.Options(**keywords)
     problem = describe(q, k, v, options)
-    out = cupy.full(problem.out_shape, np.nan, q.dtype)
+    out = upload(np.full(problem.out_shape, np.nan, q.dtype))
     lse = cupy.full(problem.lse_shape, np.nan, np.float32)
     config = forced(q, k, v, options)
     cuflash.attention(q, k, v, options=options, return_lse=True, out=(out, lse), config=config)
@@ -144,12 +144,13 @@ def test_lengths_hide_what_lies_beyond(head_dims, options):
     }
     lengths["q_lengths"][1], lengths["kv_lengths"][2] = 0, 0
     call = make(head_dims, ((6, 4), rows, keys), {**options, **lengths})
-    q, k, v, given, out, lse = check(call)
+    *_, given, out, lse = check(call)
+    q, k, v = (call.array(name).copy() for name in "qkv")
     for entry in range(6):
-        q[entry, :, int(lengths["q_lengths"][entry, 0]) :] = np.nan
-        k[entry, :, int(lengths["kv_lengths"][entry, 0]) :] = np.nan
-        v[entry, :, int(lengths["kv_lengths"][entry, 0]) :] = np.inf
-    assert_same_bits(attend(q, k, v, **given), (out, lse))
+        q[entry, :, lengths["q_lengths"][entry, 0] :] = np.nan
+        k[entry, :, lengths["kv_lengths"][entry, 0] :] = np.nan
+        v[entry, :, lengths["kv_lengths"][entry, 0] :] = np.inf
+    assert_same_bits(attend(*map(upload, (q, k, v)), **given), (out, lse))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +158,12 @@ def test_lengths_hide_what_lies_beyond(head_dims, options):
 )
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 def test_keys_that_no_row_sees_have_no_effect(head_dims, options):
-    q, k, v, given, out, lse = check(make(head_dims, ((2, 2), 100, 333), options))
+    call = make(head_dims, ((2, 2), 100, 333), options)
+    *_, given, out, lse = check(call)
+    q, k, v = (call.array(name).copy() for name in "qkv")
     k[..., 100:, :] = np.nan
     v[..., 100:, :] = np.nan
-    assert_same_bits(attend(q, k, v, **given), (out, lse))
+    assert_same_bits(attend(*map(upload, (q, k, v)), **given), (out, lse))
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
@@ -195,10 +198,10 @@ def test_grouped_heads_and_broadcast_values(head_dim):
 def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
     call = make(head_dims, ((2, 3), 200, 333), {"causal": True})
     swapped = [upload(np.swapaxes(call.array(name), 1, 2)).swapaxes(1, 2) for name in "qkv"]
-    wide = [cupy.full((*a.shape[:-1], a.shape[-1] + 24), np.nan, a.dtype) for a in swapped]
-    for a, room in zip(swapped, wide, strict=True):
-        room[..., 8 : 8 + a.shape[-1]] = a
-    wide = [w[..., 8 : 8 + a.shape[-1]] for a, w in zip(swapped, wide, strict=True)]
+    wide = []
+    for a in (call.array(name) for name in "qkv"):
+        room = np.pad(a, ((0, 0),) * 3 + ((8, 16),), constant_values=np.nan)
+        wide.append(upload(room)[..., 8 : 8 + a.shape[-1]])
     for q, k, v in (swapped, wide):
         out, lse = attend(q, k, v, causal=True)
         Budget(call).check_forward(out.get(), lse.get())
@@ -224,11 +227,9 @@ def test_what_it_cannot_serve_goes_to_the_portable_kernel():
     call = make((64, 64), SHAPES[0], {})
     q, k, v = (upload(call.array(name)) for name in "qkv")
     config = forced(q, k, v, cuflash.Options())
-    moved = cupy.empty(q.size + 1, q.dtype)[1:].reshape(q.shape)
-    moved[...] = q
-    apart = cupy.empty((*k.shape[:-1], 66), k.dtype)[..., :64]
-    apart[...] = k
-    backwards = cupy.ascontiguousarray(v[:, ::-1])[:, ::-1]
+    moved = upload(np.append(call.q[:1, :1, :1, :1], call.q))[1:].reshape(q.shape)
+    apart = upload(np.pad(call.k, ((0, 0),) * 3 + ((0, 2),)))[..., :64]
+    backwards = upload(call.v[:, ::-1])[:, ::-1]
     for arrays in ((moved, k, v), (q, apart, v), (q, k, backwards)):
         with pytest.raises(ValueError, match="config"):
             cuflash.attention(*arrays, config=config)
@@ -257,7 +258,7 @@ def test_a_map_is_never_stale():
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
 def test_a_graph_deals_tiles_out_in_advance(head_dims):
-    q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}))
+    q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
     out, lse = cupy.empty_like(want), cupy.empty_like(want_lse)
     options = cuflash.Options(causal=True)
     config = forced(q, k, v, options)
