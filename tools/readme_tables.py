@@ -35,6 +35,12 @@ def support() -> str:
     return "\n".join(lines)
 
 
+def state(commit: str) -> str:
+    """What was measured, shortened: a commit, or the digest of the sources where git was absent."""
+    kind, _, digest = commit.rpartition(" ")
+    return f"{kind or 'commit'} {digest[:9]}"
+
+
 def speed() -> str:
     """Median times of the newest committed run of the portable kernels and their peers."""
     files = sorted(RESULTS.glob("*-portable-*.json"))
@@ -44,7 +50,7 @@ def speed() -> str:
     meta, rows = result["meta"], result["rows"]
     shown = [i for i in ("cuflash", "fa2", "cudnn") if any(r["impl"] == i for r in rows)]
     lines = [
-        f"{meta['device']}, {meta['date']}, commit {meta['commit'][:9]}; {rows[0]['dtype']}, "
+        f"{meta['device']}, {meta['date']}, {state(meta['commit'])}; {rows[0]['dtype']}, "
         "16,384 tokens, heads x head_dim = 2048, TFLOP/s "
         "(backward counted as 2.5 forwards, causal as half):",
         "",
