@@ -150,17 +150,20 @@ def attention(
     plain = out is axes is precision is workspace is config is None and deterministic is True
     if plain and (known := recall(q, k, v, chosen, return_lse)) is not None:
         return known
-    xp, q, k, v = operands(q, k, v)
+    given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+    xp, q, k, v = operands(**given)
     check_common(xp, deterministic, workspace, config)
     out, lse = result_pair(out, return_lse)
     problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
+    if out is not None:
+        check_destination("out", out, **given)  # as they came: promotion makes copies
     if lse is not None:
         require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
         if lse.dtype != problem.lse_dtype:
             raise problem_with(
                 "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(problem.lse_dtype)
             )
-        check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays)
+        check_destination("lse", lse, **given, out=out, **chosen.arrays)
     if out is None:
         out = allocate(xp, "out", problem.out_shape, problem.dtype)
     if lse is None and (return_lse or xp is np):
@@ -201,8 +204,8 @@ def attention_backward(
     Parameters
     ----------
     dout : array, batch + (m, d_v)
-        Cotangent of ``out``; any strides, read in the dtype of the inputs. Rows of queries that
-        see no key are not read.
+        Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
+        queries that see no key are not read.
     q, k, v : array
         As given to :func:`attention`.
     out : array, batch + (m, d_v)
@@ -214,7 +217,8 @@ def attention_backward(
     wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}
         The gradients to compute.
     grads_out : Gradients, optional
-        Arrays to write into, of exactly the shape and dtype of the inputs.
+        Arrays to write into, of exactly the shape and dtype of the inputs; fields of gradients
+        that ``wrt`` does not name are left alone.
     options, axes, precision, deterministic, workspace, config, **score_options
         As in :func:`attention`.
 
@@ -232,7 +236,9 @@ def attention_backward(
     Notes
     -----
     Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
-    dlse``.
+    dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
+    from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
+    the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
 
     Examples
     --------
@@ -263,14 +269,23 @@ def attention_backward(
         if array is not None:
             require_float(name, array)
             require_shape(name, array, problem.lse_shape, "the lse of attention")
-    gradients = {}
+    if grads_out is not None and not isinstance(grads_out, Gradients):
+        raise problem_with(
+            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
+        )
+    gradients: dict[str, Array] = {}
+    others = {"dout": dout, "out": out, "lse": lse, **chosen.arrays}
+    if dlse is not None:
+        others["dlse"] = dlse
     for name in wanted:
         buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
         if buffer is None:
             like = given[name]
             buffer = allocate(xp, f"grads_out.{FIELDS[name]}", like.shape, like.dtype)
         else:
-            check_gradient(name, buffer, given, dout=dout, out=out, lse=lse, **chosen.arrays)
+            buffer = native(f"grads_out.{FIELDS[name]}", buffer)
+            check_gradient(name, buffer, given, **others)
+            others[f"grads_out.{FIELDS[name]}"] = buffer
         gradients[name] = buffer
     run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
@@ -301,7 +316,8 @@ def attention_vjp(
     result : array or AttentionResult
         What :func:`attention` returns.
     pullback : callable
-        ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`.
+        ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
+        the arrays of the call and of ``result``: they must not have been overwritten.
 
     Raises
     ------
@@ -381,6 +397,11 @@ def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]
     if out is None:
         return None, None
     if not return_lse:
+        if isinstance(out, tuple):
+            raise problem_with(
+                "out", TypeError, got="a tuple", expected="one array",
+                fix="with return_lse=True it is a pair (out, lse)",
+            )  # fmt: skip
         return native("out", out), None
     if not isinstance(out, tuple) or len(out) != 2:
         raise problem_with(
@@ -395,7 +416,7 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
     if not isinstance(wrt, tuple | list):
         raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
     for name in wrt:
-        if name not in FIELDS:
+        if not isinstance(name, str) or name not in FIELDS:
             raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
         if name not in (*_WRT, "scale") and name not in options.arrays:
             raise problem_with(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import _host
-from cuflash._arrays import Array, is_cupy, native, same_module
+from cuflash._arrays import Array, array_module, is_cupy, native, same_module
 from cuflash._errors import not_yet, problem_with
 from cuflash._options import Options
 from cuflash._problem import HALVES, Problem, common_dtype
@@ -41,6 +41,11 @@ def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any
         raise problem_with(
             "workspace", TypeError, got=got, expected="a uint8 array of workspace_size(...) bytes"
         )
+    if workspace is not None and array_module(workspace) is not xp:
+        raise problem_with(
+            "workspace", TypeError, got=f"a {array_module(workspace).__name__} array",
+            expected=f"a {xp.__name__} array like q",
+        )  # fmt: skip
     if xp is np and config is not None:
         raise problem_with(
             "config", TypeError, got=repr(config), expected="None for NumPy arrays",

@@ -109,6 +109,10 @@ def describe(
     """Validate one call and return its Problem."""
     for name in options.arrays:
         _check_module(name, options.arrays[name], q)
+    if precision is not None and not isinstance(precision, str):
+        raise problem_with(
+            "precision", TypeError, got=repr(precision), expected='None, "ieee" or "tf32"'
+        )
     checked = CANONICAL if axes is None else _axes(axes)
     problem = _describe(
         signature(q), signature(k), signature(v), options.signature, checked, precision,
@@ -158,7 +162,7 @@ def _describe(
     batch_shape, group_size = _batch_shape(own_batch, options.enable_gqa)
     batch = batch_shape
     if options.enable_gqa:
-        batch = (*batch_shape[:-1], batch_shape[-1] // group_size, group_size)
+        batch = (*batch_shape[:-1], own_batch["k"][-1], group_size)
 
     def operand(name: str, array: Signature, core_axes: tuple[int, ...]) -> Operand:
         kv = options.enable_gqa and name in ("k", "v")
@@ -271,7 +275,12 @@ def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False)
 
 
 def check_destination(name: str, destination: Array, **inputs: Array) -> None:
-    """Raise unless ``destination`` is writable, without self-overlap, apart from all inputs."""
+    """Raise unless ``destination`` is writable, without self-overlap, apart from all inputs.
+
+    It has to be of the first input's library. What else is written counts as an input.
+    """
+    first, like = next(iter(inputs.items()))
+    same_module(**{first: like, name: destination})
     if isinstance(destination, np.ndarray) and not destination.flags.writeable:
         raise problem_with(
             name, ValueError, got="a read-only array", expected="an array that can be written"
@@ -341,13 +350,13 @@ def _core_axes(name: str, array: Signature, pair: tuple[int, int]) -> tuple[int,
     for axis in pair:
         if not -ndim <= axis < ndim:
             raise problem_with(
-                "axes", ValueError, got=f"axis {axis} for {name} of shape {shape}",
+                "axes", ValueError, got=f"axis {axis} for {name} of {ndim} axes",
                 expected=f"an axis from {-ndim} to {ndim - 1}",
             )  # fmt: skip
     sequence, feature = (axis % ndim for axis in pair)
     if sequence == feature:
         raise problem_with(
-            "axes", ValueError, got=f"{pair} for {name} of shape {shape}",
+            "axes", ValueError, got=f"{pair} for {name} of {ndim} axes",
             expected="two different axes, (sequence, feature)",
         )  # fmt: skip
     return sequence, feature
@@ -390,12 +399,12 @@ def _batch_shape(own: dict[str, tuple[int, ...]], enable_gqa: bool) -> tuple[tup
             raise problem_with(
                 "v", ValueError, got=f"{heads_v} heads", expected=f"{heads_k} heads as in k"
             )
-        if heads_k == 0 or heads_q % heads_k:
+        if heads_q % heads_k if heads_k else heads_q:
             raise problem_with(
                 "k", ValueError, got=f"{heads_k} key/value heads",
                 expected=f"a divisor of the {heads_q} query heads",
             )  # fmt: skip
-        group_size = heads_q // heads_k
+        group_size = heads_q // heads_k if heads_k else 1
         shapes["k"] = (*own["k"][:-1], heads_q)
         shapes["v"] = (*own["v"][:-1], heads_q)
     try:
@@ -434,7 +443,7 @@ def _operand(
         elif heads == 1:
             own += [(1, 0), (1, 0)]
         else:
-            own += [(heads // group_size, stride * group_size), (group_size, stride)]
+            own += [(heads // max(group_size, 1), stride * group_size), (group_size, stride)]
     own = [(1, 0)] * (len(batch) - len(own)) + own
     summed = tuple(n == 1 and full != 1 for (n, _), full in zip(own, batch, strict=True))
     batch_strides = tuple(0 if n == 1 else stride for n, stride in own)

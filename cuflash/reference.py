@@ -466,7 +466,7 @@ def _operands(
         arrays[name] = _to_canonical(array, pair).astype(dtype)
     q, k, v = arrays.values()
     if options.enable_gqa:
-        group_size = q.shape[-3] // k.shape[-3]
+        group_size = q.shape[-3] // max(k.shape[-3], 1)
         k, v = (np.repeat(a, group_size, axis=-3) for a in (k, v))
     batch = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     return np.broadcast_to(q, batch + q.shape[-2:]), k, v

@@ -469,3 +469,14 @@ def test_weights(xp: ModuleType, dtype: str, options: str) -> None:
         assert got.shape == exact.shape
         assert np.all(np.abs(got - exact) <= bound[..., m, :][..., pick])
         assert not np.any(got[exact == 0])
+
+
+@pytest.mark.parametrize("heads", [(0, 2), (0, 0)])
+def test_no_query_heads_in_groups(heads: tuple[int, int]) -> None:
+    q, k = (np.ones((2, n, length, 8), np.float32) for n, length in zip(heads, (5, 7), strict=True))
+    for library in (cuflash, cuflash.reference):
+        out, lse = library.attention(q, k, k, enable_gqa=True, return_lse=True)
+        assert (out.shape, lse.shape) == ((2, 0, 5, 8), (2, 0, 5))
+        gradients = library.attention_backward(out, q, k, k, out, lse, enable_gqa=True)
+        assert gradients.dk.shape == k.shape
+        assert not gradients.dk.any()

@@ -238,6 +238,18 @@ WRONG = {
         lambda a: cuflash.attention(
             *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.float64))),
         TypeError, "out", "float64"),
+    "a pair without return_lse": (
+        lambda a: cuflash.attention(*a.qkv, out=(a.out, a.lse)), TypeError, "out", "return_lse"),
+    "lse inside out": (
+        lambda a: cuflash.attention(
+            *a.qkv, return_lse=True, out=(a.out, a.out.reshape(-1)[:40].reshape(2, 4, 5))),
+        ValueError, "lse", "shared with out"),
+    "out on the memory of a promoted k": (
+        lambda a: cuflash.attention(
+            a.q.astype(np.float64), a.k, a.v[..., :3],
+            out=a.k.reshape(-1)[:240].view(np.float64).reshape(2, 4, 5, 3)),
+        ValueError, "out", "shared with k"),
+    "precision a list": (call(precision=[]), TypeError, "precision", "tf32"),
     # backward
     "dout of a wrong shape": (
         lambda a: cuflash.attention_backward(a.q, *a.qkv, a.out, a.lse), ValueError, "dout",
@@ -264,6 +276,19 @@ WRONG = {
     "grads_out inside an input": (
         lambda a: backward(grads_out=cuflash.Gradients(dk=a.k))(a), ValueError, "grads_out.dk",
         "shared with k"),
+    "the same grads_out twice": (
+        lambda a: (lambda b: backward(grads_out=cuflash.Gradients(dk=b, dv=b[..., :6]))(a))(
+            a.k.copy()),
+        ValueError, "grads_out.dv", "shared with grads_out.dk"),
+    "grads_out inside dlse": (
+        lambda a: (lambda b: backward(
+            dlse=b[..., 0], grads_out=cuflash.Gradients(dq=b))(a))(a.q.copy()),
+        ValueError, "grads_out.dq", "shared with dlse"),
+    "grads_out a tuple": (
+        lambda a: backward(grads_out=(a.q, a.k, a.v))(a), TypeError, "grads_out", "Gradients"),
+    "grads_out of a list": (
+        backward(grads_out=cuflash.Gradients(dq=[1.0])), TypeError, "grads_out.dq", "list"),
+    "wrt a list of lists": (backward(wrt=([],)), ValueError, "wrt", "'q'"),
     # merge and weights
     "merge of nothing": (lambda a: cuflash.merge([], []), ValueError, "outs", "no parts"),
     "merge of other shapes": (
@@ -327,3 +352,23 @@ def test_output_may_interleave_with_an_input():
     cuflash.attention(q, a.k, a.v, out=out)
     np.testing.assert_array_equal(out, cuflash.attention(a.q, a.k, a.v))
     np.testing.assert_array_equal(q, a.q)
+
+
+def test_destinations_and_workspace_are_of_the_inputs_library():
+    cupy = pytest.importorskip("cupy")
+
+    def on_a_gpu(shape, dtype=np.float32):
+        memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    a = arrays()
+    out, lse = on_a_gpu(a.out.shape), on_a_gpu(a.lse.shape)
+    with pytest.raises(TypeError, match="out: got a cupy array"):
+        cuflash.attention(*a.qkv, out=out)
+    with pytest.raises(TypeError, match="lse: got a cupy array"):
+        cuflash.attention(*a.qkv, return_lse=True, out=(a.out, lse))
+    with pytest.raises(TypeError, match="workspace: got a cupy array"):
+        cuflash.attention(*a.qkv, workspace=on_a_gpu((64,), np.uint8))
+    halves = [on_a_gpu(x.shape, np.float16) for x in a.qkv]
+    with pytest.raises(TypeError, match="out: got a numpy array"):
+        cuflash.attention(*halves, out=a.out.astype(np.float16))
