@@ -46,7 +46,7 @@ def forward(
     q, k, v = _views(problem, q, k, v)
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
-        k_entry, v_entry = (a[entry].astype(dtype, copy=False) for a in (k, v))
+        k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
         finite = bool(np.isfinite(v_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block = q[entry][..., rows, :].astype(dtype, copy=False)
@@ -123,7 +123,7 @@ def backward(
     everything = slice(None)
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
-        k_entry, v_entry = (a[entry].astype(dtype, copy=False) for a in (k, v))
+        k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
         finite_k = bool(np.isfinite(k_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block, dout_block, out_block = (
@@ -237,6 +237,11 @@ def _entries(problem: Problem) -> Iterator[Entry]:
 def _views(problem: Problem, *arrays: Array) -> Iterator[Array]:
     operands = (problem.q, problem.k, problem.v)
     return (canonical_view(a, o) for a, o in zip(arrays, operands, strict=True))
+
+
+def _unrepeated(array: Array) -> Array:
+    """View with extent 1 on batch axes of stride 0, so that what they repeat is widened once."""
+    return array[tuple(slice(None) if stride else slice(1) for stride in array.strides[:-2])]
 
 
 def _rows_view(problem: Problem, rows: Array) -> Array:

@@ -11,10 +11,10 @@ import numpy as np
 
 from cuflash import _philox
 from cuflash._arrays import Array, array_module, native, same_module
-from cuflash._attention import attention, attention_backward
+from cuflash._attention import attention, attention_backward, gradient_names
 from cuflash._dispatch import operands
 from cuflash._errors import problem_with
-from cuflash._options import Options, ScoreOptions, probability, resolve, seed_value
+from cuflash._options import Options, ScoreOptions, is_integer, probability, resolve, seed_value
 from cuflash._problem import (
     axes_without_values,
     canonical_view,
@@ -114,11 +114,12 @@ def logsumexp_backward(
     >>> cuflash.logsumexp_backward(np.ones(3), x, x, lse).dq.shape
     (3, 2)
     """
-    if "v" in wrt:
+    chosen = resolve(options, score_options)
+    if "v" in gradient_names(wrt, chosen):
         raise problem_with(
             "wrt", ValueError, got=repr(wrt), expected="inputs of the call; v is not one"
         )
-    chosen = resolve(options, score_options)
+    dlse = native("dlse", dlse)
     axes, v = _no_values(k, axes)
     problem = describe(*operands(q, k, v)[1:], chosen, axes=axes, precision=precision)
     nothing = array_module(v).empty(problem.out_shape, problem.dtype)
@@ -189,8 +190,8 @@ def weights(
     dtype = arithmetic(problem.dtype)
     scores = Scores(problem, chosen, (), xp)
     tile = Tile(m, n, m[:, None], n[None, :])
-    q_rows = canonical_view(q, problem.q)[..., m, :].astype(dtype)
-    k_cols = canonical_view(k, problem.k)[..., n, :].astype(dtype)
+    q_rows = canonical_view(q, problem.q, keep_summed=True)[..., m, :].astype(dtype)
+    k_cols = canonical_view(k, problem.k, keep_summed=True)[..., n, :].astype(dtype)
     with np.errstate(all="ignore"):
         score, _, _ = scores.logits(q_rows, k_cols, tile)
         lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
@@ -236,8 +237,11 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
         raise problem_with("shape", ValueError, got=repr(shape), expected="a tuple batch + (m, n)")
+    kind = ValueError if all(map(is_integer, shape)) else TypeError
+    if kind is TypeError or min(shape) < 0:
+        raise problem_with("shape", kind, got=repr(shape), expected="extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
-    *batch, seqlen_q, seqlen_k = (operator.index(n) for n in shape)
+    *batch, seqlen_q, seqlen_k = map(operator.index, shape)
     entries = xp.arange(math.prod(batch)).reshape(batch)
     rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
     return _philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
@@ -98,10 +100,55 @@ def test_a_long_sequence_fits_forward_and_backward():
     Budget(call).check_backward({"q": gradients.dq[:, rows]})
 
 
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "bias"])
+def test_no_cache_keeps_the_arrays_of_a_call(name):
+    q, k, v = normal(7, 4)
+
+    def array_of_a_call():
+        array = np.ones((7, 7), np.float32)
+        option = {
+            "score_mod": lambda: cuflash.ScoreMod(
+                "score", grad="1.0f", arrays={"a": array},
+                host=lambda score, *_, a: score, host_grad=lambda score, *_, a: score * 0 + 1,
+            ),
+            "mask_mod": lambda: cuflash.MaskMod(
+                "true", arrays={"a": array}, host=lambda *_, a: np.array(True)
+            ),
+            "bias": lambda: array,
+        }[name]()  # fmt: skip
+        cuflash.attention(q, k, v, **{name: option})
+        _, pullback = cuflash.attention_vjp(q, k, v, options=cuflash.Options(**{name: option}))
+        pullback(v)
+        return weakref.ref(array)
+
+    alive = array_of_a_call()
+    gc.collect()
+    assert alive() is None
+
+
+def test_options_with_another_formula_are_other_options():
+    one, two = (cuflash.MaskMod("true", host=lambda *_: np.array(True)) for _ in range(2))
+    assert cuflash.Options(mask_mod=one) == cuflash.Options(mask_mod=one)
+    assert cuflash.Options(mask_mod=one) != cuflash.Options(mask_mod=two)
+    assert hash(cuflash.Options(mask_mod=one)) == hash(cuflash.Options(mask_mod=one))
+
+
 def test_many_short_sequences_are_carried_together():
     q, k, v = normal(3, 700, 2, 5, 4)
     out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
     assert_within_budget(out, q, k, v, lse, causal=True)
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
+    """Once is 1 MiB of float32 for keys and values; once per entry would be 64 times that."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(s).astype(np.float16) for s in ((64, 1, 32), (1, 4096, 32)))
+    options = {"enable_gqa": enable_gqa}
+    (out, lse), peak = peak_bytes(lambda: cuflash.attention(q, k, k, return_lse=True, **options))
+    assert peak < 16 * 2**20
+    assert_within_budget(out, q, k, k, lse, **options)
+    assert peak_bytes(lambda: cuflash.weights(q, k, lse, rows=[0], **options))[1] < 16 * 2**20
 
 
 def test_invisible_blocks_are_skipped():
