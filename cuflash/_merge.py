@@ -23,7 +23,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     outs : array, or sequence of arrays batch + (m, d_v)
         Partial results; for one array, parts lie along ``axis``.
     lses : array, or sequence of arrays batch + (m,)
-        Their logarithms of sums; a part with -inf is neutral.
+        Their logarithms of sums; a part with -inf is neutral, its ``out`` is not read.
     axis : int
         Where the parts are in both arrays, counted from the front; 0 for sequences.
 
@@ -114,6 +114,7 @@ def merge_backward(
         _stacked("lses", lses, axis),
         native("dout", dout),
     )
+    dlse = None if dlse is None else native("dlse", dlse)
     xp = same_module(outs=outs, dout=dout, dlse=dlse)
     require_float("dout", dout)
     require_shape("dout", dout, whole.out.shape, "the merged out")
@@ -123,11 +124,12 @@ def merge_backward(
     dtype = xp.promote_types(arithmetic(lses.dtype), arithmetic(outs.dtype))
     with np.errstate(all="ignore"):
         parts = xp.moveaxis(lses, axis, 0).astype(dtype)
-        weight = xp.where(xp.isneginf(parts), 0, xp.exp(parts - whole.lse.astype(dtype)))
+        hidden = xp.isneginf(parts)
+        weight = xp.exp(parts - whole.lse.astype(dtype))
         apart = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
         slope = (dout.astype(dtype) * apart).sum(-1) + (0 if dlse is None else dlse.astype(dtype))
-        douts = xp.where(weight[..., None] == 0, 0, weight[..., None] * dout.astype(dtype))
-        dlses = xp.where(weight == 0, 0, weight * slope)
+        douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
+        dlses = xp.where(hidden, 0, weight * slope)
     return AttentionResult(
         xp.moveaxis(douts.astype(outs.dtype), 0, axis),
         xp.moveaxis(dlses.astype(lses.dtype), 0, axis),

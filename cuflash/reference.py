@@ -186,9 +186,14 @@ def attention_varlen(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Attention over packed sequences: a padded batch (sequences,) + batch with lengths."""
+    """Attention over packed sequences: a padded batch (sequences,) + batch with lengths.
+
+    The ``b`` of formulas counts the entries of that batch, heads apart: the sequences, where batch
+    has no axis before heads. Without a heads axis ``h`` is 0.
+    """
     chosen = resolve(options, score_options)
     q, k, v = (_to_canonical(a, p) for a, p in zip((q, k, v), axes or _NO_AXES, strict=False))
+    q, k, v = _of_one_ndim(q, k, v)
     q_slices, k_slices = _slices(cu_seqlens_q), _slices(cu_seqlens_k)
     chosen = _padded_options(chosen, q_slices, k_slices, q.ndim - 2)
     padded = (_padded(q, q_slices), _padded(k, k_slices), _padded(v, k_slices))
@@ -224,6 +229,8 @@ def attention_varlen_backward(
     pairs = axes or _NO_AXES
     chosen = resolve(options, score_options)
     q, k, v, dout = (_to_canonical(a, p) for a, p in zip((q, k, v, dout), pairs, strict=True))
+    inputs = (q, k, v)
+    q, k, v = _of_one_ndim(q, k, v)
     q_slices, k_slices = _slices(cu_seqlens_q), _slices(cu_seqlens_k)
     own = chosen
     chosen = _padded_options(chosen, q_slices, k_slices, q.ndim - 2)
@@ -234,10 +241,11 @@ def attention_varlen_backward(
     )
     results = {f.name: getattr(gradients, f.name) for f in fields(gradients)}
     for name, array, slices, pair in zip(
-        ("dq", "dk", "dv"), (q, k, v), (q_slices, k_slices, k_slices), pairs, strict=False
+        ("dq", "dk", "dv"), inputs, (q_slices, k_slices, k_slices), pairs, strict=False
     ):
         if results[name] is not None:
-            results[name] = _to_axes(_packed(results[name], slices, array.shape[-2]), pair)
+            packed = _packed(results[name], slices, array.shape[-2])
+            results[name] = _to_axes(packed.reshape(array.shape), pair)
     for name, option in (("dbias", "bias"), ("dslopes", "alibi_slopes"), ("dsink", "sink")):
         if results[name] is not None:
             whole = np.zeros(own.arrays[option].shape, dtype)
@@ -274,13 +282,13 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
     """Combine attention over disjoint sets of keys, parts along ``axis``.
 
     ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
-    lse = -inf is neutral.
+    lse = -inf is neutral, its out is not read. Any other part counts, however small its weight.
     """
     outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
     lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
     weight, lse = _softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
-    weight = np.moveaxis(weight, -1, 0)[..., None]
-    return AttentionResult(np.where(weight == 0, 0, weight * outs).sum(0), lse)
+    weighted = np.moveaxis(weight, -1, 0)[..., None] * outs
+    return AttentionResult(np.where(np.isneginf(lses)[..., None], 0, weighted).sum(0), lse)
 
 
 @np.errstate(all="ignore")
@@ -299,13 +307,16 @@ def merge_backward(
     With w_i = exp(lse_i - lse)::
 
         douts_i = w_i dout,   dlses_i = w_i (dlse + rowsum(dout * (out_i - out)))
+
+    and exactly 0 where lse_i = -inf.
     """
     out, lse = merge(outs, lses, axis, dtype=dtype)
     outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
     lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
-    weight = np.where(np.isneginf(lses), 0, np.exp(lses - lse))
+    weight, hidden = np.exp(lses - lse), np.isneginf(lses)
     slope = (dout * (outs - out)).sum(-1) + (0 if dlse is None else dlse)
-    douts, dlses = weight[..., None] * dout, weight * slope
+    douts = np.where(hidden[..., None], 0, weight[..., None] * dout)
+    dlses = np.where(hidden, 0, weight * slope)
     return AttentionResult(np.moveaxis(douts, 0, axis), np.moveaxis(dlses, 0, axis))
 
 
@@ -402,6 +413,12 @@ def _sink(options: Options, score: Array, dtype: Any) -> Array:
     return np.broadcast_to(sink[..., None], score.shape[:-1])
 
 
+def _of_one_ndim(*arrays: Array) -> list[Array]:
+    """Leading axes of extent 1, so that a new first axis is the same axis of all."""
+    ndim = max(a.ndim for a in arrays)
+    return [a[(None,) * (ndim - a.ndim)] for a in arrays]
+
+
 def _slices(ends: Array) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
 
@@ -431,7 +448,8 @@ def _padded_options(
     changes: dict[str, Any] = {}
     longest = []
     for name, slices in (("q_lengths", q_slices), ("kv_lengths", k_slices)):
-        own = np.array([s.stop - s.start for s in slices]).reshape(-1, *(1,) * batch_ndim)
+        own = np.array([s.stop - s.start for s in slices], np.int64)
+        own = own.reshape(len(slices), *(1,) * batch_ndim)
         given = getattr(options, name)
         changes[name] = own if given is None else np.minimum(given, own)
         longest.append(int(own.max(initial=0)))
@@ -441,7 +459,25 @@ def _padded_options(
     if options.segment_ids is not None:
         ids_q, ids_k = options.segment_ids
         changes["segment_ids"] = (ids_q[..., : longest[0]], ids_k[..., : longest[1]])
+    if batch_ndim == 0:
+        for name in ("score_mod", "mask_mod"):
+            if getattr(options, name) is not None:
+                changes[name] = _without_heads(getattr(options, name))
     return replace(options, **changes)
+
+
+def _without_heads(mod: Any) -> Any:
+    """The formula for a batch (sequences,), whose only axis `_places` takes for heads."""
+
+    def swapped(formula: Any) -> Any:
+        def of_sequence(*args: Array, **arrays: Array) -> Array:
+            *score, b, h, m, n = args
+            return formula(*score, h, b, m, n, **arrays)
+
+        return of_sequence
+
+    names = ("host", "host_grad") if hasattr(mod, "host_grad") else ("host",)
+    return replace(mod, **{name: swapped(getattr(mod, name)) for name in names})
 
 
 def _without_values(rest: dict[str, Any]) -> dict[str, Any]:

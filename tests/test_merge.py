@@ -215,6 +215,20 @@ def test_a_row_that_no_part_saw() -> None:
         np.testing.assert_array_equal(array[:, 1], 0.5)
 
 
+@pytest.mark.parametrize("module", [cuflash, reference])
+@pytest.mark.parametrize("lse", [-1000.0, -np.inf])
+def test_only_a_part_that_saw_nothing_is_not_read(module: Any, lse: float) -> None:
+    """A part that is not finite counts, however small its weight."""
+    outs, lses = np.array([[[1.0]], [[np.nan]]]), np.array([[0.0], [lse]])
+    counts = not np.isneginf(lse)
+    merged = module.merge(outs, lses)
+    np.testing.assert_array_equal(np.isnan(merged.out), counts)
+    np.testing.assert_array_equal(merged.lse, 0)
+    douts, dlses = module.merge_backward(np.ones((1, 1)), outs, lses, dlse=np.ones(1))
+    np.testing.assert_array_equal(douts, [[[1]], [[0]]])
+    np.testing.assert_array_equal(dlses, [[np.nan], [np.nan]] if counts else [[1], [0]])
+
+
 @given(p=parts())
 def test_gradients_are_derivatives(p: Parts) -> None:
     """float64, along random directions; lses within reach of each other."""
@@ -353,6 +367,9 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, st
         ),
         "dlse with parts": (
             lambda: backward(outs[0], outs, lses, dlse=lses), ValueError, "dlse", "(5,)"
+        ),
+        "dlse as a list": (
+            lambda: backward(outs[0], outs, lses, dlse=[0.0] * 5), TypeError, "dlse", "list"
         ),
         "integer dlse": (
             lambda: backward(outs[0], outs, lses, dlse=lses[0].astype(int)),
