@@ -17,6 +17,10 @@ from cuflash._errors import problem_with
 from cuflash._modifiers import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
+#: The farthest that offsets go: with the widest window, twice as wide, no sum of 64 bits wraps and
+#: every query of an array sees as far as the array goes.
+FARTHEST = 2**59
+_WIDEST = 2 * FARTHEST
 
 
 def signature(array: Array | None) -> Signature | None:
@@ -37,7 +41,8 @@ class Options:
         Key ``n`` is visible to query ``m`` iff ``n <= m + offset``. ``True`` and
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
     offset : int or integer array, core shape (), optional
-        Position of query 0 among the keys. Default: kv_length - q_length of that batch entry.
+        Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
+        that batch entry.
     window : (left, right), optional
         Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
         ``causal`` caps ``right`` at 0.
@@ -100,7 +105,7 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     enable_gqa: bool = False
-    #: Plain values, the seed apart, and the layouts of arrays: what a Problem depends on.
+    #: Plain values and the layouts of arrays, without what no Problem depends on.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
@@ -112,6 +117,11 @@ class Options:
         set_("scale", _number("scale", self.scale))
         set_("softcap", _number("softcap", self.softcap, positive=True))
         set_("offset", _integers("offset", self.offset))
+        if isinstance(self.offset, int) and abs(self.offset) > FARTHEST:
+            raise problem_with(
+                "offset", ValueError, got=f"an int of {self.offset.bit_length()} bits",
+                expected="an int from -2^59 to 2^59",
+            )  # fmt: skip
         set_("q_lengths", _integers("q_lengths", self.q_lengths))
         set_("kv_lengths", _integers("kv_lengths", self.kv_lengths))
         if isinstance(self.causal, str) and self.offset is not None:
@@ -155,7 +165,7 @@ class Options:
                 "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
             )
         values = {name: getattr(self, name) for name in OPTION_NAMES}
-        set_("signature", OptionLayout(*map(_part, (values | {"seed": None}).values())))
+        set_("signature", OptionLayout(*map(_part, (values | dict.fromkeys(_APART)).values())))
         if self.segment_ids is not None:
             values["segment_ids_q"], values["segment_ids_k"] = self.segment_ids
         set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
@@ -166,9 +176,10 @@ class Options:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
             return NotImplemented
-        same_plain = self.signature == other.signature and self.seed == other.seed
-        return same_plain and all(
-            array is other.arrays[name] for name, array in self.arrays.items()
+        return (
+            self.signature == other.signature
+            and all(getattr(self, name) == getattr(other, name) for name in _APART)
+            and all(array is other.arrays[name] for name, array in self.arrays.items())
         )
 
     def __repr__(self) -> str:
@@ -205,7 +216,11 @@ class ScoreOptions(TypedDict, total=False):
     enable_gqa: bool
 
 
+#: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
+_NEAR = 0.61
 OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options) if f.init)
+#: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
+_APART = ("seed", "score_mod", "mask_mod")
 #: Options with every array replaced by its layout.
 OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
 
@@ -218,6 +233,8 @@ def _of_plain_values(names: tuple[str, ...], *values: Any) -> Options:
 def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
     if options is None:
+        if "score_mod" in keywords or "mask_mod" in keywords:  # a cache would hold their arrays
+            return _of_keywords(keywords)
         try:
             return _of_plain_values(tuple(keywords), *keywords.values())
         except TypeError:  # an array or a list is not hashable; a genuine error comes again
@@ -240,7 +257,7 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
 def _of_keywords(keywords: ScoreOptions) -> Options:
     for name in keywords:
         if name not in OPTION_NAMES:
-            near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+            near = difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_NEAR)
             raise problem_with(
                 name,
                 TypeError,
@@ -275,23 +292,37 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
     if not isinstance(value, tuple | list) or len(value) != 2:
         fix = f"for both sides alike write ({value}, {value})" if isinstance(value, int) else ""
         raise problem_with("window", TypeError, got=repr(value), expected=expected, fix=fix)
-    sides = []
     for side in value:
-        if side is not None and (isinstance(side, bool) or not hasattr(side, "__index__")):
+        if side is not None and not is_integer(side):
             raise problem_with("window", TypeError, got=repr(value), expected=expected)
         if side is not None and side < 0:
             raise problem_with(
                 "window", ValueError, got=repr(value), expected=expected, fix="None is unbounded"
             )
-        sides.append(None if side is None else operator.index(side))
-    return (sides[0], sides[1])
+    left, right = (None if side is None else min(operator.index(side), _WIDEST) for side in value)
+    return (left, right)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer and neither a bool nor an array."""
+    scalar = hasattr(value, "__index__") and not hasattr(value, "shape")
+    return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
 
 
 def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
-    expected = f"None or a finite{' positive' if positive else ''} number"
     if value is None:
         return None
-    if isinstance(value, bool | str | complex) or not hasattr(value, "__float__"):
+    expected = f"None or a finite{' positive' if positive else ''} number"
+    number = _finite(name, value, expected)
+    if positive and number <= 0:
+        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+    return number
+
+
+def _finite(name: str, value: Any, expected: str) -> float:
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    wrong = isinstance(value, bool | str | complex) or kind not in "iufV"  # V: bfloat16
+    if wrong or not hasattr(value, "__float__"):
         raise problem_with(name, TypeError, got=repr(value), expected=expected)
     if getattr(value, "shape", ()) != ():
         raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)
@@ -299,17 +330,22 @@ def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
         raise problem_with(
             name, TypeError, got="an array on a GPU", expected=expected, fix="pass float(value)"
         )
-    number = float(value)
-    if not math.isfinite(number) or (positive and number <= 0):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise problem_with(
+            name, ValueError, got="an int beyond the range of float", expected=expected
+        ) from None
+    if not math.isfinite(number):
         raise problem_with(name, ValueError, got=repr(value), expected=expected)
     return number
 
 
 def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
-    number = _number(name, value)
-    if number is None or not 0 <= number <= 1:
-        raise problem_with(name, ValueError, got=repr(value), expected="a number from 0 to 1")
+    expected = "a finite number from 0 to 1"
+    if value is None or not 0 <= (number := _finite(name, value, expected)) <= 1:
+        raise problem_with(name, ValueError, got=repr(value), expected=expected)
     return number
 
 
@@ -327,13 +363,9 @@ def _integers(name: str, value: Any) -> Array | int | None:
     expected = "None, an int or an integer array"
     if value is None:
         return None
-    if (hasattr(value, "__index__") and not hasattr(value, "shape")) or isinstance(
-        value, np.integer
-    ):
-        if isinstance(value, bool):
-            raise problem_with(name, TypeError, got=repr(value), expected=expected)
+    if is_integer(value):
         return operator.index(value)
-    if isinstance(value, float):
+    if isinstance(value, bool | float):
         raise problem_with(name, TypeError, got=repr(value), expected=expected)
     array = native(name, value)
     if array.dtype.kind not in "iu":

@@ -5,6 +5,7 @@ Every number goes through the one oracle, `support.budget`; every call runs on p
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -377,6 +378,29 @@ def test_wrt(xp: ModuleType, wrt: tuple[str, ...]) -> None:
     assert set(some.gradients) == set(wrt)
     for name in wrt:
         assert some.gradients[name].tobytes() == every.gradients[name].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(5, 37), (37, 5)])
+@pytest.mark.parametrize(
+    ("far", "unbounded"),
+    [
+        ({"window": (5, sys.maxsize)}, {"window": (5, None)}),
+        ({"window": (sys.maxsize, 0)}, {"window": (None, 0)}),
+        ({"window": (2**63 - 10, 2**70)}, {}),
+        ({"causal": True, "offset": 2**59, "window": (sys.maxsize, None)}, {}),
+        ({"offset": -(2**59), "window": (0, sys.maxsize)}, {}),
+    ],
+)
+def test_a_window_wider_than_any_array_is_none(
+    xp: ModuleType, shape: tuple[int, int], far: dict, unbounded: dict
+) -> None:
+    rows, keys = shape
+    seen = reference.visible(cuflash.Options(**unbounded), (), rows, keys)
+    np.testing.assert_array_equal(reference.visible(cuflash.Options(**far), (), rows, keys), seen)
+    for mask in ({}, {"mask": np.ones(shape, bool)}):
+        operands = (2, rows, 16), (2, keys, 16), (2, keys, 16)
+        call = make_call("normal", 9, np.float32, *operands, options=far | mask)
+        assert_within_budget(call, run(xp, call))
 
 
 def test_options_object_equals_keywords(xp: ModuleType) -> None:

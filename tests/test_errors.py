@@ -128,12 +128,18 @@ WRONG = {
     "window negative": (call(window=(-1, 0)), ValueError, "window", "None is unbounded"),
     "window of floats": (call(window=(1.5, None)), TypeError, "window", "pair"),
     "window of three": (call(window=(1, 2, 3)), TypeError, "window", "pair"),
+    "window of arrays": (call(window=(np.array([1, 2]), 0)), TypeError, "window", "pair"),
+    "offset beyond any array": (
+        call(causal=True, offset=2**63 - 1), ValueError, "offset", "63 bits.*2\\^59"),
     "window of bools": (call(window=(True, None)), TypeError, "window", "pair"),
     "scale NaN": (call(scale=float("nan")), ValueError, "scale", "finite"),
     "scale infinite": (call(scale=np.inf), ValueError, "scale", "finite"),
     "scale a string": (call(scale="auto"), TypeError, "scale", "number"),
     "scale an array": (call(scale=np.ones(2)), TypeError, "scale", r"shape \(2,\)"),
     "scale on a GPU": (call(scale=OnAGpu()), TypeError, "scale", "float"),
+    "scale beyond float": (call(scale=10**400), ValueError, "scale", "int beyond.*finite"),
+    "scale complex": (call(scale=np.complex64(1)), TypeError, "scale", "finite number"),
+    "scale a bool": (call(scale=np.bool_(True)), TypeError, "scale", "finite number"),
     "softcap zero": (call(softcap=0.0), ValueError, "softcap", "positive"),
     "softcap negative": (call(softcap=-30), ValueError, "softcap", "positive"),
     "softcap infinite": (call(softcap=np.inf), ValueError, "softcap", "finite"),
@@ -176,13 +182,23 @@ WRONG = {
     "dropout without seed": (call(dropout=0.1), ValueError, "seed", "2\\^64"),
     "dropout above 1": (call(dropout=1.1, seed=1), ValueError, "dropout", "from 0 to 1"),
     "dropout NaN": (call(dropout=np.nan, seed=1), ValueError, "dropout", "finite"),
+    "dropout a bool": (
+        call(dropout=True, seed=1), TypeError, "dropout", "expected a finite number from 0 to 1"),
     "dropout None": (call(dropout=None), ValueError, "dropout", "from 0 to 1"),
     "seed negative": (call(dropout=0.1, seed=-1), ValueError, "seed", "2\\^64"),
     "seed a float": (call(dropout=0.1, seed=1.0), TypeError, "seed", "int"),
     "dropout_mask of one axis": (
         lambda a: cuflash.dropout_mask((3,), 0.5, 1), ValueError, "shape", r"\(m, n\)"),
+    "dropout_mask of a fraction": (
+        lambda a: cuflash.dropout_mask((2.5, 4), 0.5, 1), TypeError, "shape", "extents"),
+    "dropout_mask of a negative extent": (
+        lambda a: cuflash.dropout_mask((-1, 4), 0.5, 1), ValueError, "shape", ">= 0"),
+    "dropout_mask of a negative extent of keys": (
+        lambda a: cuflash.dropout_mask((2, -2), 0.5, 1), ValueError, "shape", ">= 0"),
     "enable_gqa a string": (call(enable_gqa="yes"), TypeError, "enable_gqa", "True or False"),
     "a misspelt keyword": (call(casual=True), TypeError, "casual", "did you mean causal"),
+    "out for logsumexp": (
+        lambda a: cuflash.logsumexp(a.q, a.k, out=a.lse), TypeError, "out", "option; causal, "),
     "options a dict": (call(options={"causal": True}), TypeError, "options", "cuflash.Options"),
     "options with keywords": (
         call(options=Options(causal=True), scale=0.5), TypeError, "options",

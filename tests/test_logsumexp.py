@@ -292,6 +292,8 @@ def wrong_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str, st
         "no bias": (
             lambda: backward(dlse, q, k, lse, wrt=("bias",)), ValueError, "wrt", "bias is not one"
         ),
+        "no tuple": (lambda: backward(dlse, q, k, lse, wrt=None), TypeError, "wrt", "None"),
+        "dlse missing": (lambda: backward(None, q, k, lse), TypeError, "dlse", "None"),
         "dlse of one row": (
             lambda: backward(dlse[:, :1], q, k, lse), ValueError, "dlse", r"\(2, 4\)"
         ),
