@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._arrays import Array, is_cupy, native, same_module
+from cuflash._arrays import Array, native, same_module
 from cuflash._attention import (
     FIELDS,
     check_gradient,
@@ -24,7 +24,8 @@ from cuflash._problem import Problem, check_destination, describe, require_float
 from cuflash._results import AttentionResult, Gradients
 from cuflash._scores import arithmetic
 
-_MATRICES = ("q", "k", "v", "dout")
+#: Which pair of ``axes`` a packed matrix has.
+_PAIRS = {"q": 0, "k": 1, "v": 2, "out": 3, "dout": 3}
 _CORES = {"bias": 2, "mask": 2, "segment_ids_q": 1, "segment_ids_k": 1}
 
 
@@ -35,6 +36,16 @@ class Sequence:
     index: int
     q: slice
     k: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one sequence computes: a checked problem on views of the packed matrices."""
+
+    sequence: Sequence
+    parts: dict[str, Array]
+    options: Options
+    problem: Problem
 
 
 def attention_varlen(
@@ -97,31 +108,34 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
-    xp, q, k, v = operands(q, k, v)
+    given = {name: native(name, a) for name, a in (("q", q), ("k", k), ("v", v))}
+    xp, q, k, v = operands(**given)
     check_common(xp, deterministic, workspace, config)
     out, lse = result_pair(out, return_lse)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
-    sequences = _sequences(whole, cu_seqlens_q, cu_seqlens_k)
-    _require_numpy(q)
+    inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
+    sequences = _sequences(whole, inputs)
+    if out is not None:
+        check_destination("out", out, **inputs)
     if lse is not None:
         require_shape("lse", lse, whole.lse_shape, "batch + (total_q,)")
-        check_destination("lse", lse, q=q, k=k, v=v, **chosen.arrays)
+        if lse.dtype != whole.lse_dtype:
+            raise problem_with(
+                "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(whole.lse_dtype)
+            )
+        check_destination("lse", lse, **inputs, out=out)
     if out is None:
         out = xp.empty(whole.out_shape, whole.dtype)
     if lse is None:
         lse = xp.empty(whole.lse_shape, whole.lse_dtype)
+    calls = _calls(whole, chosen, sequences, q=q, k=k, v=v, out=out)
     out.fill(0)
     lse.fill(-np.inf)
-    for s in sequences:
-        parts = _parts(whole, s, q=q, k=k, v=v, dout=out)
-        own = _own_options(whole, chosen, s)
-        problem = describe(
-            parts["q"], parts["k"], parts["v"], own, axes=axes, precision=precision,
-            out=parts["dout"],
-        )  # fmt: skip
+    for call in calls:
+        s, parts = call.sequence, call.parts
         run_forward(
-            problem, parts["q"], parts["k"], parts["v"], own, parts["dout"], lse[..., s.q],
-            workspace, config, first_entry=s.index * math.prod(whole.batch),
+            call.problem, parts["q"], parts["k"], parts["v"], call.options, parts["out"],
+            lse[..., s.q], workspace, config, first_entry=s.index * math.prod(whole.batch),
         )  # fmt: skip
     return AttentionResult(out, lse) if return_lse else out
 
@@ -181,16 +195,14 @@ def attention_varlen_backward(
     chosen = resolve(options, score_options)
     wanted = gradient_names(wrt, chosen)
     given = {name: native(name, a) for name, a in (("q", q), ("k", k), ("v", v))}
-    given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
-    given["scale"] = np.zeros(())
-    xp, q, k, v = operands(q, k, v)
+    xp, q, k, v = operands(**given)
     dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
     dlse = None if dlse is None else native("dlse", dlse)
     same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
     check_common(xp, deterministic, workspace, config)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision)
-    sequences = _sequences(whole, cu_seqlens_q, cu_seqlens_k)
-    _require_numpy(q)
+    inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
+    sequences = _sequences(whole, inputs)
     for name, array, shape in (
         ("dout", dout, whole.out_shape),
         ("out", out, whole.out_shape),
@@ -200,30 +212,36 @@ def attention_varlen_backward(
         if array is not None:
             require_float(name, array)
             require_shape(name, array, shape, "the result of attention_varlen")
+    if grads_out is not None and not isinstance(grads_out, Gradients):
+        raise problem_with(
+            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
+        )
+    likes = inputs | {"scale": np.zeros(())}
+    others = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     sums, gradients = {}, {}
     for name in wanted:
+        like, argument = likes[name], f"grads_out.{FIELDS[name]}"
         buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
         if buffer is None:
-            buffer = xp.empty(given[name].shape, given[name].dtype)
+            buffer = xp.empty(like.shape, like.dtype)
         else:
-            check_gradient(name, buffer, given, dout=dout, out=out, lse=lse)
+            buffer = native(argument, buffer)
+            check_gradient(name, buffer, likes, **others)
+            others[argument] = buffer
         gradients[name] = buffer
-        sums[name] = np.zeros(given[name].shape, arithmetic(whole.dtype))
-    for s in sequences:
-        parts = _parts(whole, s, q=q, k=k, v=v, dout=dout)
-        own = _own_options(whole, chosen, s)
-        targets = _parts(whole, s, **{n: a for n, a in sums.items() if n in _MATRICES})
-        targets |= {
-            name: a if name == "scale" else _own_part(whole, name, a, s)
+        sums[name] = np.zeros(like.shape, arithmetic(whole.dtype))
+    for call in _calls(whole, chosen, sequences, q=q, k=k, v=v):
+        s, parts = call.sequence, call.parts
+        targets = {
+            name: _part(whole, name, a, s) if name in _PAIRS
+            else a if name == "scale" else _own_part(whole, name, a, s)
             for name, a in sums.items()
-            if name not in _MATRICES
-        }
+        }  # fmt: skip
         results = {name: np.empty(a.shape, a.dtype) for name, a in targets.items()}
-        problem = describe(parts["q"], parts["k"], parts["v"], own, axes=axes, precision=precision)
         run_backward(
-            problem, parts["dout"], parts["q"], parts["k"], parts["v"],
-            _parts(whole, s, dout=out)["dout"], lse[..., s.q],
-            None if dlse is None else dlse[..., s.q], own, results, workspace, config,
+            call.problem, _part(whole, "dout", dout, s), parts["q"], parts["k"], parts["v"],
+            _part(whole, "out", out, s), lse[..., s.q], None if dlse is None else dlse[..., s.q],
+            call.options, results, workspace, config,
             first_entry=s.index * math.prod(whole.batch),
         )  # fmt: skip
         for name, target in targets.items():
@@ -233,12 +251,23 @@ def attention_varlen_backward(
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
-def _require_numpy(q: Array) -> None:
-    if is_cupy(q):
+def _inputs(
+    given: dict[str, Array], options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
+) -> dict[str, Array]:
+    """Every array that is read, by name: all of one library, which is NumPy."""
+    packed = {
+        **given,
+        "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
+    }
+    if same_module(**packed) is not np:
         raise not_yet(
             "attention_varlen on a GPU", "the kernels of every score option",
             "a padded batch with q_lengths= and kv_lengths= works",
         )  # fmt: skip
+    inputs = packed | options.arrays
+    same_module(**inputs)
+    return inputs
 
 
 def _without_arrays(options: Options) -> Options:
@@ -246,51 +275,60 @@ def _without_arrays(options: Options) -> Options:
     return Options(causal=bool(options.causal), enable_gqa=options.enable_gqa)
 
 
-def _sequences(whole: Problem, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Sequence, ...]:
-    """The sequences, after every check of the two arrays."""
+def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
+    """The sequences, after every check of the two arrays that end them."""
     ends = []
-    for name, array, total in (
-        ("cu_seqlens_q", cu_seqlens_q, whole.seqlen_q),
-        ("cu_seqlens_k", cu_seqlens_k, whole.seqlen_k),
-    ):
-        array = native(name, array)
+    for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
+        array = inputs[name]
         if array.dtype.kind not in "iu":
             raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected="integers")
         if array.ndim != 1 or array.size == 0:
             raise problem_with(
                 name, ValueError, got=f"shape {array.shape}", expected="shape (sequences + 1,)"
             )
-        values = [int(n) for n in array.tolist()] if not is_cupy(array) else []
+        values = array.tolist()
         if any(a > b for a, b in itertools.pairwise(values)):
             raise problem_with(
                 name, ValueError, got="values that decrease", expected="none that do"
             )
-        if values and not 0 <= values[0] <= values[-1] <= total:
+        if not 0 <= values[0] <= values[-1] <= total:
             raise problem_with(
                 name, ValueError, got=f"values from {values[0]} to {values[-1]}",
                 expected=f"values from 0 to {total}, the number of packed rows",
             )  # fmt: skip
-        ends.append((array.size, values))
-    if ends[0][0] != ends[1][0]:
+        ends.append(values)
+    if len(ends[0]) != len(ends[1]):
         raise problem_with(
-            "cu_seqlens_k", ValueError, got=f"{ends[1][0] - 1} sequences",
-            expected=f"{ends[0][0] - 1} sequences as in cu_seqlens_q",
+            "cu_seqlens_k", ValueError, got=f"{len(ends[1]) - 1} sequences",
+            expected=f"{len(ends[0]) - 1} sequences as in cu_seqlens_q",
         )  # fmt: skip
-    pairs = (itertools.pairwise(values) for _, values in ends)
+    pairs = (itertools.pairwise(values) for values in ends)
     return tuple(
         Sequence(i, slice(*q), slice(*k)) for i, (q, k) in enumerate(zip(*pairs, strict=True))
     )
 
 
-def _parts(whole: Problem, s: Sequence, **matrices: Array) -> dict[str, Array]:
-    """Views of one sequence of the packed operands."""
-    parts = {}
-    for name, array in matrices.items():
-        index: list[Any] = [slice(None)] * array.ndim
-        axis = whole.axes[_MATRICES.index(name)][0]
-        index[axis] = s.k if name in ("k", "v") else s.q
-        parts[name] = array[tuple(index)]
-    return parts
+def _calls(
+    whole: Problem, options: Options, sequences: tuple[Sequence, ...], **matrices: Array
+) -> list[Call]:
+    """The call of each sequence: a list, so that all are checked before anything is written."""
+    calls = []
+    for s in sequences:
+        parts = {name: _part(whole, name, array, s) for name, array in matrices.items()}
+        own = _own_options(whole, options, s)
+        problem = describe(
+            parts["q"], parts["k"], parts["v"], own, axes=whole.axes, precision=whole.precision,
+            out=parts.get("out"),
+        )  # fmt: skip
+        calls.append(Call(s, parts, own, problem))
+    return calls
+
+
+def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
+    """View of one sequence of a packed matrix."""
+    index: list[Any] = [slice(None)] * matrix.ndim
+    index[whole.axes[_PAIRS[name]][0]] = s.k if name in ("k", "v") else s.q
+    return matrix[tuple(index)]
 
 
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:

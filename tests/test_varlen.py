@@ -99,6 +99,46 @@ def test_each_sequence_is_within_the_budget_of_its_own_call(dtype):
             Budget(call).check_forward(out, result.lse[:, rows])
 
 
+@pytest.mark.parametrize("heads_k", [(), (2,)])
+def test_formulas_count_sequences_as_batch_entries(heads_k):
+    """Without a heads axis, and with one that only the keys have."""
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((*heads, 9, 3)) for heads in ((), heads_k, ()))
+    ends = np.array([0, 4, 9])
+    chosen = cuflash.Options(
+        score_mod=cuflash.ScoreMod(
+            "score * (1 + b) + h * k", grad="1 + b",
+            host=lambda score, b, h, q, k: score * (1 + b) + h * k,
+            host_grad=lambda score, b, h, q, k: 1 + b + 0 * score,
+        ),
+        mask_mod=cuflash.MaskMod("k >= b - h", host=lambda b, h, q, k: k >= b - h),
+    )  # fmt: skip
+    ours = cuflash.attention_varlen(q, k, v, ends, ends, options=chosen, return_lse=True)
+    exact = reference.attention_varlen(q, k, v, ends, ends, options=chosen)
+    # float64, at most 5 keys of scores below 20: some 100 roundings, each of 20 units.
+    bound = 2000 * np.finfo(float).eps
+    np.testing.assert_allclose(ours.out, exact, rtol=0, atol=bound)
+    rest = (q, k, v, ours.out, ours.lse, ends, ends)
+    gradients = cuflash.attention_varlen_backward(ours.out, *rest, options=chosen)
+    expected = reference.attention_varlen_backward(ours.out, *rest, options=chosen)
+    for name in ("dq", "dk", "dv"):
+        a, b = getattr(gradients, name), getattr(expected, name)
+        np.testing.assert_allclose(a, b, rtol=0, atol=10 * bound, err_msg=name)
+
+
+@pytest.mark.parametrize("path", [cuflash, reference])
+def test_no_sequences_at_all(path):
+    _rng, q, k, v, _, _ = drawn(5, (4,), (3,), 0)
+    none = np.zeros(1, int)
+    out, lse = path.attention_varlen(q, k, v, none, none, enable_gqa=True, return_lse=True)
+    assert out.shape == (HEADS, 7, 5)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    gradients = path.attention_varlen_backward(out, q, k, v, out, lse, none, none, enable_gqa=True)
+    assert gradients.dk.shape == k.shape
+    assert not gradients.dk.any()
+
+
 def test_rows_of_no_sequence_are_zero():
     _rng, q, k, v, ends_q, ends_k = drawn(1, (5, 6), (7, 3), 2)
     q[:, :2] = q[:, -3:] = np.nan
@@ -153,3 +193,94 @@ def test_wrong_packings_are_named(name):
         cuflash.attention_varlen(
             q, k, v, packing["ends_q"], packing["ends_k"], enable_gqa=True, **rest
         )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": np.ones((5, 3), bool)},
+        {"kv_lengths": np.array([[1], [-1]])},
+        {"alibi_slopes": np.zeros((2, HEADS + 1))},
+    ],
+)
+def test_nothing_is_written_before_every_sequence_is_checked(wrong):
+    _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (3, 7), 0)
+    pair = np.full((HEADS, q.shape[1], 5), 7.0), np.full(q.shape[:2], 7.0)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        cuflash.attention_varlen(
+            q, k, v, ends_q, ends_k, enable_gqa=True, return_lse=True, out=pair, **wrong
+        )
+    assert all((a == 7).all() for a in pair)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_lse_has_one_dtype(dtype):
+    q, k, v = np.ones((3, 8, 4), np.float32)
+    pair = np.zeros((8, 4), np.float32), np.zeros(8, dtype)
+    ends = np.array([0, 3, 8])
+    with pytest.raises(TypeError, match=f"out: got lse of dtype {np.dtype(dtype)}, .*float32"):
+        cuflash.attention_varlen(q, k, v, ends, ends, return_lse=True, out=pair)
+
+
+def moved(memory, array):
+    """Return a copy of ``array`` that lies in ``memory``."""
+    copy = memory.view(array.dtype)[: array.size].reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("other", ["out", "q", "mask", "cu_seqlens_q"])
+def test_results_have_memory_of_their_own(other):
+    q, k, v, out = np.ones((4, 8, 4))
+    ends, memory = np.array([0, 3, 8]), np.zeros(32)
+    given = {"q": q, "mask": np.ones((8, 8), bool), "cu_seqlens_q": ends, "out": out}
+    given[other] = moved(memory, given[other])
+    with pytest.raises(ValueError, match=f"lse: got memory shared with {other},"):
+        cuflash.attention_varlen(
+            given["q"], k, v, given["cu_seqlens_q"], ends, mask=given["mask"],
+            return_lse=True, out=(given["out"], memory[:8]),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("other", ["grads_out.dq", "q", "lse", "dlse", "mask", "cu_seqlens_k"])
+def test_gradients_have_memory_of_their_own(other):
+    q, k, v, out, dq = np.ones((5, 8, 4))
+    ends, memory = np.array([0, 3, 8]), np.zeros(32)
+    given = {"q": q, "lse": np.ones(8), "dlse": np.ones(8), "mask": np.ones((8, 8), bool)}
+    given |= {"cu_seqlens_k": ends, "grads_out.dq": dq}
+    given[other] = moved(memory, given[other])
+    buffers = cuflash.Gradients(dq=given["grads_out.dq"], dk=memory.reshape(8, 4))
+    with pytest.raises(ValueError, match=f"grads_out.dk: got memory shared with {other},"):
+        cuflash.attention_varlen_backward(
+            out, given["q"], k, v, out, given["lse"], ends, given["cu_seqlens_k"],
+            dlse=given["dlse"], mask=given["mask"], grads_out=buffers,
+        )  # fmt: skip
+
+
+def test_every_array_is_of_one_library():
+    cupy = pytest.importorskip("cupy")
+
+    def on_a_gpu(shape, dtype):
+        memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    x, ends, device_ends = np.ones((8, 4)), np.array([0, 3, 8]), on_a_gpu((3,), np.int64)
+    device_x = on_a_gpu((8, 4), float)
+    lse = np.ones(8)
+
+    def refuses(message, call, *args, **rest):
+        with pytest.raises(TypeError, match=message):
+            call(*args, **rest)
+
+    varlen, backward = cuflash.attention_varlen, cuflash.attention_varlen_backward
+    for i, name in ((0, "cu_seqlens_q"), (1, "cu_seqlens_k")):
+        pair = [ends, ends]
+        pair[i] = device_ends
+        refuses(f"{name}: got a cupy array", varlen, x, x, x, *pair)
+        refuses(f"{name}: got a cupy array", backward, x, x, x, x, x, lse, *pair)
+    refuses("cu_seqlens_q: got a numpy array", varlen, *[device_x] * 3, ends, ends)
+    refuses("out: got a cupy array", varlen, x, x, x, ends, ends, out=device_x)
+    lengths = on_a_gpu((2,), np.int64)
+    refuses("kv_lengths: got a cupy array", varlen, x, x, x, ends, ends, kv_lengths=lengths)
+    with pytest.raises(NotImplementedError, match="attention_varlen on a GPU"):
+        varlen(*[device_x] * 3, device_ends, device_ends)
