@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cuflash import _host
+from support.problems import HOST_TILE
+
 pytest_plugins = ["gpu_report", "gpu_watchdog"]
 
 # Choose one with --hypothesis-profile=<name>.
@@ -93,3 +96,13 @@ def xp(request: pytest.FixtureRequest):
     import cupy
 
     return cupy
+
+
+@pytest.fixture(scope="module")
+def small_host_tiles():
+    """Make the host's tiles small, so that small arrays have several, with tails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
+        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
+        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
+        yield

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _host, reference
+from cuflash import reference
 from support import memory, problems
 from support.budget import Budget
 from support.families import FAMILIES
 from support.problems import (
     DTYPES,
-    HOST_TILE,
     Call,
     Results,
     calls,
@@ -30,15 +29,7 @@ from support.problems import (
     run,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def small_host_tiles():
-    """Make the host's tiles small, so that small arrays have several, with tails."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
-        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
-        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
-        yield
+pytestmark = pytest.mark.usefixtures("small_host_tiles")
 
 
 def assert_within_budget(call: Call, result: Results) -> None:

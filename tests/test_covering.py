@@ -10,25 +10,16 @@ import itertools
 import numpy as np
 import pytest
 
-from cuflash import _host
 from support import covering
 from support.budget import Budget
 from support.model_flash import final_scores
-from support.problems import HOST_TILE, run
+from support.problems import run
 
 ROWS = covering.rows()
 #: Calls for each row, with values of different families.
 SEEDS = 3
 
-
-@pytest.fixture(scope="module", autouse=True)
-def small_host_tiles():
-    """Make the host's tiles small, so that small arrays have several, with tails."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
-        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
-        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
-        yield
+pytestmark = pytest.mark.usefixtures("small_host_tiles")
 
 
 def test_every_triple_is_covered() -> None:

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _host, reference
+from cuflash import reference
 from support import derivatives
 from support.budget import Budget
 from support.problems import (
     DTYPES,
     FEATURE_FIRST,
     FIELDS,
-    HOST_TILE,
     SEQUENCE_OUTSIDE_HEADS,
     Call,
     calls,
@@ -33,15 +32,7 @@ from support.problems import (
 
 LIMITS = replace(limits_of(np), values_dims=(0,))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def small_host_tiles():
-    """Make the host's tiles small, so that small arrays have several, with tails."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
-        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
-        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
-        yield
+pytestmark = pytest.mark.usefixtures("small_host_tiles")
 
 
 @st.composite
