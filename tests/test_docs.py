@@ -18,7 +18,7 @@ DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"
 PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))]
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "Options"])
+@pytest.mark.parametrize("name", [*PUBLIC, "Options", "ScoreMod"])
 def test_docstring_examples_run(name):
     function = getattr(cuflash, name)
     tests = doctest.DocTestFinder(recurse=False).find(function, name, globs={})
