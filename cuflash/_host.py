@@ -55,7 +55,7 @@ def forward(
             row_max = np.broadcast_to(np.asarray(sink, dtype), shape)
             row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             acc = np.zeros((*shape, problem.head_dim_v), dtype)
-            for tile, seen in _tiles(scores, rows):
+            for tile, seen in _tiles(scores, rows, problem.seqlen_k):
                 score, _, _ = scores.logits(q_block, k_entry[..., tile.cols, :], tile)
                 if seen is not None:
                     score = np.where(seen, score, -np.inf)
@@ -138,7 +138,7 @@ def backward(
             shift = np.where(empty, 0, lse_block)[..., None]
             finite = finite_k and all(np.isfinite(a).all() for a in (q_block, dout_block))
             dq = np.zeros_like(q_block)
-            for tile, seen in _tiles(scores, rows):
+            for tile, seen in _tiles(scores, rows, problem.seqlen_k):
                 k_block, v_block = k_entry[..., tile.cols, :], v_entry[..., tile.cols, :]
                 score, slope, mod_slope = scores.logits(q_block, k_block, tile)
                 score -= shift
@@ -194,11 +194,16 @@ def _product(a: Array, b: Array, seen: Array | None, finite: bool) -> Array:
     return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
 
 
-def _tiles(scores: Scores, rows: slice) -> Iterator[tuple[Tile, Array | None]]:
-    """Tiles where some query of ``rows`` sees some key, with visibility or None if all do."""
+def _tiles(scores: Scores, rows: slice, seqlen_k: int) -> Iterator[tuple[Tile, Array | None]]:
+    """Tiles where some query of ``rows`` sees some key, with visibility or None if all do.
+
+    Blocks of keys start at fixed places and are whole, so that what other entries see, which
+    ``key_range`` covers too, changes no bit of a row.
+    """
     keys = scores.key_range(rows)
     m = np.arange(rows.start, rows.stop)[:, None]
-    for cols in _blocks(keys.first, keys.last, _BLOCK_N):
+    for start in range(keys.first // _BLOCK_N * _BLOCK_N, keys.last, _BLOCK_N):
+        cols = slice(start, min(start + _BLOCK_N, seqlen_k))
         tile = Tile(rows, cols, m, np.arange(cols.start, cols.stop)[None, :])
         if keys.full(cols):
             yield tile, None

@@ -151,6 +151,27 @@ def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
     assert peak_bytes(lambda: cuflash.weights(q, k, lse, rows=[0], **options))[1] < 16 * 2**20
 
 
+@pytest.mark.parametrize("name", ["kv_lengths", "offset"])
+def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
+    """One entry alone, and beside another that sees keys of other blocks."""
+    q, k, v = normal(2, 1, 7, 8)[0], *normal(2, 1, 1300, 8)[:2]
+    options = {"window": (700, 3), name: np.array([[650], [1200]])}
+
+    def results(rows):
+        q_rows, k_rows, v_rows = q[rows], k[rows], v[rows]
+        chosen = options | {name: options[name][rows]}
+        (out, lse), pullback = cuflash.attention_vjp(
+            q_rows, k_rows, v_rows, return_lse=True, **chosen
+        )
+        gradients = pullback(q_rows)
+        return out, lse, gradients.dq, gradients.dk, gradients.dv
+
+    both = results(slice(None))
+    for i in range(2):
+        for of_both, alone in zip(both, results(slice(i, i + 1)), strict=True):
+            assert of_both[i].tobytes() == alone.tobytes()
+
+
 def test_invisible_blocks_are_skipped():
     """A window costs the keys that it shows: 16 times fewer here, at least 4 times faster."""
     q, k, v = normal(4, 8192, 64)
