@@ -8,10 +8,11 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash._arrays import Array, allocate, native, same_module
+from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
 from cuflash._errors import problem_with
 from cuflash._options import Options, ScoreOptions, resolve
-from cuflash._problem import check_destination, describe, require_float, require_shape
+from cuflash._problem import describe, require_float, require_shape
 from cuflash._recall import recall, remember
 from cuflash._results import AttentionResult, Gradients
 

@@ -9,23 +9,21 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from cuflash._arrays import Array, array_module, is_cupy, same_module
+from cuflash._destinations import check_destination
 from cuflash._errors import problem_with
-from cuflash._options import Options, Signature, signature
+from cuflash._options import FARTHEST, Options, Signature, signature
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
 HALVES = FLOATS[:2]
 PRECISIONS = (None, "ieee", "tf32")
 _MATRICES = ("q", "k", "v", "dout")
 Axes = tuple[tuple[int, int], ...]
-#: Effort spent on proving that interleaved arrays do not overlap, before they count as overlapping.
-_OVERLAP_WORK: Any = 100_000
 CANONICAL: Axes = ((-2, -1),) * 4
 
 
@@ -274,31 +272,6 @@ def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False)
     return as_strided(array, shape=shape, strides=operand.strides)
 
 
-def check_destination(name: str, destination: Array, **inputs: Array) -> None:
-    """Raise unless ``destination`` is writable, without self-overlap, apart from all inputs.
-
-    It has to be of the first input's library. What else is written counts as an input.
-    """
-    first, like = next(iter(inputs.items()))
-    same_module(**{first: like, name: destination})
-    if isinstance(destination, np.ndarray) and not destination.flags.writeable:
-        raise problem_with(
-            name, ValueError, got="a read-only array", expected="an array that can be written"
-        )
-    if _overlaps_itself(destination):
-        raise problem_with(
-            name, ValueError,
-            got=f"strides {destination.strides} of shape {destination.shape}",
-            expected="an array whose elements do not overlap each other",
-        )  # fmt: skip
-    for other_name, other in inputs.items():
-        if is_cupy(destination) == is_cupy(other) and _share_memory(destination, other):
-            raise problem_with(
-                name, ValueError, got=f"memory shared with {other_name}",
-                expected="memory of its own", fix="results are never computed in place",
-            )  # fmt: skip
-
-
 def require_shape(name: str, array: Array, shape: tuple[int, ...], like: str) -> None:
     """Raise unless ``array`` has exactly this shape."""
     if array.shape != shape:
@@ -520,43 +493,11 @@ def _check_values(problem: Problem, options: Options) -> None:
                     name, ValueError, got=f"values from {low} to {high}",
                     expected=f"lengths from 0 to {extent}",
                 )  # fmt: skip
-
-
-def _overlaps_itself(array: Array) -> bool:
-    """Whether two elements may share memory: exact unless axes interleave in exotic ways."""
-    if array.size == 0:
-        return False
-    reach = array.itemsize
-    axes = zip(array.shape, array.strides, strict=True)
-    for extent, stride in sorted((a for a in axes if a[0] > 1), key=lambda a: abs(a[1])):
-        if abs(stride) < reach:
-            return True
-        reach += abs(stride) * (extent - 1)
-    return False
-
-
-def _share_memory(a: Array, b: Array) -> bool:
-    """Whether two arrays have an element in common: by addresses, on the host."""
-    if a.size == 0 or b.size == 0:
-        return False
-    try:
-        return np.shares_memory(_addresses(a), _addresses(b), max_work=_OVERLAP_WORK)
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _addresses(array: Array) -> Array:
-    """A NumPy array of the same addresses, never to be read where the memory is a device's."""
-    if not is_cupy(array):
-        return array
-    return np.asarray(
-        SimpleNamespace(
-            __array_interface__={
-                "version": 3,
-                "data": (array.data.ptr, True),
-                "typestr": f"|V{array.itemsize}",
-                "shape": array.shape,
-                "strides": array.strides,
-            }
-        )
-    )
+    offset = options.offset
+    if isinstance(offset, np.ndarray) and offset.size:
+        low, high = int(offset.min()), int(offset.max())
+        if low < -FARTHEST or high > FARTHEST:
+            raise problem_with(
+                "offset", ValueError, got=f"values from {low} to {high}",
+                expected="values from -2^59 to 2^59",
+            )  # fmt: skip

@@ -17,10 +17,11 @@ from cuflash._attention import (
     gradient_names,
     result_pair,
 )
+from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, operands, run_backward, run_forward
 from cuflash._errors import not_yet, problem_with
 from cuflash._options import Options, ScoreOptions, resolve
-from cuflash._problem import Problem, check_destination, describe, require_float, require_shape
+from cuflash._problem import Problem, describe, require_float, require_shape
 from cuflash._results import AttentionResult, Gradients
 from cuflash._scores import arithmetic
 

@@ -254,6 +254,8 @@ WRONG = {
         lambda a: cuflash.attention(
             *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.float64))),
         TypeError, "out", "float64"),
+    "an array of far offsets": (
+        call(offset=np.array(2**60)), ValueError, "offset", "2\\^59"),
     "a pair without return_lse": (
         lambda a: cuflash.attention(*a.qkv, out=(a.out, a.lse)), TypeError, "out", "return_lse"),
     "lse inside out": (

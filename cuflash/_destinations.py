@@ -1,0 +1,79 @@
+"""May a result be written there? Writable, in memory of its own, in the inputs' library."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array, is_cupy, same_module
+from cuflash._errors import problem_with
+
+#: Effort spent on proving that interleaved arrays do not overlap, before they count as overlapping.
+_OVERLAP_WORK: Any = 100_000
+
+
+def check_destination(name: str, destination: Array, **inputs: Array) -> None:
+    """Raise unless ``destination`` is writable, without self-overlap, apart from all inputs.
+
+    It has to be of the first input's library. What else is written counts as an input.
+    """
+    first, like = next(iter(inputs.items()))
+    same_module(**{first: like, name: destination})
+    if isinstance(destination, np.ndarray) and not destination.flags.writeable:
+        raise problem_with(
+            name, ValueError, got="a read-only array", expected="an array that can be written"
+        )
+    if _overlaps_itself(destination):
+        raise problem_with(
+            name, ValueError,
+            got=f"strides {destination.strides} of shape {destination.shape}",
+            expected="an array whose elements do not overlap each other",
+        )  # fmt: skip
+    for other_name, other in inputs.items():
+        if is_cupy(destination) == is_cupy(other) and _share_memory(destination, other):
+            raise problem_with(
+                name, ValueError, got=f"memory shared with {other_name}",
+                expected="memory of its own", fix="results are never computed in place",
+            )  # fmt: skip
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Whether two elements may share memory: exact unless axes interleave in exotic ways."""
+    if array.size == 0:
+        return False
+    reach = array.itemsize
+    axes = zip(array.shape, array.strides, strict=True)
+    for extent, stride in sorted((a for a in axes if a[0] > 1), key=lambda a: abs(a[1])):
+        if abs(stride) < reach:
+            return True
+        reach += abs(stride) * (extent - 1)
+    return False
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays have an element in common: by addresses, on the host."""
+    if a.size == 0 or b.size == 0:
+        return False
+    try:
+        return np.shares_memory(_addresses(a), _addresses(b), max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _addresses(array: Array) -> Array:
+    """A NumPy array of the same addresses, never to be read where the memory is a device's."""
+    if not is_cupy(array):
+        return array
+    return np.asarray(
+        SimpleNamespace(
+            __array_interface__={
+                "version": 3,
+                "data": (array.data.ptr, True),
+                "typestr": f"|V{array.itemsize}",
+                "shape": array.shape,
+                "strides": array.strides,
+            }
+        )
+    )
