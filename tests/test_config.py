@@ -13,6 +13,7 @@ from cuflash._config import (
     BackwardQConfig,
     DeltaConfig,
     ForwardConfig,
+    ForwardSm90Config,
     KernelConfig,
 )
 from cuflash._source import kernels_dir
@@ -38,7 +39,11 @@ CONFIGS: tuple[KernelConfig, ...] = (
     BackwardQConfig(**TILE),
     BackwardKVConfig(**TILE, grad_k=True, grad_v=False, shared_keys=True),
     DeltaConfig(**COMMON, num_warps=4, block_m=64, grad_lse=True),
-)
+    ForwardSm90Config(
+        **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, num_q_stages=2,
+        overlap_quarters=2,
+    ),
+)  # fmt: skip
 
 
 def macros_read() -> set[str]:
@@ -48,9 +53,9 @@ def macros_read() -> set[str]:
     return set(re.findall(r"\bCUFLASH_[A-Z_0-9]+\b", body))
 
 
-def test_every_field_is_a_macro_that_the_sources_read() -> None:
+def test_fields_are_the_macros_that_the_sources_read() -> None:
     defined = {name for config in CONFIGS for name in config.defines()}
-    assert defined <= macros_read()
+    assert defined == macros_read()
 
 
 def test_every_macro_has_a_default() -> None:
@@ -103,6 +108,7 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
+    assert CONFIGS[4].smem_bytes == 2 * (2 * 128 * 128 + 3 * 128 * (128 + 64)) + 1024
 
 
 def test_tile_widths_suit_the_matrix_instruction() -> None:
