@@ -56,7 +56,7 @@ extern "C" __global__ void probe(const cuflash::ProbeParams params) {
   load_tile(smem.v, RowSource(params.v, rows_v, entry, params.columns_v), 0, valid);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  __syncthreads();
+  __syncthreads();  // a, b and v are complete
 
   float s_acc[slices][Config::block_n / 8][4];
   float o_acc[slices][Config::head_dim_v / 8][4];

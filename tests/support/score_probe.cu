@@ -1,5 +1,5 @@
-// Compares score.cuh with the definition of visibility, pair by pair, for many problems: no attention
-// is run. A kernel where a GPU compiler reads this, a function where a host compiler does.
+// Compares score.cuh with the definition of visibility, pair by pair, for many problems, without
+// running attention: a kernel for a GPU compiler, a function for a host compiler.
 #include "score.cuh"
 
 namespace cuflash {
@@ -32,9 +32,9 @@ struct Definition {
   }
 };
 
-// Blocks must hold whatever is visible, begin and end with something visible, and be full where they
-// say so. `seen` is true for a pair (tile index, streamed index); tile indices from `existing` on are
-// discarded later and need not see anything.
+// Blocks must hold whatever is visible, begin and end with something visible, and be full where
+// they say so. `seen` is true for a pair (tile index, streamed index); tile indices from `existing`
+// on are discarded later and need not see anything.
 template <typename Seen>
 __device__ int check_blocks(const BlockRanges& blocks, const Range& range, int tile_begin,
                             int tile_end, int existing, int streamed, int block, const Seen& seen) {
@@ -74,15 +74,15 @@ __device__ int count_wrong(const ScoreParams& params) {
   }
   for (int m = 0; m < params.seqlen_q; m += Config::block_m) {
     const int end = m + Config::block_m;
-    wrong += check_blocks(score.kv_blocks(m, end), score.kv_range(m, end), m, end,
-                          score.seqlen.q, params.seqlen_k, Config::block_n,
+    wrong += check_blocks(score.kv_blocks(m, end), score.kv_range(m, end), m, end, score.seqlen.q,
+                          params.seqlen_k, Config::block_n,
                           [&](int i, int j) { return definition.visible(i, j); });
   }
   for (int n = 0; n < params.seqlen_k; n += Config::block_n) {
     const int end = n + Config::block_n;
-    wrong += check_blocks(score.q_blocks(n, end), score.q_range(n, end), n, end, end,
-                          params.seqlen_q, Config::block_m,
-                          [&](int i, int j) { return definition.visible(j, i); });
+    wrong +=
+        check_blocks(score.q_blocks(n, end), score.q_range(n, end), n, end, end, params.seqlen_q,
+                     Config::block_m, [&](int i, int j) { return definition.visible(j, i); });
   }
   return wrong;
 }
