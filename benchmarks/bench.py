@@ -57,11 +57,6 @@ from timing import (  # noqa: E402
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 16_384
 MODEL_WIDTH = 2048  # heads * head_dim
-ROW_KEYS = (
-    "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k",
-    "head_dim", "head_dim_v", "causal", "window", "options", "layout", "deterministic", "timing",
-    "ms", "tflops",
-)  # fmt: skip
 META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
 SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
 

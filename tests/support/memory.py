@@ -15,8 +15,6 @@ import numpy as np
 
 Array = Any
 
-#: Two fillings, so that a result that depends on the filling shows up as a difference.
-POISONS = ("nan", "canary")
 _CANARY = 0xA5
 _BAND = 7  # elements in front of and behind the array: odd, so that no vector load is aligned
 
