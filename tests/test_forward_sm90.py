@@ -18,7 +18,7 @@ from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
 
-cupy = pytest.importorskip("cupy")
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 from cuflash import _launch, _tensor_map  # noqa: E402

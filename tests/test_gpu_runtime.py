@@ -17,7 +17,7 @@ import cuflash
 from support import problems
 from support.budget import Budget
 
-cupy = pytest.importorskip("cupy")
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -432,7 +432,7 @@ def test_foreign_array_is_ordered_after_its_producers_stream():
 
 
 def test_torch_tensors():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     work = Work(causal=True)
     expected = work.expected()
     q, k, v = (torch.from_dlpack(a) for a in (work.q, work.k, work.v))

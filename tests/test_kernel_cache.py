@@ -20,7 +20,7 @@ import pytest
 
 from support import cacheless_device
 
-pytest.importorskip("cupy")
+pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash import _compile, _source
 from cuflash._config import ForwardConfig
