@@ -98,7 +98,7 @@ class Scores:
         heads = problem.batch_shape[-1] if problem.batch_shape else 1
         self._place = tuple(i[..., None, None] for i in np.divmod(self._entries, max(heads, 1)))
         self._dropout, self._seed = options.dropout, options.seed or 0
-        self.sink = None if sink is None else sink.astype(self._dtype)[..., None]
+        self.sink = None if sink is None else self._narrowed(sink)[..., None]
 
     def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
         """Scores of keys taken as visible, and the derivatives of softcap and score_mod or None."""
@@ -107,23 +107,33 @@ class Scores:
         score *= self._dtype.type(problem.scale)
         slope = None
         if problem.softcap is not None:
-            cap = self._dtype.type(problem.softcap)
+            # 0 / 0 and 0 * inf are no scores; no score is large enough to tell max from more.
+            limits = np.finfo(self._dtype)
+            cap = self._dtype.type(min(max(problem.softcap, float(limits.tiny)), float(limits.max)))
             score /= cap
             xp.tanh(score, out=score)
             slope = 1 - score * score
             score *= cap
         if self._bias is not None:
-            score += tile.of(self._bias).astype(self._dtype)
+            score += self._narrowed(tile.of(self._bias))
         if self._slopes is not None:
-            score -= self._slopes.astype(self._dtype)[..., None, None] * self.distance(tile)
+            score -= self._narrowed(self._slopes)[..., None, None] * self.distance(tile)
         mod_slope = None
         if self._score_mod is not None:
             mod = self._score_mod
             names = (*self._place, tile.m, tile.n)
             mod_slope = xp.broadcast_to(mod.host_grad(score, *names, **mod.arrays), score.shape)
             score = xp.broadcast_to(mod.host(score, *names, **mod.arrays), score.shape)
-            score, mod_slope = (a.astype(self._dtype, copy=True) for a in (score, mod_slope))
+            score, mod_slope = (self._narrowed(a) for a in (score, mod_slope))
         return score, slope, mod_slope
+
+    def _narrowed(self, array: Array) -> Array:
+        """Copy in the dtype of scores; what is finite stays so: only -inf means invisible."""
+        if array.dtype.itemsize > self._dtype.itemsize:
+            limit = float(np.finfo(self._dtype).max)
+            clipped = self._xp.clip(array, -limit, limit)
+            array = self._xp.where(self._xp.isinf(array), array, clipped)
+        return array.astype(self._dtype)
 
     def distance(self, tile: Tile) -> Array:
         """``|m + offset - n|`` of each pair, what ALiBi multiplies."""

@@ -172,6 +172,59 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
             assert of_both[i].tobytes() == alone.tobytes()
 
 
+@pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])
+def test_a_softcap_that_float32_cannot_hold(softcap, same):
+    """As good as none, and as good as scores of 0, which one row has as they are."""
+    q, k, v = normal(6, 5)
+    q[0] = 0
+    (out, lse), pullback = cuflash.attention_vjp(q, k, v, softcap=softcap, return_lse=True)
+    assert_within_budget(out, q, k, v, lse, **same)
+    gradients = pullback(v)
+    call = Call(q, k, v, dout=v, options=same, wrt=("v",))
+    Budget(call).check_backward({"v": gradients.dv})
+    assert np.isfinite(gradients.dq).all()
+
+
+LARGE = (1e39, np.finfo(np.float64).max)
+
+
+@pytest.mark.parametrize("value", [*LARGE, *(-x for x in LARGE)])
+def test_a_bias_that_float32_cannot_hold_is_finite(value):
+    """Row 0 has it for every key: it averages. Row 1 has it for one key: only that, or all but."""
+    q, k, v = normal(6, 5)
+    bias = np.zeros((6, 6))
+    bias[0], bias[1, 2] = value, value
+    out, lse = cuflash.attention(q, k, v, bias=bias, return_lse=True)
+    assert np.isfinite(lse).all()
+    assert_within_budget(out[:1], q[:1], k, v, scale=0.0)
+    left = np.arange(6) == 2 if value > 0 else np.arange(6) != 2
+    assert_within_budget(out[1:2], q[1:2], k[left], v[left])
+    assert_within_budget(out[2:], q[2:], k, v, lse[2:])
+
+
+@pytest.mark.parametrize("value", LARGE)
+def test_a_sink_that_float32_cannot_hold_is_finite(value):
+    q, k, v = normal(6, 5)
+    out, lse = cuflash.attention(q, k, v, sink=np.array(-value), return_lse=True)
+    assert_within_budget(out, q, k, v, lse)
+    out, lse = cuflash.attention(q, k, v, sink=np.array(value), return_lse=True)
+    assert not out.any()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("value", LARGE)
+def test_other_scores_that_float32_cannot_hold_are_finite(value):
+    """Such a slope leaves the key beside a query; such a formula leaves nothing of q and k."""
+    q, k, v = normal(6, 5)
+    out = cuflash.attention(q, k, v, alibi_slopes=np.array(value))
+    assert_within_budget(out, q, k, v, window=(0, 0))
+    mod = cuflash.ScoreMod(
+        "score", grad="0.0f", host=lambda score, *_: score - np.float64(value),
+        host_grad=lambda score, *_: 0 * score,
+    )  # fmt: skip
+    assert_within_budget(cuflash.attention(q, k, v, score_mod=mod), q, k, v, scale=0.0)
+
+
 def test_invisible_blocks_are_skipped():
     """A window costs the keys that it shows: 16 times fewer here, at least 4 times faster."""
     q, k, v = normal(4, 8192, 64)
