@@ -21,8 +21,6 @@ from cuflash import _select
 from cuflash._compile import compile_static, params_struct
 from cuflash._config import ForwardSm90Config
 
-pytestmark = pytest.mark.nvrtc
-
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,6 +63,7 @@ def compile_all(configs: set[ForwardSm90Config]) -> None:
         pytest.fail("\n".join(found), pytrace=False)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
     configs = {
@@ -74,6 +73,7 @@ def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
     compile_all(configs)
 
 
+@pytest.mark.nvrtc
 def test_other_combinations() -> None:
     """A sample of those in which two options meet: a kernel of this kind compiles for seconds."""
     extremes = ((64, 64), (256, 256))
@@ -83,11 +83,13 @@ def test_other_combinations() -> None:
     compile_all(chosen)
 
 
+@pytest.mark.nvrtc
 def test_float16() -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     compile_all({config_of({**case, "head_dims": d}) for d in _select._FORWARD_SM90})
 
 
+@pytest.mark.nvrtc
 def test_serialised_products_would_be_noticed() -> None:
     config = config_of({**PLAIN, "head_dims": (128, 128)})
     found = complaints(replace(config, block_m=192, num_warps=16, num_q_stages=1))
