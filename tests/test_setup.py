@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -133,7 +134,7 @@ held = ["hypothesis>=6"]
 too_new = ["hypothesis>=9999"]
 absent = ["cuflash-no-such-distribution"]
 elsewhere = ["cuflash-no-such-distribution; sys_platform == 'nowhere'"]
-demo = ["rdkit>=9999"]
+demo = ["rdkit>=9999", "scipy>=9999", "onnx>=9999"]
 cuda12 = ["cuflash-no-such-cupy-cuda12x>=9999"]
 cuda13 = ["cuflash-no-such-cupy-cuda13x>=9999"]
 compile12 = ["cuflash-no-such-cupy-cuda12x>=9999"]
@@ -216,10 +217,18 @@ def test_complete_interpreter_is_used_as_it_is(project, commands, capsys):
     assert "used as it is" in capsys.readouterr().out
 
 
-def test_optional_distribution_is_skipped_with_one_line(project, commands, capsys):
+def test_optional_distributions_are_skipped_with_one_line_each(project, commands, capsys):
     assert setup_env.choose_interpreter(("demo",), project) == sys.executable
     assert not commands.calls
-    assert capsys.readouterr().out.count("skipped: reactions other than") == 1
+    skipped = re.findall(r"skipped: .*pip install (\w+)", capsys.readouterr().out)
+    assert skipped == ["rdkit", "scipy", "onnx"]
+
+
+def test_what_the_tests_cannot_do_without():
+    project = probe_extras.read_project((setup_env.ROOT / "pyproject.toml").read_bytes())
+    lines = [line for extra in ("test", "demo") for line in project["optional-dependencies"][extra]]
+    names = {probe_extras.Requirement(line).name for line in lines}
+    assert names - set(setup_env.OPTIONAL) == {"pytest", "hypothesis"}
 
 
 def test_second_run_installs_nothing(project, venv, commands):
@@ -257,6 +266,17 @@ def test_another_cuda_rebuilds(project, venv, commands):
     assert installed(commands.calls[1]) == "cuda13,absent"
 
 
+@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
+def test_cuda_of_an_invisible_driver_compiles_and_stays(project, venv, commands, cuda):
+    venv.install((cuda, "absent"))
+    commands.calls.clear()
+    assert setup_env.choose_interpreter(("absent", "compile12"), project) == venv.python
+    assert not commands.calls
+    setup_env.choose_interpreter(("absent", "too_new", "compile12"), project)
+    (call,) = commands.calls
+    assert installed(call) == f"absent,{cuda},too_new"
+
+
 def test_unreadable_stamp_installs_again(venv, commands):
     venv.install(("absent",))
     venv.stamp_file.write_text("{")
@@ -286,17 +306,28 @@ def test_offline_without_cupy_the_rest_still_runs(project, commands, capsys):
     assert "skipped: what needs compile12" in capsys.readouterr().out
 
 
-def test_offline_without_a_necessary_distribution_is_an_error(project, commands):
+@pytest.mark.parametrize(
+    ("python", "needed"),
+    [
+        (sys.executable, "cuflash-no-such-distribution"),
+        ("/no/such/python", "what pyproject.toml names"),
+    ],
+)
+def test_offline_without_a_necessary_distribution(project, commands, monkeypatch, python, needed):
     commands.failing = "pip"
-    with pytest.raises(SetupError, match="pip could not install"):
-        setup_env.choose_interpreter(("absent",), project)
+    monkeypatch.setattr(sys, "executable", python)
+    fix = f"no network\\? Use a Python that already has {needed}: add PYTHON="
+    with pytest.raises(SetupError, match=f"pip could not install absent, compile12 .*{fix}"):
+        setup_env.choose_interpreter(("absent", "compile12"), project)
 
 
 def test_nvrtc_13_lies_apart_and_is_installed_once(tmp_path, monkeypatch, capsys):
     """In one environment with it, CuPy for CUDA 12 would compile with NVRTC 13."""
     calls = []
 
-    def pip(command):
+    def pip(command, **options):
+        if options.get("capture_output"):
+            return subprocess.CompletedProcess(command, 1)
         calls.append(command)
         (tmp_path / "nvidia_cuda_nvrtc-13.5.37.dist-info").mkdir()
         return subprocess.CompletedProcess(command, 0)
@@ -310,8 +341,21 @@ def test_nvrtc_13_lies_apart_and_is_installed_once(tmp_path, monkeypatch, capsys
     assert "skipped" not in capsys.readouterr().out
 
 
+@posix_only
+def test_nvrtc_13_in_the_environment_is_enough(tmp_path, capsys):
+    """An environment for CUDA 13 has the wheel already."""
+    folder = tmp_path / "site" / "nvidia_cuda_nvrtc-13.5.37.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Name: nvidia-cuda-nvrtc\nVersion: 13.5.37\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder.parent}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    setup_env.install_nvrtc(str(python), tmp_path / "absent")
+    assert not capsys.readouterr().out
+
+
 def test_without_nvrtc_13_the_rest_still_runs(tmp_path, monkeypatch, capsys):
-    def failing(command):
+    def failing(command, **_):
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(setup_env.subprocess, "run", failing)
@@ -319,9 +363,11 @@ def test_without_nvrtc_13_the_rest_still_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("skipped: compiling with NVRTC 13") == 1
 
 
-def test_readme_installs_the_same_nvrtc():
+def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
     readme = (setup_env.ROOT / "README.md").read_text()
     assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in readme
+    assert 'pip install ".[cuda13]"' in readme
+    assert "install cuflash" not in readme.replace('"', "")
 
 
 @posix_only
@@ -350,11 +396,33 @@ def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cud
 
 
 @posix_only
-def test_old_python_hands_over_to_a_newer_one_that_starts(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert setup_env.newer_python() is None
-    for name, status in (("python3.12", 0), ("python3.13", 127)):
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("statuses", "chosen"),
+    [
+        ({"python3": 0, "python3.12": 0}, "python3"),
+        ({"python3": 1, "python3.13": 127, "python3.12": 0}, "python3.12"),
+        ({"python3": 1}, "python3"),
+    ],
+)
+def test_make_takes_the_first_python_that_is_new_enough(tmp_path, statuses, chosen):
+    for name, status in statuses.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\nexit {status}\n")
         program.chmod(0o755)
-    assert setup_env.newer_python() == str(tmp_path / "python3.12")
+    run = subprocess.run(
+        [shutil.which("make"), "--dry-run", "test"],
+        cwd=setup_env.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": str(tmp_path)},
+    )
+    assert (run.stdout.split(), run.stderr) == ([chosen, "tools/setup_env.py", "test"], "")
+
+
+def test_old_python_is_told_what_is_needed(monkeypatch, capsys):
+    monkeypatch.setattr(setup_env, "OLDEST_PYTHON", (99, 0))
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "test"])
+    assert setup_env.main() == 1
+    assert f"Python 3.11 or later is needed, and {sys.executable}" in capsys.readouterr().out

@@ -52,6 +52,8 @@ TASKS = {
 OPTIONAL = {
     "rdkit": "reactions other than the demo's own two (pip install rdkit)",
     "tqdm": "progress bars (pip install tqdm)",
+    "scipy": "comparisons with SciPy in the docs (pip install scipy)",
+    "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }
 
 
@@ -160,6 +162,11 @@ class Venv:
             return False
         return stamp.get("digest") == self.digest() and set(extras) <= set(stamp["extras"])
 
+    def adapted(self, extras: tuple[str, ...]) -> tuple[str, ...]:
+        """These extras, with the CUDA that is installed in place of compile12: it compiles too."""
+        cuda = [extra for extra in self.installed_extras() or () if extra.startswith("cuda")]
+        return tuple(cuda[0] if cuda and extra == "compile12" else extra for extra in extras)
+
     def install(self, extras: tuple[str, ...]) -> None:
         """Create it where it is absent and install the project with these extras."""
         before = self.installed_extras() or ()
@@ -201,14 +208,17 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
             say(f"skipped: {OPTIONAL[name]}")
         say(f"{sys.executable} has what is needed and is used as it is")
         return sys.executable
-    if venv.holds(extras):
+    if venv.holds(venv.adapted(extras)):
         return venv.python
     try:
-        venv.install(extras)
+        venv.install(venv.adapted(extras))
     except SetupError as error:
         kernels = {extra for extra in extras if extra.startswith(("cuda", "compile"))}
-        if missing is None or not set(missing) <= {*OPTIONAL, *kernels}:
-            raise
+        needed = sorted(set(missing or ()) - {*OPTIONAL, *kernels})
+        if missing is None or needed:
+            names = ", ".join(needed) or "what pyproject.toml names"
+            fix = f"Use a Python that already has {names}: add PYTHON=/path/to/python to make"
+            raise SetupError(f"{error}; no network? {fix}") from error
         say(f"{error}: {sys.executable} is used as it is")
         say(f"skipped: what needs {', '.join(missing)}")
         return sys.executable
@@ -217,22 +227,17 @@ def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
 
 def install_nvrtc(python: str, folder: Path) -> None:
     """Put NVRTC 13 into a folder of its own where it is absent; the tests can do without."""
-    if any(folder.glob("nvidia_cuda_nvrtc-13.*.dist-info")):
+    probe = [python, "-c", "from importlib.metadata import version; version('nvidia-cuda-nvrtc')"]
+    if (
+        any(folder.glob("nvidia_cuda_nvrtc-13.*.dist-info"))
+        or subprocess.run(probe, capture_output=True).returncode == 0
+    ):
         return
     say(f"installing NVRTC 13 into {folder.name}, once")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
     if subprocess.run([*pip, "--target", str(folder), NVRTC_13]).returncode != 0:
         say("skipped: compiling with NVRTC 13, which pip could not install (its message is above)")
-
-
-def newer_python() -> str | None:
-    """Find an interpreter on PATH that is new enough and starts, for a caller that is too old."""
-    for minor in (14, 13, 12, 11):
-        found = shutil.which(f"python3.{minor}")
-        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
-            return found
-    return None
 
 
 def main() -> int:
@@ -242,11 +247,8 @@ def main() -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if sys.version_info < OLDEST_PYTHON:
-        python = newer_python()
-        if python is None:
-            say("Python 3.11 or later is needed, and none is on the PATH")
-            return 1
-        return subprocess.call([python, *sys.argv])
+        say(f"Python 3.11 or later is needed, and {sys.executable} is older")
+        return 1
     task = TASKS[options.task]
     driver = find_driver() if task.uses_gpu else Driver(None)
     if driver.cuda:
