@@ -22,8 +22,8 @@ SOURCE_FOLDERS = (
     "docs",
     ".ci",
 )
-TEXT_SUFFIXES = {"", ".py", ".cu", ".cuh", ".md", ".toml", ".yaml", ".sh"}
-CUDA = (".cu", ".cuh")
+CUDA = (".cu", ".cuh", ".h")
+TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".yaml", ".sh", *CUDA}
 
 Files = dict[str, str]  # path relative to the root -> text
 Breaches = Iterator[str]
@@ -61,6 +61,11 @@ def kernel_files(files: Files) -> Files:
     return select(files, ("kernels_cu",), CUDA)
 
 
+def cuda_files(files: Files) -> Files:
+    """Keep the probes of the tests, too: they are no kernels, but text like theirs."""
+    return select(files, ("kernels_cu", "tests"), CUDA)
+
+
 def lines_with(pattern: str, text: str) -> Iterator[int]:
     """Yield the numbers of the lines in which a pattern is found."""
     for match in re.finditer(pattern, text):
@@ -83,14 +88,14 @@ def code_only(cuda: str) -> str:
 
 
 def asm_only_in_ptx(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         if not path.startswith("kernels_cu/ptx/"):
             for line in lines_with(r"\b(__)?asm(__)?\b", code_only(text)):
                 yield f"{path}:{line}: asm belongs into kernels_cu/ptx/"
 
 
 def macros_only_in_config(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         if path == "kernels_cu/config.cuh":
             continue
         # asm text can take the PTX type of an instruction from a macro only.
@@ -183,7 +188,7 @@ def identifiers(path: str, text: str) -> Iterator[tuple[int, str]]:
 def names_of_the_field(files: Files) -> Breaches:
     # The benchmarks call other libraries, which have their own words.
     ours = {path: text for path, text in python_files(files).items() if "benchmarks/" not in path}
-    for path, text in {**ours, **kernel_files(files)}.items():
+    for path, text in {**ours, **cuda_files(files)}.items():
         for line, name in identifiers(path, text):
             if name in FOREIGN_NAMES:
                 yield f"{path}:{line}: {name}: say {FOREIGN_NAMES[name]}"
@@ -200,7 +205,7 @@ def files_named_after_what_they_hold(files: Files) -> Breaches:
 
 
 def no_output_from_kernels(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         for line in lines_with(r"\b(printf|assert|std::cout)\b", code_only(text)):
             yield f"{path}:{line}: a kernel prints nothing"
 
@@ -215,7 +220,7 @@ def no_open_marks(files: Files) -> Breaches:
 def no_commented_out_cuda(files: Files) -> Breaches:
     statement = r"[\w:<>,&*\[\].]+( [\w\[\]]+)?(\(.*\)| [-+*|&]?= .*);"
     code = rf"(?m)^\s*//\s*((if|for) \(.*\) \{{|{statement})\s*$"
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         for line in lines_with(code, text):
             yield f"{path}:{line}: code in a comment: git remembers it"
 
@@ -228,7 +233,7 @@ def no_assert_for_users(files: Files) -> Breaches:
 
 
 def static_assertions_say_why(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         code = code_only(text)
         for match in re.finditer(r"\bstatic_assert\s*\(", code):
             depth, end = 1, match.end()
@@ -241,7 +246,7 @@ def static_assertions_say_why(files: Files) -> Breaches:
 
 
 def barriers_say_why(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         lines = text.splitlines()
         for number, line in enumerate(lines):
             if re.search(r"__syncthreads\w*\s*\(", line.split("//")[0]):
@@ -251,7 +256,7 @@ def barriers_say_why(files: Files) -> Breaches:
 
 
 def no_using_namespace_in_headers(files: Files) -> Breaches:
-    for path, text in select(files, ("kernels_cu",), (".cuh",)).items():
+    for path, text in select(files, ("kernels_cu", "tests"), (".cuh", ".h")).items():
         for line in lines_with(r"\busing\s+namespace\b", code_only(text)):
             yield f"{path}:{line}: write the namespace"
 
@@ -260,7 +265,7 @@ def entry_points_only_in_cu(files: Files) -> Breaches:
     for path, text in kernel_files(files).items():
         code = code_only(text)
         kernels = list(lines_with(r"\b__global__\b", code))
-        if path.endswith(".cuh"):
+        if not path.endswith(".cu"):
             for line in kernels:
                 yield f"{path}:{line}: a header is no entry point"
         elif len(kernels) != 1:
@@ -283,14 +288,14 @@ def scores_exactly_once(files: Files) -> Breaches:
 
 
 def numbers_have_names(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         if path != "kernels_cu/numeric.cuh":
             for line in lines_with(r"\b\d*\.\d{4,}|\b\d+(\.\d*)?e-\d\d", code_only(text)):
                 yield f"{path}:{line}: a magic number: name it in numeric.cuh"
 
 
 def kernel_text_is_tidy(files: Files) -> Breaches:
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         if not text.startswith("//"):
             yield f"{path}:1: the first line says what the file holds"
         for number, line in enumerate(text.splitlines(), start=1):
@@ -310,6 +315,9 @@ def few_dependencies(files: Files) -> Breaches:
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or "cuflash"]
             else:
+                called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if called.split(".")[-1] in ("import_module", "__import__"):
+                    yield f"{path}:{node.lineno}: write an import statement"
                 continue
             for name in (name.split(".")[0] for name in names):
                 if name not in ALLOWED_IMPORTS and name not in sys.stdlib_module_names:
@@ -334,7 +342,7 @@ def files_answer_one_question(files: Files) -> Breaches:
         }
         if len(code) > 450:
             yield f"{path}: {len(code)} lines of code, 450 are the limit"
-    for path, text in kernel_files(files).items():
+    for path, text in cuda_files(files).items():
         length = sum(bool(line.strip()) for line in code_only(text).splitlines())
         if length > 450:
             yield f"{path}: {length} lines of code, 450 are the limit"
@@ -388,6 +396,7 @@ RULES = [
         bad=(
             {"kernels_cu/forward_sm80.cu": '// x\nasm volatile("ret;");\n'},
             {"kernels_cu/tile/load.cuh": '__asm__("ret;");'},
+            {"tests/support/probe.cu": 'asm("ret;");'},
         ),
         good=(
             {"kernels_cu/ptx/mma_sync.cuh": 'asm("ret;");'},
@@ -400,6 +409,7 @@ RULES = [
             {"kernels_cu/score.cuh": "int d = CUFLASH_HEAD_DIM;"},
             {"kernels_cu/ptx/tma.cuh": "int d = CUFLASH_HEAD_DIM;"},
             {"kernels_cu/tile/load.cuh": "int d = CUFLASH_PTX_DTYPE;"},
+            {"tests/support/probe.cu": "int d = CUFLASH_HEAD_DIM;"},
         ),
         good=(
             {"kernels_cu/config.cuh": "int d = CUFLASH_HEAD_DIM;"},
@@ -440,6 +450,7 @@ RULES = [
             {"cuflash/_attention.py": "attention(q, is_causal=True)"},
             {"examples/a.py": "kBlockM = 1"},
             {"kernels_cu/score.cuh": "float sm_scale;"},
+            {"tests/support/host_cuda.h": "float sm_scale;"},
         ),
         good=(
             {"cuflash/_attention.py": "'''Called attn_mask elsewhere.'''\nmask = 'is_causal'"},
@@ -459,7 +470,10 @@ RULES = [
     ),
     Rule(
         no_output_from_kernels,
-        bad=({"kernels_cu/forward_sm80.cu": 'printf("%d", x);'},),
+        bad=(
+            {"kernels_cu/forward_sm80.cu": 'printf("%d", x);'},
+            {"tests/support/probe.cu": "assert(x);"},
+        ),
         good=({"kernels_cu/score.cuh": "static_assert(true);  // no printf"},),
     ),
     Rule(
@@ -478,6 +492,7 @@ RULES = [
             {"kernels_cu/a.cu": "// float x = 0.0f;"},
             {"kernels_cu/a.cu": "// acc += p * v;"},
             {"kernels_cu/a.cu": "// if (row < 3) {"},
+            {"tests/support/probe.cu": "// float x = 0.0f;"},
         ),
         good=(
             {"kernels_cu/a.cu": "// thread holds rows r and r + 8; both are finite"},
@@ -495,6 +510,7 @@ RULES = [
         bad=(
             {"kernels_cu/a.cuh": "static_assert(sizeof(int) == 4);"},
             {"kernels_cu/a.cuh": 'static_assert(f(1, 2) == 4); // "why"'},
+            {"tests/support/host_cuda.h": "static_assert(sizeof(int) == 4);"},
         ),
         good=(
             {"kernels_cu/a.cuh": 'static_assert(f(1, 2) == 4, "as Python believes");'},
@@ -503,13 +519,22 @@ RULES = [
     ),
     Rule(
         barriers_say_why,
-        bad=({"kernels_cu/a.cu": "f();\n__syncthreads();\ng();"},),
+        bad=(
+            {"kernels_cu/a.cu": "f();\n__syncthreads();\ng();"},
+            {"tests/support/probe.cu": "f();\n__syncthreads();\ng();"},
+        ),
         good=(
             {"kernels_cu/a.cu": "__syncthreads();  // k_smem is complete"},
             {"kernels_cu/a.cu": "// v_smem may be overwritten\n__syncthreads();"},
         ),
     ),
-    Rule(no_using_namespace_in_headers, bad=({"kernels_cu/a.cuh": "using namespace cuflash;"},)),
+    Rule(
+        no_using_namespace_in_headers,
+        bad=(
+            {"kernels_cu/a.cuh": "using namespace cuflash;"},
+            {"tests/support/host_cuda.h": "using namespace std;"},
+        ),
+    ),
     Rule(
         entry_points_only_in_cu,
         bad=(
@@ -540,6 +565,7 @@ RULES = [
         bad=(
             {"kernels_cu/a.cu": "float scale = 0.08838834764f;"},
             {"kernels_cu/softmax.cuh": "sum = max(sum, 1e-30f);"},
+            {"tests/support/probe.cu": "sum = max(sum, 1e-30f);"},
         ),
         good=({"kernels_cu/numeric.cuh": "1.4426950408889634f", "kernels_cu/a.cu": "0.5f"},),
     ),
@@ -550,6 +576,7 @@ RULES = [
             {"kernels_cu/a.cu": "// a\n" + "x" * 101},
             {"kernels_cu/a.cu": "// a\n\tint x;"},
             {"kernels_cu/a.cu": "// a \n"},
+            {"tests/support/probe.cu": "// a\n" + "x" * 101},
         ),
         good=(
             {"kernels_cu/a.cu": "// a\n" + "x" * 100},
@@ -562,10 +589,14 @@ RULES = [
             {"cuflash/_a.py": "import torch"},
             {"cuflash/_a.py": "from scipy import special"},
             {"cuflash/_a.py": "def f():\n    import jinja2"},
+            {"cuflash/_a.py": "import importlib\nimportlib.import_module('torch')"},
+            {"cuflash/_a.py": "from importlib import import_module\nimport_module('torch')"},
+            {"cuflash/_a.py": "__import__('torch')"},
         ),
         good=(
             {"cuflash/_a.py": "import os\nimport numpy as np\nfrom cuflash import _host"},
             {"cuflash/_a.py": "def f():\n    import cupy"},
+            {"cuflash/_a.py": "from importlib import metadata\nmetadata.version('torch')"},
         ),
     ),
     Rule(
@@ -573,6 +604,7 @@ RULES = [
         bad=(
             {"cuflash/_a.py": "x = 1\n" * 451},
             {"kernels_cu/a.cu": "int x;\n" * 451},
+            {"tests/support/probe.cu": "int x;\n" * 451},
         ),
         good=(
             {"cuflash/_a.py": "def f():\n    '''\n" + "text\n" * 500 + "    '''\n    return 1\n"},
@@ -625,3 +657,4 @@ def test_project_is_read(files):
     assert {"pyproject.toml", "cuflash/__init__.py", "tests/test_house_rules.py"} <= set(files)
     assert python_files(files)
     assert kernel_files(files)
+    assert {"tests/support/host_cuda.h", "tests/support/score_probe.cu"} <= set(cuda_files(files))
