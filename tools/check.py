@@ -33,6 +33,15 @@ def check_format() -> str:
     return "clean"
 
 
+def check_cuda_format() -> str:
+    """Compare every CUDA source with its formatted form."""
+    folders = {"kernels_cu": "**/*.cu*", "tests/support": "*.cu"}
+    files = [str(path) for folder, name in folders.items() for path in (ROOT / folder).glob(name)]
+    program = "import clang_format; clang_format.clang_format()"  # the wheel has no __main__
+    run(sys.executable, "-c", program, "--dry-run", "-Werror", *files)
+    return "clean"
+
+
 def check_types() -> str:
     """Run strict mypy on the package."""
     run(sys.executable, "-m", "mypy")
@@ -87,6 +96,7 @@ def check_gpu_report() -> str:
 CHECKS = {
     "lint": check_lint,
     "format": check_format,
+    "CUDA format": check_cuda_format,
     "types": check_types,
     "wheel": check_wheel,
     "GPU report": check_gpu_report,
