@@ -131,7 +131,9 @@ def backward(
             )
             lse_block = lse[entry][..., rows]
             empty = np.isneginf(lse_block)
-            # A row that sees nothing has out = 0, and its dout is not read.
+            # dout of a row that sees nothing is not read; with a sink only its out = 0 tells.
+            if empty.any():
+                dout_block = np.where(empty[..., None], 0, dout_block)
             delta = np.where(out_block == 0, 0, dout_block * out_block).sum(-1)
             if dlse is not None:
                 delta -= np.where(empty, 0, dlse[entry][..., rows])

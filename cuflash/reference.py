@@ -112,7 +112,8 @@ def attention_backward(
     score, seen, slope, mod_slope = _scores(q, k, options, dtype)
     sink = _sink(options, score, dtype)
     p, lse = _softmax(score, seen, sink)
-    dout = np.where(seen.any(-1)[..., None], _to_canonical(dout, pairs[3]).astype(dtype), 0)
+    hidden = np.isneginf(score.max(-1, initial=-np.inf))
+    dout = np.where(hidden[..., None], 0, _to_canonical(dout, pairs[3]).astype(dtype))
 
     kept = _kept(options, score.shape, dtype)
     dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)) * kept, 0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import reference
 from support.budget import Budget
 from support.problems import Call
 
@@ -223,6 +224,27 @@ def test_other_scores_that_float32_cannot_hold_are_finite(value):
         host_grad=lambda score, *_: 0 * score,
     )  # fmt: skip
     assert_within_budget(cuflash.attention(q, k, v, score_mod=mod), q, k, v, scale=0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "sink"), [(cuflash, None), (reference, None), (reference, np.array(0.5))]
+)
+def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
+    mod = cuflash.ScoreMod(
+        "m == 2 ? -INFINITY : score", grad="m == 2 ? 0.0f : 1.0f",
+        host=lambda score, b, h, m, n: np.where(m == 2, -np.inf, score),
+        host_grad=lambda score, b, h, m, n: np.where(m == 2, 0.0, 1.0),
+    )  # fmt: skip
+    q, k, v = normal(6, 5)
+    _, pullback = module.attention_vjp(q, k, v, score_mod=mod, sink=sink)
+    gradients = []
+    for value in (0, np.nan):
+        dout = v.copy()
+        dout[2] = value
+        results = pullback(dout)
+        gradients.append((results.dq, results.dk, results.dv))
+    np.testing.assert_array_equal(*gradients)
+    assert not gradients[0][0][2].any()
 
 
 def test_invisible_blocks_are_skipped():
