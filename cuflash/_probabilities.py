@@ -165,6 +165,12 @@ def weights(
     TypeError, ValueError, NotImplementedError
         As :func:`attention`.
 
+    Notes
+    -----
+    A float32 ``lse`` is rounded at its own size: of n equal scores near -1e9, as a finite bias that
+    stands for a mask gives them to a row with no other keys, it loses log(n), and each weight is 1
+    and not 1/n; a bias of -inf, or ``mask``, hides such a row.
+
     Examples
     --------
     >>> import numpy as np, cuflash
