@@ -373,7 +373,7 @@ def test_output_may_interleave_with_an_input():
 
 
 def test_destinations_and_workspace_are_of_the_inputs_library():
-    cupy = pytest.importorskip("cupy")
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
     def on_a_gpu(shape, dtype=np.float32):
         memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0)

@@ -258,7 +258,7 @@ def test_gradients_have_memory_of_their_own(other):
 
 
 def test_every_array_is_of_one_library():
-    cupy = pytest.importorskip("cupy")
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
     def on_a_gpu(shape, dtype):
         memory = cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0)
