@@ -45,6 +45,7 @@ _NO_SCORE_ARRAYS = (0,) * len(_params.SCORE_POINTERS)
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
+_NO_CAP = 2.0**60  # changes no product of 16-bit operands, and its inverse is a normal number
 _STATISTICS_BYTES = 8  # of one query
 
 
@@ -164,8 +165,9 @@ def _fill_score(score: Any, problem: Problem) -> None:
     score["scale"] = problem.scale
     score["scale_log2"] = problem.scale * math.log2(math.e)
     if problem.softcap is not None:
-        score["softcap"] = problem.softcap
-        score["inverse_softcap"] = problem.scale / problem.softcap
+        softcap = min(problem.softcap, _NO_CAP)
+        score["softcap"] = softcap
+        score["inverse_softcap"] = problem.scale / softcap
 
 
 def _score_layouts(problem: Problem) -> dict[str, Layout]:

@@ -198,6 +198,13 @@ def _describe(
                 name, TypeError, got=f"dtype {value[2]}",
                 expected="a floating dtype of 16, 32 or 64 bits", fix=fix,
             )  # fmt: skip
+    accumulator = np.float64 if dtype == np.float64 else np.float32
+    if options.scale is not None and abs(options.scale) > float(np.finfo(accumulator).max):
+        raise problem_with(
+            "scale", ValueError, got=options.scale,
+            expected=f"a number in the range of {np.dtype(accumulator)}",
+            fix="pass float64 arrays, or put the factor into q",
+        )  # fmt: skip
     segments = options.segment_ids or (None, None)
     per_entry = "" if not batch_shape else (
         f"lengths per batch entry have shape {(*batch_shape[:-1], 1)}: heads are the last axis"

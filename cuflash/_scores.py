@@ -15,6 +15,7 @@ import numpy as np
 
 from cuflash import _philox
 from cuflash._arrays import Array
+from cuflash._errors import problem_with
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view
 
@@ -122,10 +123,28 @@ class Scores:
         if self._score_mod is not None:
             mod = self._score_mod
             names = (*self._place, tile.m, tile.n)
-            mod_slope = xp.broadcast_to(mod.host_grad(score, *names, **mod.arrays), score.shape)
-            score = xp.broadcast_to(mod.host(score, *names, **mod.arrays), score.shape)
+            mod_slope = mod.host_grad(score, *names, **mod.arrays)
+            mod_slope = self._of_formula("score_mod.host_grad", mod_slope, score.shape, "iuf")
+            changed = mod.host(score, *names, **mod.arrays)
+            score = self._of_formula("score_mod.host", changed, score.shape, "iuf")
             score, mod_slope = (self._narrowed(a) for a in (score, mod_slope))
         return score, slope, mod_slope
+
+    def _of_formula(self, name: str, result: Any, shape: tuple[int, ...], kinds: str) -> Array:
+        """What a user's formula returned, as an array of ``shape`` and of these dtype kinds."""
+        array = self._xp.asarray(result)
+        if array.dtype.kind not in kinds:
+            raise problem_with(
+                name, TypeError, got=f"an array of dtype {array.dtype}",
+                expected="booleans" if kinds == "b" else "numbers",
+            )  # fmt: skip
+        try:
+            return self._xp.broadcast_to(array, shape)
+        except ValueError:
+            raise problem_with(
+                name, ValueError, got=f"an array of shape {array.shape}",
+                expected=f"one that broadcasts to {shape}, entry by entry",
+            ) from None  # fmt: skip
 
     def _narrowed(self, array: Array) -> Array:
         """Copy in the dtype of scores; what is finite stays so: only -inf means invisible."""
@@ -153,7 +172,9 @@ class Scores:
             seen = seen & ~self._xp.isneginf(tile.of(self._bias))
         if self._mask_mod is not None:
             mod = self._mask_mod
-            seen = seen & mod.host(*self._place, tile.m, tile.n, **mod.arrays)
+            allowed = mod.host(*self._place, tile.m, tile.n, **mod.arrays)
+            shape = np.broadcast_shapes(*(a.shape for a in (*self._place, tile.m, tile.n)))
+            seen = seen & self._of_formula("mask_mod.host", allowed, shape, "b")
         if self._ids_q is not None and self._ids_k is not None:
             ids_q = self._ids_q[..., tile.rows][..., :, None]
             seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])

@@ -254,6 +254,7 @@ WRONG = {
         lambda a: cuflash.attention(
             *a.qkv, return_lse=True, out=(a.out, a.lse.astype(np.float64))),
         TypeError, "out", "float64"),
+    "scale beyond float32": (call(scale=1e39), ValueError, "scale", "float32.*float64"),
     "an array of far offsets": (
         call(offset=np.array(2**60)), ValueError, "offset", "2\\^59"),
     "a pair without return_lse": (

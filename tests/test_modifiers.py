@@ -109,3 +109,21 @@ def test_a_wrong_slope_is_found():
     right.check()
     with pytest.raises(ValueError, match="host_grad: got"):
         score_mod(lambda s, *_: s**3, lambda s, *_: 2 * s**2).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "argument"),
+    [
+        ({"score_mod": score_mod(lambda s, *_: s[..., :-1])}, ValueError, "score_mod.host"),
+        ({"score_mod": score_mod(lambda s, *_: s > 0)}, TypeError, "score_mod.host"),
+        ({"score_mod": score_mod(lambda s, *_: s, lambda s, *_: np.ones(3))}, ValueError,
+         "score_mod.host_grad"),
+        ({"mask_mod": MaskMod("k", host=lambda b, h, q, k: k)}, TypeError, "mask_mod.host"),
+        ({"mask_mod": MaskMod("k", host=lambda *_: np.ones((2, 3), bool))}, ValueError,
+         "mask_mod.host"),
+    ],
+)  # fmt: skip
+def test_formula_of_a_wrong_result_is_named(options, kind, argument):
+    q, k, v, _ = inputs(np.float32)
+    with pytest.raises(kind, match=f"^{argument}: got an array of"):
+        cuflash.attention(q, k, v, enable_gqa=True, **options)
