@@ -28,6 +28,7 @@ from cuflash import reference
 from support import derivatives, memory
 from support.budget import Budget
 from support.problems import (
+    ALL_OPTIONS,
     EVERYWHERE,
     HOST_TILE,
     WITHOUT_DROPOUT,
@@ -532,6 +533,17 @@ def test_p17_softcap_bounds_scores(xp: ModuleType, data: st.DataObject, cap: flo
     call = drawn.but(k=drawn.k[..., :1, :], v=drawn.v[..., :1, :]).with_options(softcap=cap)
     result = run(xp, call, backward=False)
     assert np.all(np.abs(result.lse[np.isfinite(result.lse)]) <= cap)
+
+
+@given(data=st.data())
+def test_p17_far_softcap_changes_nothing(xp: ModuleType, data: st.DataObject) -> None:
+    """The tangent of something so small is its argument, and a power of 2 divides exactly."""
+    allowed = tuple(name for name in ALL_OPTIONS if name != "softcap")
+    base = data.draw(calls(limits_of(xp), options=allowed))
+    result = run(xp, base.with_options(softcap=2.0**60))
+    budget = Budget(base)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 @given(data=st.data(), ones=st.booleans())

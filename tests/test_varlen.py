@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
@@ -81,22 +82,24 @@ def test_every_option_at_once(seed, lengths, lead):
         assert np.abs(a - b).max(initial=0) <= 1000 * bound, name
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
 def test_each_sequence_is_within_the_budget_of_its_own_call(dtype):
-    _rng, *arrays, ends_q, ends_k = drawn(0, (40, 0, 9, 70), (33, 5, 0, 70), 2)
+    rng, *arrays, ends_q, ends_k = drawn(0, (40, 0, 9, 70), (33, 5, 0, 70), 2)
     q, k, v = (a.astype(dtype) for a in arrays)
-    result = cuflash.attention_varlen(
-        q, k, v, ends_q, ends_k, causal=True, enable_gqa=True, return_lse=True
-    )
+    options = {"causal": True, "enable_gqa": True}
+    out, lse = cuflash.attention_varlen(q, k, v, ends_q, ends_k, return_lse=True, **options)
+    dout = rng.standard_normal(out.shape).astype(dtype)
+    g = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, ends_q, ends_k, **options)
     for i in range(4):
         rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
-        out = result.out[:, rows]
-        call = Call(
-            q[:, rows], k[:, keys], v[:, keys], dout=out,
-            options={"causal": True, "enable_gqa": True},
-        )  # fmt: skip
-        if out.size:
-            Budget(call).check_forward(out, result.lse[:, rows])
+        saved = out[:, rows], lse[:, rows]
+        gradients = {"q": g.dq[:, rows], "k": g.dk[:, keys], "v": g.dv[:, keys]}
+        if not saved[0].size:
+            assert not any(gradient.any() for gradient in gradients.values())
+            continue
+        budget = Budget(Call(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], options=options))
+        budget.check_forward(*saved)
+        budget.check_backward(gradients, given=saved)
 
 
 @pytest.mark.parametrize("heads_k", [(), (2,)])
