@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -270,24 +271,8 @@ def attention_backward(
         if array is not None:
             require_float(name, array)
             require_shape(name, array, problem.lse_shape, "the lse of attention")
-    if grads_out is not None and not isinstance(grads_out, Gradients):
-        raise problem_with(
-            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
-        )
-    gradients: dict[str, Array] = {}
-    others = {"dout": dout, "out": out, "lse": lse, **chosen.arrays}
-    if dlse is not None:
-        others["dlse"] = dlse
-    for name in wanted:
-        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
-        if buffer is None:
-            like = given[name]
-            buffer = allocate(xp, f"grads_out.{FIELDS[name]}", like.shape, like.dtype)
-        else:
-            buffer = native(f"grads_out.{FIELDS[name]}", buffer)
-            check_gradient(name, buffer, given, **others)
-            others[f"grads_out.{FIELDS[name]}"] = buffer
-        gradients[name] = buffer
+    read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
+    gradients = gradient_buffers(xp, wanted, grads_out, given, read)
     run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
@@ -426,13 +411,38 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
     return tuple(name for name in FIELDS if name in wrt)
 
 
-def check_gradient(name: str, buffer: Array, inputs: dict[str, Array], **others: Array) -> None:
-    """Raise unless ``buffer`` can take the gradient of input ``name``."""
-    argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
-    same_module(**{name: like, argument: buffer})
-    require_shape(argument, buffer, like.shape, name)
-    if buffer.dtype != like.dtype:
+def gradient_buffers(
+    xp: ModuleType,
+    wanted: tuple[str, ...],
+    grads_out: Gradients | None,
+    inputs: dict[str, Array],
+    read: dict[str, Array | None],
+) -> dict[str, Array]:
+    """Arrays for the gradients by input name: those of ``grads_out``, else new ones.
+
+    The caller's have to be apart from the ``inputs``, from all else that is ``read``, and from each
+    other.
+    """
+    if grads_out is not None and not isinstance(grads_out, Gradients):
         raise problem_with(
-            argument, TypeError, got=f"dtype {buffer.dtype}", expected=f"{like.dtype} as in {name}"
+            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
         )
-    check_destination(argument, buffer, **{**inputs, **others})
+    taken = inputs | {name: array for name, array in read.items() if array is not None}
+    buffers: dict[str, Array] = {}
+    for name in wanted:
+        argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
+        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
+        if buffer is None:
+            buffers[name] = allocate(xp, argument, like.shape, like.dtype)
+            continue
+        buffer = buffers[name] = native(argument, buffer)
+        same_module(**{name: like, argument: buffer})
+        require_shape(argument, buffer, like.shape, name)
+        if buffer.dtype != like.dtype:
+            raise problem_with(
+                argument, TypeError, got=f"dtype {buffer.dtype}",
+                expected=f"{like.dtype} as in {name}",
+            )  # fmt: skip
+        check_destination(argument, buffer, **taken)
+        taken[argument] = buffer
+    return buffers

@@ -13,7 +13,7 @@ import numpy as np
 from cuflash._arrays import Array, native, same_module
 from cuflash._attention import (
     FIELDS,
-    check_gradient,
+    gradient_buffers,
     gradient_names,
     result_pair,
 )
@@ -213,24 +213,9 @@ def attention_varlen_backward(
         if array is not None:
             require_float(name, array)
             require_shape(name, array, shape, "the result of attention_varlen")
-    if grads_out is not None and not isinstance(grads_out, Gradients):
-        raise problem_with(
-            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
-        )
-    likes = inputs | {"scale": np.zeros(())}
-    others = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    sums, gradients = {}, {}
-    for name in wanted:
-        like, argument = likes[name], f"grads_out.{FIELDS[name]}"
-        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
-        if buffer is None:
-            buffer = xp.empty(like.shape, like.dtype)
-        else:
-            buffer = native(argument, buffer)
-            check_gradient(name, buffer, likes, **others)
-            others[argument] = buffer
-        gradients[name] = buffer
-        sums[name] = np.zeros(like.shape, arithmetic(whole.dtype))
+    read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    gradients = gradient_buffers(xp, wanted, grads_out, inputs | {"scale": np.zeros(())}, read)
+    sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}
     for call in _calls(whole, chosen, sequences, q=q, k=k, v=v):
         s, parts = call.sequence, call.parts
         targets = {
