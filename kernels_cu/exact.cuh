@@ -84,11 +84,17 @@ __device__ __forceinline__ uint32_t non_finite_rows(const float (&acc)[tiles][4]
   return rows;
 }
 
-// Calls step(row) for the first row of every set bit.
+// What all lanes agree on, as a vote: the compiler takes a warp that branches on anything else for
+// diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
+__device__ __forceinline__ bool warp_agrees(bool condition) {
+  return __any_sync(0xffffffff, condition);
+}
+
+// Calls step(row) for the first row of every set bit, the same in all lanes.
 template <typename Step>
 __device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
 #pragma unroll 1
-  for (; bits != 0; bits &= bits - 1) step(__ffs(bits) - 1);
+  for (; warp_agrees(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
 }
 
 // What the gradient needs of one pair that sees each other.
@@ -126,8 +132,8 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
   float row_max = -infinity(), row_sum = 0.0f;
   const Range keys = score.kv_range(q_idx, q_idx + 1);
 #pragma unroll 1
-  for (int kv_idx = keys.begin; kv_idx < keys.end; ++kv_idx) {
-    if (!score.sees(q_idx, kv_idx)) continue;
+  for (int kv_idx = keys.begin; warp_agrees(kv_idx < keys.end); ++kv_idx) {
+    if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
     k.load(k_rows, kv_idx);
     v.load(v_rows, kv_idx);
     const float logit = score.apply(q.dot(k), q_idx, kv_idx);
