@@ -2,7 +2,7 @@
 
 What depends only on layouts is planned once: a call looks its plan up, writes its pointers into a
 copy of the prepared parameters and launches on the current stream. Nothing is shared between two
-launches, nothing synchronises.
+launches but counters that streams own; nothing synchronises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
 from cuflash import _launch_sm90, _params, _select
+from cuflash._arguments import Addresses, KnownArguments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
@@ -63,19 +63,22 @@ class Launch(NamedTuple):
     grid: int
     pointers: struct.Struct
     params: bytes  # what follows the pointers
-    offsets: tuple[tuple[int, ...], ...]
+    offsets: tuple[Addresses, ...]
+    known: KnownArguments
 
-    def run(self, pointers: Sequence[int], stream: int) -> None:
-        """Launch on ``stream`` with these addresses."""
+    def run(self, pointers: Addresses, stream: int, captured: bool = False) -> None:  # noqa: ARG002
+        """Launch on ``stream`` with these addresses; capturing makes no difference."""
         kernel = self.kernel
         for offsets in self.offsets:
-            moved = map(_moved, pointers, offsets) if offsets else pointers
-            # A char* is all of the argument list that the driver reads: one address.
-            arguments = ctypes.c_char_p(self.pointers.pack(*moved) + self.params)
+            moved = tuple(map(_moved, pointers, offsets)) if offsets else pointers
+            arguments = self.known.at(moved, self._pack)
             driver.launchKernel(
                 kernel.pointer, self.grid, 1, 1, kernel.num_threads, 1, 1,
                 kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
             )  # fmt: skip
+
+    def _pack(self, pointers: Addresses) -> bytes:
+        return self.pointers.pack(*pointers) + self.params
 
 
 def _moved(pointer: int, offset: int) -> int:
@@ -133,6 +136,7 @@ def _plan_launch(
         pointers=pointers,
         params=filled.tobytes()[pointers.size :],
         offsets=grid.offsets(),
+        known=KnownArguments(),
     )
 
 
@@ -265,7 +269,8 @@ def forward(
         if plan is None:
             launch = _plan_forward(problem, device, pointers, lse_strides, config)
             plan = _remember(_forward_plans, key, (problem, launch))
-        plan[1].run(pointers, cupy.cuda.get_current_stream().ptr)
+        stream = cupy.cuda.get_current_stream()
+        plan[1].run(pointers, stream.ptr, stream.is_capturing())
     del held  # no sooner: another thread could be given its memory on this stream
 
 
@@ -292,7 +297,7 @@ class RepeatedForward(NamedTuple):
             q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
             *_NO_SCORE_ARRAYS,
         )  # fmt: skip
-        self.launch.run(addresses, stream.ptr)
+        self.launch.run(addresses, stream.ptr, False)
         return out if lse is None else AttentionResult(out, lse)
 
 
@@ -344,16 +349,16 @@ def _plan_forward(
     config: ForwardConfig | ForwardSm90Config | None,
 ) -> Launch | Sm90Launch:
     layouts = _forward_layouts(problem, lse_strides) | _score_layouts(problem)
-    # On request alone, until the figures of docs/forward-sm90.md are measured.
-    if isinstance(config, ForwardSm90Config):
+    if not isinstance(config, ForwardConfig):
         launch = _plan_forward_sm90(problem, device, pointers, layouts, config)
-        if launch is None:
-            raise problem_with(
-                "config", ValueError, got=type(config).__name__,
-                expected="a device, head sizes, options, strides and alignments that it can serve",
-                fix="leave it out, and the portable kernel serves",
-            )  # fmt: skip
-        return launch
+        if launch is not None:
+            return launch
+    if isinstance(config, ForwardSm90Config):
+        raise problem_with(
+            "config", ValueError, got=type(config).__name__,
+            expected="a device, head sizes, options, strides and alignments that it can serve",
+            fix="leave it out, and the portable kernel serves",
+        )  # fmt: skip
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
         problem, _smem_limit(device), _copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
@@ -476,7 +481,7 @@ def backward(
             )  # fmt: skip
             plan = _remember(_backward_plans, key, (problem, steps))
         for names, launch in plan[1]:
-            launch.run([addresses[name] for name in names], stream)
+            launch.run(tuple(addresses[name] for name in names), stream)
     del held  # no sooner: another thread could be given its memory on this stream
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+import threading
 from typing import NamedTuple
 
 import cupy
@@ -12,6 +12,7 @@ import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
 from cuflash import _params, _tensor_map
+from cuflash._arguments import Addresses, KnownArguments
 from cuflash._compile import Kernel
 from cuflash._config import ForwardSm90Config
 from cuflash._grid import Layout, even_sections, plan_grid
@@ -23,8 +24,41 @@ _POINTERS = struct.Struct(f"<{len(_NAMES)}Q")
 _MAPPED = len(_params.MAPPED)  # the first of the pointers
 _COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
 _COUNTER_BYTES = 4
+_NUM_COUNTERS = 4096
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
 _INDEX_LIMIT = 2**31 - 2**20  # a block of threads draws one index past the last tile
 _STORED_ROWS = 64  # of out: those of a warpgroup
+
+
+class TileCounters:
+    """From what the launches on the current device draw their tiles.
+
+    A counter is 0 between launches: the last draw of a launch wraps it. Launches on one stream
+    follow each other and share a counter, as they share memory of CuPy's pool. A launch that a
+    graph captures may be replayed on any stream, and owns one for ever.
+    """
+
+    def __init__(self) -> None:
+        self._memory = cupy.cuda.Memory(_NUM_COUNTERS * _COUNTER_BYTES)  # of no pool
+        stream = cupy.cuda.Stream(non_blocking=True)
+        runtime.memsetAsync(self._memory.ptr, 0, self._memory.size, stream.ptr)
+        stream.synchronize()
+        first = self._memory.ptr
+        self._free = iter(range(first, first + self._memory.size, _COUNTER_BYTES))
+        self._of_stream: dict[tuple[int, int], int] = {}
+
+    def for_launch(self, stream: int, captured: bool) -> int:
+        """Address of a counter, or 0 where none is left."""
+        if captured:
+            return next(self._free, 0)
+        key = (stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+        found = self._of_stream.get(key)
+        if found is None:
+            found = self._of_stream[key] = next(self._free, 0)
+        return found
+
+
+_counters: dict[int, TileCounters] = {}  # by device
 
 
 class Sm90Launch(NamedTuple):
@@ -34,31 +68,32 @@ class Sm90Launch(NamedTuple):
     grid: int
     params: bytes  # between the pointers and the maps
     maps: Maps
+    device: int
     draws: bool  # there are more tiles than blocks of threads
+    known: KnownArguments
 
-    def run(self, pointers: Sequence[int], stream: int) -> None:
-        """Launch on ``stream`` with these addresses.
-
-        Tiles are drawn from a counter in memory of this launch alone, so that launches on two
-        streams never share one. While a graph is captured no memory can be had that would live as
-        long as the graph: tiles are dealt out in advance then. Results are the same.
-        """
-        counter = None
-        if self.draws and not runtime.streamIsCapturing(stream):
-            counter = cupy.empty(_COUNTER_BYTES, np.uint8)
-            runtime.memsetAsync(counter.data.ptr, 0, _COUNTER_BYTES, stream)
-        # A char* is all of the argument list that the driver reads: one address.
-        arguments = ctypes.c_char_p(
-            _POINTERS.pack(*pointers)
-            + self.params
-            + self.maps.at(tuple(pointers[:_MAPPED]))
-            + _COUNTER.pack(0 if counter is None else counter.data.ptr)
-        )
+    def run(self, pointers: Addresses, stream: int, captured: bool) -> None:
+        """Launch on ``stream`` with these addresses."""
+        counter = self._counter(stream, captured) if self.draws else 0
+        arguments = self.known.at((*pointers, counter), self._pack)
         driver.launchKernel(
             self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
             self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
         )  # fmt: skip
-        del counter  # no sooner: another thread could be given its memory on this stream
+
+    def _counter(self, stream: int, captured: bool) -> int:
+        """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
+        counters = _counters.get(self.device)
+        if counters is None:
+            if captured:  # no memory can be allocated
+                return 0
+            counters = _counters.setdefault(self.device, TileCounters())
+        return counters.for_launch(stream, captured)
+
+    def _pack(self, addresses: Addresses) -> bytes:
+        *pointers, counter = addresses
+        maps = self.maps.at(tuple(pointers[:_MAPPED]))
+        return _POINTERS.pack(*pointers) + self.params + maps + _COUNTER.pack(counter)
 
 
 def available(device: int) -> bool:
@@ -137,5 +172,7 @@ def persistent(
         grid=min(owners * num_blocks, processors),
         params=filled.tobytes()[_POINTERS.size : _params.MAPS_AT],
         maps=maps,
+        device=device,
         draws=owners * num_blocks > processors,
+        known=KnownArguments(),
     )

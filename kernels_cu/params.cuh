@@ -91,7 +91,7 @@ struct ForwardSm90Params : ForwardParams {
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
   ptx::TensorMap out_map;
-  int32_t* tile_counter;  // 0 at launch; null: tiles are dealt out in advance
+  uint32_t* tile_counter;  // 0 before and after; null: tiles are dealt out in advance
 };
 
 struct DeltaParams {

@@ -1,8 +1,9 @@
-"""Does Hopper's kernel get the parameters, maps and counter that it reads? Needs no GPU."""
+"""Does Hopper's kernel get the parameters, maps and counters that it reads? Needs no GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash import _launch, _launch_sm90, _tensor_map
 
+COUNTERS = 4096  # their address
 POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * 10, 16))
 STREAM = 77
 
@@ -27,21 +29,21 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Any] = []
         self.cleared: list[tuple[int, int, int, int]] = []
-        self.capturing = False
-        runtime = SimpleNamespace(
-            streamIsCapturing=lambda _: self.capturing,
-            memsetAsync=lambda *arguments: self.cleared.append(arguments),
-        )
-        counter = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+        runtime = SimpleNamespace(memsetAsync=lambda *arguments: self.cleared.append(arguments))
+        stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
         device = SimpleNamespace(
             compute_capability="90",
             attributes={"MultiProcessorCount": 132, "L2CacheSize": 50 << 20},
         )
+        monkeypatch.setattr(_launch_sm90, "_counters", {})
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
         monkeypatch.setattr(_launch_sm90, "driver", SimpleNamespace(launchKernel=self.launch))
-        cupy = SimpleNamespace(
-            empty=lambda *_: counter, cuda=SimpleNamespace(Device=lambda _: device)
+        cuda = SimpleNamespace(
+            Device=lambda _: device,
+            Memory=lambda size: SimpleNamespace(ptr=COUNTERS, size=size),
+            Stream=lambda **_: stream,
         )
+        cupy = SimpleNamespace(cuda=cuda)
         monkeypatch.setattr(_launch_sm90, "cupy", cupy)
         monkeypatch.setattr(_launch, "cupy", cupy)
         monkeypatch.setattr(_tensor_map, "encode", lambda _, address: address.to_bytes(128, "big"))
@@ -55,6 +57,9 @@ class Recorder:
         address = ctypes.cast(rest[-2], ctypes.POINTER(ctypes.c_void_p))[0]
         params = ctypes.string_at(address, _params.FORWARD_SM90.itemsize)
         self.launches.append((function, grid, np.frombuffer(params, _params.FORWARD_SM90)[0]))
+
+    def counters(self) -> list[int]:
+        return [int(params["tile_counter"]) for *_, params in self.launches]
 
 
 @pytest.fixture
@@ -73,7 +78,7 @@ def plan(problem: Problem) -> Any:
 
 
 def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> None:
-    plan(problem_of(2)).run(POINTERS, STREAM)
+    plan(problem_of(2)).run(POINTERS, STREAM, captured=False)
     [(function, grid, params)] = recorder.launches
     assert (function, grid) == (5, 16)  # 2 tiles of 192 rows, 8 entries
     names = _params.pointer_names(_params.FORWARD_SM90)
@@ -87,16 +92,40 @@ def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> No
     assert (params["head_dim"], params["score"]["seqlen_k"]) == (64, 400)
 
 
-def test_more_tiles_than_multiprocessors_are_drawn_from_a_cleared_counter(
-    recorder: Recorder,
-) -> None:
+def test_tiles_are_drawn_where_they_outnumber_blocks_of_threads(recorder: Recorder) -> None:
     launch = plan(problem_of(40, causal=True))
-    launch.run(POINTERS, STREAM)
-    recorder.capturing = True
-    launch.run(POINTERS, STREAM)
-    assert recorder.cleared == [(4096, 0, 4, STREAM)]
-    assert [grid for _, grid, _ in recorder.launches] == [132, 132]
-    assert [int(params["tile_counter"]) for *_, params in recorder.launches] == [4096, 0]
+    launch.run(POINTERS, STREAM, captured=True)  # nothing can be allocated
+    assert not recorder.cleared
+    launch.run(POINTERS, STREAM, captured=False)
+    assert recorder.cleared == [(COUNTERS, 0, 4 * _launch_sm90._NUM_COUNTERS, STREAM)]
+    launch.run(POINTERS, STREAM, captured=False)
+    launch.run(POINTERS, STREAM + 1, captured=False)
+    plan(problem_of(50, causal=True)).run(POINTERS, STREAM, captured=False)
+    assert [grid for _, grid, _ in recorder.launches] == [132] * 5
+    assert recorder.counters() == [0, COUNTERS, COUNTERS, COUNTERS + 4, COUNTERS]
+    assert len(recorder.cleared) == 1
+
+
+def test_every_captured_launch_has_a_counter_of_its_own(recorder: Recorder) -> None:
+    launch = plan(problem_of(40))
+    launch.run(POINTERS, STREAM, captured=False)
+    for _ in range(_launch_sm90._NUM_COUNTERS):
+        launch.run(POINTERS, STREAM, captured=True)
+    launch.run(POINTERS, STREAM, captured=False)
+    first, *captured, dealt, last = recorder.counters()
+    assert first == last == COUNTERS
+    assert captured == [COUNTERS + 4 * i for i in range(1, _launch_sm90._NUM_COUNTERS)]
+    assert dealt == 0
+
+
+def test_threads_do_not_share_the_counter_of_the_stream_that_each_has(recorder: Recorder) -> None:
+    launch = plan(problem_of(40))
+    per_thread = 2  # cudaStreamPerThread
+    launch.run(POINTERS, per_thread, captured=False)
+    other = threading.Thread(target=launch.run, args=(POINTERS, per_thread, False))
+    other.start()
+    other.join()
+    assert recorder.counters() == [COUNTERS, COUNTERS + 4]
 
 
 def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -> None:
@@ -104,7 +133,7 @@ def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -
         launch = plan(problem_of(2, kv_lengths=length))
         layouts = dict(zip(_params.MAPPED, launch.maps.layouts, strict=True))
         assert [layouts[n].extents[1] for n in _params.MAPPED] == [300, rows, rows, 300]
-        launch.run(POINTERS, STREAM)
+        launch.run(POINTERS, STREAM, captured=False)
         assert recorder.launches[-1][2]["score"]["seqlen_k"] == rows
         assert recorder.launches[-1][2]["score"]["kv_length"] == length
 
@@ -130,6 +159,15 @@ def test_what_the_driver_refuses_is_refused(
         plan(problem_of(2))
 
 
-def test_it_runs_on_request_alone(recorder: Recorder) -> None:
-    launch = _launch._plan_forward(problem_of(2), 0, POINTERS, None, None)
-    assert not isinstance(launch, _launch_sm90.Sm90Launch)
+def test_hopper_serves_unless_another_kernel_is_asked_for(recorder: Recorder) -> None:
+    problem = problem_of(2)
+    launch = _launch._plan_forward(problem, 0, POINTERS, None, None)
+    assert isinstance(launch, _launch_sm90.Sm90Launch)
+    portable = _select.forward_config(problem, 227 * 1024, 16)
+    assert isinstance(_launch._plan_forward(problem, 0, POINTERS, None, portable), _launch.Launch)
+
+
+def test_the_portable_kernel_serves_what_hopper_does_not(recorder: Recorder) -> None:
+    moved = (POINTERS[0] + 8, *POINTERS[1:])
+    launch = _launch._plan_forward(problem_of(2), 0, moved, None, None)
+    assert isinstance(launch, _launch.Launch)

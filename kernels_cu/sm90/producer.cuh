@@ -56,7 +56,11 @@ struct Producer {
   // In lane 0.
   __device__ __forceinline__ int draw() const {
     if (lane_index() != 0) return 0;
-    if (params.tile_counter != nullptr) return atomicAdd(params.tile_counter, 1) + gridDim.x;
+    if (params.tile_counter != nullptr) {
+      // Every block of threads draws once past the end, as many in all as there are tiles: the last
+      // draw leaves 0 for the next launch.
+      return atomicInc(params.tile_counter, Work::num_tiles(params) - 1) + gridDim.x;
+    }
     // Back and forth over the longest-first list, which evens out what falls along it.
     const int turn = work_ring.uses;
     return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);

@@ -51,11 +51,11 @@ struct Work {
     for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
   }
 
- private:
   __device__ __forceinline__ static int num_tiles(const ForwardSm90Params& params) {
     return params.grid.num_blocks * params.grid.num_owners;
   }
 
+ private:
   __device__ __forceinline__ Work(const ForwardSm90Params& params, const Tile& tile)
       : first_row(
             (Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block) *
