@@ -379,8 +379,10 @@ def _plan_forward_sm90(
     override: ForwardSm90Config | None,
 ) -> Sm90Launch | None:
     """Prepare Hopper's forward; None where the device, the problem or a layout is not for it."""
-    chosen = _select.forward_sm90_config(problem)
-    if chosen is None or not _launch_sm90.available(device):
+    if not _launch_sm90.available(device):
+        return None
+    chosen = _select.forward_sm90_config(problem, _launch_sm90.multiprocessors(device))
+    if chosen is None:
         return None
     config = _select.overridden(chosen, override)
     maps = _launch_sm90.tensor_maps(problem, layouts, config, pointers)

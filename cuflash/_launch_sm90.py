@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from typing import NamedTuple
@@ -102,6 +103,12 @@ def available(device: int) -> bool:
     return _tensor_map.available() and bool(capability == "90")
 
 
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many blocks of threads run side by side."""
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 def keys_to_load(problem: Problem) -> int:
     """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
     length = problem.kv_length_value
@@ -157,7 +164,7 @@ def persistent(
     device: int,
 ) -> Sm90Launch:
     """Prepare the launch from the parameters of one block of threads for each tile."""
-    processors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    processors = multiprocessors(device)
     filled = np.frombuffer(bytearray(params), _params.FORWARD_SM90)[0]
     filled["score"]["seqlen_k"] = keys_to_load(problem)
     owners, num_blocks = int(filled["grid"]["num_owners"]), int(filled["grid"]["num_blocks"])

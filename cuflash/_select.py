@@ -6,6 +6,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -105,8 +106,8 @@ class Sm90Tile(NamedTuple):
 
 
 Sm90Tiles = dict[tuple[int, int], Sm90Tile]
-# Keyed by the padded head sizes (of q and k, of v), smallest first. What registers and shared
-# memory hold without spills; speeds are still to be measured: docs/forward-sm90.md.
+# Keyed by the padded head sizes (of q and k, of v), smallest first. Measured on an H100 SXM:
+# docs/forward-sm90.md.
 _FORWARD_SM90: Sm90Tiles = {
     (64, 64): Sm90Tile(192, 128, 4, 2, 1),
     (96, 96): Sm90Tile(128, 128, 2, 2, 2),
@@ -115,23 +116,20 @@ _FORWARD_SM90: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 112, 2, 1, 2),
     (256, 256): Sm90Tile(128, 80, 2, 1, 2),
 }
-# Lengths from an array, and a window bounded on the left: bounds to hold in registers, of which the
-# larger tile leaves none.
-_FORWARD_SM90_LENGTHS: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
-_FORWARD_SM90_WINDOW: Sm90Tiles = {
-    (64, 64): Sm90Tile(128, 128, 4, 2, 1),
-    (256, 256): Sm90Tile(128, 64, 2, 1, 2),
-}
-# Where a score takes more than a multiplication: tanh and look-ups branch, which nothing may do
-# while products are in flight, and take registers.
+# Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner.
+_FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
+# With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
+# and take registers.
 _FORWARD_SM90_GENERAL: Sm90Tiles = {
-    (64, 64): Sm90Tile(128, 128, 4, 2, 0),
+    (64, 64): Sm90Tile(192, 128, 4, 2, 0),
     (96, 96): Sm90Tile(128, 128, 2, 2, 0),
     (128, 128): Sm90Tile(128, 128, 2, 2, 0),
     (192, 128): Sm90Tile(128, 128, 2, 1, 0),
     (192, 192): Sm90Tile(128, 96, 2, 1, 0),
     (256, 256): Sm90Tile(128, 64, 2, 1, 0),
 }
+#: What a call is planned for where no device is at hand: an H100 SXM.
+_MULTIPROCESSORS = 132
 #: Shared memory that the system keeps for itself in every block of threads.
 _RESERVED_SMEM = 1024
 
@@ -153,7 +151,9 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
-def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
+def forward_sm90_config(
+    problem: Problem, multiprocessors: int = _MULTIPROCESSORS
+) -> ForwardSm90Config | None:
     """Choose the forward kernel of Hopper; None where the portable one serves, that is
 
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
@@ -169,12 +169,10 @@ def forward_sm90_config(problem: Problem) -> ForwardSm90Config | None:
         return None
     fields = _fields(problem, 16, problem.dtype)
     tiles = _FORWARD_SM90
-    if _is_general(problem) or not fields["scale_in_exponent"]:
+    if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
-    elif fields["window_left"]:
-        tiles = tiles | _FORWARD_SM90_WINDOW
-    elif fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
-        tiles = tiles | _FORWARD_SM90_LENGTHS
+    elif math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors:
+        tiles = tiles | _FORWARD_SM90_FEW
     (head_dim, head_dim_v), tile = next(
         (key, tile)
         for key, tile in tiles.items()

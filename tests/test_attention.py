@@ -390,7 +390,7 @@ def test_a_window_wider_than_any_array_is_none(
     np.testing.assert_array_equal(reference.visible(cuflash.Options(**far), (), rows, keys), seen)
     for mask in ({}, {"mask": np.ones(shape, bool)}):
         operands = (2, rows, 16), (2, keys, 16), (2, keys, 16)
-        call = make_call("normal", 9, np.float32, *operands, options=far | mask)
+        call = make_call("normal", 9, np.float16, *operands, options=far | mask)
         assert_within_budget(call, run(xp, call))
 
 

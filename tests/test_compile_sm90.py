@@ -40,8 +40,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SERVED = {"bias": None, "out_dtype": None}
 
 
-def config_of(case: dict[str, Any]) -> ForwardSm90Config | None:
-    return _select.forward_sm90_config(problem_of(case))
+#: Of a device that is too small for the smaller tiles, and of one that is large enough.
+SMALL, LARGE = 0, 10**9
+
+
+def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> ForwardSm90Config | None:
+    return _select.forward_sm90_config(problem_of(case), multiprocessors)
 
 
 def complaints(config: ForwardSm90Config) -> list[str]:
@@ -67,7 +71,9 @@ def compile_all(configs: set[ForwardSm90Config]) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
     configs = {
-        config_of({**PLAIN, **options, **SERVED, "head_dims": d}) for d in _select._FORWARD_SM90
+        config_of({**PLAIN, **options, **SERVED, "head_dims": d}, multiprocessors)
+        for d in _select._FORWARD_SM90
+        for multiprocessors in (SMALL, LARGE)
     }
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(_select._FORWARD_SM90)
     compile_all(configs)

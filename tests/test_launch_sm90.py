@@ -36,6 +36,7 @@ class Recorder:
             attributes={"MultiProcessorCount": 132, "L2CacheSize": 50 << 20},
         )
         monkeypatch.setattr(_launch_sm90, "_counters", {})
+        monkeypatch.setattr(_launch_sm90, "multiprocessors", lambda _: 132)
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
         monkeypatch.setattr(_launch_sm90, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
@@ -80,7 +81,7 @@ def plan(problem: Problem) -> Any:
 def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> None:
     plan(problem_of(2)).run(POINTERS, STREAM, captured=False)
     [(function, grid, params)] = recorder.launches
-    assert (function, grid) == (5, 16)  # 2 tiles of 192 rows, 8 entries
+    assert (function, grid) == (5, 24)  # 3 tiles of 128 rows, 8 entries
     names = _params.pointer_names(_params.FORWARD_SM90)
     given = [params["score" if n in _params.SCORE_POINTERS else n] for n in names]
     given = [int(x[n]) if x.dtype.names else int(x) for n, x in zip(names, given, strict=True)]
@@ -88,7 +89,7 @@ def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> No
     for name, address in zip(_params.MAPPED, POINTERS, strict=False):
         assert int.from_bytes(params[f"{name}_map"].tobytes(), "big") == address
     assert params["tile_counter"] == 0
-    assert tuple(params["grid"]) == (2, 8, 1, 1)
+    assert tuple(params["grid"]) == (3, 8, 1, 1)
     assert (params["head_dim"], params["score"]["seqlen_k"]) == (64, 400)
 
 
