@@ -118,10 +118,12 @@ _FORWARD_SM90: Sm90Tiles = {
 }
 # Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner.
 _FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
+# Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
+_FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
 # and take registers.
 _FORWARD_SM90_GENERAL: Sm90Tiles = {
-    (64, 64): Sm90Tile(192, 128, 4, 2, 0),
+    (64, 64): Sm90Tile(128, 128, 4, 2, 0),
     (96, 96): Sm90Tile(128, 128, 2, 2, 0),
     (128, 128): Sm90Tile(128, 128, 2, 2, 0),
     (192, 128): Sm90Tile(128, 128, 2, 1, 0),
@@ -171,6 +173,8 @@ def forward_sm90_config(
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
+    elif fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
+        tiles = tiles | _FORWARD_SM90_LENGTHS
     elif math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors:
         tiles = tiles | _FORWARD_SM90_FEW
     (head_dim, head_dim_v), tile = next(

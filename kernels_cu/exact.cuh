@@ -63,31 +63,33 @@ struct LaneColumns {
 using QkColumns = LaneColumns<Config::head_dim>;
 using VColumns = LaneColumns<Config::head_dim_v>;
 
-// Bit r says whether row r of a slice of 16 rows holds anything non-finite.
-template <int tiles>
-__device__ __forceinline__ uint32_t non_finite_rows(const float (&acc)[tiles][4]) {
-  uint32_t rows = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float poison = 0.0f;
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      poison = fmaf(acc[t][2 * half], 0.0f, poison);
-      poison = fmaf(acc[t][2 * half + 1], 0.0f, poison);
-    }
-    const uint32_t lanes = __ballot_sync(0xffffffff, poison != 0.0f);
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      if (lanes >> (4 * r) & 15) rows |= 1u << (8 * half + r);
-    }
-  }
-  return rows;
-}
-
-// What all lanes agree on, as a vote: the compiler takes a warp that branches on anything else for
+// What holds in any lane, as a vote: the compiler takes a warp that branches on anything else for
 // diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
 __device__ __forceinline__ bool warp_agrees(bool condition) {
   return __any_sync(0xffffffff, condition);
+}
+
+// Bit r says whether row r of a slice of 16 rows holds anything non-finite.
+template <int tiles>
+__device__ __forceinline__ uint32_t non_finite_rows(const float (&acc)[tiles][4]) {
+  float poison[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) poison[i / 2] = fmaf(acc[t][i], 0.0f, poison[i / 2]);
+  }
+  uint32_t rows = 0;
+  if (warp_agrees(poison[0] + poison[1] != 0.0f)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t lanes = __ballot_sync(0xffffffff, poison[half] != 0.0f);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        if (lanes >> (4 * r) & 15) rows |= 1u << (8 * half + r);
+      }
+    }
+  }
+  return rows;
 }
 
 // Calls step(row) for the first row of every set bit, the same in all lanes.

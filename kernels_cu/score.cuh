@@ -25,6 +25,8 @@ struct Range {
 struct BlockRanges {
   int begin, full_begin, full_end, end;
 
+  __device__ __forceinline__ bool has_full() const { return full_begin < full_end; }
+
   // Does somebody have to ask which pairs of this block are visible?
   __device__ __forceinline__ bool masked(int block) const {
     return block < full_begin || block >= full_end;

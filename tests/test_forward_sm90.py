@@ -108,6 +108,12 @@ def test_within_budget(head_dims, name):
         check(make(head_dims, (batch, rows, keys), fitting))
 
 
+@pytest.mark.parametrize("name", ["none", "causal", "window", "lengths"])
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_several_tiles_for_each_block_of_threads(head_dims, name):
+    check(make(head_dims, ((2, 70), 400, 410), OPTIONS[name]))
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])

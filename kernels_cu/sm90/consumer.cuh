@@ -9,6 +9,10 @@
 
 namespace cuflash {
 
+// Which end of the visible keys may lie within a block. A mask may hide keys of any block but a
+// full one: it leaves none.
+enum class Edge { none, first, last, both };
+
 struct Consumer {
   static constexpr int s_tiles = Config::block_n / 8;
 
@@ -29,68 +33,118 @@ struct Consumer {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
       const Score score(params.score, work.entry);
-      attend(work, score);
+      attend(score, Rows(score, work, warpgroup));
       finish(work, score);
     }
   }
 
  private:
-  // Every warpgroup takes a turn for each block of the tile but the last, whether or not its own
-  // rows see it.
-  __device__ __forceinline__ void attend(const Work& work, const Score& score) {
-    const BlockRanges tile = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
-    const int first_row = work.first_row + 64 * warpgroup;
-    const BlockRanges own = score.kv_blocks(first_row, first_row + 64);
+  // The key blocks of a tile, and of the rows that this warpgroup has of it.
+  struct Rows {
+    int first_row;
+    BlockRanges tile, own;  // own.end is tile.begin where these rows see nothing
+
+    __device__ __forceinline__ Rows(const Score& score, const Work& work, int warpgroup)
+        : first_row(work.first_row + 64 * warpgroup),
+          tile(score.kv_blocks(work.first_row, work.first_row + Config::block_m)),
+          own(score.kv_blocks(first_row, first_row + 64)) {
+      if (own.begin >= own.end) own = BlockRanges{tile.begin, tile.begin, tile.begin, tile.begin};
+    }
+  };
+
+  // Every warpgroup takes a turn for each block of the tile, whether or not its own rows see it.
+  __device__ __forceinline__ void attend(const Score& score, const Rows& rows) {
+    const BlockRanges& own = rows.own;
     softmax = SplitSoftmax();
     clear(o_acc);
-    int block = tile.end - 1;
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
+    int block = rows.tile.end - 1;
 #pragma unroll 1
-    for (; block >= max(own.end, tile.begin); --block) skip_block(block > tile.begin);
+    for (; block >= own.end; --block) skip_block();
     if (own.begin < own.end) {
-      first_block(score, first_row, block, own.masked(block));
+      first_block(score, rows);
       --block;
+      if constexpr (Score::masks_before_full) {
+        if (!own.has_full()) {
+#pragma unroll 1
+          for (; block >= own.begin; --block) next_block<Edge::both>(score, rows, block);
+        }
+      }
       if constexpr (Score::masks_before_last) {
 #pragma unroll 1
-        for (; block >= own.full_end; --block) next_block<true>(score, first_row, block);
+        for (; block >= own.full_end; --block) next_block<Edge::last>(score, rows, block);
       }
 #pragma unroll 1
-      for (; block >= own.full_begin; --block) next_block<false>(score, first_row, block);
+      for (; block >= own.full_begin; --block) next_block<Edge::none>(score, rows, block);
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
-        for (; block >= own.begin; --block) next_block<true>(score, first_row, block);
+        for (; block >= own.begin; --block) next_block<Edge::first>(score, rows, block);
       }
       last_product();
+    } else {
+      release_q(true);
     }
 #pragma unroll 1
-    for (; block >= tile.begin; --block) skip_block(true);
-    if constexpr (!stages_out) arrive_as_warp(smem.q_empty[q_ring.stage()]);
+    for (; block >= rows.tile.begin; --block) skip_block();
   }
 
   // s of the last block that these rows see.
-  __device__ __forceinline__ void first_block(const Score& score, int first_row, int block,
-                                              bool masked) {
+  __device__ __forceinline__ void first_block(const Score& score, const Rows& rows) {
     float s_acc[1][s_tiles][4];
+    const int first_key = (rows.own.end - 1) * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
+    take_turn();
     start_scores(s_acc);
+    pass_turn();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads());
-    if (masked) {
-      apply_score<true>(s_acc, score, first_row, block * Config::block_n);
+    release_q(rows.own.begin + 1 == rows.own.end);
+    if (!rows.own.masked(rows.own.end - 1)) {
+      weigh<Edge::none>(s_acc, score, rows.first_row, first_key);
+    } else if (Score::masks_before_full && !rows.own.has_full()) {
+      weigh<Edge::both>(s_acc, score, rows.first_row, first_key);
     } else {
-      apply_score<false>(s_acc, score, first_row, block * Config::block_n);
+      weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
     }
-    softmax.find_maximum(s_acc, score);
-    softmax.exponentiate<0, s_tiles>(s_acc, score);
-    softmax.add_block();
     to_operand(p_frag, s_acc);
   }
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
-  template <bool masked>
-  __device__ __forceinline__ void next_block(const Score& score, int first_row, int block) {
+  template <Edge edge>
+  __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block) {
     float s_acc[1][s_tiles][4];
+    const Ring<Config::num_stages> before = start_both(s_acc);
+    release_q(block == rows.own.begin);
+    weigh<edge>(s_acc, score, rows.first_row, block * Config::block_n);
+    end_product(before);
+    to_operand(p_frag, s_acc);
+    softmax.rescale_rows(o_acc);
+  }
+
+  // p v of the first block that these rows see.
+  __device__ __forceinline__ void last_product() {
+    start_product_with(ring);
+    end_product(ring);
+    ring.advance();
+  }
+
+  // A block that none of these 64 rows sees: keeps step with the other warpgroups.
+  __device__ __forceinline__ void skip_block() {
+    wait(smem.k_full[ring.stage()], ring.full_parity());
+    wait(smem.v_full[ring.stage()], ring.full_parity());
+    // All threads are past these waits before one of them lets the phases pass.
+    ptx::named_barrier_sync(first_together + warpgroup, 128);
+    arrive_if(smem.k_empty[ring.stage()], leads());
+    arrive_if(smem.v_empty[ring.stage()], leads());
+    ring.advance();
+    take_turn();
+    pass_turn();
+  }
+
+  // Starts q k^T of the ring's next block and p v of the one before, which it returns; the scores
+  // are there at the end.
+  __device__ __forceinline__ Ring<Config::num_stages> start_both(float (&s_acc)[1][s_tiles][4]) {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
@@ -101,7 +155,25 @@ struct Consumer {
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads());
-    apply_score<masked>(s_acc, score, first_row, block * Config::block_n);
+    return before;
+  }
+
+  __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(o_acc));
+    arrive_if(smem.v_empty[at.stage()], leads());
+  }
+
+  // Where out is staged in q, it is the store warp that releases it.
+  __device__ __forceinline__ void release_q(bool last) {
+    if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads());
+  }
+
+  // Raw products become weights, relative to the rows' reference.
+  template <Edge edge>
+  __device__ __forceinline__ void weigh(float (&s_acc)[1][s_tiles][4], const Score& score,
+                                        int first_row, int first_key) {
+    apply_score<edge>(s_acc, score, first_row, first_key);
     softmax.find_maximum(s_acc, score);
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
@@ -113,34 +185,6 @@ struct Consumer {
     }
     softmax.exponentiate<tied, s_tiles>(s_acc, score);
     softmax.add_block();
-    ptx::wgmma_wait<0>();
-    ptx::pin(flat(o_acc));
-    arrive_if(smem.v_empty[before.stage()], leads());
-    to_operand(p_frag, s_acc);
-    softmax.rescale_rows(o_acc);
-  }
-
-  // p v of the first block that these rows see.
-  __device__ __forceinline__ void last_product() {
-    start_product_with(ring);
-    ptx::wgmma_wait<0>();
-    ptx::pin(flat(o_acc));
-    arrive_if(smem.v_empty[ring.stage()], leads());
-    ring.advance();
-  }
-
-  // A block that none of these 64 rows sees: keeps step with the other warpgroups.
-  __device__ __forceinline__ void skip_block(bool with_turn) {
-    wait(smem.k_full[ring.stage()], ring.full_parity());
-    wait(smem.v_full[ring.stage()], ring.full_parity());
-    // All threads are past these waits before one of them lets the phases pass.
-    ptx::named_barrier_sync(first_together + warpgroup, 128);
-    arrive_if(smem.k_empty[ring.stage()], leads());
-    arrive_if(smem.v_empty[ring.stage()], leads());
-    ring.advance();
-    if (!with_turn) return;
-    take_turn();
-    pass_turn();
   }
 
   __device__ __forceinline__ void start_scores(float (&s_acc)[1][s_tiles][4]) {
@@ -167,10 +211,10 @@ struct Consumer {
   }
 
   // Raw products become logits, what is invisible -inf.
-  template <bool masked>
+  template <Edge edge>
   __device__ __forceinline__ void apply_score(float (&s_acc)[1][s_tiles][4], const Score& score,
                                               int first_row, int first_key) const {
-    if constexpr (masked || !Config::scale_in_exponent) {
+    if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
       const int thread = ptx::thread_index(), lane = thread % 32;
       const int lane_row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
       const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -184,8 +228,14 @@ struct Consumer {
           for (int i = 0; i < 2; ++i) {
             float& value = s_acc[0][t][2 * half + i];
             const int kv_idx = lane_key + 8 * t + i;
-            const bool visible =
-                !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+            bool visible = true;
+            if constexpr (edge == Edge::first || edge == Edge::both) {
+              visible = 8 * t + i >= keys.begin;
+            }
+            if constexpr (edge == Edge::last || edge == Edge::both) {
+              visible = visible && 8 * t + i < keys.end;
+            }
+            if constexpr (edge != Edge::none) visible = visible && score.unmasked(q_idx, kv_idx);
             value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
           }
         }
@@ -199,20 +249,29 @@ struct Consumer {
     const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
     const int warp_row = work.first_row + tile_row;
     const int num_rows = min(max(score.seqlen.q - warp_row, 0), 16);
-    const uint32_t broken = non_finite_rows(o_acc[0]) & ((1u << num_rows) - 1);
+    const uint32_t non_finite = non_finite_rows(o_acc[0]);
+    const uint32_t broken = non_finite & ((1u << num_rows) - 1);
     softmax.finish();
     bool hidden[2];
+    float inverse_sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum[0][half];
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;
-      const float inverse_sum = __fdividef(1.0f, sum);  // the sum is at least 1
+      inverse_sum[half] = hidden[half] ? 0.0f : __fdividef(1.0f, sum);  // the sum is at least 1
+    }
+    if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
 #pragma unroll
       for (int t = 0; t < o_tiles; ++t) {
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          o_acc[0][t][i] = hidden[half] ? 0.0f : o_acc[0][t][i] * inverse_sum;
-        }
+        for (int i = 0; i < 4; ++i) o_acc[0][t][i] = hidden[i / 2] ? 0.0f : o_acc[0][t][i];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < o_tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        o_acc[0][t][i] = fmaf(o_acc[0][t][i], inverse_sum[i / 2], 0.0f);  // -1 * 0 alone is -0
       }
     }
     if constexpr (stages_out) {
@@ -223,14 +282,16 @@ struct Consumer {
     } else {
       store_rows(params, work, warp_row, o_acc, broken);
     }
-    if (params.lse == nullptr || lane % 4 != 0) return;
-    float* lse = params.lse + work.entry * params.lse_layout.batch;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = warp_row + fragment_row(0, 2 * half, lane);
-      if (q_idx >= params.score.seqlen_q) continue;
-      lse[q_idx * params.lse_layout.row] = hidden[half] ? -infinity() : softmax.lse(0, half, score);
-    }
+    // The first lane of a quad has the upper row, the second the lower.
+    const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
+    const bool lower = lane % 4 == 1;
+    const float reference = score.reference(lower ? softmax.row_max[0][1] : softmax.row_max[0][0]);
+    const float sum = lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0];
+    const bool nothing = lower ? hidden[1] : hidden[0];
+    const float value = nothing ? -infinity() : score.lse(reference, sum);
+    float* at = params.lse + work.entry * params.lse_layout.batch + q_idx * params.lse_layout.row;
+    if (params.lse != nullptr && lane % 4 < 2 && q_idx < params.score.seqlen_q) *at = value;
+    __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
   }
 };
 

@@ -19,11 +19,10 @@ struct Producer {
   // All tiles of this block of threads; the whole warp comes along, its first lane issues.
   __device__ __forceinline__ void run() {
     if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
+    Work work(params, blockIdx.x);
+    publish(work);
 #pragma unroll 1
-    for (int index = blockIdx.x;;) {
-      const Work work(params, index);
-      publish(work);
-      if (work.first_row < 0) return;
+    while (work.first_row >= 0) {
       const Score score(params.score, work.entry);
       const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
       const Range seen = score.kv_range(0, params.score.seqlen_q);  // by any row of this entry
@@ -33,18 +32,29 @@ struct Producer {
       if (block >= blocks.begin) load_k(work, block);
       if constexpr (!stages_out) load_q(work);
 #pragma unroll 1
-      for (; block > blocks.begin; --block) {
+      for (; block > blocks.begin + draws_early; --block) {
         load_k(work, block - 1);
         load_v(work, block, seen);
       }
-      // Drawn late: drawn early, longest first loses its balance. The answer comes during load_v.
       const int drawn = draw();
-      if (block >= blocks.begin) load_v(work, block, seen);
-      index = __shfl_sync(0xffffffff, drawn, 0);
+      if (draws_early && block > blocks.begin) {
+        load_k(work, block - 1);
+        load_v(work, block, seen);
+        --block;
+      }
+      if (!draws_early && block >= blocks.begin) load_v(work, block, seen);
+      const Work next(params, __shfl_sync(0xffffffff, drawn, 0));
+      publish(next);
+      if (draws_early && block >= blocks.begin) load_v(work, block, seen);
+      work = next;
     }
   }
 
  private:
+  // Drawn early, longest first loses its balance. But with two buffers, all of them taken, the next
+  // tile has to be known when the last v is loaded, so that its q and k follow at once.
+  static constexpr bool draws_early = Config::num_stages == 2;
+
   __device__ __forceinline__ void publish(const Work& work) {
     const int stage = work_ring.stage();
     wait(smem.work_empty[stage], work_ring.empty_parity());

@@ -2,7 +2,7 @@
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   q_full       1 + bytes          q is there
-//   q_empty      1 or warps         q was read and, if out is staged in it, stored: load the next
+//   q_empty      1 or consumers     q was read and, if out is staged in it, stored: load the next
 //   k/v_full     1 + bytes          k or v of a block is there
 //   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
 //   v_raw        1 + bytes          v of a block is there whose rows are to be cleared in part
@@ -90,7 +90,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   };
   for (int i = 0; i < Config::num_q_stages; ++i) {
     init(smem.q_full[i], 1);
-    init(smem.q_empty[i], stages_out ? 1 : 4 * consumers);
+    init(smem.q_empty[i], stages_out ? 1 : consumers);
     for (int w = 0; w < consumers; ++w) init(smem.o_full[i][w], 4);
   }
   for (int i = 0; i < Config::num_stages; ++i) {
