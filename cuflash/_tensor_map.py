@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,14 @@ ALIGNMENT = 16
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
 _CACHED_MAPS = 4096
+_MAP_ALIGNMENT = 64  # of a CUtensorMap
+
+# Values of the enumerations CU_TENSOR_MAP_... of cuda.h.
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTION_L2_256B = 3
+_FLOAT_OOB_FILL_NONE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +70,9 @@ def map_layout(
     return MapLayout(dtype.name, extents, strides, box_rows)
 
 
-@functools.cache
 def available() -> bool:
-    """Whether maps can be encoded here: it takes the package cuda-bindings."""
-    try:
-        from cuda.bindings import driver  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    """Whether the driver can encode maps: it has been able to since CUDA 12.0."""
+    return _driver_function() is not None
 
 
 class Maps:
@@ -93,37 +97,48 @@ class Maps:
 
 
 def encode(layout: MapLayout, address: int) -> bytes:
-    """Encode the map of an array."""
-    encoder, arguments, tail = _encoder(layout)
-    error, found = encoder(*arguments[:2], address, *arguments[2:], *tail)
-    if int(error):
-        raise RuntimeError(f"cuTensorMapEncodeTiled: {error!r} for {layout} at {address:#x}")
-    return ctypes.string_at(found.getPtr(), BYTES)
+    """Encode the map of an array, where maps are ``available``."""
+    memory = (ctypes.c_char * (BYTES + _MAP_ALIGNMENT))()  # of this call: threads share nothing
+    found = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    before, after = _arguments(layout)
+    error = _driver_function()(found, *before, address, *after)
+    if error:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
+    return ctypes.string_at(found, BYTES)
+
+
+@functools.cache
+def _driver_function() -> Any:
+    """``cuTensorMapEncodeTiled`` of the driver that CuPy has loaded, or None."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        function = driver.cuTensorMapEncodeTiled
+    except (OSError, AttributeError):
+        return None
+    pointer, enum = ctypes.c_void_p, ctypes.c_int
+    function.restype = enum
+    function.argtypes = (
+        pointer, enum, ctypes.c_uint32, pointer,
+        pointer, pointer, pointer, pointer,
+        enum, enum, enum, enum,
+    )  # fmt: skip
+    return function
 
 
 @functools.lru_cache(maxsize=_CACHED_MAPS)
-def _encoder(layout: MapLayout) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Prepare the driver's arguments before and after the extents, which do not depend on it."""
-    from cuda.bindings import driver
-
-    types = driver.CUtensorMapDataType
-    dtype = {
-        "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }[layout.dtype]
+def _arguments(layout: MapLayout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the driver is given before and after the address."""
     rank = len(layout.extents)
-    arguments = (
-        dtype,
-        rank,
-        [driver.cuuint64_t(extent) for extent in layout.extents],
-        [driver.cuuint64_t(stride) for stride in layout.strides],
-        [driver.cuuint32_t(n) for n in (BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES)],
-        [driver.cuuint32_t(1)] * rank,
+    box = (BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES)
+    before = (_DATA_TYPES[layout.dtype], rank)
+    after = (
+        (ctypes.c_uint64 * rank)(*layout.extents),
+        (ctypes.c_uint64 * (rank - 1))(*layout.strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_L2_256B,
+        _FLOAT_OOB_FILL_NONE,
     )
-    tail = (
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return driver.cuTensorMapEncodeTiled, arguments, tail
+    return before, after

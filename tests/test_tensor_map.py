@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from cuflash import _tensor_map
 from cuflash._tensor_map import MapLayout, Maps, map_layout
@@ -76,3 +84,114 @@ def test_the_number_of_kept_maps_is_bounded(monkeypatch):
     for address in range(16, 16 * 10, 16):
         assert maps.at((address,)) == str(address).encode()
         assert len(maps._known) <= 3
+
+
+C_ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64,
+    *(ctypes.POINTER(ctypes.c_uint64),) * 2,
+    *(ctypes.POINTER(ctypes.c_uint32),) * 2,
+    *(ctypes.c_int,) * 4,
+)  # fmt: skip
+
+
+class Driver:
+    """Stands for the driver's library: takes arguments as C does, writes the number of the call."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.calls: list[dict[str, Any]] = []
+        self.cuTensorMapEncodeTiled = C_ENCODE(self._encode)
+
+    def _encode(
+        self,
+        found,
+        dtype,
+        rank,
+        address,
+        extents,
+        strides,
+        box,
+        steps,
+        interleave,
+        swizzle,
+        l2,
+        fill,
+    ):
+        assert found % 64 == 0
+        self.calls.append(
+            {
+                "dtype": dtype, "address": address, "extents": extents[:rank],
+                "strides": strides[: rank - 1], "box": box[:rank], "steps": steps[:rank],
+                "interleave": interleave, "swizzle": swizzle, "l2": l2, "fill": fill,
+            }
+        )  # fmt: skip
+        ctypes.memset(found, len(self.calls), 128)
+        return self.error
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Return a function that puts a library in the driver's place."""
+
+    def forget():
+        _tensor_map._driver_function.cache_clear()
+        _tensor_map._arguments.cache_clear()
+
+    def put(library):
+        forget()
+        monkeypatch.setattr(_tensor_map.ctypes, "CDLL", library)
+
+    yield put
+    forget()
+
+
+def test_what_the_driver_is_given(load):
+    driver = Driver()
+    load(lambda name: driver)
+    assert _tensor_map.available()
+    address = (1 << 47) + 256
+    assert _tensor_map.encode(layout(), address) == b"\x01" * 128
+    assert _tensor_map.encode(layout(rows=(100, 1 << 36), box_rows=64), 512) == b"\x02" * 128
+    alike = {
+        "dtype": 6, "steps": [1] * 5, "interleave": 0, "swizzle": 3, "l2": 3, "fill": 0,
+        "extents": [64, 100, 1, 1, 6],
+    }  # fmt: skip
+    assert driver.calls == [
+        {**alike, "address": address, "strides": [128, 16, 16, 12800], "box": [64, 128, 1, 1, 1]},
+        {**alike, "address": 512, "strides": [1 << 36, 16, 16, 12800], "box": [64, 64, 1, 1, 1]},
+    ]
+    _tensor_map.encode(map_layout(np.dtype(bfloat16), **DENSE), 1024)
+    assert driver.calls[-1]["dtype"] == 9
+
+
+def test_what_the_driver_refuses(load):
+    load(lambda name: Driver(error=1))
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled: error 1 for MapLayout.* 0x30"):
+        _tensor_map.encode(layout(), 48)
+
+
+def without_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize("library", [without_library, lambda name: SimpleNamespace()])
+def test_without_a_driver_or_with_an_old_one(load, library):
+    load(library)
+    assert not _tensor_map.available()
+
+
+def test_enumerations_are_those_of_cuda_h():
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    headers = [path for folder in folders for path in Path(folder).glob("*/include/cuda.h")]
+    if not headers:
+        pytest.skip("no CUDA headers are installed")
+    values = {}
+    for members in re.findall(r"enum \w+ \{([^}]*)\}", headers[0].read_text(encoding="utf-8")):
+        names = re.findall(r"^ {4}CU_TENSOR_MAP_(\w+)", members, flags=re.MULTILINE)
+        values |= {name: value for value, name in enumerate(names)}
+    for name, value in _tensor_map._DATA_TYPES.items():
+        assert value == values[f"DATA_TYPE_{name.upper()}"]
+    for name in ("INTERLEAVE_NONE", "SWIZZLE_128B", "L2_PROMOTION_L2_256B", "FLOAT_OOB_FILL_NONE"):
+        assert getattr(_tensor_map, f"_{name}") == values[name]
