@@ -1,27 +1,26 @@
-"""How does a configuration become a kernel? The only file that knows NVRTC and its cache."""
+"""How does a configuration become a kernel? The only file that knows NVRTC."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cuflash import _kernel_store
 from cuflash._config import DeltaConfig, ForwardConfig, ForwardSm90Config, KernelConfig
 from cuflash._errors import CompileError
 from cuflash._params import STRUCTS
 from cuflash._source import flatten
 
 #: ``-default-device``: lambdas are device functions.
-OPTIONS = ("--std=c++17", "-default-device")
+OPTIONS = ("--std=c++17", "-default-device", "-ftz=true")
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-#: What CuPy appends to every compilation.
-CUPY_OPTIONS = ("-ftz=true",)
 #: (source, options) -> (cubin, log); raises NvrtcError.
 Compiler = Callable[[str, tuple[str, ...]], tuple[bytes, str]]
 
@@ -67,7 +66,7 @@ def source_of(config: KernelConfig) -> str:
 
 @functools.cache
 def compile_kernel(config: KernelConfig, device: int) -> Kernel:
-    """Compile for ``device``, or take from CuPy's kernel cache; raise CompileError."""
+    """Compile for ``device``, or take what another process compiled; raise CompileError."""
     import cupy
     from cupy_backends.cuda.api import driver
 
@@ -84,30 +83,49 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 
 
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
+    """The function of a kernel on the current device, and the module that holds it."""
     source = source_of(config)
+    options = (*OPTIONS, _architecture(cupy, config))
+    name = _kernel_store.name_of(source, *options, _compiler_identity(), cupy.__version__)
+    cubin = _kernel_store.load(name)
+    if cubin is not None:
+        # The driver refuses what somebody else put there under our digest.
+        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
+            return _loaded(cupy, cubin, config)
     try:
-        module = cupy.RawModule(code=source, options=(*OPTIONS, *_arch_options(config)))
-        kernel = module.get_function(config.entry)
-        return kernel.kernel, kernel
-    except cupy.cuda.compiler.CompileException as error:
-        raise _compile_error(config, str(error), source) from error
-    except (OSError, cupy.cuda.driver.CUDADriverError):
-        _warn_once(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache")
-    # The folder of CuPy's kernel cache cannot be read or written, or holds something else under
-    # this kernel's name.
-    arch = (f"-arch=sm_{cupy.cuda.Device().compute_capability}",)
-    try:
-        cubin, _ = _nvrtc(source, (*OPTIONS, *CUPY_OPTIONS, *(_arch_options(config) or arch)))
+        cubin, _ = _nvrtc(source, options)
     except NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
+    _kernel_store.save(name, cubin)
+    return _loaded(cupy, cubin, config)
+
+
+def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
     module = cupy.cuda.function.Module()
     module.load(cubin)
     return module.get_function(config.entry), module
 
 
-def _arch_options(config: KernelConfig) -> tuple[str, ...]:
-    """Wgmma and setmaxnreg need the "a"; NVRTC takes it beside the -arch that CuPy appends."""
-    return ("-arch=sm_90a",) if isinstance(config, ForwardSm90Config) else ()
+def _architecture(cupy: Any, config: KernelConfig) -> str:
+    """Wgmma and setmaxnreg need the "a"."""
+    if isinstance(config, ForwardSm90Config):
+        return "-arch=sm_90a"
+    return f"-arch=sm_{cupy.cuda.Device().compute_capability}"
+
+
+@functools.cache
+def _compiler_identity() -> str:
+    """Which NVRTC has CuPy bound? It says its version; patches of one version differ in size."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    size = 0
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        # Loaded above: this finds the file. Without it the version has to do.
+        size = os.path.getsize(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+    return f"NVRTC {major}.{minor} of {size} bytes"
 
 
 def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
@@ -116,7 +134,7 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
     ``compiler`` is another NVRTC than the one that CuPy has bound.
     """
     source = source_of(config)
-    options = (*OPTIONS, *CUPY_OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    options = (*OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
     try:
         cubin, log = (compiler or _nvrtc)(source, options)
     except NvrtcError as error:
@@ -161,7 +179,8 @@ def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             raise NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        # CuPy takes the last byte, a zero, for the end of a text.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 
@@ -188,13 +207,3 @@ def _dump(config: KernelConfig, source: str) -> str | None:
     except OSError:
         return None
     return str(path)
-
-
-@functools.cache
-def _warn_once(folder: str) -> None:
-    warnings.warn(
-        f"the kernel cache {folder} cannot be read or written, or holds something else: kernels "
-        "are compiled in memory",
-        RuntimeWarning,
-        stacklevel=6,
-    )

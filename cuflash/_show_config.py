@@ -130,5 +130,7 @@ def _kernel_sources() -> str:
 
 
 def _kernel_cache() -> str:
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
-    return folder if os.path.isdir(folder) else f"{folder} (made when a kernel is compiled)"
+    from cuflash._kernel_store import folder  # it takes modules that no import of cuflash needs
+
+    found = folder()
+    return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"

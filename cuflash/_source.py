@@ -24,8 +24,8 @@ def kernels_dir() -> Path:
 def flatten(name: str) -> str:
     """Text of a source with every quoted include in place, once each.
 
-    CuPy's cache key holds the source text but not the contents of headers, so that an edited header
-    would run a stale binary. ``#line`` keeps compiler messages pointing at the real files.
+    Stored kernels are found by this text: an edited header is another text and another kernel.
+    ``#line`` keeps compiler messages pointing at the real files.
     """
     seen: set[str] = set()
 

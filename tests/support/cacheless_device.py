@@ -1,7 +1,7 @@
-"""What does compiling need of a device? A stand-in, so that CuPy's own kernel cache runs without.
+"""What does compiling need of a device? A stand-in, so that the store of kernels runs without.
 
-CuPy's compiler and its cache on disk are the real ones. What is replaced: the driver, which loads
-a module, and NVRTC, whose product is a text that says what it was made of.
+What is replaced: the driver, which loads a module, and NVRTC, whose product is a text that says
+what it was made of.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from cuflash import _compile
 
 ARCH = "90"
+CUPY = "14.2.0"
 
 
 class DriverError(Exception):
@@ -45,55 +46,29 @@ class Module:
             raise DriverError("CUDA_ERROR_NOT_FOUND")
         return SimpleNamespace(cubin=self.cubin)
 
-    def _set_mapping(self, mapping: Any) -> None:
-        del mapping
-
 
 class Compiler:
     """CuPy with this device; counts what NVRTC is asked to do."""
 
-    def __init__(self, replace: Callable[[Any, str, Any], None], folder: Any) -> None:
-        from cupy.cuda import _compiler_cache, compiler
-
+    def __init__(self, replace: Callable[[Any, str, Any], None]) -> None:
         self.compilations = 0
-        self.real = compiler
-        self.folder = folder
-        replace(compiler, "function", SimpleNamespace(Module=Module))
-        replace(compiler, "_compile_using_nvrtc_no_warning", self._compile)
-        replace(compiler, "_get_arch_for_options_for_nvrtc", lambda arch: (f"-arch=sm_{arch}",))
-        replace(
-            compiler, "_kernel_cache_backend", _compiler_cache.DiskKernelCacheBackend(str(folder))
-        )
-        replace(_compile, "_nvrtc", self._compile_in_memory)
-        self.cupy = SimpleNamespace(
-            RawModule=self._raw_module,
+        replace(_compile, "_nvrtc", self._compile)
+        replace(_compile, "_compiler_identity", lambda: "NVRTC")
+
+    def kernel(self, config: Any) -> bytes:
+        """What the library would launch for a configuration."""
+        cupy = SimpleNamespace(
+            __version__=CUPY,
             cuda=SimpleNamespace(
-                compiler=compiler,
                 driver=SimpleNamespace(CUDADriverError=DriverError),
                 function=SimpleNamespace(Module=Module),
                 Device=lambda *_: SimpleNamespace(compute_capability=ARCH),
             ),
         )
-
-    def kernel(self, config: Any) -> bytes:
-        """What the library would launch for a configuration."""
-        function, _ = _compile._function(self.cupy, config)
+        function, _ = _compile._function(cupy, config)
         return bytes(function.cubin)
 
-    def _raw_module(self, *, code: str, options: tuple[str, ...]) -> Any:
-        def get_function(name: str) -> Any:
-            module = self.real._compile_module_with_cache(code, options, arch=ARCH)
-            return SimpleNamespace(kernel=module.get_function(name))
-
-        return SimpleNamespace(get_function=get_function)
-
-    def _compile(
-        self, source: str, options: tuple[str, ...], arch: str, *_: Any
-    ) -> tuple[bytes, None]:
-        self.compilations += 1
-        return product(source, tuple(options), f"sm_{arch}"), None
-
-    def _compile_in_memory(self, source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    def _compile(self, source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
         self.compilations += 1
         *others, arch = options
         return product(source, tuple(others), arch.removeprefix("-arch=")), ""

@@ -1,0 +1,87 @@
+"""Where do compiled kernels wait for the next process?
+
+In the folder ``cuflash`` of CuPy's kernel cache, one file each: a cubin, then the digest of its
+name and of the cubin. What lacks that digest is no kernel: cut off, changed, or under the name of
+another. Files are only ever replaced as a whole, so that any number of processes share a folder.
+
+Nothing here raises: where a file cannot be read or written, every process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+_DIGEST_BYTES = 32
+
+
+def folder() -> Path:
+    """Where the files are: CuPy's settings hold."""
+    cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    return Path(cache, "cuflash")
+
+
+def name_of(*made_of: str) -> str:
+    """Name of the kernel that these texts determine."""
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+
+
+def load(name: str) -> bytes | None:
+    """The cubin of this name, or None."""
+    if _in_memory():
+        return None
+    try:
+        content = _path(name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        _warn_once(str(folder()))
+        return None
+    cubin, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return cubin if digest == _digest(name, cubin) else None
+
+
+def save(name: str, cubin: bytes) -> None:
+    """Keep a cubin; whatever was there before is replaced."""
+    if _in_memory():
+        return
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=folder())
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(cubin + _digest(name, cubin))
+            os.replace(temporary, _path(name))
+        finally:
+            with contextlib.suppress(OSError):  # it is in its place
+                os.unlink(temporary)
+    except OSError:
+        if load(name) is None:  # Windows refuses to replace what another process is reading
+            _warn_once(str(folder()))
+
+
+def _in_memory() -> bool:
+    return os.environ.get("CUPY_CACHE_IN_MEMORY") == "1"
+
+
+def _path(name: str) -> Path:
+    return folder() / f"{name}.cubin"
+
+
+def _digest(name: str, cubin: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + cubin).digest()
+
+
+@functools.cache
+def _warn_once(where: str) -> None:
+    warnings.warn(
+        f"the kernel cache {where} cannot be read or written, or holds something else: kernels "
+        "are compiled in memory",
+        RuntimeWarning,
+        stacklevel=2,
+    )
