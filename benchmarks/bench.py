@@ -294,8 +294,9 @@ def measure_first_calls(run: Run) -> None:
 
 
 def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
-    """Run first_call.py with a kernel cache of its own."""
+    """Run first_call.py with a kernel cache of its own, and with byte code, as pip installs it."""
     environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, str(Path(__file__).with_name("first_call.py")), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

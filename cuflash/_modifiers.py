@@ -21,6 +21,8 @@ _STEP = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Modifier:
+    """What both kinds have; without this line a signature would be made for documentation."""
+
     expression: str
     arrays: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
     host: Callable[..., Any] = field(kw_only=True)

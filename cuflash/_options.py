@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import operator
@@ -257,7 +256,9 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
 def _of_keywords(keywords: ScoreOptions) -> Options:
     for name in keywords:
         if name not in OPTION_NAMES:
-            near = difflib.get_close_matches(name, OPTION_NAMES, n=1, cutoff=_NEAR)
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, OPTION_NAMES, n=1, cutoff=_NEAR)
             raise problem_with(
                 name,
                 TypeError,

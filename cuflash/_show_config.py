@@ -1,16 +1,16 @@
-"""Which versions, which device and which kernel sources is this installation made of?"""
+"""Which versions, which device and which kernel sources is this installation made of?
+
+What describes is imported where it is called: `import cuflash` needs none of it.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import ml_dtypes
 import numpy as np
-
-from cuflash._source import kernels_dir
 
 
 @overload
@@ -46,7 +46,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     if mode not in ("stdout", "dicts"):
         raise ValueError(f"mode: got {mode!r}, expected 'stdout' or 'dicts'")
     table = {
-        "cuflash": f"{_version()} ({Path(__file__).parent})",
+        "cuflash": f"{_version()} ({os.path.dirname(__file__)})",
         "python": f"{platform.python_version()} ({platform.platform()})",
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
@@ -93,7 +93,7 @@ def _attempt(describe: Any, *arguments: Any) -> str:
 
 
 def _distribution(module: str) -> str:
-    from importlib import metadata  # a third of the time of `import cuflash`, were it at the top
+    from importlib import metadata
 
     return ", ".join(sorted(set(metadata.packages_distributions().get(module, ["not from pip"]))))
 
@@ -123,6 +123,8 @@ def _device(cupy: Any) -> str:
 
 
 def _kernel_sources() -> str:
+    from cuflash._source import kernels_dir
+
     try:
         return str(kernels_dir())
     except FileNotFoundError as error:
@@ -130,7 +132,7 @@ def _kernel_sources() -> str:
 
 
 def _kernel_cache() -> str:
-    from cuflash._kernel_store import folder  # it takes modules that no import of cuflash needs
+    from cuflash._kernel_store import folder
 
     found = folder()
     return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"

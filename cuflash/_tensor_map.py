@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ _L2_PROMOTION_L2_256B = 3
 _FLOAT_OOB_FILL_NONE = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MapLayout:
+class MapLayout(NamedTuple):
     """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
 
     Boxes have ``BOX_COLUMNS`` columns of 16 bits and ``box_rows`` rows of one batch entry; what
