@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 Half = Literal["float16", "bfloat16"]
-Bias = Literal["none", "float16", "bfloat16", "float32", "float64"]
-Lengths = Literal["none", "int32", "int64"]
+#: Of an option's array; "none" where there is none.
+Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
+Integers = Literal["none", "int32", "int64"]
 #: One value for the launch, the entry's kv_length - q_length, or an array.
 Offset = Literal["value", "lengths", "int32", "int64"]
 
@@ -84,11 +85,13 @@ class TileConfig(KernelConfig):
     window_right: bool  # causal is window_right with bound 0
     scale_in_exponent: bool
     softcap: bool
-    bias: Bias
+    bias: Floats
+    alibi_slopes: Floats
     mask: bool
+    segment_ids: Integers
     offset: Offset
-    q_lengths: Lengths
-    kv_lengths: Lengths
+    q_lengths: Integers
+    kv_lengths: Integers
 
     def __post_init__(self) -> None:
         KernelConfig.__post_init__(self)
@@ -99,8 +102,9 @@ class TileConfig(KernelConfig):
                 raise ValueError(f"{name} = {value} must be a positive multiple of 16")
         if self.rows % (16 * self.num_warps):
             raise ValueError(f"{self.rows} rows must be split evenly over {self.num_warps=} by 16")
-        if self.scale_in_exponent and (self.softcap or self.bias != "none"):
-            raise ValueError(f"{self.scale_in_exponent=} excludes softcap and bias")
+        plain = self.bias == self.alibi_slopes == "none" and not self.softcap
+        if self.scale_in_exponent and not plain:
+            raise ValueError(f"{self.scale_in_exponent=} excludes softcap, bias and slopes")
 
     @property
     def rows(self) -> int:
@@ -113,6 +117,8 @@ class ForwardConfig(TileConfig):
 
     source = "forward_sm80.cu"
     entry = "cuflash_forward_sm80"
+
+    sink: Floats
 
     @property
     def smem_bytes(self) -> int:
@@ -128,6 +134,7 @@ class ForwardSm90Config(TileConfig):
     source = "forward_sm90.cu"
     entry = "cuflash_forward_sm90"
 
+    sink: Floats
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none

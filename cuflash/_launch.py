@@ -13,14 +13,13 @@ import functools
 import itertools
 import math
 import struct
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
-from cuflash import _launch_sm90, _params, _select
+from cuflash import _launch_sm90, _params, _score_params, _select
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
@@ -36,16 +35,11 @@ from cuflash._errors import problem_with
 from cuflash._grid import Layout, even_sections, plan_grid
 from cuflash._launch_sm90 import Sm90Launch
 from cuflash._options import Options
-from cuflash._problem import Operand, Problem, canonical_view, gradient_operand
+from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
 
-_LENGTHS = ("offset", "q_lengths", "kv_lengths")
 _PLAN_LIMIT = 4096
-_NO_SCORE_ARRAYS = (0,) * len(_params.SCORE_POINTERS)
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
-_UNBOUNDED = 1 << 60  # of offsets and windows
-_DISTANCE = 1 << 30  # no key is that far from a query
-_NO_CAP = 2.0**60  # changes no product of 16-bit operands, and its inverse is a normal number
 _STATISTICS_BYTES = 8  # of one query
 
 
@@ -126,7 +120,7 @@ def _plan_launch(
     filled["head_dim_v"] = problem.head_dim_v
     if isinstance(config, TileConfig):
         filled["head_dim"] = problem.head_dim
-        _fill_score(filled["score"], problem)
+        _score_params.fill(filled["score"], problem)
     else:
         filled["seqlen_q"] = problem.seqlen_q
     pointers = struct.Struct(f"<{len(names)}Q")
@@ -152,33 +146,6 @@ def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> in
     return even_sections(num_owners, max(fitting, int(attributes["MultiProcessorCount"]) // 4))
 
 
-def _fill_score(score: Any, problem: Problem) -> None:
-    q_length = problem.seqlen_q if problem.q_length_value is None else problem.q_length_value
-    kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
-    offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
-    score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))
-    left, right = (
-        0 if bound is None else min(bound, _UNBOUNDED)
-        for bound in (problem.window_left, problem.window_right)
-    )
-    score["window_left"], score["window_right"] = left, right
-    score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
-    score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
-    score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
-    score["q_length"], score["kv_length"] = q_length, kv_length
-    score["scale"] = problem.scale
-    score["scale_log2"] = problem.scale * math.log2(math.e)
-    if problem.softcap is not None:
-        softcap = min(problem.softcap, _NO_CAP)
-        score["softcap"] = softcap
-        score["inverse_softcap"] = problem.scale / softcap
-
-
-def _score_layouts(problem: Problem) -> dict[str, Layout]:
-    named = {name: getattr(problem, name) for name in _params.SCORE_POINTERS}
-    return {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
-
-
 def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None) -> Layout:
     """Layout of an array batch + (m,), C-contiguous if ``strides`` is None."""
     if strides is None:
@@ -189,43 +156,6 @@ def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None
         head = batch.pop()
         batch += [head * problem.batch[-1], head]
     return Layout(itemsize, tuple(batch), row)
-
-
-def _score_arrays(
-    problem: Problem, options: Options
-) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
-    """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
-
-    Lengths and offsets of an unusual integer type, or in host memory, are copied: they are few.
-    The caller holds the arrays until its last launch, so that no other call gets their memory.
-    """
-    if not options.arrays:
-        return problem, _NO_SCORE_ARRAYS, {}
-    arrays = dict(options.arrays)
-    for name in _LENGTHS:
-        array = arrays.get(name)
-        if array is not None and (
-            isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64)
-        ):
-            operand = getattr(problem, name)
-            refuse_capture(name, "an int32 or int64 array on the device")
-            arrays[name] = cupy.asarray(canonical_view(array, operand).astype(np.int64))
-            problem = _with_copied_lengths(problem, name)
-    pointers = []
-    for name in _params.SCORE_POINTERS:
-        array = arrays.get(name)
-        pointers.append(0 if array is None else array.data.ptr)
-    return problem, tuple(pointers), arrays
-
-
-@functools.lru_cache(maxsize=1024)
-def _with_copied_lengths(problem: Problem, name: str) -> Problem:
-    steps = [8]
-    for extent in problem.batch[:0:-1]:
-        steps.append(steps[-1] * extent)
-    strides = tuple(reversed(steps)) if problem.batch else ()
-    operand = Operand(np.dtype(np.int64), problem.batch, strides, (False,) * len(problem.batch))
-    return replace(problem, **{name: operand})  # type: ignore[arg-type]
 
 
 def _on_device(device: int) -> Any:
@@ -251,7 +181,7 @@ def forward(
 
     A ``config`` decides which kernel runs, too.
     """
-    problem, score_pointers, held = _score_arrays(problem, options)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options)
     lse_strides = None if lse is None else lse.strides
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
@@ -260,7 +190,7 @@ def forward(
     device = q.data.device_id
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     if (address_bits | functools.reduce(int.__or__, pointers[3:])) & 7:
-        layouts = _forward_layouts(problem, None) | _score_layouts(problem)
+        layouts = _forward_layouts(problem, None) | _score_params.layouts(problem)
         _refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
     # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
     key = (id(problem), device, address_bits, pointers[3] & 15, lse_strides, config)
@@ -295,7 +225,7 @@ class RepeatedForward(NamedTuple):
         lse = None if self.lse_shape is None else cupy.ndarray(self.lse_shape, np.float32)
         addresses = (
             q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
-            *_NO_SCORE_ARRAYS,
+            *_score_params.NO_ARRAYS,
         )  # fmt: skip
         self.launch.run(addresses, stream.ptr, False)
         return out if lse is None else AttentionResult(out, lse)
@@ -348,7 +278,7 @@ def _plan_forward(
     lse_strides: tuple[int, ...] | None,
     config: ForwardConfig | ForwardSm90Config | None,
 ) -> Launch | Sm90Launch:
-    layouts = _forward_layouts(problem, lse_strides) | _score_layouts(problem)
+    layouts = _forward_layouts(problem, lse_strides) | _score_params.layouts(problem)
     if not isinstance(config, ForwardConfig):
         launch = _plan_forward_sm90(problem, device, pointers, layouts, config)
         if launch is not None:
@@ -439,7 +369,7 @@ def backward(
     """Write the ``gradients`` asked for, named "q", "k" and "v"; every extent is positive."""
     if not gradients:
         return
-    problem, score_pointers, held = _score_arrays(problem, options)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options)
     device = q.data.device_id
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
@@ -476,7 +406,7 @@ def backward(
                 layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
             for name, array in gradients.items():
                 layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, array))
-            _refuse_misaligned(layouts | _score_layouts(problem), addresses)
+            _refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), bits & 15,
                 addresses["out"] & 15, config or BackwardConfigs(),
@@ -517,7 +447,7 @@ def _plan_backward(
 ) -> tuple[tuple[tuple[str, ...], Launch], ...]:
     """The launches of one backward call, each with the names of its pointers."""
     smem_limit = _smem_limit(device)
-    layouts = layouts | _score_layouts(problem)
+    layouts = layouts | _score_params.layouts(problem)
     copy_bytes = _copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits)
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
     delta = _select.delta_config(
@@ -529,7 +459,8 @@ def _plan_backward(
         num_blocks=-(-problem.seqlen_q // delta.block_m),
     )  # fmt: skip
     steps = [(_params.DELTA, launch)]
-    for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, wanted):
+    of_keys = wanted if problem.seqlen_k else frozenset[str]()  # dk and dv may be empty
+    for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
         kv_config = _select.overridden(chosen, config.kv)
         launch = _plan_launch(
             _params.BACKWARD, kv_config, problem, layouts, device,

@@ -30,7 +30,10 @@ GRID = _struct(
     ("owners_per_section", np.int32),
     ("entries_per_owner", np.int32),
 )
-SCORE_POINTERS = ("bias", "mask", "offset", "q_lengths", "kv_lengths")
+SCORE_POINTERS = (
+    "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
+    "segment_ids_k", "sink",
+)  # fmt: skip
 SCORE = _struct(
     *((name, _POINTER) for name in SCORE_POINTERS),
     ("bias_layout", LAYOUT),
@@ -38,6 +41,10 @@ SCORE = _struct(
     ("offset_strides", BATCH_STRIDES),
     ("q_lengths_strides", BATCH_STRIDES),
     ("kv_lengths_strides", BATCH_STRIDES),
+    ("alibi_slopes_strides", BATCH_STRIDES),
+    ("segment_ids_q_strides", BATCH_STRIDES),
+    ("segment_ids_k_strides", BATCH_STRIDES),
+    ("sink_strides", BATCH_STRIDES),
     ("offset_value", np.int64),
     ("window_left", np.int64),
     ("window_right", np.int64),

@@ -68,7 +68,7 @@ _BACKWARD_KV: Tiles = {
     256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
 }
 
-# With softcap, bias or mask: their arithmetic needs registers of its own.
+# With softcap, bias, slopes, mask or segments: their arithmetic needs registers of its own.
 _FORWARD_GENERAL: Tiles = {
     32: (Tile(128, 64, 4, 2),),
     64: (Tile(64, 96, 4, 2),),
@@ -148,7 +148,7 @@ def padded(head_dim: int) -> int:
 
 def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> ForwardConfig:
     """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
-    fields = _fields(problem, copy_bytes, problem.out.dtype)
+    fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
     tiles = _FORWARD_GENERAL if _is_general(problem) else _FORWARD
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
@@ -167,9 +167,10 @@ def forward_sm90_config(
         or problem.out.dtype != problem.dtype
         or problem.head_dim_v % 8
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
+        or not problem.seqlen_k  # a map holds at least one row
     ):
         return None
-    fields = _fields(problem, 16, problem.dtype)
+    fields = _fields(problem, 16, problem.dtype) | _sink_field(problem)
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
@@ -254,7 +255,8 @@ def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
 
 
 def _is_general(problem: Problem) -> bool:
-    return not (problem.softcap is None and problem.bias is None and problem.mask is None)
+    scored = (problem.softcap, problem.bias, problem.alibi_slopes)
+    return any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
 
 
 def _shares_keys(problem: Problem, names: list[str]) -> bool:
@@ -302,7 +304,7 @@ def score_fields(problem: Problem) -> dict[str, Any]:
             "q, k", ValueError, got=f"{problem.seqlen_q} queries, {problem.seqlen_k} keys",
             expected="fewer than 2^29 of each",
         )  # fmt: skip
-    plain = problem.softcap is None and problem.bias is None
+    plain = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
     # Beyond these bounds scale * log2(e) leaves the normal range of float32.
     scale_in_exponent = plain and 1e-30 < problem.scale < 1e30
     return {
@@ -310,20 +312,28 @@ def score_fields(problem: Problem) -> dict[str, Any]:
         "window_right": problem.window_right is not None,
         "scale_in_exponent": scale_in_exponent,
         "softcap": problem.softcap is not None,
-        "bias": "none" if problem.bias is None else problem.bias.dtype.name,
+        "bias": _dtype_field(problem.bias),
+        "alibi_slopes": _dtype_field(problem.alibi_slopes),
         "mask": problem.mask is not None,
+        "segment_ids": _dtype_field(problem.segment_ids_q),
         "offset": _offset_field(problem),
-        "q_lengths": _integer_field(problem.q_lengths),
-        "kv_lengths": _integer_field(problem.kv_lengths),
+        "q_lengths": _dtype_field(problem.q_lengths),
+        "kv_lengths": _dtype_field(problem.kv_lengths),
     }
 
 
-def _integer_field(operand: Operand | None) -> str:
+def _sink_field(problem: Problem) -> dict[str, str]:
+    """What the forward alone needs to know: the backward finds the sink in lse."""
+    return {"sink": _dtype_field(problem.sink)}
+
+
+def _dtype_field(operand: Operand | None) -> str:
     return "none" if operand is None else operand.dtype.name
 
 
 def _offset_field(problem: Problem) -> str:
-    if problem.window_left is None and problem.window_right is None:
+    bounds = (problem.window_left, problem.window_right)
+    if bounds == (None, None) and problem.alibi_slopes is None:
         return "value"
     if problem.offset is not None:
         return problem.offset.dtype.name

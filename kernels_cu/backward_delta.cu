@@ -2,7 +2,7 @@
 // delta = rowsum(dout * out) - dlse, which is subtracted from dp.
 //
 // A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get (+inf, 0),
-// and their dout is not read.
+// and their dout is not read. A sink gives such a row a finite lse: there its out of 0 tells.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params
                                   entry * out_layout.batch + q_idx * out_layout.row,
                                   out_layout.column, 8 * lane, params.head_dim_v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) delta += dout[i] * out[i];
+    for (int i = 0; i < 8; ++i) delta += out[i] == 0.0f ? 0.0f : dout[i] * out[i];
   }
 #pragma unroll
   for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {

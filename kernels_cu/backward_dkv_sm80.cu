@@ -107,6 +107,8 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
       const int kv_idx = lane_key + 16 * s + 8 * half;
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range seeing = score.q_range(kv_idx, kv_idx + 1).relative_to(lane_row);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_key<tiles>(kv_idx, lane_row, seeing);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
         const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0, lane)]);
@@ -116,8 +118,8 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
           float& value = s_acc[s][t][2 * half + i];
           const float product = value;
           const int q_idx = lane_row + 8 * t + i;
-          const bool visible =
-              !masked || (seeing.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           value = ptx::exp2_approx(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {

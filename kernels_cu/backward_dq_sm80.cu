@@ -88,6 +88,8 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
       const int q_idx = lane_row + 16 * s + 8 * half;
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -95,8 +97,8 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
           float& value = s_acc[s][t][2 * half + i];
           const float product = value;
           const int kv_idx = lane_key + 8 * t + i;
-          const bool visible =
-              !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[s][half].lse));
           const float ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);

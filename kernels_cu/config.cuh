@@ -57,8 +57,14 @@
 #ifndef CUFLASH_BIAS
 #define CUFLASH_BIAS none
 #endif
+#ifndef CUFLASH_ALIBI_SLOPES
+#define CUFLASH_ALIBI_SLOPES none
+#endif
 #ifndef CUFLASH_MASK
 #define CUFLASH_MASK false
+#endif
+#ifndef CUFLASH_SEGMENT_IDS
+#define CUFLASH_SEGMENT_IDS none
 #endif
 #ifndef CUFLASH_OFFSET
 #define CUFLASH_OFFSET value
@@ -68,6 +74,9 @@
 #endif
 #ifndef CUFLASH_KV_LENGTHS
 #define CUFLASH_KV_LENGTHS none
+#endif
+#ifndef CUFLASH_SINK
+#define CUFLASH_SINK none
 #endif
 #ifndef CUFLASH_SHARED_KEYS
 #define CUFLASH_SHARED_KEYS true
@@ -120,10 +129,13 @@ struct Config {
   static constexpr bool scale_in_exponent = CUFLASH_SCALE_IN_EXPONENT;
   static constexpr bool softcap = CUFLASH_SOFTCAP;
   static constexpr Dtype bias = Dtype::CUFLASH_BIAS;
+  static constexpr Dtype alibi_slopes = Dtype::CUFLASH_ALIBI_SLOPES;
   static constexpr bool mask = CUFLASH_MASK;
+  static constexpr Dtype segment_ids = Dtype::CUFLASH_SEGMENT_IDS;
   static constexpr Offset offset = Offset::CUFLASH_OFFSET;
   static constexpr Dtype q_lengths = Dtype::CUFLASH_Q_LENGTHS;
   static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
+  static constexpr Dtype sink = Dtype::CUFLASH_SINK;
 
   static constexpr bool shared_keys = CUFLASH_SHARED_KEYS;  // of all batch entries of an owner?
   static constexpr bool grad_k = CUFLASH_GRAD_K;
@@ -132,7 +144,8 @@ struct Config {
 
   static_assert(head_dim % 16 == 0 && head_dim_v % 16 == 0, "one mma consumes 16 columns");
   static_assert(block_m % 16 == 0 && block_n % 16 == 0, "one mma produces 16 rows");
-  static_assert(!scale_in_exponent || (!softcap && bias == Dtype::none),
+  static_assert(!scale_in_exponent ||
+                    (!softcap && bias == Dtype::none && alibi_slopes == Dtype::none),
                 "a capped or biased score is not a multiple of q.k");
 };
 

@@ -9,6 +9,7 @@
 #include "params.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "softmax.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/store.cuh"
@@ -149,7 +150,8 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
     o.add(p, v);
   }
-  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : 1.0f / row_sum);
+  const RowEnd end = end_of_row(score, entry, row_max, row_sum);
+  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : end.weight / end.sum);
 }
 
 // One row of dq, summed over the batch entries of its owner.

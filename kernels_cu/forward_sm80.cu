@@ -6,7 +6,7 @@
 //       s = q k^T;  s = score(s)                              registers, 16 rows per warp and slice
 //       m' = max(m, rowmax s);  p = exp(s - m');  l = l exp(m - m') + rowsum p
 //       o = o exp(m - m') + p v                               p is reused in registers
-//     out = o / l,  lse = m + log l
+//     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer. v of a block arrives while
 // q k^T is computed, k of the next block during softmax and p v.
@@ -54,14 +54,16 @@ __device__ __forceinline__ void apply_score(float (&s_acc)[slices][tiles][4], co
       const int q_idx = lane_row + 16 * s + 8 * half;
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& value = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
-          const bool visible =
-              !masked || (keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx));
+          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
           value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
         }
       }
@@ -82,7 +84,7 @@ struct Work {
   }
 };
 
-// out and lse of this warp's rows; rows that saw nothing become +0 and -inf.
+// out and lse of this warp's rows; rows that saw nothing become +0 and the sink, or -inf.
 template <int out_tiles>
 __device__ __forceinline__ void store_rows(const ForwardParams& params,
                                            OnlineSoftmax<slices>& softmax,
@@ -99,16 +101,17 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
       const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
       if (q_idx >= params.score.seqlen_q) continue;
       const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0.0f;
-      const float inverse_sum = 1.0f / softmax.row_sum[s][half];
+      const RowEnd end =
+          end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
+      const float factor = end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
-        out.store_pair(q_idx, fragment_column(t, 0),
-                       hidden ? 0.0f : o_acc[s][t][2 * half] * inverse_sum,
-                       hidden ? 0.0f : o_acc[s][t][2 * half + 1] * inverse_sum);
+        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0.0f : o_acc[s][t][2 * half] * factor,
+                       hidden ? 0.0f : o_acc[s][t][2 * half + 1] * factor);
       }
       if (params.lse != nullptr && lane_index() % 4 == 0) {
         params.lse[lse_offset + q_idx * params.lse_layout.row] =
-            hidden ? -infinity() : softmax.lse(s, half, score);
+            hidden ? score.sink(work.entry) : end.lse;
       }
     }
   }

@@ -6,7 +6,7 @@
 //     for each block of block_n keys that some row sees, last first:
 //       s = q k^T;  s = score(s);  m' = max(m, rowmax s)      64 rows per warpgroup
 //       p = exp(s - m');  l = l exp(m - m') + rowsum p;  o = o exp(m - m') + p v
-//     out = o / l,  lse = m + log l
+//     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
 // Warpgroup 0 produces: warp 0 draws tiles and loads, warp 1 stores results. The others consume 64
 // rows of the tile each; s of a block is multiplied together with p v of the block before, so that

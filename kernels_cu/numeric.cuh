@@ -10,6 +10,7 @@ using Element = uint16_t;  // storage of the 16-bit operands; Config::dtype says
 
 constexpr float log2_e = 1.4426950408889634f;
 constexpr float ln_2 = 0.6931471805599453f;
+constexpr float largest_float = 3.4028234663852886e38f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
@@ -46,6 +47,19 @@ __device__ __forceinline__ float to_float(typename Storage<dtype>::type x) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
   } else {
     return static_cast<float>(x);
+  }
+}
+
+// One number of an option's array. What is finite stays so.
+template <Dtype dtype>
+__device__ __forceinline__ float read_float(const void* array, int64_t index) {
+  const auto x = static_cast<const typename Storage<dtype>::type*>(array)[index];
+  const float rounded = to_float<dtype>(x);
+  if constexpr (dtype == Dtype::float64) {
+    const bool overflowed = fabsf(rounded) == infinity() && fabs(x) != infinity();
+    return overflowed ? copysignf(largest_float, rounded) : rounded;
+  } else {
+    return rounded;
   }
 }
 

@@ -28,16 +28,24 @@ struct Layout {
 
 // Everything score.cuh needs. An absent array is a null pointer and is not compiled in.
 struct ScoreParams {
-  const void* bias;        // (m, n)
-  const uint8_t* mask;     // (m, n), nonzero = may attend
-  const void* offset;      // ()
-  const void* q_lengths;   // ()
-  const void* kv_lengths;  // ()
+  const void* bias;           // (m, n)
+  const uint8_t* mask;        // (m, n), nonzero = may attend
+  const void* offset;         // ()
+  const void* q_lengths;      // ()
+  const void* kv_lengths;     // ()
+  const void* alibi_slopes;   // ()
+  const void* segment_ids_q;  // (m), contiguous
+  const void* segment_ids_k;  // (n), contiguous
+  const void* sink;           // ()
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
   BatchStrides q_lengths_strides;
   BatchStrides kv_lengths_strides;
+  BatchStrides alibi_slopes_strides;
+  BatchStrides segment_ids_q_strides;
+  BatchStrides segment_ids_k_strides;
+  BatchStrides sink_strides;
   int64_t offset_value;  // used where Config::offset is `value`
   int64_t window_left;   // used where Config::window_left; below 2^60
   int64_t window_right;

@@ -1,8 +1,9 @@
-// What a score means: the only file that knows scale, softcap, bias, mask, causal, window, offset
-// and lengths. It speaks of query and key indices of one batch entry, never of tiles or registers,
-// except for the block ranges, which say which tiles have anything visible.
+// What a score means: the only file that knows scale, softcap, bias, ALiBi, mask, segments, causal,
+// window, offset, lengths and sink. It speaks of query and key indices of one batch entry, never of
+// tiles or registers, except for the block ranges, which say which tiles have anything visible.
 //
-//   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)  ->  + bias
+//   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)
+//            ->  + bias - slope * |q + offset - k|
 //
 // `apply` returns the logit in units of `unit()`: 1, or `scale` where the logit is just scale * q.k
 // (Config::scale_in_exponent) and apply is the identity. Exponentials of differences are powers of
@@ -33,13 +34,23 @@ struct BlockRanges {
   }
 };
 
+// A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
+struct ColumnBits {
+  uint32_t bits = 0xffffffff;
+
+  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+};
+
 struct Score {
   // Under a causal bound the last rows see the most keys, and the first keys are seen most.
   static constexpr bool last_rows_see_most = Config::window_right;
 
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none;
+  static constexpr bool may_hide_rows =
+      Config::mask || Config::bias != Dtype::none || Config::segment_ids != Dtype::none;
+
+  static constexpr bool has_sink = Config::sink != Dtype::none;
 
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =
@@ -48,33 +59,48 @@ struct Score {
 
   const ScoreParams& params;
   const Seqlen seqlen;
-  int64_t bias_offset, mask_offset;
+  int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset;
+  float slope;
+  int near_offset;   // the causal offset is near_offset, or lies far_offset farther off, which is
+  float far_offset;  // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   __device__ __forceinline__ Score(const ScoreParams& score_params, const BatchIndex& entry)
       : params(score_params), seqlen(score_params, entry) {
     // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
     // its sum with an index cannot overflow. An offset that an array holds is clamped first.
-    constexpr int64_t distance = 1 << 30;
+    constexpr int64_t farthest = 1 << 30;
     if constexpr (Config::offset == Offset::value) {
       diagonal_begin = params.diagonal_begin;
       diagonal_end = params.diagonal_end;
     } else {
       const int64_t offset = clamp(seqlen.offset, -(1ll << 62), 1ll << 62);
-      diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -distance, distance));
-      diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -distance, distance));
+      diagonal_begin = static_cast<int>(clamp(offset - params.window_left, -farthest, farthest));
+      diagonal_end = static_cast<int>(clamp(offset + params.window_right + 1, -farthest, farthest));
     }
-    if constexpr (!Config::window_left) diagonal_begin = -distance;
-    if constexpr (!Config::window_right) diagonal_end = distance;
+    if constexpr (!Config::window_left) diagonal_begin = -farthest;
+    if constexpr (!Config::window_right) diagonal_end = farthest;
     if constexpr (Config::bias != Dtype::none) bias_offset = entry * params.bias_layout.batch;
     if constexpr (Config::mask) mask_offset = entry * params.mask_layout.batch;
+    if constexpr (Config::segment_ids != Dtype::none) {
+      ids_q_offset = entry * params.segment_ids_q_strides;
+      ids_k_offset = entry * params.segment_ids_k_strides;
+    }
+    if constexpr (Config::alibi_slopes != Dtype::none) {
+      slope = read_float<Config::alibi_slopes>(params.alibi_slopes,
+                                               entry * params.alibi_slopes_strides);
+      const int64_t near = clamp(seqlen.offset, -farthest, farthest);
+      near_offset = static_cast<int>(near);
+      far_offset = fabsf(static_cast<float>(seqlen.offset - near));
+    }
   }
 
   // The definition. A row's visible keys are an interval apart from the mask, and so are a key's
   // rows: a loop over many pairs asks for kv_range(q_idx, q_idx + 1), or q_range, once and for
   // `unmasked` within it.
   __device__ __forceinline__ bool visible(int q_idx, int kv_idx) const {
-    return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx);
+    return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx) &&
+           same_segment(q_idx, kv_idx);
   }
 
   // What the mask says of a pair of existing indices.
@@ -87,12 +113,30 @@ struct Score {
     }
   }
 
+  // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
+  // `first_key`, and within `keys`, counted so, too.
+  template <int tiles>
+  __device__ __forceinline__ ColumnBits segment_of_row(int q_idx, int first_key, Range keys) const {
+    if constexpr (Config::segment_ids == Dtype::none) return {};
+    return same_ids<tiles>(query_ids()[min(q_idx, params.seqlen_q - 1)], key_ids() + first_key,
+                           keys);
+  }
+
+  // The same for the queries of one key.
+  template <int tiles>
+  __device__ __forceinline__ ColumnBits segment_of_key(int kv_idx, int first_row,
+                                                       Range rows) const {
+    if constexpr (Config::segment_ids == Dtype::none) return {};
+    return same_ids<tiles>(key_ids()[min(kv_idx, params.seqlen_k - 1)], query_ids() + first_row,
+                           rows);
+  }
+
   // Whether a pair within kv_range(q_idx, q_idx + 1) sees each other, a bias of -inf considered.
   __device__ __forceinline__ bool sees(int q_idx, int kv_idx) const {
     if constexpr (Config::bias != Dtype::none) {
       if (bias(q_idx, kv_idx) == -infinity()) return false;
     }
-    return unmasked(q_idx, kv_idx);
+    return unmasked(q_idx, kv_idx) && same_segment(q_idx, kv_idx);
   }
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
@@ -107,11 +151,16 @@ struct Score {
       if constexpr (Config::bias != Dtype::none) {
         // A bias of -inf hides the pair, whatever its product is.
         const float b = bias(q_idx, kv_idx);
-        return b == -infinity() ? b : fmaf(factor, x, b);
+        return b == -infinity() ? b : with_alibi(fmaf(factor, x, b), q_idx, kv_idx);
       } else {
-        return __fmul_rn(factor, x);
+        return with_alibi(__fmul_rn(factor, x), q_idx, kv_idx);
       }
     }
+  }
+
+  // What a slope multiplies.
+  __device__ __forceinline__ float distance(int q_idx, int kv_idx) const {
+    return static_cast<float>(abs(near_offset + q_idx - kv_idx)) + far_offset;
   }
 
   // d logit / d(scale * q.k); the factor `scale` is left to the end of a gradient's sum.
@@ -149,6 +198,20 @@ struct Score {
   // lse of a row from the reference of its maximum and its sum of exponentials.
   __device__ __forceinline__ float lse(float reference, float sum) const {
     return Config::scale_in_exponent ? fmaf(reference, ln_2, logf(sum)) : reference + logf(sum);
+  }
+
+  // One more score of every row of an entry, of a key without a value.
+  __device__ __forceinline__ float sink(const BatchIndex& entry) const {
+    if constexpr (has_sink) {
+      return read_float<Config::sink>(params.sink, entry * params.sink_strides);
+    } else {
+      return -infinity();
+    }
+  }
+
+  // The sink as a reference.
+  __device__ __forceinline__ float sink_reference(const BatchIndex& entry) const {
+    return Config::scale_in_exponent ? __fmul_rn(sink(entry), log2_e) : sink(entry);
   }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
@@ -204,14 +267,51 @@ struct Score {
   }
 
  private:
+  using Id = typename Storage<Config::segment_ids>::type;
+
+  __device__ __forceinline__ const Id* query_ids() const {
+    return static_cast<const Id*>(params.segment_ids_q) + ids_q_offset;
+  }
+  __device__ __forceinline__ const Id* key_ids() const {
+    return static_cast<const Id*>(params.segment_ids_k) + ids_k_offset;
+  }
+
+  __device__ __forceinline__ bool same_segment(int q_idx, int kv_idx) const {
+    if constexpr (Config::segment_ids == Dtype::none) return true;
+    return query_ids()[q_idx] == key_ids()[kv_idx];
+  }
+
+  // Not unrolled: the ids of a whole row would not fit beside its scores.
+  template <int tiles>
+  __device__ __forceinline__ static ColumnBits same_ids(Id id, const Id* ids, Range valid) {
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * t + i;
+        if (valid.contains(column) && ids[column] == id) bits |= 1u << (2 * t + i);
+      }
+    }
+    return {bits};
+  }
+
+  __device__ __forceinline__ float with_alibi(float logit, int q_idx, int kv_idx) const {
+    if constexpr (Config::alibi_slopes != Dtype::none) {
+      return fmaf(-slope, distance(q_idx, kv_idx), logit);
+    } else {
+      return logit;
+    }
+  }
+
   __device__ __forceinline__ float capped(float score) const {
     return tanhf(__fmul_rn(score, params.inverse_softcap));
   }
 
   __device__ __forceinline__ float bias(int q_idx, int kv_idx) const {
     const Layout& layout = params.bias_layout;
-    const auto* array = static_cast<const typename Storage<Config::bias>::type*>(params.bias);
-    return to_float<Config::bias>(array[bias_offset + q_idx * layout.row + kv_idx * layout.column]);
+    return read_float<Config::bias>(params.bias,
+                                    bias_offset + q_idx * layout.row + kv_idx * layout.column);
   }
 
   template <int block>
@@ -220,7 +320,7 @@ struct Score {
     const int end = (seen.end + block - 1) / block;
     int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);
     int full_end = min(end, max(full.end, 0) / block);
-    // Mask and bias are looked up pair by pair, in range only.
+    // Mask, bias and segments are looked up pair by pair, in range only.
     if (may_hide_rows || full_begin >= full_end) full_begin = full_end = begin;
     return {begin, full_begin, full_end, end};
   }

@@ -7,6 +7,27 @@
 
 namespace cuflash {
 
+// What the sums of a row come to: out is weight / sum times the sum of its values.
+struct RowEnd {
+  float weight, sum, lse;
+};
+
+// From the maximum and the sum of exponentials of a row that saw some key.
+__device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
+                                             float maximum, float sum) {
+  const float reference = score.reference(maximum);
+  if constexpr (!Score::has_sink) {
+    return {1.0f, sum, score.lse(reference, sum)};
+  } else {
+    const float sink = score.sink_reference(entry);
+    const float larger = fmaxf(reference, sink);
+    const float weight = ptx::exp2_approx(score.exponent_between(reference, larger));
+    const float added = ptx::exp2_approx(score.exponent_between(sink, larger));
+    const float total = fmaf(sum, weight, added);
+    return {weight, total, score.lse(larger, total)};
+  }
+}
+
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
 // are in units of Score::unit(), which is positive.
 template <int slices>
@@ -67,11 +88,6 @@ struct OnlineSoftmax {
       row_sum[s][0] = quad_sum(row_sum[s][0]);
       row_sum[s][1] = quad_sum(row_sum[s][1]);
     }
-  }
-
-  // Natural logarithm of the sum of exp(score); -inf for a row that saw nothing.
-  __device__ __forceinline__ float lse(int slice, int half, const Score& score) const {
-    return score.lse(score.reference(row_max[slice][half]), row_sum[slice][half]);
   }
 };
 

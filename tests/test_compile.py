@@ -94,7 +94,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "scale": (None, -0.5),
     "softcap": (None, 20.0),
     "bias": (None, np.float32, np.float16, bfloat16, np.float64),
+    "alibi_slopes": (None, np.float32, np.float16, np.float64),
     "mask": (False, True),
+    "segment_ids": (None, np.int32, np.int64),
+    "sink": (None, np.float32, bfloat16),
     "offset": (None, np.int32, np.int64),
     "q_lengths": (None, np.int32, np.int64),
     "kv_lengths": (None, np.int64, np.int32),
@@ -105,7 +108,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 ALL = {
     **PLAIN, "window": (7, 3), "softcap": 20.0, "bias": np.float32, "mask": True,
-    "offset": np.int64, "q_lengths": np.int32, "kv_lengths": np.int64, "dlse": True,
+    "alibi_slopes": np.float32, "segment_ids": np.int32, "sink": np.float32, "offset": np.int64,
+    "q_lengths": np.int32, "kv_lengths": np.int64, "dlse": True,
 }  # fmt: skip
 
 
@@ -113,17 +117,19 @@ def problem_of(case: dict[str, Any]) -> Problem:
     """Describe a small problem with these options."""
     (d, d_v), (m, n) = case["head_dims"], (4, 6)
     q, k, v = (np.zeros((2, *s), case["dtype"]) for s in ((m, d), (n, d), (n, d_v)))
-    integers = {
+    per_entry = {
         name: None if case[name] is None else np.ones(2, case[name])
-        for name in ("offset", "q_lengths", "kv_lengths")
+        for name in ("offset", "q_lengths", "kv_lengths", "alibi_slopes", "sink")
     }
+    ids = case["segment_ids"]
     options = Options(
         window=case["window"],
         scale=case["scale"],
         softcap=case["softcap"],
         bias=None if case["bias"] is None else np.zeros((m, n), case["bias"]),
         mask=np.ones((m, n), bool) if case["mask"] else None,
-        **integers,
+        segment_ids=None if ids is None else (np.ones(m, ids), np.ones(n, ids)),
+        **per_entry,
     )
     out = None if case["out_dtype"] is None else np.zeros((2, m, d_v), case["out_dtype"])
     return describe(q, k, v, options, out=out)

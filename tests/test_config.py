@@ -24,7 +24,9 @@ SCORE = {
     "scale_in_exponent": True,
     "softcap": False,
     "bias": "none",
+    "alibi_slopes": "none",
     "mask": False,
+    "segment_ids": "none",
     "offset": "value",
     "q_lengths": "none",
     "kv_lengths": "none",
@@ -35,13 +37,13 @@ TILE = {
     "blocks_per_sm": 2,
 }  # fmt: skip
 CONFIGS: tuple[KernelConfig, ...] = (
-    ForwardConfig(**TILE),
+    ForwardConfig(**TILE, sink="none"),
     BackwardQConfig(**TILE),
     BackwardKVConfig(**TILE, grad_k=True, grad_v=False, shared_keys=True),
     DeltaConfig(**COMMON, num_warps=4, block_m=64, grad_lse=True),
     ForwardSm90Config(
         **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, num_q_stages=2,
-        overlap_quarters=2,
+        overlap_quarters=2, sink="float32",
     ),
 )  # fmt: skip
 
@@ -74,7 +76,7 @@ def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
 
 
 def test_a_configuration_is_a_key() -> None:
-    again = ForwardConfig(**TILE)
+    again = ForwardConfig(**TILE, sink="none")
     assert again == CONFIGS[0]
     assert hash(again) == hash(CONFIGS[0])
     assert replace(again, block_n=64) != again
@@ -91,11 +93,12 @@ def test_a_configuration_is_a_key() -> None:
         ({"num_warps": 3}, "num_warps=3"),
         ({"num_warps": 64}, "num_warps=64"),
         ({"softcap": True}, "scale_in_exponent=True"),
+        ({"alibi_slopes": "float32"}, "scale_in_exponent=True"),
     ],
 )
 def test_errors_name_the_field_and_its_value(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
-        ForwardConfig(**{**TILE, **change})
+        ForwardConfig(**{**TILE, "sink": "none", **change})
 
 
 def test_a_pass_without_result_is_refused() -> None:

@@ -19,7 +19,8 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuflash import _launch, _launch_sm90, _tensor_map
 
 COUNTERS = 4096  # their address
-POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * 10, 16))
+NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
+POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * NUM_POINTERS, 16))
 STREAM = 77
 
 

@@ -222,6 +222,9 @@ struct Consumer {
       for (int half = 0; half < 2; ++half) {
         const int q_idx = lane_row + 8 * half;
         const Range keys = score.kv_range_from(lane_key, q_idx);
+        ColumnBits segment;
+        if constexpr (edge != Edge::none)
+          segment = score.segment_of_row<s_tiles>(q_idx, lane_key, keys);
 #pragma unroll
         for (int t = 0; t < s_tiles; ++t) {
 #pragma unroll
@@ -235,7 +238,9 @@ struct Consumer {
             if constexpr (edge == Edge::last || edge == Edge::both) {
               visible = visible && 8 * t + i < keys.end;
             }
-            if constexpr (edge != Edge::none) visible = visible && score.unmasked(q_idx, kv_idx);
+            if constexpr (edge != Edge::none) {
+              visible = visible && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
+            }
             value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
           }
         }
@@ -243,7 +248,7 @@ struct Consumer {
     }
   }
 
-  // out and lse of these 64 rows; rows that saw nothing become +0 and -inf.
+  // out and lse of these 64 rows; rows that saw nothing become +0 and the sink, or -inf.
   __device__ __forceinline__ void finish(const Work& work, const Score& score) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
@@ -253,12 +258,13 @@ struct Consumer {
     const uint32_t broken = non_finite & ((1u << num_rows) - 1);
     softmax.finish();
     bool hidden[2];
-    float inverse_sum[2];
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum[0][half];
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;
-      inverse_sum[half] = hidden[half] ? 0.0f : __fdividef(1.0f, sum);  // the sum is at least 1
+      const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
+      factor[half] = hidden[half] ? 0.0f : __fdividef(end.weight, end.sum);  // that is at least 1
     }
     if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
 #pragma unroll
@@ -271,7 +277,7 @@ struct Consumer {
     for (int t = 0; t < o_tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        o_acc[0][t][i] = fmaf(o_acc[0][t][i], inverse_sum[i / 2], 0.0f);  // -1 * 0 alone is -0
+        o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
       }
     }
     if constexpr (stages_out) {
@@ -285,10 +291,10 @@ struct Consumer {
     // The first lane of a quad has the upper row, the second the lower.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
     const bool lower = lane % 4 == 1;
-    const float reference = score.reference(lower ? softmax.row_max[0][1] : softmax.row_max[0][0]);
-    const float sum = lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0];
-    const bool nothing = lower ? hidden[1] : hidden[0];
-    const float value = nothing ? -infinity() : score.lse(reference, sum);
+    const RowEnd end =
+        end_of_row(score, work.entry, lower ? softmax.row_max[0][1] : softmax.row_max[0][0],
+                   lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0]);
+    const float value = (lower ? hidden[1] : hidden[0]) ? score.sink(work.entry) : end.lse;
     float* at = params.lse + work.entry * params.lse_layout.batch + q_idx * params.lse_layout.row;
     if (params.lse != nullptr && lane % 4 < 2 && q_idx < params.score.seqlen_q) *at = value;
     __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees

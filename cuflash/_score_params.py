@@ -1,0 +1,99 @@
+"""What do kernels get to know of the score options? Numbers, layouts, and where arrays lie."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuflash import _params
+from cuflash._arrays import Array, refuse_capture
+from cuflash._grid import Layout
+from cuflash._options import Options
+from cuflash._problem import Operand, Problem, canonical_view
+
+#: Addresses of a call without arrays.
+NO_ARRAYS = (0,) * len(_params.SCORE_POINTERS)
+_LENGTHS = ("offset", "q_lengths", "kv_lengths")
+_SEGMENTS = ("segment_ids_q", "segment_ids_k")
+_INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
+_UNBOUNDED = 1 << 60  # of offsets and windows
+_DISTANCE = 1 << 30  # no key is that far from a query
+_NO_CAP = 2.0**60  # changes no product of 16-bit operands, and its inverse is a normal number
+
+
+def fill(score: Any, problem: Problem) -> None:
+    """Write the numbers of ``ScoreParams``."""
+    q_length = problem.seqlen_q if problem.q_length_value is None else problem.q_length_value
+    kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
+    offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
+    score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))
+    left, right = (
+        0 if bound is None else min(bound, _UNBOUNDED)
+        for bound in (problem.window_left, problem.window_right)
+    )
+    score["window_left"], score["window_right"] = left, right
+    score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
+    score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
+    score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    score["q_length"], score["kv_length"] = q_length, kv_length
+    score["scale"] = problem.scale
+    score["scale_log2"] = problem.scale * math.log2(math.e)
+    if problem.softcap is not None:
+        softcap = min(problem.softcap, _NO_CAP)
+        score["softcap"] = softcap
+        score["inverse_softcap"] = problem.scale / softcap
+
+
+def layouts(problem: Problem) -> dict[str, Layout]:
+    """Layouts of the arrays that are there, by name."""
+    named = {name: getattr(problem, name) for name in _params.SCORE_POINTERS}
+    return {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
+
+
+def arrays_of(
+    problem: Problem, options: Options
+) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
+    """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
+
+    Lengths, offsets and segments of an unusual integer type, in host memory or, segments, not
+    contiguous, are copied, each in its own size. The caller holds the arrays until its last launch,
+    so that no other call gets their memory.
+    """
+    if not options.arrays:
+        return problem, NO_ARRAYS, {}
+    arrays = dict(options.arrays)
+    copied = [
+        name
+        for name in _LENGTHS
+        if name in arrays
+        and (isinstance(arrays[name], np.ndarray) or arrays[name].dtype not in _INTEGERS)
+    ]
+    segments = [getattr(problem, name) for name in _SEGMENTS if name in arrays]
+    kinds = {operand.dtype for operand in segments}
+    contiguous = all(operand.strides[-1] == operand.dtype.itemsize for operand in segments)
+    if len(kinds) > 1 or not kinds <= _INTEGERS or not contiguous:
+        copied += _SEGMENTS
+    for name in copied:
+        refuse_capture(name, "contiguous int32 or int64 arrays on the device")
+        view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
+        arrays[name] = cupy.asarray(view.astype(np.int64, order="C"))
+        problem = _with_copied(problem, name, arrays[name].strides)
+    pointers = []
+    for name in _params.SCORE_POINTERS:
+        array = arrays.get(name)
+        pointers.append(0 if array is None else array.data.ptr)
+    return problem, tuple(pointers), arrays
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_copied(problem: Problem, name: str, strides: tuple[int, ...]) -> Problem:
+    operand: Operand = getattr(problem, name)
+    summed = (*operand.summed, *(False for _ in strides[len(operand.summed) :]))
+    strides = tuple(0 if own else s for s, own in zip(strides, summed, strict=True))
+    copied = replace(operand, dtype=np.dtype(np.int64), strides=strides)
+    return replace(problem, **{name: copied})  # type: ignore[arg-type]
