@@ -396,32 +396,32 @@ def test_p12_positions_are_a_mask(xp: ModuleType, data: st.DataObject, by: str) 
 
 
 @given(data=st.data())
-def test_p12_segments_are_a_mask(data: st.DataObject) -> None:
-    drawn = data.draw(calls(limits_of(np), options=("causal", "scale", "segment_ids")))
+def test_p12_segments_are_a_mask(xp: ModuleType, data: st.DataObject) -> None:
+    drawn = data.draw(calls(limits_of(xp), options=("causal", "scale", "segment_ids")))
     assume("segment_ids" in drawn.options)
     ids_q, ids_k = drawn.options["segment_ids"]
     mask = ids_q[..., :, None] == ids_k[..., None, :]
-    assert_follows(np, drawn.with_options(mask=mask, segment_ids=None), drawn)
+    assert_follows(xp, drawn.with_options(mask=mask, segment_ids=None), drawn)
 
 
 @given(data=st.data())
-def test_p20_alibi_is_a_bias(data: st.DataObject) -> None:
+def test_p20_alibi_is_a_bias(xp: ModuleType, data: st.DataObject) -> None:
     """Slopes of few bits, so that their products with distances are exact."""
-    drawn = data.draw(calls(limits_of(np), options=("softcap", "mask", "sink", "alibi_slopes")))
+    drawn = data.draw(calls(limits_of(xp), options=("softcap", "mask", "sink", "alibi_slopes")))
     assume("alibi_slopes" in drawn.options)
     slopes = np.asarray(np.round(4 * drawn.options["alibi_slopes"].astype(np.float32)) / 4)
     rows, keys = drawn.q.shape[-2], drawn.k.shape[-2]
     distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys))
     bias = -slopes[..., None, None] * distance.astype(np.float32)
     base = drawn.with_options(bias=bias, alibi_slopes=None)
-    assert_follows(np, base, drawn.with_options(alibi_slopes=slopes))
+    assert_follows(xp, base, drawn.with_options(alibi_slopes=slopes))
 
 
 @given(data=st.data())
-def test_p20_sink_is_a_key_without_a_value(data: st.DataObject) -> None:
+def test_p20_sink_is_a_key_without_a_value(xp: ModuleType, data: st.DataObject) -> None:
     """One more key with a score given by the bias, and a value of 0."""
     allowed = ("scale", "softcap", "bias", "mask", "sink")
-    derived = data.draw(calls(limits_of(np), options=allowed, kinds=("normal",)))
+    derived = data.draw(calls(limits_of(xp), options=allowed, kinds=("normal",)))
     assume("sink" in derived.options)
     rows, keys = derived.q.shape[-2], derived.k.shape[-2]
     sink = derived.options["sink"].astype(np.float64)[..., None, None]
@@ -439,7 +439,7 @@ def test_p20_sink_is_a_key_without_a_value(data: st.DataObject) -> None:
     def move(name: str, a: np.ndarray) -> np.ndarray:
         return a[..., :-1, :] if name in ("k", "v") else a
 
-    assert_follows(np, base, derived, move)
+    assert_follows(xp, base, derived, move)
 
 
 @given(data=st.data())

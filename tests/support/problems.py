@@ -148,6 +148,7 @@ class Limits:
 
 EVERYWHERE = ("scale", "softcap", "bias", "mask")
 RANGES = ("causal", "offset", "window", "q_lengths", "kv_lengths")
+PER_HEAD = ("alibi_slopes", "sink")
 WITHOUT_SINK = (*RANGES, *EVERYWHERE, "alibi_slopes", "segment_ids")
 WITHOUT_DROPOUT = (*WITHOUT_SINK, "sink")
 ALL_OPTIONS = (*WITHOUT_DROPOUT, "dropout")
@@ -169,8 +170,10 @@ _DEVICE = Limits(
     option_sets=tuple(
         frozenset(names)
         for names in (
-            (*RANGES, *EVERYWHERE),
+            (*RANGES, *EVERYWHERE, *PER_HEAD, "segment_ids"),
             (),
+            ("causal", "offset", *PER_HEAD),
+            ("segment_ids", "sink"),
             ("causal",),
             ("window", "offset", "q_lengths", "kv_lengths"),
             EVERYWHERE,
