@@ -92,6 +92,7 @@ class TileConfig(KernelConfig):
     offset: Offset
     q_lengths: Integers
     kv_lengths: Integers
+    dropout: bool
 
     def __post_init__(self) -> None:
         KernelConfig.__post_init__(self)

@@ -14,7 +14,7 @@ from cuflash._options import Options
 from cuflash._problem import HALVES, Problem, common_dtype
 
 #: Score options that the kernels do not know yet.
-LATER_ON_A_GPU = ("score_mod", "mask_mod", "dropout", "seed")
+LATER_ON_A_GPU = ("score_mod", "mask_mod")
 _MATRICES = ("q", "k", "v")
 
 

@@ -64,7 +64,7 @@ class Launch(NamedTuple):
         """Launch on ``stream`` with these addresses; capturing makes no difference."""
         kernel = self.kernel
         for offsets in self.offsets:
-            moved = tuple(map(_moved, pointers, offsets)) if offsets else pointers
+            moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
             arguments = self.known.at(moved, self._pack)
             driver.launchKernel(
                 kernel.pointer, self.grid, 1, 1, kernel.num_threads, 1, 1,
@@ -73,10 +73,6 @@ class Launch(NamedTuple):
 
     def _pack(self, pointers: Addresses) -> bytes:
         return self.pointers.pack(*pointers) + self.params
-
-
-def _moved(pointer: int, offset: int) -> int:
-    return pointer + offset if pointer else 0
 
 
 def _plan_launch(
@@ -111,6 +107,8 @@ def _plan_launch(
         part = filled["score"] if name in _params.SCORE_POINTERS else filled
         if f"{name}_strides" in part.dtype.names:
             strides = part[f"{name}_strides"]
+        elif f"{name}_layout" not in part.dtype.names:  # the seed of dropout
+            continue
         else:
             strides = part[f"{name}_layout"]["batch"]
             part[f"{name}_layout"]["row"] = layout.row // layout.itemsize
@@ -189,8 +187,9 @@ def forward(
     )  # fmt: skip
     device = q.data.device_id
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
-    if (address_bits | functools.reduce(int.__or__, pointers[3:])) & 7:
-        layouts = _forward_layouts(problem, None) | _score_params.layouts(problem)
+    arrays = pointers[3 : -len(_score_params.NUMBERS)]
+    if (address_bits | functools.reduce(int.__or__, arrays)) & 7:
+        layouts = _forward_layouts(problem, lse_strides) | _score_params.layouts(problem)
         _refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
     # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
     key = (id(problem), device, address_bits, pointers[3] & 15, lse_strides, config)
@@ -225,7 +224,7 @@ class RepeatedForward(NamedTuple):
         lse = None if self.lse_shape is None else cupy.ndarray(self.lse_shape, np.float32)
         addresses = (
             q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
-            *_score_params.NO_ARRAYS,
+            *_score_params.NOTHING,
         )  # fmt: skip
         self.launch.run(addresses, stream.ptr, False)
         return out if lse is None else AttentionResult(out, lse)
@@ -247,7 +246,9 @@ def repeated_forward(
 
 def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
-    return layouts | {"lse": _row_layout(problem, 4, lse_strides)}
+    if lse_strides is not None:
+        layouts["lse"] = _row_layout(problem, 4, lse_strides)
+    return layouts
 
 
 def _refuse_misaligned(layouts: dict[str, Layout], addresses: dict[str, int]) -> None:
@@ -387,10 +388,11 @@ def backward(
         }  # fmt: skip
         for name, array in gradients.items():
             addresses[f"d{name}"] = array.data.ptr
+        aligned = (a for name, a in addresses.items() if name not in _score_params.NUMBERS)
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
         key = (
             id(problem), device, bits & 15, addresses["out"] & 15, config,
-            functools.reduce(int.__or__, addresses.values()) & 7,
+            functools.reduce(int.__or__, aligned) & 7,
             dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, array.strides) for name, array in gradients.items()),

@@ -30,9 +30,10 @@ GRID = _struct(
     ("owners_per_section", np.int32),
     ("entries_per_owner", np.int32),
 )
+#: The last two are numbers that a launch patches in like addresses.
 SCORE_POINTERS = (
     "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
-    "segment_ids_k", "sink",
+    "segment_ids_k", "sink", "dropout_seed", "dropout_entry",
 )  # fmt: skip
 SCORE = _struct(
     *((name, _POINTER) for name in SCORE_POINTERS),
@@ -45,6 +46,7 @@ SCORE = _struct(
     ("segment_ids_q_strides", BATCH_STRIDES),
     ("segment_ids_k_strides", BATCH_STRIDES),
     ("sink_strides", BATCH_STRIDES),
+    ("dropout_entry_strides", BATCH_STRIDES),
     ("offset_value", np.int64),
     ("window_left", np.int64),
     ("window_right", np.int64),
@@ -58,6 +60,8 @@ SCORE = _struct(
     ("scale_log2", np.float32),
     ("softcap", np.float32),
     ("inverse_softcap", np.float32),
+    ("dropout_threshold", np.uint32),
+    ("kept_scale", np.float32),
 )
 
 

@@ -82,6 +82,7 @@ class Problem:
     window_right: int | None
     scale: float
     softcap: float | None
+    dropout: float
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
@@ -243,6 +244,7 @@ def _describe(
         window_right=0 if options.causal else right,
         scale=1 / math.sqrt(head_dim) if options.scale is None else options.scale,
         softcap=options.softcap,
+        dropout=options.dropout,
     )
 
 

@@ -32,7 +32,7 @@ def remember(
     q: Array, k: Array, v: Array, options: Options, return_lse: bool, repeat: Repeat
 ) -> None:
     """Know this call from now on."""
-    if options.arrays:  # their values and places may change
+    if options.arrays or options.seed is not None:  # values and places that may change
         return
     if len(_known) >= _LIMIT:
         _known.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuflash import _params
+from cuflash import _params, _philox
 from cuflash._arrays import Array, refuse_capture
 from cuflash._grid import Layout
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view
 
-#: Addresses of a call without arrays.
-NO_ARRAYS = (0,) * len(_params.SCORE_POINTERS)
+#: Numbers among the addresses.
+NUMBERS = ("dropout_seed", "dropout_entry")
+_ARRAYS = tuple(name for name in _params.SCORE_POINTERS if name not in NUMBERS)
+_NO_ARRAYS = (0,) * len(_ARRAYS)
+#: What takes the place of addresses in a call with neither arrays nor dropout.
+NOTHING = (0,) * len(_params.SCORE_POINTERS)
 _LENGTHS = ("offset", "q_lengths", "kv_lengths")
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
 _INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
@@ -43,6 +48,8 @@ def fill(score: Any, problem: Problem) -> None:
     score["q_length"], score["kv_length"] = q_length, kv_length
     score["scale"] = problem.scale
     score["scale_log2"] = problem.scale * math.log2(math.e)
+    score["dropout_threshold"] = _philox.threshold(problem.dropout)
+    score["kept_scale"] = _philox.kept_scale(problem.dropout)
     if problem.softcap is not None:
         softcap = min(problem.softcap, _NO_CAP)
         score["softcap"] = softcap
@@ -51,8 +58,12 @@ def fill(score: Any, problem: Problem) -> None:
 
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
-    named = {name: getattr(problem, name) for name in _params.SCORE_POINTERS}
-    return {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
+    named = {name: getattr(problem, name) for name in _ARRAYS}
+    found = {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
+    if _philox.threshold(problem.dropout):
+        steps = itertools.accumulate((1, *problem.batch[:0:-1]), int.__mul__)
+        found["dropout_entry"] = Layout(1, tuple(steps)[::-1] if problem.batch else ())
+    return found
 
 
 def arrays_of(
@@ -64,8 +75,9 @@ def arrays_of(
     contiguous, are copied, each in its own size. The caller holds the arrays until its last launch,
     so that no other call gets their memory.
     """
+    numbers = (options.seed or 0, 0)
     if not options.arrays:
-        return problem, NO_ARRAYS, {}
+        return problem, _NO_ARRAYS + numbers, {}
     arrays = dict(options.arrays)
     copied = [
         name
@@ -84,10 +96,10 @@ def arrays_of(
         arrays[name] = cupy.asarray(view.astype(np.int64, order="C"))
         problem = _with_copied(problem, name, arrays[name].strides)
     pointers = []
-    for name in _params.SCORE_POINTERS:
+    for name in _ARRAYS:
         array = arrays.get(name)
         pointers.append(0 if array is None else array.data.ptr)
-    return problem, tuple(pointers), arrays
+    return problem, (*pointers, *numbers), arrays
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from cuflash import _philox
 from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
@@ -68,7 +69,7 @@ _BACKWARD_KV: Tiles = {
     256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
 }
 
-# With softcap, bias, slopes, mask or segments: their arithmetic needs registers of its own.
+# With softcap, bias, slopes, mask, segments or dropout: arithmetic that needs registers of its own.
 _FORWARD_GENERAL: Tiles = {
     32: (Tile(128, 64, 4, 2),),
     64: (Tile(64, 96, 4, 2),),
@@ -256,7 +257,8 @@ def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
 
 def _is_general(problem: Problem) -> bool:
     scored = (problem.softcap, problem.bias, problem.alibi_slopes)
-    return any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
+    present = any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
+    return present or _philox.threshold(problem.dropout) > 0
 
 
 def _shares_keys(problem: Problem, names: list[str]) -> bool:
@@ -319,6 +321,7 @@ def score_fields(problem: Problem) -> dict[str, Any]:
         "offset": _offset_field(problem),
         "q_lengths": _dtype_field(problem.q_lengths),
         "kv_lengths": _dtype_field(problem.kv_lengths),
+        "dropout": _philox.threshold(problem.dropout) > 0,
     }
 
 

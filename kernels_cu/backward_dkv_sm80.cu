@@ -6,9 +6,9 @@
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
 //         s^T = k q^T;  p^T = exp(score(s^T) - lse)           registers, 16 keys per warp and slice
-//         dp^T = v dout^T
+//         dp^T = dropout(v dout^T)
 //         ds^T = p^T (dp^T - delta) score'(s^T)
-//         dv += p^T dout;  dk += ds^T q                       p^T, ds^T reused in registers
+//         dv += dropout(p^T) dout;  dk += ds^T q              p^T, ds^T reused in registers
 //     dk *= scale
 //
 // Transposed scores make the rows of a warp its keys: both results then are sums over columns that
@@ -23,6 +23,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "dropout.cuh"
 #include "exact.cuh"
 #include "ptx/special.cuh"
 
@@ -100,6 +101,8 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);
+  const KeptBits<slices, tiles> kept(score, first_row, first_key);
+  const float scale = kept_scale(score.params);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -125,10 +128,12 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
           if constexpr (Config::grad_k) {
             const float delta = i == 0 ? pair.y : pair.w;
             float& ds = dp_acc[s][t][2 * half + i];
-            ds = value * (ds - delta) * score.derivative(product);
+            const float dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0.0f;
+            ds = value * (dp - delta) * score.derivative(product);
             // An invisible value may be NaN: zero times it would not do.
             if (masked && logit == -infinity()) ds = 0.0f;
           }
+          if (!kept.contains(s, t, 2 * half + i)) value = 0.0f;
         }
       }
     }
@@ -240,7 +245,7 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& params,
   }
   if constexpr (Config::grad_v) {
     store_rows(params, RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v),
-               work.first_key, 1.0f, acc.dv);
+               work.first_key, kept_scale(params.score), acc.dv);
   }
 #pragma unroll
   for (int s = 0; s < slices; ++s) {

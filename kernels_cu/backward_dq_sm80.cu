@@ -5,7 +5,7 @@
 //     for each batch entry that shares these rows:            one, unless q is broadcast
 //       for each block of block_n keys that some row sees:
 //         s = q k^T;  p = exp(score(s) - lse)                 registers, 16 rows per warp and slice
-//         dp = dout v^T
+//         dp = dropout(dout v^T)
 //         ds = p (dp - delta) score'(s)                       reused as an operand in registers
 //         dq += ds k
 //     dq *= scale
@@ -21,6 +21,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "dropout.cuh"
 #include "exact.cuh"
 #include "ptx/special.cuh"
 
@@ -156,6 +157,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     clear(dp_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
+    drop_gradients(dp_acc, score, first_row + warp_row, first_key);
     if (blocks.masked(n_block)) {
       compute_ds<true>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     } else {

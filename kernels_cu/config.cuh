@@ -78,6 +78,9 @@
 #ifndef CUFLASH_SINK
 #define CUFLASH_SINK none
 #endif
+#ifndef CUFLASH_DROPOUT
+#define CUFLASH_DROPOUT false
+#endif
 #ifndef CUFLASH_SHARED_KEYS
 #define CUFLASH_SHARED_KEYS true
 #endif
@@ -136,6 +139,7 @@ struct Config {
   static constexpr Dtype q_lengths = Dtype::CUFLASH_Q_LENGTHS;
   static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
   static constexpr Dtype sink = Dtype::CUFLASH_SINK;
+  static constexpr bool dropout = CUFLASH_DROPOUT;
 
   static constexpr bool shared_keys = CUFLASH_SHARED_KEYS;  // of all batch entries of an owner?
   static constexpr bool grad_k = CUFLASH_GRAD_K;

@@ -8,6 +8,7 @@
 
 #include "params.cuh"
 #include "scheduler.cuh"
+#include "dropout.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
 #include "tile/fragment.cuh"
@@ -102,14 +103,16 @@ __device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
 
 // What the gradient needs of one pair that sees each other.
 struct ExactPair {
-  float p;   // probability
+  float p;   // probability, 0 if it is dropped
   float ds;  // gradient of scale * q.k
 
   __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, float product,
                                        float dp, int q_idx, int kv_idx) {
     const float logit = score.apply(product, q_idx, kv_idx);
     p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
-    ds = p * (dp - row.delta) * score.derivative(product);
+    const float kept = keeps_pair(score, q_idx, kv_idx) ? 1.0f : 0.0f;
+    ds = p * (dp * kept * kept_scale(score.params) - row.delta) * score.derivative(product);
+    p *= kept;
   }
 };
 
@@ -148,10 +151,11 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     row_sum = row_sum * rescale + p;
 #pragma unroll
     for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
-    o.add(p, v);
+    o.add(keeps_pair(score, q_idx, kv_idx) ? p : 0.0f, v);
   }
   const RowEnd end = end_of_row(score, entry, row_max, row_sum);
-  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : end.weight / end.sum);
+  const float factor = kept_scale(params.score) * end.weight / end.sum;
+  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : factor);
 }
 
 // One row of dq, summed over the batch entries of its owner.
@@ -217,7 +221,8 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
              params.score.scale);
   }
   if constexpr (Config::grad_v) {
-    dv.store(RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v), kv_idx, 1.0f);
+    dv.store(RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v), kv_idx,
+             kept_scale(params.score));
   }
 }
 

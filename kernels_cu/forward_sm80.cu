@@ -5,7 +5,7 @@
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  s = score(s)                              registers, 16 rows per warp and slice
 //       m' = max(m, rowmax s);  p = exp(s - m');  l = l exp(m - m') + rowsum p
-//       o = o exp(m - m') + p v                               p is reused in registers
+//       o = o exp(m - m') + dropout(p) v                      p is reused in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer. v of a block arrives while
@@ -19,6 +19,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "dropout.cuh"
 #include "exact.cuh"
 #include "softmax.cuh"
 #include "ptx/special.cuh"
@@ -103,7 +104,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
       const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0.0f;
       const RowEnd end =
           end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
-      const float factor = end.weight / end.sum;
+      const float factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
         out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0.0f : o_acc[s][t][2 * half] * factor,
@@ -167,6 +168,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     }
 
     softmax.update(s_acc, o_acc, score);
+    drop_weights(s_acc, score, work.first_row + warp_row, first_key);
     uint32_t p_frag[slices][Config::block_n / 16][4];
     to_operand(p_frag, s_acc);
     multiply(o_acc, p_frag, read_rows(smem.v[stage]));

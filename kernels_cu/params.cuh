@@ -37,6 +37,8 @@ struct ScoreParams {
   const void* segment_ids_q;  // (m), contiguous
   const void* segment_ids_k;  // (n), contiguous
   const void* sink;           // ()
+  uint64_t dropout_seed;      // numbers, patched at each launch as the addresses are
+  uint64_t dropout_entry;     // of the first batch entry
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
@@ -46,6 +48,7 @@ struct ScoreParams {
   BatchStrides segment_ids_q_strides;
   BatchStrides segment_ids_k_strides;
   BatchStrides sink_strides;
+  BatchStrides dropout_entry_strides;
   int64_t offset_value;  // used where Config::offset is `value`
   int64_t window_left;   // used where Config::window_left; below 2^60
   int64_t window_right;
@@ -58,7 +61,9 @@ struct ScoreParams {
   float scale;
   float scale_log2;  // scale * log2(e)
   float softcap;
-  float inverse_softcap;  // scale / softcap
+  float inverse_softcap;       // scale / softcap
+  uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
+  float kept_scale;            // of the others
 };
 
 // Tiles of one launch in the order of scheduler.cuh.

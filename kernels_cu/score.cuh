@@ -60,6 +60,7 @@ struct Score {
   const ScoreParams& params;
   const Seqlen seqlen;
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset;
+  uint64_t dropout_entry;  // number of this entry
   float slope;
   int near_offset;   // the causal offset is near_offset, or lies far_offset farther off, which is
   float far_offset;  // farther than any key
@@ -82,6 +83,9 @@ struct Score {
     if constexpr (!Config::window_right) diagonal_end = farthest;
     if constexpr (Config::bias != Dtype::none) bias_offset = entry * params.bias_layout.batch;
     if constexpr (Config::mask) mask_offset = entry * params.mask_layout.batch;
+    if constexpr (Config::dropout) {
+      dropout_entry = params.dropout_entry + entry * params.dropout_entry_strides;
+    }
     if constexpr (Config::segment_ids != Dtype::none) {
       ids_q_offset = entry * params.segment_ids_q_strides;
       ids_k_offset = entry * params.segment_ids_k_strides;

@@ -98,6 +98,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "mask": (False, True),
     "segment_ids": (None, np.int32, np.int64),
     "sink": (None, np.float32, bfloat16),
+    "dropout": (0.0, 0.25),
     "offset": (None, np.int32, np.int64),
     "q_lengths": (None, np.int32, np.int64),
     "kv_lengths": (None, np.int64, np.int32),
@@ -109,7 +110,7 @@ PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 ALL = {
     **PLAIN, "window": (7, 3), "softcap": 20.0, "bias": np.float32, "mask": True,
     "alibi_slopes": np.float32, "segment_ids": np.int32, "sink": np.float32, "offset": np.int64,
-    "q_lengths": np.int32, "kv_lengths": np.int64, "dlse": True,
+    "q_lengths": np.int32, "kv_lengths": np.int64, "dropout": 0.25, "dlse": True,
 }  # fmt: skip
 
 
@@ -129,6 +130,8 @@ def problem_of(case: dict[str, Any]) -> Problem:
         bias=None if case["bias"] is None else np.zeros((m, n), case["bias"]),
         mask=np.ones((m, n), bool) if case["mask"] else None,
         segment_ids=None if ids is None else (np.ones(m, ids), np.ones(n, ids)),
+        dropout=case["dropout"],
+        seed=1,
         **per_entry,
     )
     out = None if case["out_dtype"] is None else np.zeros((2, m, d_v), case["out_dtype"])

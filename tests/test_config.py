@@ -30,6 +30,7 @@ SCORE = {
     "offset": "value",
     "q_lengths": "none",
     "kv_lengths": "none",
+    "dropout": False,
 }
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {

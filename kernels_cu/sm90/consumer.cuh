@@ -1,6 +1,7 @@
 // A warpgroup that computes: 64 rows of out, from scores to the sum over their keys.
 #pragma once
 
+#include "dropout.cuh"
 #include "params.cuh"
 #include "ptx/sync.cuh"
 #include "sm90/shared_memory.cuh"
@@ -185,6 +186,7 @@ struct Consumer {
     }
     softmax.exponentiate<tied, s_tiles>(s_acc, score);
     softmax.add_block();
+    drop_weights(s_acc, score, first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
   }
 
   __device__ __forceinline__ void start_scores(float (&s_acc)[1][s_tiles][4]) {
@@ -262,9 +264,10 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum[0][half];
-      hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;
+      hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
-      factor[half] = hidden[half] ? 0.0f : __fdividef(end.weight, end.sum);  // that is at least 1
+      factor[half] =
+          hidden[half] ? 0.0f : __fdividef(kept_scale(params.score) * end.weight, end.sum);
     }
     if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
 #pragma unroll

@@ -170,10 +170,11 @@ _DEVICE = Limits(
     option_sets=tuple(
         frozenset(names)
         for names in (
-            (*RANGES, *EVERYWHERE, *PER_HEAD, "segment_ids"),
+            (*RANGES, *EVERYWHERE, *PER_HEAD, "segment_ids", "dropout"),
             (),
             ("causal", "offset", *PER_HEAD),
             ("segment_ids", "sink"),
+            ("causal", "kv_lengths", "dropout"),
             ("causal",),
             ("window", "offset", "q_lengths", "kv_lengths"),
             EVERYWHERE,
