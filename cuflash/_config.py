@@ -93,6 +93,7 @@ class TileConfig(KernelConfig):
     q_lengths: Integers
     kv_lengths: Integers
     dropout: bool
+    cu_seqlens: Integers  # "none" where sequences are not packed
 
     def __post_init__(self) -> None:
         KernelConfig.__post_init__(self)

@@ -63,15 +63,20 @@ def run_forward(
     config: Any,
     *,
     first_entry: int = 0,
+    **of_packed: Any,
 ) -> None:
-    """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout."""
+    """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
+
+    ``of_packed`` says to kernels where packed sequences end.
+    """
     if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
     elif is_cupy(q):
-        _require_kernels(problem, options)
-        launch().forward(problem, q, k, v, options, out, lse, workspace=workspace, config=config)
+        require_kernels(problem, options)
+        own = {"workspace": workspace, "config": config, **of_packed}
+        launch().forward(problem, q, k, v, options, out, lse, **own)
     else:
         _host.forward(problem, q, k, v, options, out, lse, first_entry=first_entry)
 
@@ -91,8 +96,9 @@ def run_backward(
     config: Any,
     *,
     first_entry: int = 0,
+    **of_packed: Any,
 ) -> None:
-    """Fill ``gradients``, by input name."""
+    """Fill ``gradients``, by input name; the rest as for :func:`run_forward`."""
     if _nothing_to_sum(problem):
         for gradient in gradients.values():
             gradient.fill(0)
@@ -100,8 +106,8 @@ def run_backward(
     path: Any = _host
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
-        _require_kernels(problem, options, tuple(gradients))
-        path, extra = launch(), {"workspace": workspace, "config": config}
+        require_kernels(problem, options, tuple(gradients))
+        path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
 
@@ -111,7 +117,7 @@ def _nothing_to_sum(problem: Problem) -> bool:
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 
-def _require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _MATRICES) -> None:
+def require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _MATRICES) -> None:
     """Refuse what the CPU path serves and the kernels do not yet."""
     instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
     if problem.dtype not in HALVES:

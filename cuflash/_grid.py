@@ -21,6 +21,7 @@ class Layout(NamedTuple):
     batch: tuple[int, ...]
     row: int = 0
     column: int = 0
+    sequence: int = 0  # from one packed sequence to the next
 
     @classmethod
     def of(cls, operand: Operand) -> Layout:
@@ -69,6 +70,7 @@ def plan_grid(
     strides: Sequence[tuple[int, ...]],
     summed: tuple[bool, ...],
     tiles_per_owner: int,
+    max_axes: int = _params.MAX_BATCH_AXES,
 ) -> Grid:
     """Merge batch axes that all operands walk evenly; those of ``summed`` vary fastest."""
     columns = list(zip(*strides, strict=True)) if batch else []
@@ -77,15 +79,15 @@ def plan_grid(
     looped = _merged([(extent, column) for extent, column, s in axes if s])
     peeled = []
     while owned and (
-        len(owned) + len(looped) > _params.MAX_BATCH_AXES
+        len(owned) + len(looped) > max_axes
         or math.prod(extent for extent, _ in owned) * tiles_per_owner > _GRID_LIMIT
     ):
         peeled.append(owned.pop(0))
-    if len(looped) > _params.MAX_BATCH_AXES:
+    if len(looped) > max_axes:
         raise problem_with(
             "q, k, v", NotImplementedError,
             got=f"{len(looped)} separate broadcast batch axes",
-            expected=f"at most {_params.MAX_BATCH_AXES} that cannot be merged",
+            expected=f"at most {max_axes} that cannot be merged",
             fix="copy the operands that are not broadcast to C order",
         )  # fmt: skip
     return Grid(

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cupy
@@ -39,6 +40,7 @@ from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
 
 _PLAN_LIMIT = 4096
+_NOT_PACKED: Mapping[str, Array] = {}
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
 _STATISTICS_BYTES = 8  # of one query
 
@@ -88,6 +90,7 @@ def _plan_launch(
 ) -> Launch:
     """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
     names = _params.pointer_names(params)
+    packed = problem.cu_seqlens_q is not None
     absent = Layout(1, (0,) * len(problem.batch))
     ordered = [layouts.get(name, absent) for name in names]
     grid = plan_grid(
@@ -95,6 +98,7 @@ def _plan_launch(
         [layout.batch for layout in ordered],
         summed or (False,) * len(problem.batch),
         num_blocks,
+        _params.MAX_BATCH_AXES - packed,
     )
     section = 1
     if isinstance(config, TileConfig) and config.window_right:
@@ -107,7 +111,7 @@ def _plan_launch(
         part = filled["score"] if name in _params.SCORE_POINTERS else filled
         if f"{name}_strides" in part.dtype.names:
             strides = part[f"{name}_strides"]
-        elif f"{name}_layout" not in part.dtype.names:  # the seed of dropout
+        elif f"{name}_layout" not in part.dtype.names:  # the same for all entries
             continue
         else:
             strides = part[f"{name}_layout"]["batch"]
@@ -115,6 +119,8 @@ def _plan_launch(
             part[f"{name}_layout"]["column"] = layout.column // layout.itemsize
         for axis, (_, steps) in enumerate(grid.axes):
             strides["axis"][axis] = steps[column] // layout.itemsize
+        if packed:
+            strides["axis"][-1] = layout.sequence // layout.itemsize
     filled["head_dim_v"] = problem.head_dim_v
     if isinstance(config, TileConfig):
         filled["head_dim"] = problem.head_dim
@@ -142,6 +148,13 @@ def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> in
     attributes = cupy.cuda.Device(device).attributes
     fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, int(attributes["MultiProcessorCount"]) // 4))
+
+
+def _num_tiles(problem: Problem, rows: int, block: int) -> int:
+    """Tiles of one owner; of packed sequences, as many as there may be: see ``seqlen.cuh``."""
+    if problem.cu_seqlens_q is None:
+        return -(-rows // block)
+    return rows // block + problem.cu_seqlens_q.shape[0] - 1
 
 
 def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None) -> Layout:
@@ -174,12 +187,13 @@ def forward(
     *,
     workspace: Array | None = None,  # noqa: ARG001  the forward needs none
     config: ForwardConfig | ForwardSm90Config | None = None,
+    cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
-    """Write ``out`` and, unless None, ``lse``; every extent is positive.
+    """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
     A ``config`` decides which kernel runs, too.
     """
-    problem, score_pointers, held = _score_params.arrays_of(problem, options)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options, cu_seqlens)
     lse_strides = None if lse is None else lse.strides
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
@@ -297,7 +311,7 @@ def _plan_forward(
     config = _select.overridden(chosen, config)
     return _plan_launch(
         _params.FORWARD, config, problem, layouts, device,
-        num_blocks=-(-problem.seqlen_q // config.block_m),
+        num_blocks=_num_tiles(problem, problem.seqlen_q, config.block_m),
         streamed_bytes=2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v),
     )  # fmt: skip
 
@@ -366,11 +380,12 @@ def backward(
     *,
     workspace: Array | None = None,
     config: BackwardConfigs | None = None,
+    cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
-    """Write the ``gradients`` asked for, named "q", "k" and "v"; every extent is positive."""
+    """Write the ``gradients`` asked for, by input name; extents are positive but that of keys."""
     if not gradients:
         return
-    problem, score_pointers, held = _score_params.arrays_of(problem, options)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options, cu_seqlens)
     device = q.data.device_id
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
@@ -466,7 +481,7 @@ def _plan_backward(
         kv_config = _select.overridden(chosen, config.kv)
         launch = _plan_launch(
             _params.BACKWARD, kv_config, problem, layouts, device,
-            num_blocks=-(-problem.seqlen_k // kv_config.block_n),
+            num_blocks=_num_tiles(problem, problem.seqlen_k, kv_config.block_n),
             streamed_bytes=problem.seqlen_q * row_bytes,
             summed=(problem.k if kv_config.grad_k else problem.v).summed,
         )  # fmt: skip
@@ -476,7 +491,7 @@ def _plan_backward(
         q_config = _select.overridden(chosen_q, config.q)
         launch = _plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,
-            num_blocks=-(-problem.seqlen_q // q_config.block_m),
+            num_blocks=_num_tiles(problem, problem.seqlen_q, q_config.block_m),
             streamed_bytes=problem.seqlen_k * row_bytes,
             summed=problem.q.summed,
         )  # fmt: skip

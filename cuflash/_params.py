@@ -33,7 +33,7 @@ GRID = _struct(
 #: The last two are numbers that a launch patches in like addresses.
 SCORE_POINTERS = (
     "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
-    "segment_ids_k", "sink", "dropout_seed", "dropout_entry",
+    "segment_ids_k", "sink", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed", "dropout_entry",
 )  # fmt: skip
 SCORE = _struct(
     *((name, _POINTER) for name in SCORE_POINTERS),
@@ -54,6 +54,7 @@ SCORE = _struct(
     ("diagonal_end", np.int32),
     ("seqlen_q", np.int32),
     ("seqlen_k", np.int32),
+    ("num_sequences", np.int32),
     ("q_length", np.int32),
     ("kv_length", np.int32),
     ("scale", np.float32),

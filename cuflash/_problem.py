@@ -83,6 +83,10 @@ class Problem:
     scale: float
     softcap: float | None
     dropout: float
+    #: Where packed sequences end, (sequences + 1,): options then have the sequences as a first
+    #: batch axis, which q, k and v have not.
+    cu_seqlens_q: Operand | None = None
+    cu_seqlens_k: Operand | None = None
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
@@ -107,7 +111,7 @@ def describe(
 ) -> Problem:
     """Validate one call and return its Problem."""
     for name in options.arrays:
-        _check_module(name, options.arrays[name], q)
+        check_module(name, options.arrays[name], q)
     if precision is not None and not isinstance(precision, str):
         raise problem_with(
             "precision", TypeError, got=repr(precision), expected='None, "ieee" or "tf32"'
@@ -179,17 +183,7 @@ def _describe(
                 name, ValueError, got=f"shape {shape}",
                 expected=f"a shape that broadcasts to {full} with core {core_text}", fix=fix,
             )  # fmt: skip
-        core_ndim = len(extents)
-        widened = _operand(
-            value, tuple(range(len(shape) - core_ndim, len(shape))), batch,
-            group_size if options.enable_gqa else None,
-        )  # fmt: skip
-        core_shape = widened.shape[len(batch) :]
-        strides = widened.strides[: len(batch)] + tuple(
-            0 if own == 1 else s
-            for own, s in zip(core_shape, widened.strides[len(batch) :], strict=True)
-        )
-        return Operand(widened.dtype, batch + extents, strides, widened.summed)
+        return option_operand(value, batch, extents, group_size if options.enable_gqa else None)
 
     for name in ("bias", "alibi_slopes", "sink"):
         value = getattr(options, name)
@@ -246,6 +240,17 @@ def _describe(
         softcap=options.softcap,
         dropout=options.dropout,
     )
+
+
+def option_operand(
+    array: Signature, batch: tuple[int, ...], extents: tuple[int, ...], group_size: int | None
+) -> Operand:
+    """Canonical layout of an option's array, whose core broadcasts to ``extents``."""
+    ndim = len(array[0])
+    widened = _operand(array, tuple(range(ndim - len(extents), ndim)), batch, group_size)
+    core = zip(widened.shape[len(batch) :], widened.strides[len(batch) :], strict=True)
+    strides = widened.strides[: len(batch)] + tuple(0 if own == 1 else s for own, s in core)
+    return Operand(widened.dtype, batch + extents, strides, widened.summed)
 
 
 def gradient_operand(problem: Problem, name: str, array: Array) -> Operand:
@@ -485,8 +490,8 @@ def _checked_length(name: str, value: Any, extent: int) -> int | None:
     return value
 
 
-def _check_module(name: str, array: Array, q: Array) -> None:
-    """An option lives where q lives; lengths and offsets may also come from the host."""
+def check_module(name: str, array: Array, q: Array) -> None:
+    """Raise unless an option lives where q lives; lengths and offsets may come from the host."""
     if is_cupy(array) or name not in ("offset", "q_lengths", "kv_lengths"):
         same_module(**{"q": q, name: array})
 

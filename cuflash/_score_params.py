@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ _NO_ARRAYS = (0,) * len(_ARRAYS)
 NOTHING = (0,) * len(_params.SCORE_POINTERS)
 _LENGTHS = ("offset", "q_lengths", "kv_lengths")
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k")
 _INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
@@ -45,6 +47,8 @@ def fill(score: Any, problem: Problem) -> None:
     score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
     score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
     score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.cu_seqlens_q is not None:
+        score["num_sequences"] = problem.cu_seqlens_q.shape[0] - 1
     score["q_length"], score["kv_length"] = q_length, kv_length
     score["scale"] = problem.scale
     score["scale_log2"] = problem.scale * math.log2(math.e)
@@ -59,15 +63,24 @@ def fill(score: Any, problem: Problem) -> None:
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
     named = {name: getattr(problem, name) for name in _ARRAYS}
-    found = {name: Layout.of(operand) for name, operand in named.items() if operand is not None}
+    found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
     if _philox.threshold(problem.dropout):
-        steps = itertools.accumulate((1, *problem.batch[:0:-1]), int.__mul__)
-        found["dropout_entry"] = Layout(1, tuple(steps)[::-1] if problem.batch else ())
+        steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
+        found["dropout_entry"] = Layout(1, steps[1:], sequence=steps[0])
     return found
 
 
+def _layout(problem: Problem, name: str, operand: Operand) -> Layout:
+    if name in _PACKING:
+        return Layout(operand.dtype.itemsize, (0,) * len(problem.batch))
+    layout = Layout.of(operand)
+    if problem.cu_seqlens_q is None:
+        return layout
+    return layout._replace(batch=layout.batch[1:], sequence=layout.batch[0])
+
+
 def arrays_of(
-    problem: Problem, options: Options
+    problem: Problem, options: Options, cu_seqlens: Mapping[str, Array]
 ) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
     """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
 
@@ -76,20 +89,18 @@ def arrays_of(
     so that no other call gets their memory.
     """
     numbers = (options.seed or 0, 0)
-    if not options.arrays:
+    if not options.arrays and not cu_seqlens:
         return problem, _NO_ARRAYS + numbers, {}
-    arrays = dict(options.arrays)
+    arrays = {**options.arrays, **cu_seqlens}
     copied = [
         name
         for name in _LENGTHS
         if name in arrays
         and (isinstance(arrays[name], np.ndarray) or arrays[name].dtype not in _INTEGERS)
     ]
-    segments = [getattr(problem, name) for name in _SEGMENTS if name in arrays]
-    kinds = {operand.dtype for operand in segments}
-    contiguous = all(operand.strides[-1] == operand.dtype.itemsize for operand in segments)
-    if len(kinds) > 1 or not kinds <= _INTEGERS or not contiguous:
-        copied += _SEGMENTS
+    for names in (_SEGMENTS, _PACKING):
+        if any(name in arrays for name in names) and not _alike(problem, names):
+            copied += names
     for name in copied:
         refuse_capture(name, "contiguous int32 or int64 arrays on the device")
         view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
@@ -109,3 +120,14 @@ def _with_copied(problem: Problem, name: str, strides: tuple[int, ...]) -> Probl
     strides = tuple(0 if own else s for s, own in zip(strides, summed, strict=True))
     copied = replace(operand, dtype=np.dtype(np.int64), strides=strides)
     return replace(problem, **{name: copied})  # type: ignore[arg-type]
+
+
+def _alike(problem: Problem, names: tuple[str, ...]) -> bool:
+    """Whether integer arrays (.., n) are of one dtype that kernels read, and contiguous."""
+    operands: list[Operand] = [getattr(problem, name) for name in names]
+    dtypes = {operand.dtype for operand in operands}
+    return (
+        len(dtypes) == 1
+        and dtypes <= _INTEGERS
+        and all(o.shape[-1] == 1 or o.strides[-1] == o.dtype.itemsize for o in operands)
+    )

@@ -161,7 +161,8 @@ def forward_sm90_config(
 
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * where out has another dtype than q: its tile would not fit where q's was;
-    * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes.
+    * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
+    * for packed sequences: the rows of a tile past the end of one belong to the next.
     """
     if (
         problem.bias is not None
@@ -169,6 +170,7 @@ def forward_sm90_config(
         or problem.head_dim_v % 8
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
         or not problem.seqlen_k  # a map holds at least one row
+        or problem.cu_seqlens_q is not None
     ):
         return None
     fields = _fields(problem, 16, problem.dtype) | _sink_field(problem)
@@ -322,6 +324,7 @@ def score_fields(problem: Problem) -> dict[str, Any]:
         "q_lengths": _dtype_field(problem.q_lengths),
         "kv_lengths": _dtype_field(problem.kv_lengths),
         "dropout": _philox.threshold(problem.dropout) > 0,
+        "cu_seqlens": _dtype_field(problem.cu_seqlens_q),
     }
 
 
@@ -340,6 +343,7 @@ def _offset_field(problem: Problem) -> str:
         return "value"
     if problem.offset is not None:
         return problem.offset.dtype.name
-    if problem.offset_value is None and (problem.q_lengths or problem.kv_lengths):
+    own = problem.q_lengths or problem.kv_lengths or problem.cu_seqlens_q
+    if problem.offset_value is None and own:
         return "lengths"
     return "value"

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._arrays import Array, native, same_module
+from cuflash._arrays import Array, allocate, native, same_module
 from cuflash._attention import (
     FIELDS,
     gradient_buffers,
@@ -18,9 +18,16 @@ from cuflash._attention import (
     result_pair,
 )
 from cuflash._destinations import check_destination
-from cuflash._dispatch import check_common, operands, run_backward, run_forward
-from cuflash._errors import not_yet, problem_with
+from cuflash._dispatch import (
+    check_common,
+    operands,
+    require_kernels,
+    run_backward,
+    run_forward,
+)
+from cuflash._errors import problem_with
 from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._packing import describe_packed
 from cuflash._problem import Problem, describe, require_float, require_shape
 from cuflash._results import AttentionResult, Gradients
 from cuflash._scores import arithmetic
@@ -79,7 +86,8 @@ def attention_varlen(
         Values.
     cu_seqlens_q, cu_seqlens_k : integer array, (sequences + 1,)
         Sequence ``i`` has the queries ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``, and keys
-        alike. Empty sequences are legal.
+        alike. Empty sequences are legal. On a GPU the host reads none of these numbers: rows
+        that an array has not are left out, and numbers that decrease are undefined.
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
         As in :func:`attention`, of a batch (sequences,) + batch: per-sequence values have that
         axis first, positions count from the start of a sequence, and extents (m, n) of mask and
@@ -114,8 +122,10 @@ def attention_varlen(
     check_common(xp, deterministic, workspace, config)
     out, lse = result_pair(out, return_lse)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
-    inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
-    sequences = _sequences(whole, inputs)
+    ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
+    count = _check_ends(ends)
+    if xp is not np:
+        require_kernels(whole, chosen)
     if out is not None:
         check_destination("out", out, **inputs)
     if lse is not None:
@@ -126,10 +136,18 @@ def attention_varlen(
             )
         check_destination("lse", lse, **inputs, out=out)
     if out is None:
-        out = xp.empty(whole.out_shape, whole.dtype)
+        out = allocate(xp, "out", whole.out_shape, whole.dtype)
     if lse is None:
-        lse = xp.empty(whole.lse_shape, whole.lse_dtype)
-    calls = _calls(whole, chosen, sequences, q=q, k=k, v=v, out=out)
+        lse = allocate(xp, "out", whole.lse_shape, whole.lse_dtype)
+    if xp is not np:
+        common: dict[str, Any] = {"axes": axes, "precision": precision, "out": out}
+        problem = describe_packed(q, k, v, chosen, ends, **common)
+        out.fill(0)
+        lse.fill(-np.inf)
+        if count:
+            run_forward(problem, q, k, v, chosen, out, lse, workspace, config, cu_seqlens=ends)
+        return AttentionResult(out, lse) if return_lse else out
+    calls = _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v, out=out)
     out.fill(0)
     lse.fill(-np.inf)
     for call in calls:
@@ -202,8 +220,10 @@ def attention_varlen_backward(
     same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
     check_common(xp, deterministic, workspace, config)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision)
-    inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
-    sequences = _sequences(whole, inputs)
+    ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
+    count = _check_ends(ends)
+    if xp is not np:
+        require_kernels(whole, chosen, wanted)
     for name, array, shape in (
         ("dout", dout, whole.out_shape),
         ("out", out, whole.out_shape),
@@ -215,8 +235,18 @@ def attention_varlen_backward(
             require_shape(name, array, shape, "the result of attention_varlen")
     read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     gradients = gradient_buffers(xp, wanted, grads_out, inputs | {"scale": np.zeros(())}, read)
+    if xp is not np:
+        problem = describe_packed(q, k, v, chosen, ends, axes=axes, precision=precision)
+        for gradient in gradients.values():
+            gradient.fill(0)
+        if count:
+            run_backward(
+                problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
+                cu_seqlens=ends,
+            )  # fmt: skip
+        return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
     sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}
-    for call in _calls(whole, chosen, sequences, q=q, k=k, v=v):
+    for call in _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v):
         s, parts = call.sequence, call.parts
         targets = {
             name: _part(whole, name, a, s) if name in _PAIRS
@@ -239,21 +269,16 @@ def attention_varlen_backward(
 
 def _inputs(
     given: dict[str, Array], options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
-) -> dict[str, Array]:
-    """Every array that is read, by name: all of one library, which is NumPy."""
-    packed = {
-        **given,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Where sequences end, and every array that is read, by name: all of one library."""
+    ends = {
         "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
     }
-    if same_module(**packed) is not np:
-        raise not_yet(
-            "attention_varlen on a GPU", "the kernels of every score option",
-            "a padded batch with q_lengths= and kv_lengths= works",
-        )  # fmt: skip
-    inputs = packed | options.arrays
-    same_module(**inputs)
-    return inputs
+    inputs = given | ends | options.arrays
+    if same_module(**given, **ends) is np:
+        same_module(**inputs)
+    return ends, inputs
 
 
 def _without_arrays(options: Options) -> Options:
@@ -261,18 +286,29 @@ def _without_arrays(options: Options) -> Options:
     return Options(causal=bool(options.causal), enable_gqa=options.enable_gqa)
 
 
-def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
-    """The sequences, after every check of the two arrays that end them."""
-    ends = []
-    for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
-        array = inputs[name]
+def _check_ends(ends: dict[str, Array]) -> int:
+    """The number of sequences, after what can be checked without reading a value."""
+    for name, array in ends.items():
         if array.dtype.kind not in "iu":
             raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected="integers")
         if array.ndim != 1 or array.size == 0:
             raise problem_with(
                 name, ValueError, got=f"shape {array.shape}", expected="shape (sequences + 1,)"
             )
-        values = array.tolist()
+    counts = [array.size - 1 for array in ends.values()]
+    if counts[0] != counts[1]:
+        raise problem_with(
+            "cu_seqlens_k", ValueError, got=f"{counts[1]} sequences",
+            expected=f"{counts[0]} sequences as in cu_seqlens_q",
+        )  # fmt: skip
+    return int(counts[0])
+
+
+def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
+    """The sequences, after every check of the values that end them."""
+    ends = []
+    for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
+        values = inputs[name].tolist()
         if any(a > b for a, b in itertools.pairwise(values)):
             raise problem_with(
                 name, ValueError, got="values that decrease", expected="none that do"
@@ -283,11 +319,6 @@ def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]
                 expected=f"values from 0 to {total}, the number of packed rows",
             )  # fmt: skip
         ends.append(values)
-    if len(ends[0]) != len(ends[1]):
-        raise problem_with(
-            "cu_seqlens_k", ValueError, got=f"{len(ends[1]) - 1} sequences",
-            expected=f"{len(ends[0]) - 1} sequences as in cu_seqlens_q",
-        )  # fmt: skip
     pairs = (itertools.pairwise(values) for values in ends)
     return tuple(
         Sequence(i, slice(*q), slice(*k)) for i, (q, k) in enumerate(zip(*pairs, strict=True))

@@ -58,11 +58,18 @@ struct Gradients {
 struct Work {
   int first_key;
   int owner;
+  int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
     // Under a causal bound the first keys are seen by the most queries.
-    return {tile.block * Config::block_n, tile.owner};
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {place.block * Config::block_n, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 };
 
@@ -143,11 +150,13 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
 // Starts the copy of the tile's keys and values.
 __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
                                           const BatchIndex& entry, int first_key) {
-  const Range keys{0, params.score.seqlen_k};
-  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, params.head_dim), first_key, keys);
+  const Seqlen seqlen(params.score, entry);
+  const Range keys{0, seqlen.rows_k};
+  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
+  load_tile(smem.k, k, first_key, keys);
   if constexpr (Config::grad_k) {
-    load_tile(smem.v, RowSource(params.v, params.v_layout, entry, params.head_dim_v), first_key,
-              keys);
+    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
+    load_tile(smem.v, v, first_key, keys);
   }
 }
 
@@ -156,7 +165,7 @@ __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMe
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
                                            int index, int& stage, Gradients& acc) {
   const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const BatchIndex entry = work.entry(params, index);
   const int first_key = work.first_key;
   const Score score(params.score, entry);
   const Range rows = score.q_range(first_key, first_key + Config::block_n);
@@ -168,9 +177,10 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   }
 
   const int warp_key = warp_index() * 16 * slices;
-  const RowSource q(params.q, params.q_layout, entry, params.head_dim);
-  const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
-  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch;
+  const int first_q = score.seqlen.first_q;
+  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
+  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
+  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
 
   const auto load_block = [&](int m_block, int to_stage) {
     const int first_row = m_block * Config::block_m;
@@ -217,15 +227,14 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
 
 // One result of this warp's keys.
 template <int tiles>
-__device__ __forceinline__ void store_rows(const BackwardParams& params, const RowTarget& target,
-                                           int first_key, float factor,
-                                           const float (&acc)[slices][tiles][4]) {
+__device__ __forceinline__ void store_rows(const RowTarget& target, int first_key, int num_keys,
+                                           float factor, const float (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int kv_idx = first_key + warp_index() * 16 * slices + fragment_row(s, 2 * half);
-      if (kv_idx >= params.score.seqlen_k) continue;
+      if (kv_idx >= num_keys) continue;
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
         target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
@@ -238,14 +247,16 @@ __device__ __forceinline__ void store_rows(const BackwardParams& params, const R
 __device__ __forceinline__ void store_gradients(const BackwardParams& params,
                                                 const Gradients& acc) {
   const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  const BatchIndex entry = work.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const int first_k = seqlen.first_k, num_keys = seqlen.rows_k;
   if constexpr (Config::grad_k) {
-    store_rows(params, RowTarget(params.dk, params.dk_layout, entry, params.head_dim),
-               work.first_key, params.score.scale, acc.dk);
+    store_rows(RowTarget(params.dk, params.dk_layout, entry, first_k, params.head_dim),
+               work.first_key, num_keys, params.score.scale, acc.dk);
   }
   if constexpr (Config::grad_v) {
-    store_rows(params, RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v),
-               work.first_key, kept_scale(params.score), acc.dv);
+    store_rows(RowTarget(params.dv, params.dv_layout, entry, first_k, params.head_dim_v),
+               work.first_key, num_keys, kept_scale(params.score), acc.dv);
   }
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
@@ -254,7 +265,9 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& params,
     if constexpr (Config::grad_k) rows |= non_finite_rows(acc.dk[s]);
     if constexpr (Config::grad_v) rows |= non_finite_rows(acc.dv[s]);
     for_each_bit(rows, [&](int row) {
-      if (first_key + row < params.score.seqlen_k) exact_dkv(params, work.owner, first_key + row);
+      if (first_key + row < num_keys) {
+        exact_dkv(params, work.owner, work.sequence, first_key + row);
+      }
     });
   }
 }
@@ -272,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   clear(acc.dv);
   if constexpr (Config::shared_keys) {
     const Work work = Work::of_this_block(params);
-    const BatchIndex first_entry(params.batch, work.owner * params.grid.entries_per_owner);
-    load_keys(params, smem, first_entry, work.first_key);
+    load_keys(params, smem, work.entry(params, 0), work.first_key);
   }
   int stage = 0;
 #pragma unroll 1

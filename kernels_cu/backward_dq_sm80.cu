@@ -48,27 +48,34 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 struct Work {
   int first_row;
   int owner;
+  int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    const int m_block =
+    const int rank =
         Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    return {m_block * Config::block_m, tile.owner};
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {place.block * Config::block_m, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 };
 
 // The statistics of this lane's rows; a row past the end has no probabilities.
 __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
                                                 const BackwardParams& params,
-                                                const BatchIndex& entry, int first_row,
-                                                int num_rows) {
-  const RowStatistics* from = params.rows + entry * params.rows_layout.batch;
+                                                const BatchIndex& entry, const Seqlen& seqlen,
+                                                int first_row) {
+  const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = first_row + fragment_row(s, 2 * half);
-      rows[s][half] = q_idx < num_rows ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+      rows[s][half] = q_idx < seqlen.q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
     }
   }
 }
@@ -119,7 +126,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
                                            int index, int& stage,
                                            float (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;
   const Score score(params.score, entry);
   const Range keys = score.kv_range(first_row, first_row + Config::block_m);
@@ -127,10 +134,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   if (blocks.begin >= blocks.end) return;
 
   const int warp_row = warp_index() * 16 * slices;
-  const RowSource q(params.q, params.q_layout, entry, params.head_dim);
-  const RowSource k(params.k, params.k_layout, entry, params.head_dim);
-  const RowSource v(params.v, params.v_layout, entry, params.head_dim_v);
-  const RowSource dout(params.dout, params.dout_layout, entry, params.head_dim_v);
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
+  const RowSource k(params.k, params.k_layout, entry, first_k, params.head_dim);
+  const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
+  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
 
   const auto load_block = [&](int n_block, int to_stage) {
     load_tile(smem.k[to_stage], k, n_block * Config::block_n, keys);
@@ -142,7 +150,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
   load_block(blocks.begin, stage);
   RowStatistics statistics[slices][2];
-  read_statistics(statistics, params, entry, first_row + warp_row, score.seqlen.q);
+  read_statistics(statistics, params, entry, score.seqlen, first_row + warp_row);
 
 #pragma unroll 1
   for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
@@ -174,14 +182,15 @@ template <int dq_tiles>
 __device__ __forceinline__ void store_rows(const BackwardParams& params,
                                            const float (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
-  const RowTarget dq(params.dq, params.dq_layout, entry, params.head_dim);
+  const BatchIndex entry = work.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
-      if (q_idx >= params.score.seqlen_q) continue;
+      if (q_idx >= seqlen.rows_q) continue;
 #pragma unroll
       for (int t = 0; t < dq_tiles; ++t) {
         dq.store_pair(q_idx, fragment_column(t, 0), dq_acc[s][t][2 * half] * params.score.scale,
@@ -193,7 +202,9 @@ __device__ __forceinline__ void store_rows(const BackwardParams& params,
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp_index() * 16 * slices + 16 * s;
     for_each_bit(non_finite_rows(dq_acc[s]), [&](int row) {
-      if (first_row + row < params.score.seqlen_q) exact_dq(params, work.owner, first_row + row);
+      if (first_row + row < seqlen.rows_q) {
+        exact_dq(params, work.owner, work.sequence, first_row + row);
+      }
     });
   }
 }

@@ -75,6 +75,9 @@
 #ifndef CUFLASH_KV_LENGTHS
 #define CUFLASH_KV_LENGTHS none
 #endif
+#ifndef CUFLASH_CU_SEQLENS
+#define CUFLASH_CU_SEQLENS none
+#endif
 #ifndef CUFLASH_SINK
 #define CUFLASH_SINK none
 #endif
@@ -138,6 +141,7 @@ struct Config {
   static constexpr Offset offset = Offset::CUFLASH_OFFSET;
   static constexpr Dtype q_lengths = Dtype::CUFLASH_Q_LENGTHS;
   static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
+  static constexpr Dtype cu_seqlens = Dtype::CUFLASH_CU_SEQLENS;  // none: sequences are not packed
   static constexpr Dtype sink = Dtype::CUFLASH_SINK;
   static constexpr bool dropout = CUFLASH_DROPOUT;
 

@@ -120,7 +120,9 @@ struct ExactPair {
 struct CallersRow {
   __device__ __forceinline__ void store(const ForwardParams& params, const BatchIndex& entry,
                                         int q_idx, const VColumns& o, float factor) const {
-    o.store(RowTarget(params.out, params.out_layout, entry, params.head_dim_v), q_idx, factor);
+    const Seqlen seqlen(params.score, entry);
+    o.store(RowTarget(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v),
+            q_idx, factor);
   }
 };
 
@@ -129,11 +131,12 @@ template <typename Target = CallersRow>
 __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchIndex entry,
                                        int q_idx, const Target to = {}) {
   const Score score(params.score, entry);
-  const RowSource k_rows(params.k, params.k_layout, entry, params.head_dim);
-  const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
+  const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
   QkColumns q, k;
   VColumns v, o;
-  q.load(RowSource(params.q, params.q_layout, entry, params.head_dim), q_idx);
+  q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
   o.clear();
   float row_max = -infinity(), row_sum = 0.0f;
   const Range keys = score.kv_range(q_idx, q_idx + 1);
@@ -159,22 +162,24 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
 }
 
 // One row of dq, summed over the batch entries of its owner.
-__device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, int q_idx) {
+__device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, int sequence,
+                                      int q_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;
   QkColumns q, k, dq;
   VColumns v, dout;
   dq.clear();
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    const BatchIndex entry(params.batch, first_entry + index);
+    const BatchIndex entry(params.batch, first_entry + index, sequence);
     const Score score(params.score, entry);
-    const RowSource k_rows(params.k, params.k_layout, entry, params.head_dim);
-    const RowSource v_rows(params.v, params.v_layout, entry, params.head_dim_v);
-    const RowStatistics row = (params.rows + entry * params.rows_layout.batch)[q_idx];
+    const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+    const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
+    const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
+    const RowStatistics row = (params.rows + entry * params.rows_layout.batch)[first_q + q_idx];
     const Range keys = score.kv_range(q_idx, q_idx + 1);
     if (row.lse == infinity()) continue;  // sees nothing: its dout is not read
-    q.load(RowSource(params.q, params.q_layout, entry, params.head_dim), q_idx);
-    dout.load(RowSource(params.dout, params.dout_layout, entry, params.head_dim_v), q_idx);
+    q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
+    dout.load(RowSource(params.dout, params.dout_layout, entry, first_q, params.head_dim_v), q_idx);
 #pragma unroll 1
     for (int kv_idx = keys.begin; kv_idx < keys.end; ++kv_idx) {
       if (!score.sees(q_idx, kv_idx)) continue;
@@ -183,13 +188,15 @@ __device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, i
       dq.add(ExactPair(score, row, q.dot(k), dout.dot(v), q_idx, kv_idx).ds, k);
     }
   }
-  const BatchIndex entry(params.batch, first_entry);
-  dq.store(RowTarget(params.dq, params.dq_layout, entry, params.head_dim), q_idx,
+  const BatchIndex entry(params.batch, first_entry, sequence);
+  const Seqlen seqlen(params.score, entry);
+  dq.store(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim), q_idx,
            params.score.scale);
 }
 
 // One row of dk and dv, summed over the batch entries of its owner.
-__device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, int kv_idx) {
+__device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, int sequence,
+                                       int kv_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;
   QkColumns q, k, dk;
   VColumns v, dout, dv;
@@ -197,14 +204,15 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
   dv.clear();
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    const BatchIndex entry(params.batch, first_entry + index);
+    const BatchIndex entry(params.batch, first_entry + index, sequence);
     const Score score(params.score, entry);
-    const RowSource q_rows(params.q, params.q_layout, entry, params.head_dim);
-    const RowSource dout_rows(params.dout, params.dout_layout, entry, params.head_dim_v);
-    const RowStatistics* rows = params.rows + entry * params.rows_layout.batch;
+    const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+    const RowSource q_rows(params.q, params.q_layout, entry, first_q, params.head_dim);
+    const RowSource dout_rows(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
+    const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + first_q;
     const Range queries = score.q_range(kv_idx, kv_idx + 1);
-    k.load(RowSource(params.k, params.k_layout, entry, params.head_dim), kv_idx);
-    v.load(RowSource(params.v, params.v_layout, entry, params.head_dim_v), kv_idx);
+    k.load(RowSource(params.k, params.k_layout, entry, first_k, params.head_dim), kv_idx);
+    v.load(RowSource(params.v, params.v_layout, entry, first_k, params.head_dim_v), kv_idx);
 #pragma unroll 1
     for (int q_idx = queries.begin; q_idx < queries.end; ++q_idx) {
       if (!score.sees(q_idx, kv_idx)) continue;
@@ -215,14 +223,15 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
       dv.add(pair.p, dout);
     }
   }
-  const BatchIndex entry(params.batch, first_entry);
+  const BatchIndex entry(params.batch, first_entry, sequence);
+  const Seqlen seqlen(params.score, entry);
   if constexpr (Config::grad_k) {
-    dk.store(RowTarget(params.dk, params.dk_layout, entry, params.head_dim), kv_idx,
+    dk.store(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim), kv_idx,
              params.score.scale);
   }
   if constexpr (Config::grad_v) {
-    dv.store(RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v), kv_idx,
-             kept_scale(params.score));
+    dv.store(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v),
+             kv_idx, kept_scale(params.score));
   }
 }
 

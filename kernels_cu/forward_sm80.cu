@@ -79,9 +79,10 @@ struct Work {
 
   __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    const int m_block =
+    const int rank =
         Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    return {m_block * Config::block_m, BatchIndex(params.batch, tile.owner)};
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
   }
 };
 
@@ -92,15 +93,16 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
                                            const float (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
-  const RowTarget out(params.out, params.out_layout, work.entry, params.head_dim_v);
-  const int64_t lse_offset = work.entry * params.lse_layout.batch;
+  const int first_q = score.seqlen.first_q;
+  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v);
+  const int64_t lse_offset = work.entry * params.lse_layout.batch + first_q * params.lse_layout.row;
   softmax.finish();
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
-      if (q_idx >= params.score.seqlen_q) continue;
+      if (q_idx >= score.seqlen.rows_q) continue;
       const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0.0f;
       const RowEnd end =
           end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
@@ -137,9 +139,10 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
   const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
   if (blocks.begin >= blocks.end) return;
 
-  const RowSource q(params.q, params.q_layout, work.entry, params.head_dim);
-  const RowSource k(params.k, params.k_layout, work.entry, params.head_dim);
-  const RowSource v(params.v, params.v_layout, work.entry, params.head_dim_v);
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
+  const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
+  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v);
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
   load_tile(smem.k[0], k, blocks.begin * Config::block_n, keys);

@@ -9,7 +9,8 @@ namespace cuflash {
 
 constexpr int max_batch_axes = 6;
 
-// Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index.
+// Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index. The last
+// of max_batch_axes counts sequences where they are packed: packed arrays have stride 0 there.
 struct BatchAxes {
   int32_t num_axes;
   int32_t extent[max_batch_axes];
@@ -37,8 +38,10 @@ struct ScoreParams {
   const void* segment_ids_q;  // (m), contiguous
   const void* segment_ids_k;  // (n), contiguous
   const void* sink;           // ()
-  uint64_t dropout_seed;      // numbers, patched at each launch as the addresses are
-  uint64_t dropout_entry;     // of the first batch entry
+  const void* cu_seqlens_q;   // (sequences + 1), contiguous: where packed sequences begin and end
+  const void* cu_seqlens_k;
+  uint64_t dropout_seed;   // numbers, patched at each launch as the addresses are
+  uint64_t dropout_entry;  // of the first batch entry
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
@@ -54,8 +57,9 @@ struct ScoreParams {
   int64_t window_right;
   int32_t diagonal_begin;  // what Score makes of these, used where Config::offset is `value`
   int32_t diagonal_end;
-  int32_t seqlen_q;  // extents of the arrays
+  int32_t seqlen_q;  // extents of the arrays; of packed ones, those of all sequences
   int32_t seqlen_k;
+  int32_t num_sequences;
   int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
   float scale;

@@ -1,6 +1,7 @@
 // Which tile of which batch entry a block of threads computes, and where that entry's arrays start.
 #pragma once
 
+#include "numeric.cuh"
 #include "params.cuh"
 
 namespace cuflash {
@@ -8,7 +9,7 @@ namespace cuflash {
 struct BatchIndex {
   int axis[max_batch_axes];
 
-  __device__ __forceinline__ BatchIndex(const BatchAxes& axes, int flat) {
+  __device__ __forceinline__ BatchIndex(const BatchAxes& axes, int flat, int sequence = 0) {
 #pragma unroll
     for (int i = max_batch_axes - 1; i > 0; --i) {
       axis[i] = 0;
@@ -19,7 +20,10 @@ struct BatchIndex {
       }
     }
     axis[0] = flat;
+    if constexpr (Config::cu_seqlens != Dtype::none) axis[max_batch_axes - 1] = sequence;
   }
+
+  __device__ __forceinline__ int sequence() const { return axis[max_batch_axes - 1]; }
 
   // Offset in elements of this entry.
   __device__ __forceinline__ int64_t operator*(const BatchStrides& strides) const {
@@ -34,6 +38,67 @@ struct Tile {
   int block;  // rank of the tile within its owner, heaviest first
   int owner;
 };
+
+template <Dtype dtype>
+__device__ __forceinline__ int64_t read_integer(const void* array, int64_t index) {
+  return static_cast<const typename Storage<dtype>::type*>(array)[index];
+}
+
+__device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : (x > high ? high : x);
+}
+
+// Where the packed sequences of queries or of keys lie: whatever the array holds, within `total`
+// rows.
+struct Packing {
+  const void* ends;
+  int num_sequences;
+  int total;
+
+  __device__ __forceinline__ static Packing of_queries(const ScoreParams& params) {
+    return {params.cu_seqlens_q, params.num_sequences, params.seqlen_q};
+  }
+  __device__ __forceinline__ static Packing of_keys(const ScoreParams& params) {
+    return {params.cu_seqlens_k, params.num_sequences, params.seqlen_k};
+  }
+
+  // First row of a sequence, and the end of the one before.
+  __device__ __forceinline__ int begin(int sequence) const {
+    return static_cast<int>(clamp(read_integer<Config::cu_seqlens>(ends, sequence), 0, total));
+  }
+};
+
+// A tile's rows of one sequence. Without packing a whole array is sequence 0.
+struct Place {
+  int sequence;
+  int block;
+};
+
+// Ranks are dealt out so that the host need not know where sequences end: sequence i owns those
+// from (rows before it) / block + i on, up to the next's. They are as many as it has tiles, or one
+// more, whose rows lie past its end.
+template <int block>
+__device__ __forceinline__ Place place_of(const Packing& packing, int rank) {
+  if constexpr (Config::cu_seqlens == Dtype::none) {
+    return {0, rank};
+  } else {
+    const int origin = packing.begin(0);
+    const auto first_rank = [&](int sequence) {
+      return (packing.begin(sequence) - origin) / block + sequence;
+    };
+    int low = 0, high = packing.num_sequences - 1;
+#pragma unroll 1
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (first_rank(middle) <= rank) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return {low, max(rank - first_rank(low), 0)};
+  }
+}
 
 // Owners are taken in sections whose streamed operands fit the L2 cache together. Within a section
 // the rank of the tile changes slowest, so that the heaviest tiles of all its owners start first;

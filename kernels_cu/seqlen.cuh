@@ -6,32 +6,39 @@
 
 namespace cuflash {
 
-template <Dtype dtype>
-__device__ __forceinline__ int64_t read_integer(const void* array, int64_t index) {
-  return static_cast<const typename Storage<dtype>::type*>(array)[index];
-}
-
-__device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
-  return x < low ? low : (x > high ? high : x);
-}
-
 // Lengths are clamped to the arrays, so that no value an array may hold can cause a fault.
 struct Seqlen {
   int q;           // rows [0, q) exist
   int k;           // keys [0, k) exist
   int64_t offset;  // key n lies on the causal diagonal of row n - offset
+  int first_q;     // rows of the arrays that are row 0 and key 0 of this entry
+  int first_k;
+  int rows_q;  // that the arrays have of this entry
+  int rows_k;
 
   __device__ __forceinline__ Seqlen(const ScoreParams& params, const BatchIndex& entry)
-      : q(params.q_length), k(params.kv_length) {
+      : q(params.q_length),
+        k(params.kv_length),
+        first_q(0),
+        first_k(0),
+        rows_q(params.seqlen_q),
+        rows_k(params.seqlen_k) {
+    if constexpr (Config::cu_seqlens != Dtype::none) {
+      const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
+      first_q = queries.begin(entry.sequence());
+      first_k = keys.begin(entry.sequence());
+      rows_q = max(queries.begin(entry.sequence() + 1) - first_q, 0);
+      rows_k = max(keys.begin(entry.sequence() + 1) - first_k, 0);
+      q = min(q, rows_q);
+      k = min(k, rows_k);
+    }
     if constexpr (Config::q_lengths != Dtype::none) {
       const int64_t index = entry * params.q_lengths_strides;
-      q = static_cast<int>(
-          clamp(read_integer<Config::q_lengths>(params.q_lengths, index), 0, params.seqlen_q));
+      q = static_cast<int>(clamp(read_integer<Config::q_lengths>(params.q_lengths, index), 0, q));
     }
     if constexpr (Config::kv_lengths != Dtype::none) {
       const int64_t index = entry * params.kv_lengths_strides;
-      k = static_cast<int>(
-          clamp(read_integer<Config::kv_lengths>(params.kv_lengths, index), 0, params.seqlen_k));
+      k = static_cast<int>(clamp(read_integer<Config::kv_lengths>(params.kv_lengths, index), 0, k));
     }
     if constexpr (Config::offset == Offset::value) {
       offset = params.offset_value;

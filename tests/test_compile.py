@@ -21,6 +21,7 @@ from cuflash import CompileError, Options
 from cuflash._compile import OPTIONS as FLAGS
 from cuflash._compile import Report, compile_static, params_struct, source_of
 from cuflash._config import HEAD_DIMS, KernelConfig, TileConfig
+from cuflash._packing import describe_packed
 from cuflash._params import STRUCTS, pointer_names
 from cuflash._problem import Problem, describe
 from cuflash._select import (
@@ -103,6 +104,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "q_lengths": (None, np.int32, np.int64),
     "kv_lengths": (None, np.int64, np.int32),
     "copy_bytes": (16, 8, 4, 2),
+    "cu_seqlens": (None, np.int32, np.int64),
     "grad": ("qkv", "k", "v"),
     "dlse": (False, True),
 }
@@ -135,7 +137,10 @@ def problem_of(case: dict[str, Any]) -> Problem:
         **per_entry,
     )
     out = None if case["out_dtype"] is None else np.zeros((2, m, d_v), case["out_dtype"])
-    return describe(q, k, v, options, out=out)
+    if case["cu_seqlens"] is None:
+        return describe(q, k, v, options, out=out)
+    ends = {name: np.zeros(3, case["cu_seqlens"]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return describe_packed(q, k, v, options, ends, axes=None, precision=None, out=out)
 
 
 def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:

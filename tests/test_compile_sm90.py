@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": ALL,
 }
 #: What Hopper's kernel takes at any value of the other options.
-SERVED = {"bias": None, "out_dtype": None}
+SERVED = {"bias": None, "out_dtype": None, "cu_seqlens": None}
 
 
 #: Of a device that is too small for the smaller tiles, and of one that is large enough.

@@ -31,6 +31,7 @@ SCORE = {
     "q_lengths": "none",
     "kv_lengths": "none",
     "dropout": False,
+    "cu_seqlens": "none",
 }
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {

@@ -10,6 +10,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
+from support import memory
 from support.budget import Budget
 from support.problems import Call
 
@@ -82,24 +83,124 @@ def test_every_option_at_once(seed, lengths, lead):
         assert np.abs(a - b).max(initial=0) <= 1000 * bound, name
 
 
+#: (queries, keys) of sequences: of several tiles, empty on one side or both, one row.
+PACKINGS = {
+    "mixed": (((40, 33), (0, 5), (9, 0), (70, 70)), 2),
+    "longer than tiles": (((300, 170), (1, 400), (129, 1), (0, 0), (64, 65)), 0),
+}
+
+
+def per_sequence(rng, sequences, longest_q, longest_k):
+    """Options for a kernel, none of them alike in two sequences."""
+    bias = rng.standard_normal((sequences, 1, longest_q, longest_k)).astype(np.float32)
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    return {
+        "window": (50, 20),
+        "softcap": 3.0,
+        "bias": bias,
+        "mask": rng.random((HEADS, longest_q, longest_k)) > 0.2,
+        "alibi_slopes": (rng.random((sequences, HEADS)) / 8).astype(np.float32),
+        "sink": rng.standard_normal(HEADS).astype(np.float32),
+        "segment_ids": (
+            rng.integers(0, 2, (sequences, 1, longest_q)), rng.integers(0, 2, longest_k),
+        ),
+        "q_lengths": rng.integers(longest_q // 2, longest_q + 1, (sequences, 1)),
+        "kv_lengths": rng.integers(longest_k // 2, longest_k + 1, (sequences, 1)),
+    }  # fmt: skip
+
+
+def of_sequence(options, i, rows, keys):
+    """The options of one sequence with so many rows and keys."""
+    own = dict(options)
+    for name in ("bias", "alibi_slopes"):
+        if name in own:
+            own[name] = own[name][i]
+    for name in ("bias", "mask"):
+        if name in own:
+            own[name] = own[name][..., :rows, :keys]
+    if "segment_ids" in own:
+        ids_q, ids_k = own["segment_ids"]
+        own["segment_ids"] = ids_q[i][..., :rows], ids_k[:keys]
+    for name, extent in (("q_lengths", rows), ("kv_lengths", keys)):
+        if name in own:
+            own[name] = np.minimum(own[name][i], extent)
+    return own
+
+
+def on(xp, value):
+    if isinstance(value, tuple) and isinstance(value[0], np.ndarray):
+        return tuple(on(xp, array) for array in value)
+    return memory.to_device(xp, value) if isinstance(value, np.ndarray) else value
+
+
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
-def test_each_sequence_is_within_the_budget_of_its_own_call(dtype):
-    rng, *arrays, ends_q, ends_k = drawn(0, (40, 0, 9, 70), (33, 5, 0, 70), 2)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", ["none", "causal", "every"])
+def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, kind):
+    lengths, lead = PACKINGS[packing]
+    if xp is not np and np.dtype(dtype).itemsize > 2:
+        pytest.skip("the kernels serve 16-bit arrays")
+    rng, *arrays, ends_q, ends_k = drawn(0, *zip(*lengths, strict=True), lead)
     q, k, v = (a.astype(dtype) for a in arrays)
-    options = {"causal": True, "enable_gqa": True}
-    out, lse = cuflash.attention_varlen(q, k, v, ends_q, ends_k, return_lse=True, **options)
-    dout = rng.standard_normal(out.shape).astype(dtype)
-    g = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, ends_q, ends_k, **options)
-    for i in range(4):
+    longest = (max(n) for n in zip(*lengths, strict=True))
+    options = {
+        "none": {}, "causal": {"causal": True}, "every": per_sequence(rng, len(lengths), *longest)
+    }[kind]  # fmt: skip
+    options["enable_gqa"] = True
+    given = {name: on(xp, value) for name, value in options.items()}
+    packed = tuple(on(xp, a) for a in (q, k, v))
+    ends = (on(xp, ends_q), on(xp, ends_k))
+    result = cuflash.attention_varlen(*packed, *ends, return_lse=True, **given)
+    dout = rng.standard_normal(result.out.shape).astype(dtype)
+    g = cuflash.attention_varlen_backward(on(xp, dout), *packed, *result, *ends, **given)
+    out, lse, dq, dk, dv = (memory.to_numpy(a) for a in (*result, g.dq, g.dk, g.dv))
+    outside = np.ones(q.shape[1], bool)
+    for i in range(len(lengths)):
         rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        outside[rows] = False
         saved = out[:, rows], lse[:, rows]
-        gradients = {"q": g.dq[:, rows], "k": g.dk[:, keys], "v": g.dv[:, keys]}
+        gradients = {"q": dq[:, rows], "k": dk[:, keys], "v": dv[:, keys]}
         if not saved[0].size:
             assert not any(gradient.any() for gradient in gradients.values())
             continue
-        budget = Budget(Call(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], options=options))
+        own = of_sequence(options, i, *lengths[i])
+        budget = Budget(Call(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], options=own))
         budget.check_forward(*saved)
         budget.check_backward(gradients, given=saved)
+    assert not out[:, outside].any()
+    assert np.isneginf(lse[:, outside]).all()
+    assert not dq[:, outside].any()
+
+
+def test_dropout_counts_sequences_and_heads(xp):
+    """Equal scores and one-hot values: out shows which keys were kept."""
+    lengths = ((40, 33), (70, 64), (20, 50))
+    _, _, _, _, ends_q, ends_k = drawn(0, *zip(*lengths, strict=True), 0)
+    q = np.zeros((HEADS, ends_q[-1], 8), np.float16)
+    k = np.zeros((HEADS, ends_k[-1], 8), np.float16)
+    hot = np.concatenate([np.eye(n, 64, dtype=np.float16) for _, n in lengths])
+    v = np.broadcast_to(hot, (HEADS, *hot.shape)).copy()
+    packed = (on(xp, a) for a in (q, k, v, ends_q, ends_k))
+    out = memory.to_numpy(cuflash.attention_varlen(*packed, dropout=0.3, seed=8))
+    for i, (rows, keys) in enumerate(lengths):
+        mask = cuflash.dropout_mask(((i + 1) * HEADS, rows, keys), 0.3, seed=8)[-HEADS:]
+        np.testing.assert_array_equal(out[:, slice(*ends_q[i : i + 2]), :keys] > 0, mask)
+
+
+@pytest.mark.gpu
+def test_numbers_on_the_device_that_lie_outside_are_cut_off():
+    """No value that the host does not read may cause a fault."""
+    import cupy as xp
+
+    q, k, v = (on(xp, np.ones((HEADS, 90, 8), np.float16)) for _ in range(3))
+    for ends in ([-5, 40, 300], [1 << 40, -(1 << 40), 3], [80, 10, 90]):
+        array = on(xp, np.array(ends))
+        out, lse = cuflash.attention_varlen(q, k, v, array, array, return_lse=True)
+        g = cuflash.attention_varlen_backward(out, q, k, v, out, lse, array, array)
+        assert all(bool(xp.isfinite(a).all()) for a in (out, g.dq, g.dk, g.dv))
+    cut = cuflash.attention_varlen(q, k, v, *[on(xp, np.array([-5, 40, 300]))] * 2, causal=True)
+    whole = cuflash.attention_varlen(q, k, v, *[on(xp, np.array([0, 40, 90]))] * 2, causal=True)
+    assert bool((cut == whole).all())
 
 
 @pytest.mark.parametrize("heads_k", [(), (2,)])
@@ -285,5 +386,5 @@ def test_every_array_is_of_one_library():
     refuses("out: got a cupy array", varlen, x, x, x, ends, ends, out=device_x)
     lengths = on_a_gpu((2,), np.int64)
     refuses("kv_lengths: got a cupy array", varlen, x, x, x, ends, ends, kv_lengths=lengths)
-    with pytest.raises(NotImplementedError, match="attention_varlen on a GPU"):
+    with pytest.raises(NotImplementedError, match="q: float64 on a GPU"):
         varlen(*[device_x] * 3, device_ends, device_ends)

@@ -9,7 +9,8 @@
 
 namespace cuflash {
 
-// One operand of one batch entry: `num_columns` true columns, rows at any stride.
+// One operand of one batch entry, from `first_row` of its matrix on: `num_columns` true columns,
+// rows at any stride.
 struct RowSource {
   const Element* data;
   int64_t row_stride;
@@ -17,8 +18,8 @@ struct RowSource {
   int num_columns;
 
   __device__ __forceinline__ RowSource(const void* array, const Layout& layout,
-                                       const BatchIndex& entry, int columns)
-      : data(static_cast<const Element*>(array) + entry * layout.batch),
+                                       const BatchIndex& entry, int first_row, int columns)
+      : data(static_cast<const Element*>(array) + entry * layout.batch + first_row * layout.row),
         row_stride(layout.row),
         column_stride(layout.column),
         num_columns(columns) {}

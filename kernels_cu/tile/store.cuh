@@ -7,7 +7,8 @@
 
 namespace cuflash {
 
-// One result of one batch entry: rows at any stride, `num_columns` true columns.
+// One result of one batch entry, from `first_row` of its matrix on: rows at any stride,
+// `num_columns` true columns.
 struct RowTarget {
   using Value = typename Storage<Config::out_dtype>::type;
 
@@ -17,8 +18,8 @@ struct RowTarget {
   int num_columns;
 
   __device__ __forceinline__ RowTarget(void* array, const Layout& layout, const BatchIndex& entry,
-                                       int columns)
-      : data(static_cast<Value*>(array) + entry * layout.batch),
+                                       int first_row, int columns)
+      : data(static_cast<Value*>(array) + entry * layout.batch + first_row * layout.row),
         row_stride(layout.row),
         column_stride(layout.column),
         num_columns(columns) {}
