@@ -18,6 +18,10 @@ Integers = Literal["none", "int32", "int64"]
 #: One value for the launch, the entry's kv_length - q_length, or an array.
 Offset = Literal["value", "lengths", "int32", "int64"]
 
+GradOf = Literal["bias", "alibi_slopes", "scale"]
+#: A sum for each pair, for each key over its queries, or for each query over its keys.
+SumsTo = Literal["pairs", "keys", "queries"]
+
 #: What a padded tile width may be.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
@@ -206,6 +210,24 @@ class BackwardKVConfig(TileConfig):
         kept = self.block_n * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
         return _ELEMENT_BYTES * (kept + streamed) + 2 * 8 * self.block_m
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardScoreConfig(TileConfig):
+    """``backward_dscore_sm80.cu``: sums of the scores' gradient."""
+
+    source = "backward_dscore_sm80.cu"
+    entry = "cuflash_backward_dscore_sm80"
+
+    grad_of: GradOf
+    sums_to: SumsTo
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q, dout, k and v; a sum of each column for each warp."""
+        rows = self.block_m + self.block_n
+        tiles = _ELEMENT_BYTES * rows * (self.head_dim + self.head_dim_v)
+        return -(-(tiles + 4 * self.num_warps * self.block_n) // 128) * 128
 
 
 def _spelled(value: str | int | bool) -> str:

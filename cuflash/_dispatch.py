@@ -15,7 +15,6 @@ from cuflash._problem import HALVES, Problem, common_dtype
 
 #: Score options that the kernels do not know yet.
 LATER_ON_A_GPU = ("score_mod", "mask_mod")
-_MATRICES = ("q", "k", "v")
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
@@ -106,7 +105,7 @@ def run_backward(
     path: Any = _host
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
-        require_kernels(problem, options, tuple(gradients))
+        require_kernels(problem, options)
         path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
@@ -117,13 +116,12 @@ def _nothing_to_sum(problem: Problem) -> bool:
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 
-def require_kernels(problem: Problem, options: Options, wrt: tuple[str, ...] = _MATRICES) -> None:
+def require_kernels(problem: Problem, options: Options) -> None:
     """Refuse what the CPU path serves and the kernels do not yet."""
     instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
     if problem.dtype not in HALVES:
         raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
     missing = [name for name in LATER_ON_A_GPU if getattr(options, name) not in (None, 0.0)]
-    missing += [f"wrt={name!r}" for name in wrt if name not in _MATRICES]
     if missing:
         raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)
 

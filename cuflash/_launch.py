@@ -20,7 +20,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
-from cuflash import _launch_sm90, _params, _score_params, _select
+from cuflash import _launch_sm90, _params, _score_gradients, _score_params, _select
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
@@ -29,6 +29,7 @@ from cuflash._config import (
     BackwardQConfig,
     ForwardConfig,
     ForwardSm90Config,
+    GradOf,
     KernelConfig,
     TileConfig,
 )
@@ -38,6 +39,7 @@ from cuflash._launch_sm90 import Sm90Launch
 from cuflash._options import Options
 from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
+from cuflash._score_gradients import ScoreSums
 
 _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
@@ -398,11 +400,19 @@ def backward(
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
             "out": out.data.ptr, "lse": lse.data.ptr, "rows": rows.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
-            "dq": 0, "dk": 0, "dv": 0,
+            "dq": 0, "dk": 0, "dv": 0, "sums": 0,
             **dict(zip(_params.SCORE_POINTERS, score_pointers, strict=True)),
+            **{f"d{name}": array.data.ptr for name, array in gradients.items()},
         }  # fmt: skip
-        for name, array in gradients.items():
-            addresses[f"d{name}"] = array.data.ptr
+        plans = {
+            name: _score_gradients.score_sums(problem, name, gradients[name].shape)
+            for name in _score_gradients.SUMMED
+            if name in gradients
+        }
+        if plans or "sink" in gradients:
+            refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
+        sums = {name: cupy.zeros(plan.shape, np.float32) for name, plan in plans.items()}
+        addresses |= {_sums_of(name): array.data.ptr for name, array in sums.items()}
         aligned = (a for name, a in addresses.items() if name not in _score_params.NUMBERS)
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
         key = (
@@ -421,16 +431,21 @@ def backward(
             layouts["rows"] = _row_layout(problem, _STATISTICS_BYTES, None)
             if dlse is not None:
                 layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
-            for name, array in gradients.items():
-                layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, array))
+            for name in {"q", "k", "v"} & set(gradients):
+                operand = gradient_operand(problem, name, gradients[name])
+                layouts[f"d{name}"] = Layout.of(operand)
             _refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), bits & 15,
-                addresses["out"] & 15, config or BackwardConfigs(),
+                addresses["out"] & 15, config or BackwardConfigs(), plans,
             )  # fmt: skip
             plan = _remember(_backward_plans, key, (problem, steps))
         for names, launch in plan[1]:
             launch.run(tuple(addresses[name] for name in names), stream)
+        for name, own in plans.items():
+            _score_gradients.write(problem, name, own, sums[name], gradients[name])
+        if "sink" in gradients:
+            _score_gradients.write_sink(problem, rows, held["sink"], gradients["sink"])
     del held  # no sooner: another thread could be given its memory on this stream
 
 
@@ -461,6 +476,7 @@ def _plan_backward(
     address_bits: int,
     out_bits: int,
     config: BackwardConfigs,
+    sums: dict[GradOf, ScoreSums],
 ) -> tuple[tuple[tuple[str, ...], Launch], ...]:
     """The launches of one backward call, each with the names of its pointers."""
     smem_limit = _smem_limit(device)
@@ -496,4 +512,21 @@ def _plan_backward(
             summed=problem.q.summed,
         )  # fmt: skip
         steps.append((_params.BACKWARD, launch))
-    return tuple((_params.pointer_names(params), launch) for params, launch in steps)
+    named = [(_params.pointer_names(params), launch) for params, launch in steps]
+    for name, own in sums.items() if problem.seqlen_k else ():
+        chosen_sums = _select.backward_score_config(
+            problem, smem_limit, copy_bytes, name, own.sums_to
+        )
+        launch = _plan_launch(
+            _params.BACKWARD, chosen_sums, problem, layouts | {"sums": own.layout()}, device,
+            num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),
+            summed=own.summed,
+        )  # fmt: skip
+        names = _params.pointer_names(_params.BACKWARD)
+        named.append((tuple(_sums_of(name) if n == "sums" else n for n in names), launch))
+    return tuple(named)
+
+
+def _sums_of(name: str) -> str:
+    """Name of the address of the sums for one gradient."""
+    return f"sums of {name}"

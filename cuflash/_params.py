@@ -114,8 +114,8 @@ DELTA = _kernel(
     ("head_dim_v", np.int32),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv"),
-    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv"),
+    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
+    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
     ("head_dim", np.int32),
     ("head_dim_v", np.int32),
 )

@@ -77,7 +77,7 @@ class Scores:
             operand: Operand | None = getattr(problem, name)
             if operand is None:
                 return None
-            return canonical_view(xp.asarray(options.arrays[name]), operand)[entry]
+            return xp.asarray(canonical_view(options.arrays[name], operand)[entry])
 
         def integers(name: str, plain: int | None, default: Any) -> Any:
             array = of_entry(name)

@@ -17,9 +17,12 @@ from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
     BackwardQConfig,
+    BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
+    GradOf,
+    SumsTo,
     TileConfig,
 )
 from cuflash._errors import not_yet, problem_with
@@ -93,6 +96,11 @@ _BACKWARD_KV_GENERAL: Tiles = {
     128: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
     192: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
     256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
+}
+# What registers and shared memory hold; neither is measured yet.
+_BACKWARD_SCORE: Tiles = {
+    **{width: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)) for width in (32, 64, 96, 128)},
+    **{width: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)) for width in (192, 256)},
 }
 
 
@@ -230,6 +238,16 @@ def backward_kv_configs(
         )
         for names in passes
     )
+
+
+def backward_score_config(
+    problem: Problem, smem_limit: int, copy_bytes: int, grad_of: GradOf, sums_to: SumsTo
+) -> BackwardScoreConfig:
+    """Choose the kernel of the gradients of bias, slopes and scale."""
+    fields = _fields(problem, copy_bytes, problem.dtype)
+    fields |= {"grad_of": grad_of, "sums_to": sums_to}
+    rows = _rows(_BACKWARD_SCORE, fields)
+    return _fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
 
 
 def overridden(chosen: AnyTileConfig, config: Any) -> AnyTileConfig:

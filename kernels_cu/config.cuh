@@ -96,6 +96,12 @@
 #ifndef CUFLASH_GRAD_LSE
 #define CUFLASH_GRAD_LSE false
 #endif
+#ifndef CUFLASH_SUMS_TO
+#define CUFLASH_SUMS_TO pairs
+#endif
+#ifndef CUFLASH_GRAD_OF
+#define CUFLASH_GRAD_OF bias
+#endif
 
 namespace cuflash {
 
@@ -111,6 +117,11 @@ enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
 // Where the causal offset of a batch entry comes from: one value of the launch, the difference of
 // the entry's own lengths, or an array.
 enum class Offset { value, lengths, int32, int64 };
+
+// Of what a gradient of scores is summed, and over what: nothing, the queries of a key, or the keys
+// of a query.
+enum class GradOf { bias, alibi_slopes, scale };
+enum class SumsTo { pairs, keys, queries };
 
 struct Config {
   static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;          // of q, k, v and the products
@@ -149,6 +160,8 @@ struct Config {
   static constexpr bool grad_k = CUFLASH_GRAD_K;
   static constexpr bool grad_v = CUFLASH_GRAD_V;
   static constexpr bool grad_lse = CUFLASH_GRAD_LSE;
+  static constexpr SumsTo sums_to = SumsTo::CUFLASH_SUMS_TO;
+  static constexpr GradOf grad_of = GradOf::CUFLASH_GRAD_OF;
 
   static_assert(head_dim % 16 == 0 && head_dim_v % 16 == 0, "one mma consumes 16 columns");
   static_assert(block_m % 16 == 0 && block_n % 16 == 0, "one mma produces 16 rows");

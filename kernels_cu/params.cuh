@@ -137,6 +137,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
+  float* sums;  // of the scores' gradient
   ScoreParams score;
   Layout dout_layout;
   Layout q_layout;
@@ -146,6 +147,7 @@ struct BackwardParams {
   Layout dq_layout;
   Layout dk_layout;
   Layout dv_layout;
+  Layout sums_layout;
   BatchAxes batch;
   Grid grid;
   int32_t head_dim;

@@ -27,6 +27,7 @@ from cuflash._problem import Problem, describe
 from cuflash._select import (
     backward_kv_configs,
     backward_q_config,
+    backward_score_config,
     delta_config,
     forward_config,
 )
@@ -106,6 +107,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "copy_bytes": (16, 8, 4, 2),
     "cu_seqlens": (None, np.int32, np.int64),
     "grad": ("qkv", "k", "v"),
+    "sums": (("bias", "pairs"), ("bias", "keys"), ("bias", "queries"), ("scale", "queries")),
     "dlse": (False, True),
 }
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
@@ -151,6 +153,18 @@ def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:
         delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"]),
         backward_q_config(problem, smem_limit, copy_bytes),
         *backward_kv_configs(problem, smem_limit, copy_bytes, frozenset(case["grad"])),
+        *score_configs(case, problem, smem_limit),
+    ]
+
+
+def score_configs(case: dict[str, Any], problem: Problem, smem_limit: int) -> list[KernelConfig]:
+    """Return those of the gradients of options; packed sequences have none."""
+    if case["cu_seqlens"] is not None:
+        return []
+    of_slopes = [("alibi_slopes", "queries")] if case["alibi_slopes"] is not None else []
+    return [
+        backward_score_config(problem, smem_limit, case["copy_bytes"], *sums)
+        for sums in (case["sums"], *of_slopes)
     ]
 
 

@@ -11,6 +11,7 @@ from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
     BackwardQConfig,
+    BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
@@ -47,6 +48,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, num_q_stages=2,
         overlap_quarters=2, sink="float32",
     ),
+    BackwardScoreConfig(**TILE, grad_of="bias", sums_to="keys"),
 )  # fmt: skip
 
 
@@ -113,6 +115,7 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
+    assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128
     assert CONFIGS[4].smem_bytes == 2 * (2 * 128 * 128 + 3 * 128 * (128 + 64)) + 1024
 
 

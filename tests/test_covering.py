@@ -6,6 +6,7 @@ The calls of `support.covering`, forward and backward, through the error budget 
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from support import covering
 from support.budget import Budget
 from support.model_flash import final_scores
-from support.problems import run
+from support.problems import DTYPES, run
 
 ROWS = covering.rows()
 #: Calls for each row, with values of different families.
@@ -45,3 +46,25 @@ def test_row(number: int) -> None:
     budget = Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.gpu
+def test_rows_on_a_gpu() -> None:
+    """The rows of 16 bits, in threads: nearly each has kernels of its own to be compiled."""
+    import cupy
+
+    def failure(number: int) -> str:
+        call = covering.call_of(ROWS[number], number)
+        try:
+            result = run(cupy, call, with_out=bool(number % 2))
+            budget = Budget(call)
+            budget.check_forward(result.out, result.lse)
+            budget.check_backward(result.gradients, given=(result.out, result.lse))
+        except Exception as error:  # of whatever kind: all rows are to be told of
+            return f"row {number}: {type(error).__name__}: {error}"
+        return ""
+
+    numbers = [n for n, row in enumerate(ROWS) if DTYPES[row["dtype"]].itemsize == 2]
+    with ThreadPoolExecutor(16) as pool:
+        failures = [text for text in pool.map(failure, numbers) if text]
+    assert not failures, "\n".join(failures)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
-from support import derivatives
+from support import derivatives, memory
 from support.budget import Budget
 from support.problems import (
     DTYPES,
@@ -30,18 +31,17 @@ from support.problems import (
     limits_of,
 )
 
-LIMITS = replace(limits_of(np), values_dims=(0,))
-
 pytestmark = pytest.mark.usefixtures("small_host_tiles")
 
 
 @st.composite
-def logsumexp_calls(draw: st.DrawFn, **limits: Any) -> Call:
+def logsumexp_calls(draw: st.DrawFn, xp: ModuleType = np, **limits: Any) -> Call:
     """A call without values: its batch is that of q and k, and every gradient but dv is asked for.
 
     Options that lack their batch axes elsewhere broadcast, as in attention.
     """
-    call = draw(calls(LIMITS, gradients=True, **limits))
+    of_module = replace(limits_of(xp), values_dims=(0,))
+    call = draw(calls(of_module, gradients=True, **limits))
     call = Call(
         call.q, call.k, call.k[..., :0], call.dout, options=call.options,
         wrt=tuple(name for name in call.wrt if name != "v"), origin=call.origin,
@@ -62,10 +62,17 @@ def fits(call: Call) -> bool:
         return False
 
 
-def gradients_of(call: Call, lse: np.ndarray, **others: Any) -> dict[str, np.ndarray]:
+def on(xp: ModuleType, value: Any) -> Any:
+    if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray):
+        return tuple(on(xp, array) for array in value)
+    return memory.to_device(xp, value) if isinstance(value, np.ndarray) else value
+
+
+def gradients_of(call: Call, lse: Any, xp: ModuleType = np) -> dict[str, np.ndarray]:
     """The gradients by input name, of the shapes and dtypes of the inputs."""
+    options = {name: on(xp, value) for name, value in call.options.items()}
     found = cuflash.logsumexp_backward(
-        call.dlse, call.q, call.k, lse, wrt=call.wrt, **others, **call.options
+        *(on(xp, a) for a in (call.dlse, call.q, call.k)), lse, wrt=call.wrt, **options
     )
     for name, field in FIELDS.items():
         gradient = getattr(found, field)
@@ -73,16 +80,18 @@ def gradients_of(call: Call, lse: np.ndarray, **others: Any) -> dict[str, np.nda
         if gradient is not None:
             own = call.array(name)
             assert (gradient.dtype, gradient.shape) == (own.dtype, own.shape)
-    return {name: getattr(found, FIELDS[name]) for name in call.wrt}
+    return {name: memory.to_numpy(getattr(found, FIELDS[name])) for name in call.wrt}
 
 
-@given(call=logsumexp_calls().filter(fits))
-def test_drawn_problem(call: Call) -> None:
-    lse = cuflash.logsumexp(call.q, call.k, **call.options)
+@given(data=st.data())
+def test_drawn_problem(xp: ModuleType, data: st.DataObject) -> None:
+    call = data.draw(logsumexp_calls(xp).filter(fits))
+    options = {name: on(xp, value) for name, value in call.options.items()}
+    lse = cuflash.logsumexp(on(xp, call.q), on(xp, call.k), **options)
     assert lse.dtype == call.lse_dtype
     budget = Budget(call)
-    budget.check_forward(np.zeros_like(call.dout), lse)
-    budget.check_backward(gradients_of(call, lse))
+    budget.check_forward(np.zeros_like(call.dout), memory.to_numpy(lse))
+    budget.check_backward(gradients_of(call, lse, xp))
 
 
 @given(call=logsumexp_calls().filter(fits), data=st.data())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
-from support import derivatives
+from support import derivatives, memory
 from support.budget import sum_error
 from support.problems import DTYPES, FIELDS, make_call
 
@@ -132,9 +133,14 @@ def assert_close(name: str, got: np.ndarray, exact: np.ndarray, bound: np.ndarra
     assert np.all(error <= bound), f"{name}: {(error / bound).max()} of what is allowed"
 
 
+def on_host(result: cuflash.AttentionResult) -> cuflash.AttentionResult:
+    return cuflash.AttentionResult(*map(memory.to_numpy, result))
+
+
 @given(p=parts())
-def test_merge_is_the_definition(p: Parts) -> None:
-    got = cuflash.merge(p.outs, p.lses, p.axis)
+def test_merge_is_the_definition(xp: ModuleType, p: Parts) -> None:
+    outs, lses = memory.to_device(xp, p.outs), memory.to_device(xp, p.lses)
+    got = on_host(cuflash.merge(outs, lses, p.axis))
     exact = reference.merge(p.outs, p.lses, p.axis, dtype=EXACT)
     assert (got.out.dtype, got.lse.dtype) == (p.outs.dtype, p.lses.dtype)
     allowed = bounds(p)
@@ -143,8 +149,10 @@ def test_merge_is_the_definition(p: Parts) -> None:
 
 
 @given(p=parts())
-def test_gradient_is_the_definition(p: Parts) -> None:
-    got = cuflash.merge_backward(p.dout, p.outs, p.lses, dlse=p.dlse, axis=p.axis)
+def test_gradient_is_the_definition(xp: ModuleType, p: Parts) -> None:
+    dout, outs, lses = (memory.to_device(xp, a) for a in (p.dout, p.outs, p.lses))
+    dlse = None if p.dlse is None else memory.to_device(xp, p.dlse)
+    got = on_host(cuflash.merge_backward(dout, outs, lses, dlse=dlse, axis=p.axis))
     exact = reference.merge_backward(
         p.dout.astype(EXACT), p.outs, p.lses, dlse=p.dlse, axis=p.axis, dtype=EXACT
     )

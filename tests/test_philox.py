@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import _philox
+from support import memory
 
 # Known answers of the authors' library Random123, for philox4x32-10: counter, key, words.
 KNOWN = [
@@ -95,6 +96,14 @@ def test_attention_drops_what_the_mask_says():
     out, dropped = cuflash.attention(q, k, v, causal=True, dropout=0.25, seed=9, return_lse=True)
     np.testing.assert_array_max_ulp(dropped, lse, 8)
     assert np.abs(out - expected).max() < 300 * np.finfo(float).eps * np.abs(v).max() / 0.75
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 33), (2, 3, 16, 130), (1, 1), (0, 5)])
+def test_the_mask_is_the_same_for_every_library(xp, shape):
+    mask = cuflash.dropout_mask(shape, 0.3, seed=2**63 + 5, like=xp.zeros(1))
+    assert type(mask) is xp.ndarray
+    expected = cuflash.dropout_mask(shape, 0.3, seed=2**63 + 5)
+    np.testing.assert_array_equal(memory.to_numpy(mask), expected)
 
 
 def test_edges_of_p():

@@ -180,7 +180,7 @@ _DEVICE = Limits(
             EVERYWHERE,
         )
     ),
-    gradients=(),
+    gradients=("bias", "alibi_slopes", "sink", "scale"),
 )
 
 

@@ -1,0 +1,259 @@
+// Sums of the scores' gradient, for bias, ALiBi slopes and scale, for tensor cores of sm_80 and
+// later (mma.sync); no atomics, the order of every sum is fixed.
+//
+//   for each tile that is a result's:                         one block of threads
+//     acc = 0                                                 block_m x block_n, in registers
+//     for each batch entry that shares the result, and each block of pairs of the tile:
+//       s = q k^T;  p = exp(score(s) - lse);  dp = dropout(dout v^T)
+//       acc += p (dp - delta) * what the score has of it      1, - distance, or s score'(s)
+//     sums = acc, or its columns' or its rows' sums
+//
+// A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
+// one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
+// over queries are left to be added up.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_sm80.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "dropout.cuh"
+#include "ptx/special.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+
+  QTile q;
+  DoutTile dout;
+  KTile k;
+  VTile v;
+  float column_sums[Config::num_warps][Config::block_n];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardScoreConfig.smem_bytes counts this struct");
+
+constexpr int slices = Config::block_m / (16 * Config::num_warps);
+static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
+constexpr int tiles = Config::block_n / 8;
+constexpr bool streams_queries = Config::sums_to == SumsTo::keys;
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int m_block;  // unless queries are streamed
+  int n_block;  // unless keys are
+  int owner;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, ptx::block_index());
+    if constexpr (Config::sums_to == SumsTo::keys) return {0, tile.block, tile.owner};
+    if constexpr (Config::sums_to == SumsTo::queries) return {tile.block, 0, tile.owner};
+    const int columns = (params.score.seqlen_k + Config::block_n - 1) / Config::block_n;
+    return {tile.block / columns, tile.block % columns, tile.owner};
+  }
+};
+
+// What a pair adds to the result, from the gradient of its score.
+__device__ __forceinline__ float contribution(const Score& score, float ds, float product,
+                                              int q_idx, int kv_idx) {
+  if constexpr (Config::grad_of == GradOf::alibi_slopes) {
+    return -ds * score.distance(q_idx, kv_idx);
+  } else if constexpr (Config::grad_of == GradOf::scale) {
+    return ds * score.derivative(product) * product;
+  } else {
+    return ds;
+  }
+}
+
+// Adds the pairs of one block.
+template <bool masked>
+__device__ __forceinline__ void add_pairs(float (&acc)[slices][tiles][4],
+                                          const float (&s_acc)[slices][tiles][4],
+                                          const float (&dp_acc)[slices][tiles][4],
+                                          const RowStatistics* statistics, const Score& score,
+                                          int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_row = first_row + fragment_row(0, 0, lane);
+  const int lane_key = first_key + fragment_column(0, 0, lane);
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane_row + 16 * s + 8 * half;
+      const RowStatistics row =
+          q_idx < score.seqlen.q ? statistics[q_idx] : RowStatistics{infinity(), 0.0f};
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float product = s_acc[s][t][2 * half + i];
+          const int kv_idx = lane_key + 8 * t + i;
+          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
+          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const float p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
+          const float ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
+          // An invisible value may be NaN: zero times it would not do.
+          if (!masked || logit != -infinity()) {
+            acc[s][t][2 * half + i] += contribution(score, ds, product, q_idx, kv_idx);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds one block of pairs of one batch entry.
+__device__ __forceinline__ void add_block(const BackwardParams& params, SharedMemory& smem,
+                                          const BatchIndex& entry, const Score& score,
+                                          int first_row, int first_key, bool masked,
+                                          float (&acc)[slices][tiles][4]) {
+  const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
+  __syncthreads();  // every warp is done with the block before
+  load_tile(smem.q, RowSource(params.q, params.q_layout, entry, 0, params.head_dim), first_row,
+            rows);
+  load_tile(smem.dout, RowSource(params.dout, params.dout_layout, entry, 0, params.head_dim_v),
+            first_row, rows);
+  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, 0, params.head_dim), first_key,
+            keys);
+  load_tile(smem.v, RowSource(params.v, params.v_layout, entry, 0, params.head_dim_v), first_key,
+            keys);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // all four are there
+
+  const int warp_row = warp_index() * 16 * slices;
+  float s_acc[slices][tiles][4], dp_acc[slices][tiles][4];
+  clear(s_acc);
+  multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k));
+  clear(dp_acc);
+  multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v));
+  drop_gradients(dp_acc, score, first_row + warp_row, first_key);
+  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch;
+  if (masked) {
+    add_pairs<true>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
+  } else {
+    add_pairs<false>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
+  }
+}
+
+// Adds the blocks of the owner's `index`-th batch entry.
+__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
+                                           int index, float (&acc)[slices][tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const Score score(params.score, entry);
+  const int first_row = work.m_block * Config::block_m, first_key = work.n_block * Config::block_n;
+  const BlockRanges blocks = streams_queries
+                                 ? score.q_blocks(first_key, first_key + Config::block_n)
+                                 : score.kv_blocks(first_row, first_row + Config::block_m);
+  int begin = blocks.begin, end = blocks.end;
+  if constexpr (Config::sums_to == SumsTo::pairs) {
+    begin = max(begin, work.n_block);
+    end = min(end, work.n_block + 1);
+  }
+#pragma unroll 1
+  for (int block = begin; block < end; ++block) {
+    add_block(params, smem, entry, score, streams_queries ? block * Config::block_m : first_row,
+              streams_queries ? first_key : block * Config::block_n, blocks.masked(block), acc);
+  }
+}
+
+__device__ __forceinline__ void store_pairs(const BackwardParams& params, float* sums,
+                                            const Work& work,
+                                            const float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q_idx =
+            work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, i);
+        const int kv_idx = work.n_block * Config::block_n + fragment_column(t, i);
+        if (q_idx < params.score.seqlen_q && kv_idx < params.score.seqlen_k) {
+          sums[q_idx * params.sums_layout.row + kv_idx * params.sums_layout.column] = acc[s][t][i];
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_queries(const BackwardParams& params, float* sums,
+                                              const Work& work,
+                                              const float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) sum += acc[s][t][2 * half] + acc[s][t][2 * half + 1];
+      sum = quad_sum(sum);
+      const int q_idx =
+          work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, 2 * half);
+      if (q_idx < params.score.seqlen_q && lane_index() % 4 == 0) {
+        sums[q_idx * params.sums_layout.row] = sum;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_keys(const BackwardParams& params, SharedMemory& smem,
+                                           float* sums, const Work& work,
+                                           const float (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int s = 0; s < slices; ++s) sum += acc[s][t][i] + acc[s][t][i + 2];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      }
+      if (lane_index() < 4) smem.column_sums[warp_index()][fragment_column(t, i)] = sum;
+    }
+  }
+  __syncthreads();  // the sums of every warp are there
+  for (int column = threadIdx.x; column < Config::block_n; column += Config::num_threads) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < Config::num_warps; ++warp) sum += smem.column_sums[warp][column];
+    const int kv_idx = work.n_block * Config::block_n + column;
+    if (kv_idx < params.score.seqlen_k) sums[kv_idx * params.sums_layout.column] = sum;
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
+                                             cuflash::Config::blocks_per_sm)
+    cuflash_backward_dscore_sm80(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  float acc[slices][tiles][4];
+  clear(acc);
+#pragma unroll 1
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    accumulate(params, smem, index, acc);
+  }
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  float* sums = params.sums + entry * params.sums_layout.batch;
+  if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, sums, work, acc);
+  if constexpr (Config::sums_to == SumsTo::queries) store_queries(params, sums, work, acc);
+  if constexpr (Config::sums_to == SumsTo::keys) store_keys(params, smem, sums, work, acc);
+}
