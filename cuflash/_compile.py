@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuflash import _kernel_store
-from cuflash._config import DeltaConfig, ForwardConfig, ForwardSm90Config, KernelConfig
+from cuflash._config import (
+    BackwardSm90Config,
+    DeltaConfig,
+    ForwardConfig,
+    ForwardSm90Config,
+    KernelConfig,
+)
 from cuflash._errors import CompileError
 from cuflash._params import STRUCTS
 from cuflash._source import flatten
@@ -48,6 +54,8 @@ def params_struct(config: KernelConfig) -> str:
     """CUDA name of the parameter struct of a kernel."""
     if isinstance(config, ForwardSm90Config):
         return "ForwardSm90Params"
+    if isinstance(config, BackwardSm90Config):
+        return "BackwardSm90Params"
     if isinstance(config, ForwardConfig):
         return "ForwardParams"
     return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
@@ -108,7 +116,7 @@ def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
 
 def _architecture(cupy: Any, config: KernelConfig) -> str:
     """Wgmma and setmaxnreg need the "a"."""
-    if isinstance(config, ForwardSm90Config):
+    if isinstance(config, ForwardSm90Config | BackwardSm90Config):
         return "-arch=sm_90a"
     return f"-arch=sm_{cupy.cuda.Device().compute_capability}"
 

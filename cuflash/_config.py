@@ -230,6 +230,78 @@ class BackwardScoreConfig(TileConfig):
         return -(-(tiles + 4 * self.num_warps * self.block_n) // 128) * 128
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90Config(TileConfig):
+    """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
+
+    num_stages: int  # buffers of what is streamed
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if self.own_rows not in (128, 192) or self.own_rows != 16 * (self.num_warps - 4):
+            raise ValueError(f"{self.own_rows=} must be 128 or 192, {self.num_warps=} 12 or 16")
+        if self.num_stages < 1:
+            raise ValueError(f"{self.num_stages=} must be positive")
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a block's results."""
+        return self.block_m
+
+    @property
+    def rows(self) -> int:
+        """Four warps have none, the others 16 each."""
+        return 16 * self.num_warps
+
+    def _panel_bytes(self, rows: int, *head_dims: int) -> int:
+        """Tiles in panels of 64 columns."""
+        return _ELEMENT_BYTES * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardQSm90Config(BackwardSm90Config):
+    """``backward_dq_sm90.cu``."""
+
+    source = "backward_dq_sm90.cu"
+    entry = "cuflash_backward_dq_sm90"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q and dout, rings of k and v, and a KiB of barriers."""
+        rows = self.block_m + self.num_stages * self.block_n
+        return self._panel_bytes(rows, self.head_dim, self.head_dim_v) + 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardKVSm90Config(BackwardSm90Config):
+    """``backward_dkv_sm90.cu``: dk, dv or both in one pass over the queries."""
+
+    source = "backward_dkv_sm90.cu"
+    entry = "cuflash_backward_dkv_sm90"
+
+    grad_k: bool
+    grad_v: bool
+
+    def __post_init__(self) -> None:
+        BackwardSm90Config.__post_init__(self)
+        if not (self.grad_k or self.grad_v):
+            raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+
+    @property
+    def own_rows(self) -> int:
+        """A block owns keys and streams queries."""
+        return self.block_n
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v, rings of q, dout, lse and delta, and barriers, in whole KiB."""
+        kept = self._panel_bytes(self.block_n, self.head_dim)
+        kept += self._panel_bytes(self.block_n if self.grad_k else 8, self.head_dim_v)
+        streamed = self._panel_bytes(self.block_m, self.head_dim, self.head_dim_v)
+        rest = self.num_stages * (8 * self.block_m + 16) + 16
+        return kept + self.num_stages * streamed + -(-rest // 1024) * 1024
+
+
 def _spelled(value: str | int | bool) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -26,7 +26,10 @@ from cuflash._arrays import Array, refuse_capture
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
     BackwardKVConfig,
+    BackwardKVSm90Config,
     BackwardQConfig,
+    BackwardQSm90Config,
+    BackwardSm90Config,
     ForwardConfig,
     ForwardSm90Config,
     GradOf,
@@ -35,7 +38,7 @@ from cuflash._config import (
 )
 from cuflash._errors import problem_with
 from cuflash._grid import Layout, even_sections, plan_grid
-from cuflash._launch_sm90 import Sm90Launch
+from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
 from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
@@ -48,10 +51,10 @@ _STATISTICS_BYTES = 8  # of one query
 
 
 class BackwardConfigs(NamedTuple):
-    """Tiles that override the choice for the two backward passes."""
+    """Tiles that override the choice for the two backward passes, and decide which kernels run."""
 
-    q: BackwardQConfig | None = None
-    kv: BackwardKVConfig | None = None
+    q: BackwardQConfig | BackwardQSm90Config | None = None
+    kv: BackwardKVConfig | BackwardKVSm90Config | None = None
 
 
 class Launch(NamedTuple):
@@ -436,8 +439,8 @@ def backward(
                 layouts[f"d{name}"] = Layout.of(operand)
             _refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
-                problem, device, layouts, out.dtype, frozenset(gradients), bits & 15,
-                addresses["out"] & 15, config or BackwardConfigs(), plans,
+                problem, device, layouts, out.dtype, frozenset(gradients), addresses,
+                config or BackwardConfigs(), plans,
             )  # fmt: skip
             plan = _remember(_backward_plans, key, (problem, steps))
         for names, launch in plan[1]:
@@ -449,7 +452,9 @@ def backward(
     del held  # no sooner: another thread could be given its memory on this stream
 
 
-_backward_plans: dict[Any, tuple[Problem, tuple[tuple[tuple[str, ...], Launch], ...]]] = {}
+# Launches with the names of their pointers.
+Steps = tuple[tuple[tuple[str, ...], Launch | MappedLaunch], ...]
+_backward_plans: dict[Any, tuple[Problem, Steps]] = {}
 
 
 def _workspace(problem: Problem, workspace: Array | None) -> Array:
@@ -473,36 +478,45 @@ def _plan_backward(
     layouts: dict[str, Layout],
     out_dtype: np.dtype[Any],
     wanted: frozenset[str],
-    address_bits: int,
-    out_bits: int,
+    addresses: dict[str, int],
     config: BackwardConfigs,
     sums: dict[GradOf, ScoreSums],
-) -> tuple[tuple[tuple[str, ...], Launch], ...]:
-    """The launches of one backward call, each with the names of its pointers."""
+) -> Steps:
+    """The launches of one backward call."""
     smem_limit = _smem_limit(device)
     layouts = layouts | _score_params.layouts(problem)
-    copy_bytes = _copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits)
+    address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
+    copy_bytes = _copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    out_bits = (address_bits | addresses["out"]) & 15
     delta = _select.delta_config(
-        problem, out_dtype, _copy_bytes(problem, layouts, ("dout", "out"), address_bits | out_bits),
+        problem, out_dtype, _copy_bytes(problem, layouts, ("dout", "out"), out_bits),
         grad_lse="dlse" in layouts,
     )  # fmt: skip
     launch = _plan_launch(
         _params.DELTA, delta, problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // delta.block_m),
     )  # fmt: skip
-    steps = [(_params.DELTA, launch)]
-    of_keys = wanted if problem.seqlen_k else frozenset[str]()  # dk and dv may be empty
-    for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
-        kv_config = _select.overridden(chosen, config.kv)
-        launch = _plan_launch(
-            _params.BACKWARD, kv_config, problem, layouts, device,
-            num_blocks=_num_tiles(problem, problem.seqlen_k, kv_config.block_n),
-            streamed_bytes=problem.seqlen_q * row_bytes,
-            summed=(problem.k if kv_config.grad_k else problem.v).summed,
-        )  # fmt: skip
-        steps.append((_params.BACKWARD, launch))
-    if "q" in wanted:
+    steps: list[tuple[tuple[str, ...], Launch | MappedLaunch]] = [
+        (_params.pointer_names(_params.DELTA), launch)
+    ]
+    names = _params.pointer_names(_params.BACKWARD)
+    of_keys = wanted & {"k", "v"} if problem.seqlen_k else frozenset[str]()  # they may be empty
+    hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
+    if hopper is None:
+        for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
+            kv_config = _select.overridden(chosen, config.kv)
+            launch = _plan_launch(
+                _params.BACKWARD, kv_config, problem, layouts, device,
+                num_blocks=_num_tiles(problem, problem.seqlen_k, kv_config.block_n),
+                streamed_bytes=problem.seqlen_q * row_bytes,
+                summed=(problem.k if kv_config.grad_k else problem.v).summed,
+            )  # fmt: skip
+            steps.append((names, launch))
+    else:
+        steps += [(names, launch) for launch in hopper]
+    hopper = _plan_backward_sm90(problem, device, layouts, wanted & {"q"}, addresses, config)
+    if hopper is None:
         chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
         q_config = _select.overridden(chosen_q, config.q)
         launch = _plan_launch(
@@ -511,8 +525,9 @@ def _plan_backward(
             streamed_bytes=problem.seqlen_k * row_bytes,
             summed=problem.q.summed,
         )  # fmt: skip
-        steps.append((_params.BACKWARD, launch))
-    named = [(_params.pointer_names(params), launch) for params, launch in steps]
+        steps.append((names, launch))
+    else:
+        steps += [(names, launch) for launch in hopper]
     for name, own in sums.items() if problem.seqlen_k else ():
         chosen_sums = _select.backward_score_config(
             problem, smem_limit, copy_bytes, name, own.sums_to
@@ -522,11 +537,79 @@ def _plan_backward(
             num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),
             summed=own.summed,
         )  # fmt: skip
-        names = _params.pointer_names(_params.BACKWARD)
-        named.append((tuple(_sums_of(name) if n == "sums" else n for n in names), launch))
-    return tuple(named)
+        own_names = tuple(_sums_of(name) if n == "sums" else n for n in names)
+        steps.append((own_names, launch))
+    return tuple(steps)
 
 
 def _sums_of(name: str) -> str:
     """Name of the address of the sums for one gradient."""
     return f"sums of {name}"
+
+
+def _plan_backward_sm90(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    wanted: frozenset[str],
+    addresses: dict[str, int],
+    override: BackwardConfigs,
+) -> list[MappedLaunch] | None:
+    """Launches of Hopper's kernels for dq, or for dk and dv; None where the portable ones serve."""
+    if not wanted:
+        return []
+    given = override.q if "q" in wanted else override.kv
+    if isinstance(given, BackwardQConfig | BackwardKVConfig):
+        return None
+    chosen: tuple[BackwardSm90Config | None, ...] | None
+    if "q" in wanted:
+        chosen = (_select.backward_q_sm90_config(problem),)
+    else:
+        chosen = _select.backward_kv_sm90_configs(problem, wanted)
+    launches = [
+        _plan_gradient_sm90(problem, device, layouts, addresses, config, given)
+        for config in chosen or (None,)
+    ]
+    found = [launch for launch in launches if launch is not None]
+    if len(found) == len(launches):
+        return found
+    if given is not None:
+        raise problem_with(
+            "config", ValueError, got=type(given).__name__,
+            expected="a device, head sizes, options, strides and alignments that it can serve",
+            fix="leave it out, and the portable kernels serve",
+        )  # fmt: skip
+    return None
+
+
+def _plan_gradient_sm90(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    addresses: dict[str, int],
+    chosen: BackwardSm90Config | None,
+    override: BackwardSm90Config | None,
+) -> MappedLaunch | None:
+    """Prepare one launch; None where the device, the problem or a layout is not for it."""
+    if chosen is None or not _launch_sm90.available(device):
+        return None
+    config = _select.overridden(chosen, override)
+    of_keys = isinstance(config, BackwardKVSm90Config)
+    owned = problem.q
+    if isinstance(config, BackwardKVSm90Config):
+        owned = problem.k if config.grad_k else problem.v
+    mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)
+    maps = _launch_sm90.gradient_maps(problem, layouts, config, mapped, owned.summed)
+    if maps is None:
+        return None
+    rows, streamed = problem.seqlen_q, problem.seqlen_k
+    if of_keys:
+        rows, streamed = streamed, rows
+    launch = _plan_launch(
+        _params.BACKWARD_SM90, config, problem, layouts, device,
+        num_blocks=-(-rows // config.own_rows),
+        streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
+        summed=owned.summed,
+    )  # fmt: skip
+    end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
+    return MappedLaunch(launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments())

@@ -1,4 +1,4 @@
-"""How does Hopper's forward run? Tensor maps, and tiles that persistent blocks of threads draw."""
+"""How do Hopper's kernels run? Tensor maps, and tiles that persistent blocks of threads draw."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cupy_backends.cuda.api import driver, runtime
 from cuflash import _params, _tensor_map
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._compile import Kernel
-from cuflash._config import ForwardSm90Config
-from cuflash._grid import Layout, even_sections, plan_grid
+from cuflash._config import BackwardSm90Config, ForwardSm90Config
+from cuflash._grid import Grid, Layout, even_sections, plan_grid
 from cuflash._problem import Problem
 from cuflash._tensor_map import Maps
 
@@ -27,6 +27,7 @@ _COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment o
 _COUNTER_BYTES = 4
 _NUM_COUNTERS = 4096
 _PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
+_GRADIENT_NAMES = _params.pointer_names(_params.BACKWARD_SM90)
 _INDEX_LIMIT = 2**31 - 2**20  # a block of threads draws one index past the last tile
 _STORED_ROWS = 64  # of out: those of a warpgroup
 
@@ -97,6 +98,28 @@ class Sm90Launch(NamedTuple):
         return _POINTERS.pack(*pointers) + self.params + maps + _COUNTER.pack(counter)
 
 
+class MappedLaunch(NamedTuple):
+    """One launch with a block of threads for each tile, with everything but its pointers."""
+
+    kernel: Kernel
+    grid: int
+    params: bytes  # between the pointers and the maps
+    maps: Maps
+    known: KnownArguments
+
+    def run(self, pointers: Addresses, stream: int) -> None:
+        """Launch on ``stream`` with these addresses."""
+        arguments = self.known.at(pointers, self._pack)
+        driver.launchKernel(
+            self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
+            self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
+        )  # fmt: skip
+
+    def _pack(self, pointers: Addresses) -> bytes:
+        maps = self.maps.at(pointers[: len(_params.BACKWARD_MAPPED)])
+        return struct.pack(f"<{len(pointers)}Q", *pointers) + self.params + maps
+
+
 def available(device: int) -> bool:
     """Whether this device has what the kernel needs, and its maps can be encoded here."""
     capability = cupy.cuda.Device(device).compute_capability
@@ -123,24 +146,60 @@ def tensor_maps(
 ) -> Maps | None:
     """Maps of q, k, v and out; None where the copy engine cannot address one of them."""
     addresses = pointers[:_MAPPED]
-    if any(address % _tensor_map.ALIGNMENT for address in addresses):
-        return None
     absent = Layout(1, (0,) * len(problem.batch))
     strides = [layouts.get(name, absent).batch for name in _NAMES]
     num_blocks = -(-problem.seqlen_q // config.block_m)
     grid = plan_grid(problem.batch, strides, (False,) * len(problem.batch), num_blocks)
     if grid.peeled or grid.num_owners * num_blocks > _INDEX_LIMIT:
         return None
-    shapes = {  # rows, columns, rows of a box
+    shapes = {
         "q": (problem.seqlen_q, problem.head_dim, config.block_m),
         "k": (keys_to_load(problem), problem.head_dim, config.block_n),
         "v": (keys_to_load(problem), problem.head_dim_v, config.block_n),
         "out": (problem.seqlen_q, problem.head_dim_v, _STORED_ROWS),
     }
+    return _encoded(problem, layouts, grid, shapes, addresses)
+
+
+def gradient_maps(
+    problem: Problem,
+    layouts: dict[str, Layout],
+    config: BackwardSm90Config,
+    addresses: tuple[int, ...],
+    summed: tuple[bool, ...],
+) -> Maps | None:
+    """Maps of dout, q, k and v; None where the copy engine cannot address one of them."""
+    absent = Layout(1, (0,) * len(problem.batch))
+    strides = [layouts.get(name, absent).batch for name in _GRADIENT_NAMES]
+    num_blocks = -(-max(problem.seqlen_q, problem.seqlen_k) // config.own_rows)
+    grid = plan_grid(problem.batch, strides, summed, num_blocks)
+    if grid.peeled:
+        return None
+    of_queries = problem.seqlen_q, config.block_m
+    of_keys = problem.seqlen_k, config.block_n
+    shapes = {
+        "dout": (of_queries[0], problem.head_dim_v, of_queries[1]),
+        "q": (of_queries[0], problem.head_dim, of_queries[1]),
+        "k": (of_keys[0], problem.head_dim, of_keys[1]),
+        "v": (of_keys[0], problem.head_dim_v, of_keys[1]),
+    }
+    return _encoded(problem, layouts, grid, shapes, addresses)
+
+
+def _encoded(
+    problem: Problem,
+    layouts: dict[str, Layout],
+    grid: Grid,
+    shapes: dict[str, tuple[int, int, int]],
+    addresses: tuple[int, ...],
+) -> Maps | None:
+    """Maps of the first pointers of a launch; ``shapes``: rows, columns, rows of a box."""
+    if any(address % _tensor_map.ALIGNMENT for address in addresses):
+        return None
     found = []
     for operand, (name, (rows, columns, box_rows)) in enumerate(shapes.items()):
         layout = layouts[name]
-        batch = tuple((extent, strides[operand]) for extent, strides in grid.axes)
+        batch = tuple((extent, steps[operand]) for extent, steps in grid.axes)
         encoded = _tensor_map.map_layout(
             problem.dtype, (rows, layout.row), (columns, layout.column), batch, box_rows
         )
@@ -177,7 +236,7 @@ def persistent(
     return Sm90Launch(
         kernel=kernel,
         grid=min(owners * num_blocks, processors),
-        params=filled.tobytes()[_POINTERS.size : _params.MAPS_AT],
+        params=filled.tobytes()[_POINTERS.size : _params.maps_at(_params.FORWARD)],
         maps=maps,
         device=device,
         draws=owners * num_blocks > processors,

@@ -87,26 +87,6 @@ FORWARD = _kernel(
 )
 
 
-#: What the tensor maps of FORWARD_SM90 describe, in their order; ``tile_counter`` follows them.
-MAPPED = ("q", "k", "v", "out")
-MAPS_AT = -(-FORWARD.itemsize // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-_COUNTER_AT = MAPS_AT + len(MAPPED) * MAP_BYTES
-FORWARD_SM90 = np.dtype(
-    {
-        "names": [*(FORWARD.names or ()), *(f"{n}_map" for n in MAPPED), "tile_counter"],
-        "formats": [
-            *(FORWARD[n] for n in FORWARD.names or ()),
-            *(f"V{MAP_BYTES}" for _ in MAPPED),
-            _POINTER,
-        ],
-        "offsets": [
-            *(FORWARD.fields[n][1] for n in FORWARD.names or () if FORWARD.fields),
-            *range(MAPS_AT, _COUNTER_AT, MAP_BYTES),
-            _COUNTER_AT,
-        ],
-        "itemsize": _COUNTER_AT + _MAP_ALIGNMENT,
-    }
-)
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     ("dout", "out", "lse", "dlse", "rows"),
@@ -120,12 +100,48 @@ BACKWARD = _kernel(
     ("head_dim_v", np.int32),
 )
 
+
+def maps_at(params: np.dtype[Any]) -> int:
+    """Where the tensor maps begin that follow the fields of ``params``."""
+    return -(-params.itemsize // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+
+
+def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np.dtype[Any]:
+    """``params``, tensor maps, and pointers."""
+    first, names = maps_at(params), params.names or ()
+    end = first + len(mapped) * MAP_BYTES
+    used = end + len(rest) * _POINTER().itemsize
+    return np.dtype(
+        {
+            "names": [*names, *(f"{n}_map" for n in mapped), *rest],
+            "formats": [
+                *(params[n] for n in names),
+                *(f"V{MAP_BYTES}" for _ in mapped),
+                *(_POINTER for _ in rest),
+            ],
+            "offsets": [
+                *(params.fields[n][1] for n in names if params.fields),
+                *range(first, end, MAP_BYTES),
+                *range(end, used, _POINTER().itemsize),
+            ],
+            "itemsize": -(-used // _MAP_ALIGNMENT) * _MAP_ALIGNMENT,
+        }
+    )
+
+
+#: What the tensor maps describe, in their order: the pointers that a struct starts with.
+MAPPED = ("q", "k", "v", "out")
+FORWARD_SM90 = _with_maps(FORWARD, MAPPED, "tile_counter")
+BACKWARD_MAPPED = ("dout", "q", "k", "v")
+BACKWARD_SM90 = _with_maps(BACKWARD, BACKWARD_MAPPED)
+
 #: CUDA name of each parameter struct.
 STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardParams": FORWARD,
     "ForwardSm90Params": FORWARD_SM90,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
+    "BackwardSm90Params": BACKWARD_SM90,
 }
 
 

@@ -16,8 +16,10 @@ from cuflash import _philox
 from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
+    BackwardKVSm90Config,
     BackwardQConfig,
     BackwardScoreConfig,
+    BackwardQSm90Config,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
@@ -141,6 +143,40 @@ _FORWARD_SM90_GENERAL: Sm90Tiles = {
 }
 #: What a call is planned for where no device is at hand: an H100 SXM.
 _MULTIPROCESSORS = 132
+
+
+class GradientSm90Tile(NamedTuple):
+    """One row of the tables of Hopper's gradient: see ``BackwardSm90Config``."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+
+
+GradientSm90Tiles = dict[tuple[int, int], GradientSm90Tile]
+# As above. Rows of dk and dv serve both in one pass up to head size 128, larger ones one of them:
+# registers hold no two results of 192 columns.
+_BACKWARD_Q_SM90: GradientSm90Tiles = {
+    (64, 64): GradientSm90Tile(128, 128, 3),
+    (96, 96): GradientSm90Tile(128, 112, 2),
+    (128, 128): GradientSm90Tile(128, 112, 2),
+    (192, 128): GradientSm90Tile(128, 80, 2),
+    (192, 192): GradientSm90Tile(128, 64, 2),
+    (256, 256): GradientSm90Tile(128, 48, 2),
+}
+_BACKWARD_KV_SM90: GradientSm90Tiles = {
+    (64, 64): GradientSm90Tile(96, 128, 3),
+    (96, 96): GradientSm90Tile(80, 128, 3),
+    (128, 128): GradientSm90Tile(64, 128, 3),
+    (192, 128): GradientSm90Tile(64, 128, 2),
+    (192, 192): GradientSm90Tile(64, 128, 2),
+    (256, 256): GradientSm90Tile(48, 128, 2),
+}
+# Where a score takes more than a multiplication.
+_BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
+    (96, 96): GradientSm90Tile(64, 128, 3),
+    (128, 128): GradientSm90Tile(48, 128, 3),
+}
 #: Shared memory that the system keeps for itself in every block of threads.
 _RESERVED_SMEM = 1024
 
@@ -189,13 +225,73 @@ def forward_sm90_config(
         tiles = tiles | _FORWARD_SM90_LENGTHS
     elif math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors:
         tiles = tiles | _FORWARD_SM90_FEW
+    fields |= _sm90_row(tiles, problem)
+    return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
+
+
+def _sm90_row(
+    tiles: dict[tuple[int, int], Sm90Tile] | dict[tuple[int, int], GradientSm90Tile],
+    problem: Problem,
+) -> dict[str, Any]:
+    """The fields of the smallest row that holds the head sizes."""
     (head_dim, head_dim_v), tile = next(
         (key, tile)
         for key, tile in tiles.items()
         if problem.head_dim <= key[0] and problem.head_dim_v <= key[1]
     )
-    fields |= {"head_dim": head_dim, "head_dim_v": head_dim_v, **tile._asdict()}
-    return ForwardSm90Config(num_warps=tile.block_m // 16 + 4, blocks_per_sm=1, **fields)
+    return {"head_dim": head_dim, "head_dim_v": head_dim_v, **tile._asdict()}
+
+
+def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
+    """Choose Hopper's kernel of dq; None where the portable one serves, that is
+
+    * with a bias: it is read element by element, which spills registers beside a Hopper tile;
+    * with ALiBi, segments, dropout or packed sequences, which only the portable ones know yet;
+    * where q is broadcast: its gradient is a sum over batch entries.
+    """
+    if not _gradient_is_for_sm90(problem) or any(problem.q.summed):
+        return None
+    fields = _fields(problem, 16, problem.dtype) | _sm90_row(_BACKWARD_Q_SM90, problem)
+    return BackwardQSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
+
+
+def backward_kv_sm90_configs(
+    problem: Problem, wanted: frozenset[str]
+) -> tuple[BackwardKVSm90Config, ...] | None:
+    """Choose Hopper's passes for dk, dv or both; None where the portable ones serve, that is
+
+    * with a bias and the other options above;
+    * where the batch entries that are summed into one result have not the same k and v.
+    """
+    if not _gradient_is_for_sm90(problem):
+        return None
+    tiles = _BACKWARD_KV_SM90
+    if _is_general(problem):
+        tiles = tiles | _BACKWARD_KV_SM90_GENERAL
+    fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
+    passes = _kv_passes(problem, wanted, fields)
+    if not all(_shares_keys(problem, names) for names in passes):
+        return None
+    return tuple(
+        BackwardKVSm90Config(
+            num_warps=fields["block_n"] // 16 + 4,
+            blocks_per_sm=1,
+            grad_k="k" in names,
+            grad_v="v" in names,
+            **fields,
+        )
+        for names in passes
+    )
+
+
+def _gradient_is_for_sm90(problem: Problem) -> bool:
+    return (
+        problem.bias is problem.alibi_slopes is problem.segment_ids_q is None
+        and problem.cu_seqlens_q is None
+        and _philox.threshold(problem.dropout) == 0
+        and problem.seqlen_k > 0  # a map holds at least one row
+        and max(problem.head_dim, problem.head_dim_v) <= HEAD_DIMS[-1]
+    )
 
 
 def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:
@@ -216,12 +312,6 @@ def backward_kv_configs(
     fields = _fields(problem, copy_bytes, problem.dtype)
     tiles = _BACKWARD_KV_GENERAL if _is_general(problem) else _BACKWARD_KV
     rows = _rows(tiles, fields)
-    sums: list[str] = [name for name in ("k", "v") if name in wanted]
-    together = (
-        problem.k.summed == problem.v.summed
-        and max(fields["head_dim"], fields["head_dim_v"]) <= 128
-    )
-    passes = [sums] if together and sums else [[name] for name in sums]
     return tuple(
         _fitting(
             [
@@ -236,7 +326,7 @@ def backward_kv_configs(
             ],
             smem_limit,
         )
-        for names in passes
+        for names in _kv_passes(problem, wanted, fields)
     )
 
 
@@ -248,6 +338,16 @@ def backward_score_config(
     fields |= {"grad_of": grad_of, "sums_to": sums_to}
     rows = _rows(_BACKWARD_SCORE, fields)
     return _fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
+
+
+def _kv_passes(problem: Problem, wanted: frozenset[str], fields: dict[str, Any]) -> list[list[str]]:
+    """Which of dk and dv are computed together."""
+    sums: list[str] = [name for name in ("k", "v") if name in wanted]
+    together = (
+        problem.k.summed == problem.v.summed
+        and max(fields["head_dim"], fields["head_dim_v"]) <= 128
+    )
+    return [sums] if together and sums else [[name] for name in sums]
 
 
 def overridden(chosen: AnyTileConfig, config: Any) -> AnyTileConfig:

@@ -154,4 +154,11 @@ struct BackwardParams {
   int32_t head_dim_v;
 };
 
+struct BackwardSm90Params : BackwardParams {
+  ptx::TensorMap dout_map;  // as in ForwardSm90Params
+  ptx::TensorMap q_map;
+  ptx::TensorMap k_map;
+  ptx::TensorMap v_map;
+};
+
 }  // namespace cuflash

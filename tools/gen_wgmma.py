@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
 #: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
 #: sm90 rows of cuflash/_select.py.
-SHARED_A = (64, 80, 96, 112, 128)
+SHARED_A = (48, 64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)
 PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 

@@ -3,7 +3,7 @@
 
 #include "params.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/tma.cuh"
+#include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -116,28 +116,10 @@ struct Producer {
   __device__ __forceinline__ void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
                                        uint64_t& full, const Work& work, int first_row) {
     if (lane_index() == 0) {
-      int batch[3];
-      work.coordinates(batch, layout);
-      const uint32_t barrier = ptx::shared_address(&full);
-      ptx::mbarrier_arrive_expect(barrier, Tile::bytes);
-#pragma unroll
-      for (int panel = 0; panel < Tile::num_panels; ++panel) {
-        ptx::tma_load(ptx::shared_address(tile.data[panel]), map, barrier, 64 * panel, first_row,
-                      batch);
-      }
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
+      start_load(tile, map, layout, work.entry, first_row, full);
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
-  }
-
-  template <typename Tile>
-  __device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
-#pragma unroll 1
-    for (int row = begin; row < end; ++row) {
-#pragma unroll
-      for (int panel = 0; panel < Tile::num_panels; ++panel) {
-        reinterpret_cast<uint32_t*>(tile.data[panel][row])[lane_index()] = 0;
-      }
-    }
   }
 };
 

@@ -11,18 +11,14 @@
 //   work_empty   readers (warps)    every reader has a copy: draw the next
 //   never        -                  nobody waits: see Consumer::next_block
 //
-// Waits are by parity, so that nobody may fall two phases behind: before a warp or a warpgroup lets
-// a phase pass by an arrival, all its threads are past their own wait.
-//
 // Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
 // the softmax of one runs under the products of the next; `together` joins one warpgroup.
 #pragma once
 
 #include "pipeline.cuh"
-#include "ptx/mbarrier.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
-#include "tile/fragment.cuh"
+#include "sm90/barrier.cuh"
 #include "tile/matmul_sm90.cuh"
 
 namespace cuflash {
@@ -42,13 +38,6 @@ struct Work {
   __device__ __forceinline__ Work(const ForwardSm90Params& params, int index)
       : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1))) {
     if (index >= num_tiles(params)) first_row = -1;
-  }
-
-  // Coordinates of this entry in the tensor map of an operand: axes it is broadcast along have
-  // extent 1 there.
-  __device__ __forceinline__ void coordinates(int (&batch)[3], const Layout& layout) const {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
   }
 
   __device__ __forceinline__ static int num_tiles(const ForwardSm90Params& params) {
@@ -85,9 +74,6 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 
 // By one thread, before any other touches a barrier.
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
-  const auto init = [](uint64_t& barrier, int arrivals) {
-    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
-  };
   for (int i = 0; i < Config::num_q_stages; ++i) {
     init(smem.q_full[i], 1);
     init(smem.q_empty[i], stages_out ? 1 : consumers);
@@ -106,20 +92,6 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   init(smem.v_raw, 1);
   init(smem.never, 1);
   ptx::fence_mbarrier_init();
-}
-
-__device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
-  ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
-}
-
-__device__ __forceinline__ void arrive_if(uint64_t& barrier, bool mine) {
-  ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
-}
-
-// One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
-__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
-  __syncwarp();
-  arrive_if(barrier, lane_index() == 0);
 }
 
 // The next tile of this block of threads, as the producer drew it; every reading warp asks once.

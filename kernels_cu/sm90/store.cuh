@@ -6,6 +6,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -61,7 +62,7 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
     const Ring<Config::num_q_stages> q_ring{tiles};
     const Work work = receive_work(smem, Ring<2>{tiles});
     if (work.first_row < 0) break;
-    work.coordinates(batch, params.out_layout);
+    map_coordinates(batch, work.entry, params.out_layout);
     const int stage = q_ring.stage();
 #pragma unroll 1
     for (int w = 0; w < consumers; ++w) {

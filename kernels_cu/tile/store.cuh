@@ -50,4 +50,20 @@ struct RowTarget {
   }
 };
 
+// Stores 16 rows of a warp, of which `num_rows` exist.
+template <int tiles>
+__device__ __forceinline__ void store_slice(const RowTarget& target, int first_row, int num_rows,
+                                            float factor, const float (&acc)[tiles][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(0, 2 * half);
+    if (row >= num_rows) continue;
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      target.store_pair(first_row + row, fragment_column(t, 0), acc[t][2 * half] * factor,
+                        acc[t][2 * half + 1] * factor);
+    }
+  }
+}
+
 }  // namespace cuflash

@@ -1,0 +1,311 @@
+// dq on Hopper: TMA and warp-specialised wgmma; no atomics, the order of every sum is fixed.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     dq = 0                                                  64 rows per warpgroup
+//     for each block of block_n keys that some row sees:
+//       s = q k^T;  dp = dout v^T
+//       p = exp(score(s) - lse)                               while dp is multiplied
+//       ds = p (dp - delta) score'(s)                         an operand in registers
+//       dq += ds k                                            until s of the next block is there
+//     dq *= scale
+//
+// Warpgroup 0 produces: its first warp loads. The others consume.
+//
+//   barrier      arrivals a phase   what the end of a phase says
+//   rows_full    1 + bytes          q and dout of the tile are there
+//   full         1 + bytes          k and v of a block are there
+//   raw          1 + bytes          k and v are there, of which rows are to be cleared
+//   empty        consumers          every warpgroup is done with the block: load the next
+//   never        -                  nobody waits: see Consumer::add_block
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "exact.cuh"
+#include "tile/matmul_sm90.cuh"
+#include "tile/store.cuh"
+#include "sm90/gradient.cuh"
+#include "sm90/load.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  using QTile = PanelTile<Config::block_m, Config::head_dim>;
+  using DoutTile = PanelTile<Config::block_m, Config::head_dim_v>;
+  using KTile = PanelTile<Config::block_n, Config::head_dim>;
+  using VTile = PanelTile<Config::block_n, Config::head_dim_v>;
+
+  QTile q;
+  DoutTile dout;
+  KTile k[Config::num_stages];
+  VTile v[Config::num_stages];
+  uint64_t full[Config::num_stages], empty[Config::num_stages];
+  uint64_t rows_full, raw, never;
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardQSm90Config.smem_bytes counts this struct");
+static_assert(Config::block_m == 64 * consumers, "64 rows per warpgroup");
+
+// By one thread, before any other touches a barrier.
+__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.full[i], 1);
+    init(smem.empty[i], consumers);
+  }
+  init(smem.rows_full, 1);
+  init(smem.raw, 1);
+  init(smem.never, 1);
+  ptx::fence_mbarrier_init();
+}
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_row;
+  int owner;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, ptx::block_index());
+    const int m_block =
+        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    return {m_block * Config::block_m, tile.owner};
+  }
+
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params) const {
+    return BatchIndex(params.batch, owner);
+  }
+};
+
+// ---------------------------------------------------------------------------------- the producer
+struct Producer {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<Config::num_stages> ring;
+  Ring<1> raw_ring;
+
+  __device__ __forceinline__ void run() {
+    const Work work = Work::of_this_block(params);
+    const BatchIndex entry = work.entry(params);
+    if (lane_index() == 0) load_rows(entry, work.first_row);
+    __syncwarp();
+    const Score score(params.score, entry);
+    const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+    const Range seen = score.kv_range(0, params.score.seqlen_q);  // by any row of this entry
+#pragma unroll 1
+    for (int block = blocks.begin; block < blocks.end; ++block) {
+      load_keys(entry, block * Config::block_n, seen);
+    }
+  }
+
+ private:
+  // In lane 0.
+  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row) {
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&smem.rows_full),
+                                SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
+    start_load(smem.q, params.q_map, params.q_layout, entry, first_row, smem.rows_full);
+    start_load(smem.dout, params.dout_map, params.dout_layout, entry, first_row, smem.rows_full);
+  }
+
+  // Rows outside `seen` must not reach a product, where 0 * NaN would count. Past the end of the
+  // tensor TMA brings zeros; what lies before it is cleared here.
+  __device__ __forceinline__ void load_keys(const BatchIndex& entry, int first_key, Range seen) {
+    const int stage = ring.stage();
+    const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
+    const int loaded = min(Config::block_n, params.score.seqlen_k - first_key);
+    const bool clears = kept.begin > 0 || kept.end < loaded;
+    wait(smem.empty[stage], ring.empty_parity());
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.raw : smem.full[stage];
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                  SharedMemory::KTile::bytes + SharedMemory::VTile::bytes);
+      start_load(smem.k[stage], params.k_map, params.k_layout, entry, first_key, full);
+      start_load(smem.v[stage], params.v_map, params.v_layout, entry, first_key, full);
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) {
+      wait(smem.raw, raw_ring.full_parity());
+      raw_ring.advance();
+      clear_outside(smem.k[stage], kept, loaded);
+      clear_outside(smem.v[stage], kept, loaded);
+      ptx::fence_async_proxy();
+      arrive_as_warp(smem.full[stage]);
+    }
+    ring.advance();
+  }
+
+  template <typename Tile>
+  __device__ __forceinline__ void clear_outside(Tile& tile, Range kept, int loaded) {
+    clear_rows(tile, 0, kept.begin);
+    clear_rows(tile, kept.end, loaded);
+  }
+};
+
+// --------------------------------------------------------------------------------- the consumers
+// The first query and key of a lane's scores.
+struct LaneIndices {
+  int row, key;
+
+  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+    const int thread = ptx::thread_index(), lane = thread % 32;
+    row = first_row + 16 * (thread / 32 - 4) + fragment_row(0, 0, lane);
+    key = first_key + fragment_column(0, 0, lane);
+  }
+};
+
+struct Consumer {
+  static constexpr int tiles = Config::block_n / 8;
+
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  const int warpgroup;  // of the consumers
+  Ring<Config::num_stages> ring;
+  RowStatistics rows[2];
+  float dq_acc[1][Config::head_dim / 8][4];
+  uint32_t frag[1][tiles / 2][4];
+
+  __device__ __forceinline__ void run() {
+    const Work work = Work::of_this_block(params);
+    const BatchIndex entry = work.entry(params);
+    const Score score(params.score, entry);
+    const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+    read_statistics(entry, work.first_row);
+    clear(dq_acc);
+    wait(smem.rows_full, 0);
+#pragma unroll 1
+    for (int block = blocks.begin; block < blocks.end; ++block) {
+      add_block(score, work.first_row, block * Config::block_n, blocks.masked(block));
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dq_acc));
+    store(work);
+  }
+
+ private:
+  // A row past the end has no probabilities.
+  __device__ __forceinline__ void read_statistics(const BatchIndex& entry, int first_row) {
+    const RowStatistics* from = params.rows + entry * params.rows_layout.batch;
+    const int row = LaneIndices(first_row, 0).row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = row + 8 * half;
+      rows[half] = q_idx < params.score.seqlen_q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+    }
+  }
+
+  // The last product of a block is waited for when the scores of the next are there.
+  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
+                                            bool masked) {
+    float s_acc[1][tiles][4], dp_acc[1][tiles][4];
+    const int stage = ring.stage();
+    wait(smem.full[stage], ring.full_parity());
+    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
+        s_acc, smem.q.summed_over_columns(64 * warpgroup), smem.k[stage].summed_over_columns());
+    start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
+        dp_acc, smem.dout.summed_over_columns(64 * warpgroup), smem.v[stage].summed_over_columns());
+    ptx::wgmma_wait<plain_scores>();
+    ptx::pin(flat(s_acc));
+    const Ring<Config::num_stages> before{ring.uses - 1};
+    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+    if constexpr (plain_scores) {
+      apply_score(s_acc, score, first_row, first_key, masked);
+      compute_p(s_acc, score);
+    } else {
+      compute_weights(s_acc, score, first_row, first_key);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dp_acc));
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_acc[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta;
+    }
+    to_operand(frag, s_acc);
+    start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[stage].summed_over_rows());
+    ring.advance();
+  }
+
+  // Raw products become logits, what is invisible -inf.
+  __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
+                                              int first_row, int first_key, bool masked) const {
+    for (float& value : flat(s_acc)) value = score.apply(value, 0, 0);
+    if (!warp_agrees(masked)) return;
+    const LaneIndices lane(first_row, first_key);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range keys = score.kv_range_from(lane.key, lane.row + 8 * half);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!keys.contains(8 * t + i)) s_acc[0][t][2 * half + i] = -infinity();
+        }
+      }
+    }
+  }
+
+  // Logits become probabilities.
+  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = s_acc[0][t][i];
+        value = ptx::exp2_approx(score.probability_exponent(value, rows[i / 2].lse));
+      }
+    }
+  }
+
+  // Where scores take more: raw products become p score'.
+  __device__ __forceinline__ void compute_weights(float (&s_acc)[1][tiles][4], const Score& score,
+                                                  int first_row, int first_key) const {
+    const LaneIndices lane(first_row, first_key);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane.row + 8 * half;
+      const Range keys = score.kv_range_from(lane.key, q_idx);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = s_acc[0][t][2 * half + i];
+          const float product = value;
+          const int kv_idx = lane.key + 8 * t + i;
+          const bool visible = keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx);
+          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[half].lse));
+          value = visible ? p * score.derivative(product) : 0.0f;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Work& work) const {
+    const int first_row = work.first_row + 16 * (warp_index() - 4);
+    const int num_rows = min(max(params.score.seqlen_q - first_row, 0), 16);
+    store_slice(RowTarget(params.dq, params.dq_layout, work.entry(params), params.head_dim),
+                first_row, num_rows, params.score.scale, dq_acc[0]);
+    __syncwarp();  // a row was written by four lanes, and an exact one by all
+    for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1),
+                 [&](int row) { exact_dq(params, work.owner, first_row + row); });
+  }
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_backward_dq_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();  // the barriers are there
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+    if (warp == 0) Producer{params, smem}.run();
+  } else {
+    ptx::take_registers<consumer_registers>();
+    Consumer{params, smem, warp / 4 - 1}.run();
+  }
+}

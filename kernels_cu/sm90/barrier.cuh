@@ -1,0 +1,31 @@
+// Barriers in shared memory, as a warp or a warpgroup uses them.
+//
+// Waits are by parity, so that nobody may fall two phases behind: before a warp or a warpgroup lets
+// a phase pass by an arrival, all its threads are past their own wait.
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/special.cuh"
+#include "tile/fragment.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ void init(uint64_t& barrier, int arrivals) {
+  ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
+}
+
+__device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+}
+
+__device__ __forceinline__ void arrive_if(uint64_t& barrier, bool mine) {
+  ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
+}
+
+// One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
+__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+  __syncwarp();
+  arrive_if(barrier, lane_index() == 0);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,24 @@
+// What the two gradient kernels of Hopper share.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/sync.cuh"
+#include "score.cuh"
+#include "sm90/barrier.cuh"
+
+namespace cuflash {
+
+// A multiple of q.k at most: what takes tanh and look-ups branches, which nothing may do while
+// products are in flight.
+constexpr bool plain_scores = !Score::may_hide_rows && !Config::softcap;
+
+constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows each
+// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+constexpr int producer_registers = consumers == 2 ? 24 : 32;
+constexpr int consumer_registers = consumers == 2 ? 240 : 160;
+
+// A product is done only when all four warps have issued it, so that this thread's arrival after it
+// speaks for the warpgroup.
+__device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
+
+}  // namespace cuflash

@@ -1,0 +1,49 @@
+// How TMA brings a tile of an operand, and how rows of a tile are cleared.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/tma.cuh"
+#include "scheduler.cuh"
+#include "sm90/barrier.cuh"
+#include "tile/matmul_sm90.cuh"
+
+namespace cuflash {
+
+// Coordinates of a batch entry in the tensor map of an operand: axes that it is broadcast along
+// have extent 1 there.
+__device__ __forceinline__ void map_coordinates(int (&batch)[3], const BatchIndex& entry,
+                                                const Layout& layout) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
+}
+
+// Starts the copy of a tile from `first_row` on; `full` was told to expect its bytes. By one lane.
+template <typename Tile>
+__device__ __forceinline__ void start_load(Tile& tile, const ptx::TensorMap& map,
+                                           const Layout& layout, const BatchIndex& entry,
+                                           int first_row, uint64_t& full) {
+  int batch[3];
+  map_coordinates(batch, entry, layout);
+#pragma unroll
+  for (int panel = 0; panel < Tile::num_panels; ++panel) {
+    ptx::tma_load(ptx::shared_address(tile.data[panel]), map, ptx::shared_address(&full),
+                  64 * panel, first_row, batch);
+  }
+}
+
+// By a warp.
+template <typename Tile>
+__device__ __forceinline__ void clear_row(Tile& tile, int row) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::num_panels; ++panel) {
+    reinterpret_cast<uint32_t*>(tile.data[panel][row])[lane_index()] = 0;
+  }
+}
+
+template <typename Tile>
+__device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
+#pragma unroll 1
+  for (int row = begin; row < end; ++row) clear_row(tile, row);
+}
+
+}  // namespace cuflash

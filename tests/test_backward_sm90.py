@@ -1,0 +1,318 @@
+"""Is the gradient of Hopper what the definition says, for everything that its kernels take?
+
+Each case asks for them by a configuration; one that cannot serve a call is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from cuflash import _select
+from cuflash._problem import describe
+from support import families, problems
+from support.budget import Budget
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+pytestmark = pytest.mark.gpu
+
+from cuflash._launch import BackwardConfigs  # noqa: E402
+
+#: (head_dim, head_dim_v): every row of the tables, and sizes between.
+ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+BETWEEN = [(16, 8), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
+#: Ragged for every tile; one query; one key.
+SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
+OPTIONS = {
+    "none": {},
+    "causal": {"causal": True},
+    "top left": {"causal": "top_left"},
+    "window": {"window": (70, 20)},
+    "window and offset": {"window": (40, 0), "offset": -25},
+    "left": {"window": (30, None)},
+    "lengths": {"causal": True, "q_lengths": 61, "kv_lengths": 59},
+    "no keys": {"kv_lengths": 0},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "scale 0": {"scale": 0.0},
+    "negative scale": {"scale": -0.2, "causal": True},
+}
+ALL = ("q", "k", "v")
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+
+
+def upload(array):
+    return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+
+
+def forced(q, k, v, options, wrt=ALL):
+    problem = describe(q, k, v, options)
+    of_queries = _select.backward_q_sm90_config(problem)
+    of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
+    assert of_queries is not None
+    assert of_keys is not None
+    return BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)
+
+
+def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, **keywords):
+    """Gradients of the forced path, by input name, written over NaN."""
+    options = cuflash.Options(**keywords)
+    room = {
+        f"d{n}": upload(np.full(x.shape, np.nan, x.dtype))
+        for n, x in zip("qkv", (q, k, v), strict=True)
+    }
+    found = cuflash.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, options=options,
+        grads_out=cuflash.Gradients(**{n: room[n] for n in room if n[1:] in wrt}),
+        config=forced(q, k, v, options, wrt),
+    )  # fmt: skip
+    return {name: getattr(found, f"d{name}") for name in wrt}
+
+
+def given(call):
+    """Options of a call on the device."""
+    return {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
+
+
+def check(call):
+    """Hold one call against the budget; returns its arrays, options and gradients."""
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    options = given(call)
+    arrays += cuflash.attention(*arrays[1:], return_lse=True, **options)
+    dlse = None if call.dlse is None else upload(call.dlse)
+    found = differentiate(*arrays, wrt=call.wrt, dlse=dlse, **options)
+    budget = Budget(call)
+    budget.check_backward(
+        {name: x.get() for name, x in found.items()},
+        given=(arrays[4].get(), arrays[5].get()),
+    )
+    return arrays, options, found
+
+
+def assert_same_bits(a, b):
+    for name in a:
+        assert a[name].get().tobytes() == b[name].get().tobytes(), f"d{name}"
+
+
+def make(head_dims, shape, options, dtype=bfloat16, family="normal"):
+    batch, rows, keys = shape
+    d, d_v = head_dims
+    return problems.make_call(
+        family, 3, dtype, (*batch, rows, d), (*batch, keys, d), (*batch, keys, d_v),
+        options=options,
+    )  # fmt: skip
+
+
+CASES = [(d, name) for d in ROWS for name in OPTIONS]
+CASES += [(d, name) for d in BETWEEN for name in ("none", "causal", "window")]
+
+
+@pytest.mark.parametrize(("head_dims", "name"), CASES, ids=str)
+def test_within_budget(head_dims, name):
+    options = OPTIONS[name]
+    for batch, rows, keys in SHAPES:
+        ends = {"q_lengths": rows, "kv_lengths": keys}
+        fitting = {n: min(x, ends[n]) if n in ends else x for n, x in options.items()}
+        check(make(head_dims, (batch, rows, keys), fitting))
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_every_family_of_inputs(family, head_dims, dtype):
+    check(make(head_dims, SHAPES[1], {"causal": True}, dtype, family))
+    check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("q", "v"), ("k", "v")], ids="".join)
+def test_some_of_the_gradients(head_dims, wrt):
+    call = make(head_dims, SHAPES[1], {"causal": True}, np.float16)
+    *_, everything = check(call)
+    *_, found = check(call.but(wrt=wrt))
+    for name in wrt:
+        assert found[name].get().tobytes() == everything[name].get().tobytes()
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_gradient_of_lse(head_dims):
+    call = make(head_dims, SHAPES[1], {"window": (100, 0)})
+    dlse = np.random.default_rng(2).standard_normal(call.q.shape[:-1]).astype(np.float32)
+    check(call.but(dlse=dlse))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 30)}], ids=str)
+def test_lengths_hide_what_lies_beyond(head_dims, options):
+    rng = np.random.default_rng(7)
+    rows, keys = 300, 400
+    lengths = {
+        "q_lengths": rng.integers(0, rows + 1, (6, 1)),
+        "kv_lengths": rng.integers(0, keys + 1, (6, 1)),
+    }
+    lengths["q_lengths"][1], lengths["kv_lengths"][2] = 0, 0
+    call = make(head_dims, ((6, 2), rows, keys), {**options, **lengths})
+    arrays, on_device, found = check(call)
+    dout, q, k, v = (call.array(name).copy() for name in ("dout", "q", "k", "v"))
+    for entry in range(6):
+        q[entry, :, lengths["q_lengths"][entry, 0] :] = np.nan
+        dout[entry, :, lengths["q_lengths"][entry, 0] :] = np.nan
+        k[entry, :, lengths["kv_lengths"][entry, 0] :] = np.nan
+        v[entry, :, lengths["kv_lengths"][entry, 0] :] = np.inf
+    poisoned = [upload(x) for x in (dout, q, k, v)]
+    assert_same_bits(differentiate(*poisoned, *arrays[4:], **on_device), found)
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 5)}], ids=str)
+def test_what_some_rows_see_reaches_those_rows_only(head_dims, value, options):
+    call = make(head_dims, ((2, 3), 300, 300), options, np.float16)
+    dout, k, v = call.dout.copy(), call.k.copy(), call.v.copy()
+    v[:, 0, 170, 5] = value
+    k[:, 1, 90] = value
+    dout[:, 2, 201, 3] = value
+    check(call.but(dout=dout, k=k, v=v))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_mask(head_dim):
+    mask = np.random.default_rng(1).random((2, 1, 200, 333)) < 0.6
+    mask[0, :, 17] = False
+    call = make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "causal": True})
+    arrays, on_device, found = check(call)
+    check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
+    dout, q = call.dout.copy(), call.q.copy()
+    dout[0, :, 17], q[0, :, 17] = np.nan, np.inf  # of rows that see nothing
+    poisoned = [upload(dout), upload(q)]
+    assert_same_bits(differentiate(*poisoned, *arrays[2:], **on_device), found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_grouped_heads(head_dim, options):
+    check(problems.make_call(
+        "normal", 3, bfloat16, (2, 6, 200, head_dim), (2, 2, 300, head_dim), (2, 2, 300, head_dim),
+        options={**options, "enable_gqa": True},
+    ))  # fmt: skip
+
+
+def test_groups_of_different_lengths():
+    lengths = np.array([[3, 150, 200, 0, 64, 199]])
+    check(problems.make_call(
+        "normal", 3, np.float16, (2, 6, 200, 64), (2, 2, 300, 64), (2, 2, 300, 64),
+        options={"causal": True, "enable_gqa": True, "q_lengths": lengths},
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
+    call = make(head_dims, ((2, 3), 200, 333), {"causal": True})
+    arrays, options, found = check(call)
+    names = ("dout", "q", "k", "v")
+    swapped = [upload(np.swapaxes(call.array(n), 1, 2)).swapaxes(1, 2) for n in names]
+    wide = []
+    for a in (call.array(name) for name in names):
+        room = np.pad(a, ((0, 0),) * 3 + ((8, 16),), constant_values=np.nan)
+        wide.append(upload(room)[..., 8 : 8 + a.shape[-1]])
+    for given_arrays in (swapped, wide):
+        assert_same_bits(differentiate(*given_arrays, *arrays[4:], **options), found)
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_the_same_bits_beside_a_busy_stream(head_dims):
+    arrays, options, want = check(make(head_dims, ((2, 12), 300, 350), {"causal": True}))
+    options = cuflash.Options(**options)
+    busy = cupy.cuda.Stream(non_blocking=True)
+    with busy:
+        load = cupy.ones((2048, 2048), np.float32)
+    differs = cupy.zeros((), np.bool_)
+    for i in range(300):
+        if i % 10 == 0:
+            with busy:
+                load @ load
+        found = cuflash.attention_backward(*arrays, options=options)
+        for name in ALL:
+            now = getattr(found, f"d{name}")
+            differs |= (now.view(np.int16) != want[name].view(np.int16)).any()
+    busy.synchronize()
+    assert not differs
+
+
+def test_neighbours_leave_the_bits_alone():
+    arrays, options, found = check(make((128, 128), ((3, 7), 300, 350), {"causal": True}))
+    one = (slice(1, 2), slice(3, 4))
+    alone = differentiate(*(x[one] for x in arrays), **options)
+    assert_same_bits(alone, {name: x[one] for name, x in found.items()})
+
+
+def test_config_decides_which_kernels_run():
+    call = make((64, 64), SHAPES[1], {})
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    arrays += cuflash.attention(*arrays[1:], return_lse=True)
+    problem = describe(*arrays[1:4], cuflash.Options())
+    portable = BackwardConfigs(
+        q=_select.backward_q_config(problem, 227 * 1024, 16),
+        kv=_select.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
+    )
+    hopper = forced(*arrays[1:4], cuflash.Options())
+    smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
+    found = []
+    for config in (portable, hopper, smaller, None):
+        gradients = cuflash.attention_backward(*arrays, config=config)
+        found.append({name: getattr(gradients, f"d{name}") for name in ALL})
+        Budget(call).check_backward(
+            {name: x.get() for name, x in found[-1].items()},
+            given=(arrays[4].get(), arrays[5].get()),
+        )
+    assert_same_bits(found[1], found[3])
+    for name in ALL:
+        assert found[0][name].get().tobytes() != found[1][name].get().tobytes()
+
+
+def test_what_they_cannot_serve_goes_to_the_portable_kernels():
+    call = make((64, 64), SHAPES[0], {})
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    arrays += cuflash.attention(*arrays[1:], return_lse=True)
+    config = forced(*arrays[1:4], cuflash.Options())
+    moved = upload(np.append(call.q[:1, :1, :1, :1], call.q))[1:].reshape(call.q.shape)
+    apart = upload(np.pad(call.dout, ((0, 0),) * 3 + ((0, 2),)))[..., :64]
+    for place, array in ((1, moved), (0, apart)):
+        changed = [array if i == place else x for i, x in enumerate(arrays)]
+        for given_config in (config, BackwardConfigs(q=config.q), BackwardConfigs(kv=config.kv)):
+            with pytest.raises(ValueError, match="config"):
+                cuflash.attention_backward(*changed, config=given_config)
+        gradients = cuflash.attention_backward(*changed)
+        Budget(call).check_backward(
+            {name: getattr(gradients, f"d{name}").get() for name in ALL},
+            given=(arrays[4].get(), arrays[5].get()),
+        )
+
+
+def test_graphs():
+    arrays, options, want = check(make((128, 128), ((2, 12), 300, 350), {"causal": True}))
+    options = cuflash.Options(**options)
+    room = {f"d{name}": cupy.empty_like(x) for name, x in want.items()}
+    workspace = cupy.empty(
+        cuflash.workspace_size(*arrays[1:4], options=options, backward=True), np.uint8
+    )
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        cuflash.attention_backward(
+            *arrays, options=options, grads_out=cuflash.Gradients(**room), workspace=workspace
+        )
+        graph = stream.end_capture()
+        for _ in range(3):
+            for x in room.values():
+                x.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same_bits({name: room[f"d{name}"] for name in want}, want)
