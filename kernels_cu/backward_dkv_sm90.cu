@@ -260,13 +260,13 @@ struct Consumer {
           dp_acc, smem.v.summed_over_columns(64 * warpgroup),
           smem.dout[stage].summed_over_columns());
     }
-    ptx::wgmma_wait<Config::grad_k && plain_scores>();
+    ptx::wgmma_wait<Config::grad_k && Score::is_plain>();
     ptx::pin(flat(s_acc));
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
-    if constexpr (plain_scores) {
-      apply_score(s_acc, score, first_row, first_key, masked);
+    if constexpr (Score::is_plain) {
       compute_p(s_acc, score);
+      hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
       compute_p_and_weights(s_acc, score, first_row, first_key);
@@ -285,10 +285,23 @@ struct Consumer {
     ring.advance();
   }
 
-  // Raw products become logits, what is invisible -inf.
-  __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                              int first_row, int first_key, bool masked) const {
-    for (float& value : flat(s_acc)) value = score.apply(value, 0, 0);
+  // Raw products become probabilities.
+  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
+    const float* lse = smem.lse[ring.stage()] + fragment_column(0, 0, ptx::thread_index() % 32);
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float logit = score.apply(s_acc[0][t][i], 0, 0);
+        s_acc[0][t][i] =
+            ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? pair.x : pair.y));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void hide_pairs(float (&p)[1][tiles][4], const Score& score,
+                                             int first_row, int first_key, bool masked) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
@@ -298,22 +311,8 @@ struct Consumer {
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!seeing.contains(8 * t + i)) s_acc[0][t][2 * half + i] = -infinity();
+          if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
         }
-      }
-    }
-  }
-
-  // Logits become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
-    const float* lse = smem.lse[ring.stage()] + fragment_column(0, 0, ptx::thread_index() % 32);
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& value = s_acc[0][t][i];
-        value = ptx::exp2_approx(score.probability_exponent(value, i % 2 == 0 ? pair.x : pair.y));
       }
     }
   }

@@ -203,13 +203,13 @@ struct Consumer {
         s_acc, smem.q.summed_over_columns(64 * warpgroup), smem.k[stage].summed_over_columns());
     start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
         dp_acc, smem.dout.summed_over_columns(64 * warpgroup), smem.v[stage].summed_over_columns());
-    ptx::wgmma_wait<plain_scores>();
+    ptx::wgmma_wait<Score::is_plain>();
     ptx::pin(flat(s_acc));
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
-    if constexpr (plain_scores) {
-      apply_score(s_acc, score, first_row, first_key, masked);
+    if constexpr (Score::is_plain) {
       compute_p(s_acc, score);
+      hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
       compute_weights(s_acc, score, first_row, first_key);
     }
@@ -225,10 +225,22 @@ struct Consumer {
     ring.advance();
   }
 
-  // Raw products become logits, what is invisible -inf.
-  __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                              int first_row, int first_key, bool masked) const {
-    for (float& value : flat(s_acc)) value = score.apply(value, 0, 0);
+  // Raw products become probabilities.
+  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float logit = score.apply(s_acc[0][t][i], 0, 0);
+        s_acc[0][t][i] = ptx::exp2_approx(score.probability_exponent(logit, rows[i / 2].lse));
+      }
+    }
+  }
+
+  // The branch also keeps all exponentials above it, and so before the wait for dp: nothing else
+  // ties them to it, and ptxas would move it above most of them.
+  __device__ __forceinline__ void hide_pairs(float (&p)[1][tiles][4], const Score& score,
+                                             int first_row, int first_key, bool masked) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
@@ -238,20 +250,8 @@ struct Consumer {
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!keys.contains(8 * t + i)) s_acc[0][t][2 * half + i] = -infinity();
+          if (!keys.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
         }
-      }
-    }
-  }
-
-  // Logits become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& value = s_acc[0][t][i];
-        value = ptx::exp2_approx(score.probability_exponent(value, rows[i / 2].lse));
       }
     }
   }

@@ -8,10 +8,6 @@
 
 namespace cuflash {
 
-// A multiple of q.k at most: what takes tanh and look-ups branches, which nothing may do while
-// products are in flight.
-constexpr bool plain_scores = !Score::may_hide_rows && !Config::softcap;
-
 constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows each
 // Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
 constexpr int producer_registers = consumers == 2 ? 24 : 32;
