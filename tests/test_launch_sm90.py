@@ -12,6 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options, _params, _select
+from cuflash._grid import Layout
 from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -29,6 +30,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Any] = []
+        self.struct = _params.FORWARD_SM90
         self.cleared: list[tuple[int, int, int, int]] = []
         runtime = SimpleNamespace(memsetAsync=lambda *arguments: self.cleared.append(arguments))
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
@@ -57,8 +59,8 @@ class Recorder:
     def launch(self, function: int, grid: int, *rest: Any) -> None:
         """Read the parameters as the driver does."""
         address = ctypes.cast(rest[-2], ctypes.POINTER(ctypes.c_void_p))[0]
-        params = ctypes.string_at(address, _params.FORWARD_SM90.itemsize)
-        self.launches.append((function, grid, np.frombuffer(params, _params.FORWARD_SM90)[0]))
+        params = ctypes.string_at(address, self.struct.itemsize)
+        self.launches.append((function, grid, np.frombuffer(params, self.struct)[0]))
 
     def counters(self) -> list[int]:
         return [int(params["tile_counter"]) for *_, params in self.launches]
@@ -79,14 +81,18 @@ def plan(problem: Problem) -> Any:
     return _launch._plan_forward(problem, 0, POINTERS, None, config)
 
 
+def pointers_of(params: Any) -> dict[str, int]:
+    """Read every pointer of a launch by its name."""
+    names = _params.pointer_names(params.dtype)
+    given = [params["score" if n in _params.SCORE_POINTERS else n] for n in names]
+    return {n: int(x[n] if x.dtype.names else x) for n, x in zip(names, given, strict=True)}
+
+
 def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> None:
     plan(problem_of(2)).run(POINTERS, STREAM, captured=False)
     [(function, grid, params)] = recorder.launches
     assert (function, grid) == (5, 24)  # 3 tiles of 128 rows, 8 entries
-    names = _params.pointer_names(_params.FORWARD_SM90)
-    given = [params["score" if n in _params.SCORE_POINTERS else n] for n in names]
-    given = [int(x[n]) if x.dtype.names else int(x) for n, x in zip(names, given, strict=True)]
-    assert given == list(POINTERS)
+    assert list(pointers_of(params).values()) == list(POINTERS)
     for name, address in zip(_params.MAPPED, POINTERS, strict=False):
         assert int.from_bytes(params[f"{name}_map"].tobytes(), "big") == address
     assert params["tile_counter"] == 0
@@ -173,3 +179,90 @@ def test_the_portable_kernel_serves_what_hopper_does_not(recorder: Recorder) -> 
     moved = (POINTERS[0] + 8, *POINTERS[1:])
     launch = _launch._plan_forward(problem_of(2), 0, moved, None, None)
     assert isinstance(launch, _launch.Launch)
+
+
+GRADIENT_POINTERS = {
+    name: 1 << 20 | i << 4
+    for i, name in enumerate((*_params.pointer_names(_params.BACKWARD), "out", "lse", "dlse"))
+}
+
+
+def plan_gradient(
+    problem: Problem, wrt: tuple[str, ...] = ("q", "k", "v"), config: Any = None, **moved: int
+) -> list[tuple[dict[str, int], Any]]:
+    """The launches after that of delta, with their addresses."""
+    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
+    layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
+    layouts |= {f"d{name}": layouts[name] for name in wrt}
+    layouts |= {
+        n: _launch._row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
+    }
+    addresses = GRADIENT_POINTERS | moved
+    steps = _launch._plan_backward(
+        problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
+        config or _launch.BackwardConfigs(),
+    )  # fmt: skip
+    return [({n: addresses[n] for n in names}, launch) for names, launch in steps[1:]]
+
+
+def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
+    recorder.struct = _params.BACKWARD_SM90
+    steps = plan_gradient(problem_of(2, causal=True))
+    for addresses, launch in steps:
+        launch.run(tuple(addresses.values()), STREAM)
+    assert [grid for _, grid, _ in recorder.launches] == [32, 24]  # tiles of 128 keys, 128 rows
+    for (addresses, _), (_, _, params) in zip(steps, recorder.launches, strict=True):
+        assert pointers_of(params) == addresses
+        for name in _params.BACKWARD_MAPPED:
+            assert int.from_bytes(params[f"{name}_map"].tobytes(), "big") == addresses[name]
+        assert (params["head_dim"], params["score"]["seqlen_k"]) == (64, 400)
+    of_keys, of_queries = (
+        dict(zip(_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True)) for _, launch in steps
+    )
+    assert of_keys["k"].box_rows == of_queries["q"].box_rows == 128
+    assert of_keys["q"].extents[1] == of_queries["dout"].extents[1] == 300
+
+
+def test_heads_of_a_group_share_an_owner(recorder: Recorder) -> None:
+    q, k = (np.zeros((2, heads, 300, 64), bfloat16) for heads in (6, 2))
+    problem = describe(q, k, k, Options(enable_gqa=True))
+    recorder.struct = _params.BACKWARD_SM90
+    for addresses, launch in plan_gradient(problem):
+        launch.run(tuple(addresses.values()), STREAM)
+    grids = [tuple(params["grid"]) for *_, params in recorder.launches]
+    assert grids == [(3, 4, 1, 3), (3, 12, 1, 1)]
+    layouts = dict(zip(_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True))
+    assert sorted(layouts["k"].extents[2:]) == [1, 1, 4]
+
+
+@pytest.mark.parametrize("operand", _params.BACKWARD_MAPPED)
+def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) -> None:
+    problem = problem_of(2)
+    moved = {operand: GRADIENT_POINTERS[operand] + 8}
+    launches = [launch for _, launch in plan_gradient(problem, **moved)]
+    assert [type(launch) for launch in launches] == [_launch.Launch] * 2
+    of_queries = _select.backward_q_sm90_config(problem)
+    of_keys = _select.backward_kv_sm90_configs(problem, frozenset("kv"))
+    assert of_keys is not None
+    for config in ((of_queries, None), (None, of_keys[0])):
+        with pytest.raises(ValueError, match="config"):
+            plan_gradient(problem, config=_launch.BackwardConfigs(*config), **moved)
+
+
+def test_gradients_that_the_portable_kernels_serve(recorder: Recorder) -> None:
+    full, one = (np.zeros((b, 4, 300, 64), bfloat16) for b in (2, 1))
+    bias = np.zeros((300, 300), np.float32)
+    for q, k, v, options, expected in (
+        (full, full, full, {}, "MM"),
+        (full, one, one, {}, "MM"),
+        (one, full, full, {}, "ML"),  # dq is summed
+        (full, one, full, {}, "LLM"),  # dk is summed over entries with different v
+        (full, full, full, {"bias": bias}, "LL"),
+    ):
+        launches = [launch for _, launch in plan_gradient(describe(q, k, v, Options(**options)))]
+        assert "".join(type(launch).__name__[0] for launch in launches) == expected
+
+
+def test_gradients_not_asked_for_are_not_computed(recorder: Recorder) -> None:
+    for wrt, count in ((("q",), 1), (("k",), 1), (("k", "v"), 1), (("q", "v"), 2)):
+        assert len(plan_gradient(problem_of(2), wrt)) == count
