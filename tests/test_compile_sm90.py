@@ -19,7 +19,7 @@ from test_compile import ALL, LIMITS, PLAIN, pairwise, problem_of
 
 from cuflash import _select
 from cuflash._compile import compile_static, params_struct
-from cuflash._config import ForwardSm90Config
+from cuflash._config import BackwardSm90Config, ForwardSm90Config
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -48,7 +48,17 @@ def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> ForwardSm90
     return _select.forward_sm90_config(problem_of(case), multiprocessors)
 
 
-def complaints(config: ForwardSm90Config) -> list[str]:
+def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm90Config]:
+    """The kernels of every gradient in ``wrt``; none where the portable ones serve."""
+    problem = problem_of(case)
+    of_queries = _select.backward_q_sm90_config(problem)
+    of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
+    if of_queries is None or of_keys is None:
+        return []
+    return [of_queries, *of_keys]
+
+
+def complaints(config: ForwardSm90Config | BackwardSm90Config) -> list[str]:
     """Compile, and say what is wrong."""
     report = compile_static(config, "sm_90a")
     found = list(report.warnings)
@@ -59,7 +69,7 @@ def complaints(config: ForwardSm90Config) -> list[str]:
     return [f"{text}: {config}" for text in found]
 
 
-def compile_all(configs: set[ForwardSm90Config]) -> None:
+def compile_all(configs: set[ForwardSm90Config] | set[BackwardSm90Config]) -> None:
     """Compile on all cores: NVRTC runs without Python's lock."""
     with ThreadPoolExecutor() as pool:
         found = list(itertools.chain(*pool.map(complaints, sorted(configs, key=repr))))
@@ -77,6 +87,30 @@ def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
     }
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(_select._FORWARD_SM90)
     compile_all(configs)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_row_of_the_gradient(options: dict[str, Any]) -> None:
+    configs = {
+        c
+        for d in _select._BACKWARD_KV_SM90
+        for c in gradient_configs({**PLAIN, **options, **SERVED, "head_dims": d})
+    }
+    rows = {(c.head_dim, c.head_dim_v) for c in configs}
+    assert rows == set(_select._BACKWARD_KV_SM90) == set(_select._BACKWARD_Q_SM90)
+    compile_all(configs)
+
+
+@pytest.mark.nvrtc
+def test_one_gradient_alone() -> None:
+    case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
+    compile_all({
+        c
+        for d in ((64, 64), (96, 96), (128, 128))
+        for name in ("k", "v")
+        for c in gradient_configs({**case, "head_dims": d}, name)
+    })  # fmt: skip
 
 
 @pytest.mark.nvrtc
@@ -107,6 +141,9 @@ def test_what_the_portable_kernel_serves() -> None:
     for case in ({"bias": np.float32}, {"out_dtype": np.float32}, {"head_dims": (64, 33)}):
         assert config_of({**PLAIN, **case}) is None
     assert config_of({**PLAIN, "dtype": bfloat16}) is not None
+    assert not gradient_configs({**PLAIN, "bias": np.float32})
+    assert not gradient_configs({**PLAIN, "head_dims": (64, 320)})
+    assert len(gradient_configs({**PLAIN, "head_dims": (64, 33)})) == 2
 
 
 def test_wgmma_headers_are_fresh() -> None:
@@ -116,3 +153,4 @@ def test_wgmma_headers_are_fresh() -> None:
 
 def test_parameters_are_its_own() -> None:
     assert params_struct(config_of(PLAIN)) == "ForwardSm90Params"
+    assert {params_struct(c) for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}

@@ -10,8 +10,10 @@ import pytest
 from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
+    BackwardKVSm90Config,
     BackwardQConfig,
     BackwardScoreConfig,
+    BackwardQSm90Config,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
@@ -49,6 +51,8 @@ CONFIGS: tuple[KernelConfig, ...] = (
         overlap_quarters=2, sink="float32",
     ),
     BackwardScoreConfig(**TILE, grad_of="bias", sums_to="keys"),
+    BackwardQSm90Config(**{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3),
+    BackwardKVSm90Config(**{**TILE, "num_warps": 12}, num_stages=3, grad_k=True, grad_v=True),
 )  # fmt: skip
 
 
@@ -108,6 +112,14 @@ def test_errors_name_the_field_and_its_value(change: dict[str, object], named: s
 def test_a_pass_without_result_is_refused() -> None:
     with pytest.raises(ValueError, match="grad_k=False"):
         BackwardKVConfig(**TILE, grad_k=False, grad_v=False, shared_keys=True)
+    with pytest.raises(ValueError, match="grad_k=False"):
+        replace(CONFIGS[6], grad_k=False, grad_v=False)
+
+
+@pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 0}, {"block_n": 64}])
+def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change)).replace("block_n", "own_rows")):
+        replace(CONFIGS[6], **change)
 
 
 def test_shared_memory_by_hand() -> None:
@@ -117,6 +129,11 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[3].smem_bytes == 0
     assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128
     assert CONFIGS[4].smem_bytes == 2 * (2 * 128 * 128 + 3 * 128 * (128 + 64)) + 1024
+    assert CONFIGS[6].smem_bytes == 2 * (128 + 3 * 128) * (128 + 64) + 1024
+    tiles = 2 * (128 + 3 * 64) * (128 + 64)
+    assert CONFIGS[7].smem_bytes == tiles + 2048  # 3 * (2 * 4 * 64 + 2 * 8) + 2 * 8
+    of_values = replace(CONFIGS[7], grad_k=False)
+    assert of_values.smem_bytes == tiles + 2048 - 2 * (128 - 8) * 64
 
 
 def test_tile_widths_suit_the_matrix_instruction() -> None:
