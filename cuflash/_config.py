@@ -240,8 +240,8 @@ class BackwardSm90Config(TileConfig):
         TileConfig.__post_init__(self)
         if self.own_rows not in (128, 192) or self.own_rows != 16 * (self.num_warps - 4):
             raise ValueError(f"{self.own_rows=} must be 128 or 192, {self.num_warps=} 12 or 16")
-        if self.num_stages < 1:
-            raise ValueError(f"{self.num_stages=} must be positive")
+        if self.num_stages < 2:  # a buffer is released when the next one is in use
+            raise ValueError(f"{self.num_stages=} must be at least 2")
 
     @property
     def own_rows(self) -> int:

@@ -116,7 +116,7 @@ def test_a_pass_without_result_is_refused() -> None:
         replace(CONFIGS[6], grad_k=False, grad_v=False)
 
 
-@pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 0}, {"block_n": 64}])
+@pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 1}, {"block_n": 64}])
 def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(change)).replace("block_n", "own_rows")):
         replace(CONFIGS[6], **change)

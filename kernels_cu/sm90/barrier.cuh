@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ptx/mbarrier.cuh"
-#include "ptx/special.cuh"
+#include "ptx/mma_sync.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {

@@ -10,8 +10,8 @@ namespace cuflash {
 
 constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows each
 // Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
-constexpr int producer_registers = consumers == 2 ? 24 : 32;
-constexpr int consumer_registers = consumers == 2 ? 240 : 160;
+constexpr int producer_registers = consumers < 3 ? 24 : 32;
+constexpr int consumer_registers = consumers < 3 ? 240 : 160;
 
 // A product is done only when all four warps have issued it, so that this thread's arrival after it
 // speaks for the warpgroup.
