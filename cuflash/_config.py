@@ -118,6 +118,7 @@ class TileConfig(KernelConfig):
         return self.block_m
 
 
+@dataclass(frozen=True, kw_only=True)
 class ForwardConfig(TileConfig):
     """``forward_sm80.cu``."""
 

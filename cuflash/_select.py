@@ -18,8 +18,8 @@ from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
     BackwardQConfig,
-    BackwardScoreConfig,
     BackwardQSm90Config,
+    BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
@@ -127,7 +127,8 @@ _FORWARD_SM90: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 112, 2, 1, 2),
     (256, 256): Sm90Tile(128, 80, 2, 1, 2),
 }
-# Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner.
+# Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner; a score
+# that is multiplied by its scale before the exponential takes registers that 192 rows do not leave.
 _FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
 # Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
 _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
@@ -141,6 +142,8 @@ _FORWARD_SM90_GENERAL: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 96, 2, 1, 0),
     (256, 256): Sm90Tile(128, 64, 2, 1, 0),
 }
+# A window bounded on the left besides.
+_FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {(192, 192): Sm90Tile(128, 64, 2, 1, 0)}
 #: What a call is planned for where no device is at hand: an H100 SXM.
 _MULTIPROCESSORS = 132
 
@@ -221,9 +224,14 @@ def forward_sm90_config(
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
+        if fields["window_left"]:
+            tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
     elif fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
         tiles = tiles | _FORWARD_SM90_LENGTHS
-    elif math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors:
+    elif (
+        not fields["scale_in_exponent"]
+        or math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
+    ):
         tiles = tiles | _FORWARD_SM90_FEW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)

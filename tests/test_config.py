@@ -12,8 +12,8 @@ from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
     BackwardQConfig,
-    BackwardScoreConfig,
     BackwardQSm90Config,
+    BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
@@ -113,13 +113,13 @@ def test_a_pass_without_result_is_refused() -> None:
     with pytest.raises(ValueError, match="grad_k=False"):
         BackwardKVConfig(**TILE, grad_k=False, grad_v=False, shared_keys=True)
     with pytest.raises(ValueError, match="grad_k=False"):
-        replace(CONFIGS[6], grad_k=False, grad_v=False)
+        replace(CONFIGS[7], grad_k=False, grad_v=False)
 
 
 @pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 1}, {"block_n": 64}])
 def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(change)).replace("block_n", "own_rows")):
-        replace(CONFIGS[6], **change)
+        replace(CONFIGS[7], **change)
 
 
 def test_shared_memory_by_hand() -> None:

@@ -200,7 +200,7 @@ def plan_gradient(
     addresses = GRADIENT_POINTERS | moved
     steps = _launch._plan_backward(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
-        config or _launch.BackwardConfigs(),
+        config or _launch.BackwardConfigs(), {},
     )  # fmt: skip
     return [({n: addresses[n] for n in names}, launch) for names, launch in steps[1:]]
 
