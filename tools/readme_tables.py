@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from cuflash import _config, _dispatch, _options, _problem  # noqa: E402
 
+SHOWN_SEQLENS = (512, 2048, 8192)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -42,12 +43,13 @@ def state(commit: str) -> str:
 
 
 def speed() -> str:
-    """Median times of the newest committed run of the portable kernels and their peers."""
-    files = sorted(RESULTS.glob("*-portable-*.json"))
+    """Median times of the newest committed run of the training shapes."""
+    files = sorted(RESULTS.glob("*-training-*.json"))
     if not files:
         return "No measurement is committed."
     result = json.loads(files[-1].read_text(encoding="utf-8"))
-    meta, rows = result["meta"], result["rows"]
+    meta = result["meta"]
+    rows = [row for row in result["rows"] if row["seqlen_q"] in SHOWN_SEQLENS]
     shown = [i for i in ("cuflash", "fa2", "cudnn") if any(r["impl"] == i for r in rows)]
     lines = [
         f"{meta['device']}, {meta['date']}, {state(meta['commit'])}; {rows[0]['dtype']}, "
