@@ -19,6 +19,7 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     KernelConfig,
+    TileConfig,
 )
 from cuflash._errors import CompileError
 from cuflash._params import STRUCTS
@@ -69,7 +70,8 @@ def source_of(config: KernelConfig) -> str:
         f"static_assert(sizeof(cuflash::{struct}) == {STRUCTS[struct].itemsize}, "
         f'"cuflash/_params.py mirrors {struct}");\n'
     )
-    return f"{defines}{flatten(config.source)}{pinned}"
+    texts = config.formulas if isinstance(config, TileConfig) else ()
+    return f"{defines}{flatten(config.source, texts)}{pinned}"
 
 
 @functools.cache

@@ -60,8 +60,8 @@ class KernelConfig:
         return 0
 
     def defines(self) -> dict[str, str]:
-        """Macros that specialise the source, one per field, and the derived size."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Macros that specialise the source, one per field but texts, and the derived size."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "formulas"}
         named["smem_bytes"] = self.smem_bytes
         return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
 
@@ -96,6 +96,9 @@ class TileConfig(KernelConfig):
     offset: Offset
     q_lengths: Integers
     kv_lengths: Integers
+    score_mod: bool
+    mask_mod: bool
+    formulas: tuple[tuple[str, str], ...]  # files of the source, with the caller's text
     dropout: bool
     cu_seqlens: Integers  # "none" where sequences are not packed
 
@@ -108,9 +111,11 @@ class TileConfig(KernelConfig):
                 raise ValueError(f"{name} = {value} must be a positive multiple of 16")
         if self.rows % (16 * self.num_warps):
             raise ValueError(f"{self.rows} rows must be split evenly over {self.num_warps=} by 16")
-        plain = self.bias == self.alibi_slopes == "none" and not self.softcap
+        plain = self.bias == self.alibi_slopes == "none" and not (self.softcap or self.score_mod)
         if self.scale_in_exponent and not plain:
-            raise ValueError(f"{self.scale_in_exponent=} excludes softcap, bias and slopes")
+            raise ValueError(
+                f"{self.scale_in_exponent=} excludes softcap, bias, slopes and score_mod"
+            )
 
     @property
     def rows(self) -> int:

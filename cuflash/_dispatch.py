@@ -14,7 +14,7 @@ from cuflash._options import Options
 from cuflash._problem import HALVES, Problem, common_dtype
 
 #: Score options that the kernels do not know yet.
-LATER_ON_A_GPU = ("score_mod", "mask_mod")
+LATER_ON_A_GPU: tuple[str, ...] = ()
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:

@@ -198,7 +198,7 @@ def forward(
 
     A ``config`` decides which kernel runs, too.
     """
-    problem, score_pointers, held = _score_params.arrays_of(problem, options, cu_seqlens)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options, q, cu_seqlens)
     lse_strides = None if lse is None else lse.strides
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
@@ -390,7 +390,7 @@ def backward(
     """Write the ``gradients`` asked for, by input name; extents are positive but that of keys."""
     if not gradients:
         return
-    problem, score_pointers, held = _score_params.arrays_of(problem, options, cu_seqlens)
+    problem, score_pointers, held = _score_params.arrays_of(problem, options, q, cu_seqlens)
     device = q.data.device_id
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr

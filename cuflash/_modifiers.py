@@ -58,7 +58,8 @@ class ScoreMod(_Modifier):
     grad : str
         Its derivative with respect to ``score``, of the same names.
     arrays : mapping of str to array, optional
-        Named arrays that the formulas index.
+        Named arrays that the formulas index, of the library of q. To the CUDA formulas each is a
+        pointer to its elements in C order (16-bit floats as float); at most 6.
     host : callable
         ``host(score, b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast.
     host_grad : callable
@@ -131,7 +132,7 @@ class MaskMod(_Modifier):
         CUDA C++ expression, true where the query may attend, of ``b``, ``h``, ``q``, ``k`` and the
         names in ``arrays``.
     arrays : mapping of str to array, optional
-        Named arrays that the formula indexes.
+        Named arrays that the formula indexes, as in :class:`ScoreMod`.
     host : callable
         ``host(b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast.
 

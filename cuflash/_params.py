@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 MAX_BATCH_AXES = 6
+MAX_FORMULA_ARRAYS = 6
 
 _POINTER = np.uint64
 MAP_BYTES = 128
@@ -33,7 +34,8 @@ GRID = _struct(
 #: The last two are numbers that a launch patches in like addresses.
 SCORE_POINTERS = (
     "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
-    "segment_ids_k", "sink", "cu_seqlens_q", "cu_seqlens_k", "dropout_seed", "dropout_entry",
+    "segment_ids_k", "sink", "cu_seqlens_q", "cu_seqlens_k",
+    *(f"formula_array{i}" for i in range(MAX_FORMULA_ARRAYS)), "dropout_seed", "entry_number",
 )  # fmt: skip
 SCORE = _struct(
     *((name, _POINTER) for name in SCORE_POINTERS),
@@ -46,7 +48,7 @@ SCORE = _struct(
     ("segment_ids_q_strides", BATCH_STRIDES),
     ("segment_ids_k_strides", BATCH_STRIDES),
     ("sink_strides", BATCH_STRIDES),
-    ("dropout_entry_strides", BATCH_STRIDES),
+    ("entry_number_strides", BATCH_STRIDES),
     ("offset_value", np.int64),
     ("window_left", np.int64),
     ("window_right", np.int64),
@@ -55,6 +57,7 @@ SCORE = _struct(
     ("seqlen_q", np.int32),
     ("seqlen_k", np.int32),
     ("num_sequences", np.int32),
+    ("num_heads", np.int32),
     ("q_length", np.int32),
     ("kv_length", np.int32),
     ("scale", np.float32),

@@ -17,6 +17,7 @@ from ml_dtypes import bfloat16
 from cuflash._arrays import Array, array_module, is_cupy, same_module
 from cuflash._destinations import check_destination
 from cuflash._errors import problem_with
+from cuflash._formulas import Formulas
 from cuflash._options import FARTHEST, Options, Signature, signature
 
 FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
@@ -87,6 +88,7 @@ class Problem:
     #: batch axis, which q, k and v have not.
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
+    formulas: Formulas | None = None  # where kernels compute
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:

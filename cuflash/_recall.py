@@ -32,7 +32,8 @@ def remember(
     q: Array, k: Array, v: Array, options: Options, return_lse: bool, repeat: Repeat
 ) -> None:
     """Know this call from now on."""
-    if options.arrays or options.seed is not None:  # values and places that may change
+    apart = (options.seed, options.score_mod, options.mask_mod)
+    if options.arrays or apart != (None, None, None):  # values and places that may change
         return
     if len(_known) >= _LIMIT:
         _known.clear()

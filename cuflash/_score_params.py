@@ -14,13 +14,15 @@ import numpy as np
 
 from cuflash import _params, _philox
 from cuflash._arrays import Array, refuse_capture
+from cuflash._formulas import Formulas, formula_arrays, formulas_of
 from cuflash._grid import Layout
 from cuflash._options import Options
 from cuflash._problem import Operand, Problem, canonical_view
 
 #: Numbers among the addresses.
-NUMBERS = ("dropout_seed", "dropout_entry")
+NUMBERS = ("dropout_seed", "entry_number")
 _ARRAYS = tuple(name for name in _params.SCORE_POINTERS if name not in NUMBERS)
+_FORMULA_ARRAYS = tuple(f"formula_array{i}" for i in range(_params.MAX_FORMULA_ARRAYS))
 _NO_ARRAYS = (0,) * len(_ARRAYS)
 #: What takes the place of addresses in a call with neither arrays nor dropout.
 NOTHING = (0,) * len(_params.SCORE_POINTERS)
@@ -47,6 +49,7 @@ def fill(score: Any, problem: Problem) -> None:
     score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
     score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
     score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    score["num_heads"] = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
     if problem.cu_seqlens_q is not None:
         score["num_sequences"] = problem.cu_seqlens_q.shape[0] - 1
     score["q_length"], score["kv_length"] = q_length, kv_length
@@ -62,11 +65,11 @@ def fill(score: Any, problem: Problem) -> None:
 
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
-    named = {name: getattr(problem, name) for name in _ARRAYS}
+    named = {name: getattr(problem, name) for name in _ARRAYS if name not in _FORMULA_ARRAYS}
     found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
-    if _philox.threshold(problem.dropout):
+    if _philox.threshold(problem.dropout) or problem.formulas is not None:
         steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
-        found["dropout_entry"] = Layout(1, steps[1:], sequence=steps[0])
+        found["entry_number"] = Layout(1, steps[1:], sequence=steps[0])
     return found
 
 
@@ -80,7 +83,7 @@ def _layout(problem: Problem, name: str, operand: Operand) -> Layout:
 
 
 def arrays_of(
-    problem: Problem, options: Options, cu_seqlens: Mapping[str, Array]
+    problem: Problem, options: Options, q: Array, cu_seqlens: Mapping[str, Array]
 ) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
     """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
 
@@ -89,9 +92,13 @@ def arrays_of(
     so that no other call gets their memory.
     """
     numbers = (options.seed or 0, 0)
-    if not options.arrays and not cu_seqlens:
+    formulas = formulas_of(options)
+    if not options.arrays and not cu_seqlens and formulas is None:
         return problem, _NO_ARRAYS + numbers, {}
     arrays = {**options.arrays, **cu_seqlens}
+    if formulas is not None:
+        problem = _with_formulas(problem, formulas)
+        arrays |= formula_arrays(options, q)
     copied = [
         name
         for name in _LENGTHS
@@ -111,6 +118,11 @@ def arrays_of(
         array = arrays.get(name)
         pointers.append(0 if array is None else array.data.ptr)
     return problem, (*pointers, *numbers), arrays
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_formulas(problem: Problem, formulas: Formulas) -> Problem:
+    return replace(problem, formulas=formulas)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -209,7 +209,8 @@ def forward_sm90_config(
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * where out has another dtype than q: its tile would not fit where q's was;
     * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
-    * for packed sequences: the rows of a tile past the end of one belong to the next.
+    * for packed sequences: the rows of a tile past the end of one belong to the next;
+    * with the caller's formulas: nobody knows how many registers they take.
     """
     if (
         problem.bias is not None
@@ -218,6 +219,7 @@ def forward_sm90_config(
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
         or not problem.seqlen_k  # a map holds at least one row
         or problem.cu_seqlens_q is not None
+        or problem.formulas is not None
     ):
         return None
     fields = _fields(problem, 16, problem.dtype) | _sink_field(problem)
@@ -384,7 +386,7 @@ def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
 
 
 def _is_general(problem: Problem) -> bool:
-    scored = (problem.softcap, problem.bias, problem.alibi_slopes)
+    scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.formulas)
     present = any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
     return present or _philox.threshold(problem.dropout) > 0
 
@@ -434,7 +436,10 @@ def score_fields(problem: Problem) -> dict[str, Any]:
             "q, k", ValueError, got=f"{problem.seqlen_q} queries, {problem.seqlen_k} keys",
             expected="fewer than 2^29 of each",
         )  # fmt: skip
-    plain = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None
+    changes = (problem.softcap, problem.bias, problem.alibi_slopes)
+    plain = all(x is None for x in changes) and not (
+        problem.formulas is not None and problem.formulas.score_mod
+    )
     # Beyond these bounds scale * log2(e) leaves the normal range of float32.
     scale_in_exponent = plain and 1e-30 < problem.scale < 1e30
     return {
@@ -449,6 +454,9 @@ def score_fields(problem: Problem) -> dict[str, Any]:
         "offset": _offset_field(problem),
         "q_lengths": _dtype_field(problem.q_lengths),
         "kv_lengths": _dtype_field(problem.kv_lengths),
+        "score_mod": problem.formulas is not None and problem.formulas.score_mod,
+        "mask_mod": problem.formulas is not None and problem.formulas.mask_mod,
+        "formulas": () if problem.formulas is None else problem.formulas.texts,
         "dropout": _philox.threshold(problem.dropout) > 0,
         "cu_seqlens": _dtype_field(problem.cu_seqlens_q),
     }

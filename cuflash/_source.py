@@ -21,17 +21,21 @@ def kernels_dir() -> Path:
 
 
 @functools.cache
-def flatten(name: str) -> str:
+def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
     """Text of a source with every quoted include in place, once each.
 
     Stored kernels are found by this text: an edited header is another text and another kernel.
     ``#line`` keeps compiler messages pointing at the real files.
+    ``replaced`` are files with another text.
     """
     seen: set[str] = set()
+    texts = dict(replaced)
 
     def expand(relative: str) -> list[str]:
         lines = [f'#line 1 "{relative}"']
-        text = (kernels_dir() / relative).read_text(encoding="utf-8")
+        text = texts.get(relative)
+        if text is None:
+            text = (kernels_dir() / relative).read_text(encoding="utf-8")
         for number, line in enumerate(text.splitlines(), start=1):
             match = _INCLUDE.match(line)
             if match is None:

@@ -136,7 +136,7 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
             const float delta = i == 0 ? pair.y : pair.w;
             float& ds = dp_acc[s][t][2 * half + i];
             const float dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0.0f;
-            ds = value * (dp - delta) * score.derivative(product);
+            ds = value * (dp - delta) * score.derivative(product, q_idx, kv_idx);
             // An invisible value may be NaN: zero times it would not do.
             if (masked && logit == -infinity()) ds = 0.0f;
           }

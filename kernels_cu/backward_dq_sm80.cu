@@ -110,7 +110,7 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[s][half].lse));
           const float ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
-          value = ds * score.derivative(product);
+          value = ds * score.derivative(product, q_idx, kv_idx);
           // An invisible value may be NaN: zero times it would not do.
           if (masked && logit == -infinity()) value = 0.0f;
         }

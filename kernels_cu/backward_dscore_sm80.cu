@@ -63,11 +63,11 @@ struct Work {
 __device__ __forceinline__ float contribution(const Score& score, float ds, float product,
                                               int q_idx, int kv_idx) {
   if constexpr (Config::grad_of == GradOf::alibi_slopes) {
-    return -ds * score.distance(q_idx, kv_idx);
+    return -ds * score.formula_slope(product, q_idx, kv_idx) * score.distance(q_idx, kv_idx);
   } else if constexpr (Config::grad_of == GradOf::scale) {
-    return ds * score.derivative(product) * product;
+    return ds * score.derivative(product, q_idx, kv_idx) * product;
   } else {
-    return ds;
+    return ds * score.formula_slope(product, q_idx, kv_idx);
   }
 }
 

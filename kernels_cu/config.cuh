@@ -81,6 +81,12 @@
 #ifndef CUFLASH_SINK
 #define CUFLASH_SINK none
 #endif
+#ifndef CUFLASH_SCORE_MOD
+#define CUFLASH_SCORE_MOD false
+#endif
+#ifndef CUFLASH_MASK_MOD
+#define CUFLASH_MASK_MOD false
+#endif
 #ifndef CUFLASH_DROPOUT
 #define CUFLASH_DROPOUT false
 #endif
@@ -154,6 +160,8 @@ struct Config {
   static constexpr Dtype kv_lengths = Dtype::CUFLASH_KV_LENGTHS;
   static constexpr Dtype cu_seqlens = Dtype::CUFLASH_CU_SEQLENS;  // none: sequences are not packed
   static constexpr Dtype sink = Dtype::CUFLASH_SINK;
+  static constexpr bool score_mod = CUFLASH_SCORE_MOD;
+  static constexpr bool mask_mod = CUFLASH_MASK_MOD;
   static constexpr bool dropout = CUFLASH_DROPOUT;
 
   static constexpr bool shared_keys = CUFLASH_SHARED_KEYS;  // of all batch entries of an owner?
@@ -166,7 +174,7 @@ struct Config {
   static_assert(head_dim % 16 == 0 && head_dim_v % 16 == 0, "one mma consumes 16 columns");
   static_assert(block_m % 16 == 0 && block_n % 16 == 0, "one mma produces 16 rows");
   static_assert(!scale_in_exponent ||
-                    (!softcap && bias == Dtype::none && alibi_slopes == Dtype::none),
+                    (!softcap && bias == Dtype::none && alibi_slopes == Dtype::none && !score_mod),
                 "a capped or biased score is not a multiple of q.k");
 };
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ float kept_scale(const ScoreParams& params) {
 // 8).
 __device__ __forceinline__ RandomWords drawn(const Score& score, int q_block, int q_low,
                                              int k_block, int k_pair) {
-  return philox(4 * k_block + k_pair, 8 * q_block + q_low, score.dropout_entry,
+  return philox(4 * k_block + k_pair, 8 * q_block + q_low, score.entry_number,
                 score.params.dropout_seed);
 }
 

@@ -111,7 +111,8 @@ struct ExactPair {
     const float logit = score.apply(product, q_idx, kv_idx);
     p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
     const float kept = keeps_pair(score, q_idx, kv_idx) ? 1.0f : 0.0f;
-    ds = p * (dp * kept * kept_scale(score.params) - row.delta) * score.derivative(product);
+    ds = p * (dp * kept * kept_scale(score.params) - row.delta) *
+         score.derivative(product, q_idx, kv_idx);
     p *= kept;
   }
 };

@@ -40,8 +40,14 @@ struct ScoreParams {
   const void* sink;           // ()
   const void* cu_seqlens_q;   // (sequences + 1), contiguous: where packed sequences begin and end
   const void* cu_seqlens_k;
-  uint64_t dropout_seed;   // numbers, patched at each launch as the addresses are
-  uint64_t dropout_entry;  // of the first batch entry
+  const void* formula_array0;  // of the caller's formulas, contiguous
+  const void* formula_array1;
+  const void* formula_array2;
+  const void* formula_array3;
+  const void* formula_array4;
+  const void* formula_array5;
+  uint64_t dropout_seed;  // numbers, patched at each launch as the addresses are
+  uint64_t entry_number;  // of the first batch entry
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
@@ -51,7 +57,7 @@ struct ScoreParams {
   BatchStrides segment_ids_q_strides;
   BatchStrides segment_ids_k_strides;
   BatchStrides sink_strides;
-  BatchStrides dropout_entry_strides;
+  BatchStrides entry_number_strides;
   int64_t offset_value;  // used where Config::offset is `value`
   int64_t window_left;   // used where Config::window_left; below 2^60
   int64_t window_right;
@@ -60,6 +66,7 @@ struct ScoreParams {
   int32_t seqlen_q;  // extents of the arrays; of packed ones, those of all sequences
   int32_t seqlen_k;
   int32_t num_sequences;
+  int32_t num_heads;
   int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
   float scale;

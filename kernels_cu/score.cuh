@@ -3,13 +3,14 @@
 // tiles or registers, except for the block ranges, which say which tiles have anything visible.
 //
 //   raw q.k  ->  logit = scale * q.k  ->  softcap * tanh(logit / softcap)
-//            ->  + bias - slope * |q + offset - k|
+//            ->  + bias - slope * |q + offset - k|  ->  the caller's formula
 //
 // `apply` returns the logit in units of `unit()`: 1, or `scale` where the logit is just scale * q.k
 // (Config::scale_in_exponent) and apply is the identity. Exponentials of differences are powers of
 // two, one multiply-add and one exp2 per score in that case.
 #pragma once
 
+#include "formulas.cuh"
 #include "numeric.cuh"
 #include "seqlen.cuh"
 
@@ -47,8 +48,8 @@ struct Score {
 
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows =
-      Config::mask || Config::bias != Dtype::none || Config::segment_ids != Dtype::none;
+  static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none ||
+                                        Config::segment_ids != Dtype::none || Config::mask_mod;
 
   static constexpr bool has_sink = Config::sink != Dtype::none;
 
@@ -62,15 +63,18 @@ struct Score {
 
   const ScoreParams& params;
   const Seqlen seqlen;
+  const Formulas formulas;
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset;
-  uint64_t dropout_entry;  // number of this entry
+  uint64_t entry_number;  // number of this entry
   float slope;
   int near_offset;   // the causal offset is near_offset, or lies far_offset farther off, which is
   float far_offset;  // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   __device__ __forceinline__ Score(const ScoreParams& score_params, const BatchIndex& entry)
-      : params(score_params), seqlen(score_params, entry) {
+      : params(score_params),
+        seqlen(score_params, entry),
+        formulas(formulas_of(score_params, entry)) {
     // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
     // its sum with an index cannot overflow. An offset that an array holds is clamped first.
     constexpr int64_t farthest = 1 << 30;
@@ -87,7 +91,7 @@ struct Score {
     if constexpr (Config::bias != Dtype::none) bias_offset = entry * params.bias_layout.batch;
     if constexpr (Config::mask) mask_offset = entry * params.mask_layout.batch;
     if constexpr (Config::dropout) {
-      dropout_entry = params.dropout_entry + entry * params.dropout_entry_strides;
+      entry_number = params.entry_number + entry * params.entry_number_strides;
     }
     if constexpr (Config::segment_ids != Dtype::none) {
       ids_q_offset = entry * params.segment_ids_q_strides;
@@ -110,14 +114,15 @@ struct Score {
            same_segment(q_idx, kv_idx);
   }
 
-  // What the mask says of a pair of existing indices.
+  // What mask and formula say of a pair of existing indices.
   __device__ __forceinline__ bool unmasked(int q_idx, int kv_idx) const {
+    bool seen = true;
     if constexpr (Config::mask) {
       const Layout& layout = params.mask_layout;
-      return params.mask[mask_offset + q_idx * layout.row + kv_idx * layout.column] != 0;
-    } else {
-      return true;
+      seen = params.mask[mask_offset + q_idx * layout.row + kv_idx * layout.column] != 0;
     }
+    if constexpr (Config::mask_mod) seen = seen && formulas.formula_mask(q_idx, kv_idx);
+    return seen;
   }
 
   // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
@@ -148,20 +153,13 @@ struct Score {
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
   __device__ __forceinline__ float apply(float score, int q_idx, int kv_idx) const {
-    if constexpr (Config::scale_in_exponent) {
-      return score;
+    const float logit = before_formula(score, q_idx, kv_idx);
+    if constexpr (Config::score_mod) {
+      // A bias of -inf hides the pair, whatever the formula makes of it.
+      if (Config::bias != Dtype::none && logit == -infinity()) return logit;
+      return formulas.formula_score(logit, q_idx, kv_idx);
     } else {
-      // Roundings are written out: the compiler may contract a product and a sum in one register
-      // and not in another, and a row's bits would depend on its place in the tile.
-      const float factor = Config::softcap ? params.softcap : params.scale;
-      const float x = Config::softcap ? capped(score) : score;
-      if constexpr (Config::bias != Dtype::none) {
-        // A bias of -inf hides the pair, whatever its product is.
-        const float b = bias(q_idx, kv_idx);
-        return b == -infinity() ? b : with_alibi(fmaf(factor, x, b), q_idx, kv_idx);
-      } else {
-        return with_alibi(__fmul_rn(factor, x), q_idx, kv_idx);
-      }
+      return logit;
     }
   }
 
@@ -170,13 +168,24 @@ struct Score {
     return static_cast<float>(abs(near_offset + q_idx - kv_idx)) + far_offset;
   }
 
-  // d logit / d(scale * q.k); the factor `scale` is left to the end of a gradient's sum.
-  __device__ __forceinline__ float derivative(float score) const {
-    if constexpr (Config::softcap) {
-      const float t = capped(score);
-      return (1.0f - t) * (1.0f + t);
+  // d apply / d(bias), for visible pairs.
+  __device__ __forceinline__ float formula_slope(float score, int q_idx, int kv_idx) const {
+    if constexpr (Config::score_mod) {
+      return formulas.formula_grad(before_formula(score, q_idx, kv_idx), q_idx, kv_idx);
     } else {
       return 1.0f;
+    }
+  }
+
+  // d apply / d(scale * q.k), for visible pairs; the factor `scale` is left to the end of a
+  // gradient's sum.
+  __device__ __forceinline__ float derivative(float score, int q_idx, int kv_idx) const {
+    const float slope = formula_slope(score, q_idx, kv_idx);
+    if constexpr (Config::softcap) {
+      const float t = capped(score);
+      return slope * ((1.0f - t) * (1.0f + t));
+    } else {
+      return slope;
     }
   }
 
@@ -274,6 +283,35 @@ struct Score {
   }
 
  private:
+  __device__ __forceinline__ static Formulas formulas_of(const ScoreParams& params,
+                                                         const BatchIndex& entry) {
+    if constexpr (Config::score_mod || Config::mask_mod) {
+      const int64_t number = params.entry_number + entry * params.entry_number_strides;
+      return {params, static_cast<int>(number / params.num_heads),
+              static_cast<int>(number % params.num_heads)};
+    } else {
+      return {params, 0, 0};
+    }
+  }
+
+  __device__ __forceinline__ float before_formula(float score, int q_idx, int kv_idx) const {
+    if constexpr (Config::scale_in_exponent) {
+      return score;
+    } else {
+      // Roundings are written out: the compiler may contract a product and a sum in one register
+      // and not in another, and a row's bits would depend on its place in the tile.
+      const float factor = Config::softcap ? params.softcap : params.scale;
+      const float x = Config::softcap ? capped(score) : score;
+      if constexpr (Config::bias != Dtype::none) {
+        // A bias of -inf hides the pair, whatever its product is.
+        const float b = bias(q_idx, kv_idx);
+        return b == -infinity() ? b : with_alibi(fmaf(factor, x, b), q_idx, kv_idx);
+      } else {
+        return with_alibi(__fmul_rn(factor, x), q_idx, kv_idx);
+      }
+    }
+  }
+
   using Id = typename Storage<Config::segment_ids>::type;
 
   __device__ __forceinline__ const Id* query_ids() const {

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash import MaskMod, ScoreMod, reference
+from cuflash._compile import compile_static
+from cuflash._formulas import formulas_of
+from cuflash._problem import describe
+from cuflash._select import forward_config
+from support import memory
+from support.budget import Budget
+from support.problems import Call
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 37, 51
 SLOPES = np.array([0.5, 0.25, -0.125, 0.0])
 CAP = 3.0
 
 
-def score_mod(host, host_grad=lambda score, *_, **__: np.ones_like(score), **arrays) -> ScoreMod:
-    return ScoreMod("score", grad="1.0f", arrays=arrays, host=host, host_grad=host_grad)
+def score_mod(
+    host,
+    host_grad=lambda score, *_, **__: np.ones_like(score),
+    expression="score",
+    grad="1.0f",
+    **arrays,
+) -> ScoreMod:
+    return ScoreMod(expression, grad=grad, arrays=arrays, host=host, host_grad=host_grad)
 
 
 #: A formula, and the options that mean the same. The offset of these shapes is 14.
 SAME = {
     "ALiBi": (
         {"score_mod": score_mod(
-            lambda score, b, h, q, k, slopes: score - slopes[h] * np.abs(q + 14 - k), slopes=SLOPES
+            lambda score, b, h, q, k, slopes: score - slopes[h] * np.abs(q + 14 - k),
+            expression="score - slopes[h] *\n    abs(q + 14 - k)", slopes=SLOPES,
         )},
         {"alibi_slopes": SLOPES},
     ),
@@ -29,15 +45,22 @@ SAME = {
         {"score_mod": score_mod(
             lambda score, *_: CAP * np.tanh(score / CAP),
             lambda score, *_: 1 - np.tanh(score / CAP) ** 2,
+            "3.0f * tanhf(score / 3.0f)",
+            "1.0f - tanhf(score / 3.0f) * tanhf(score / 3.0f)",
         )},
         {"softcap": CAP},
     ),
     "scale": (
-        {"score_mod": score_mod(lambda s, *_: 0.5 * s, lambda s, *_: np.full_like(s, 0.5))},
+        {"score_mod": score_mod(
+            lambda s, *_: 0.5 * s, lambda s, *_: np.full_like(s, 0.5), "0.5f * score", "0.5f"
+        )},
         {"scale": 0.5 / np.sqrt(8)},
     ),
     "entry": (
-        {"score_mod": score_mod(lambda score, b, h, q, k: score + np.where(b == 1, k / 8, 0.0))},
+        {"score_mod": score_mod(
+            lambda score, b, h, q, k: score + np.where(b == 1, k / 8, 0.0),
+            expression="score + (b == 1 ? k / 8.0f : 0.0f)",
+        )},
         {"bias": np.array([0.0, 0.125])[:, None, None, None] * np.arange(SEQLEN_K)},
     ),
     "causal": ({"mask_mod": MaskMod("k <= q + 14", host=lambda b, h, q, k: k <= q + 14)},
@@ -86,6 +109,86 @@ def test_formula_is_the_option_that_it_stands_for(name, together, dtype, digits)
     expected = results(reference, exact, option)
     assert_same(results(cuflash, given, formula), expected, digits)
     assert_same(results(reference, exact, formula), expected, 12)
+
+
+def on_a_gpu(cupy, options):
+    """The options with the arrays of their formulas on the device."""
+    moved = {}
+    for name, value in options.items():
+        if hasattr(value, "arrays"):
+            arrays = {n: cupy.asarray(a) for n, a in value.arrays.items()}
+            moved[name] = replace(value, arrays=arrays)
+        else:
+            moved[name] = memory.to_device(cupy, value) if hasattr(value, "shape") else value
+    return moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAME)
+def test_formula_in_the_kernels_is_the_option_that_it_stands_for(name):
+    import cupy
+
+    q, k, v, dout = inputs(np.float16)
+    formula, option = SAME[name]
+    rounded = {n: a.astype(np.float32) if n == "bias" else a for n, a in option.items()}
+    call = Call(q, k, v, dout, options={**rounded, "enable_gqa": True})
+    options = on_a_gpu(cupy, {**formula, "enable_gqa": True})
+    got = results(cuflash, [memory.to_device(cupy, a) for a in (q, k, v, dout)], options)
+    got = {n: memory.to_numpy(a) for n, a in got.items()}
+    budget = Budget(call)
+    budget.check_forward(got["out"], got["lse"])
+    gradients = {n: got[f"d{n}"] for n in "qkv"}
+    budget.check_backward(gradients, given=(got["out"], got["lse"]))
+
+
+@pytest.mark.gpu
+def test_bias_under_a_formula_has_its_slope():
+    """The formula halves what bias and slopes add, so that it halves their gradients, too."""
+    import cupy
+
+    q, k, v, dout = (memory.to_device(cupy, a) for a in inputs(np.float16))
+    rng = np.random.default_rng(1)
+    bias = cupy.asarray(rng.standard_normal((HEADS, SEQLEN_Q, SEQLEN_K)).astype(np.float32))
+    half = score_mod(lambda s, *_: 0.5 * s, expression="0.5f * score", grad="0.5f")
+    scale = q.shape[-1] ** -0.5
+
+    def gradients(**options):
+        wrt = ("q", "bias", "alibi_slopes", "scale")
+        options["enable_gqa"] = True
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+        return cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
+
+    slopes = cupy.asarray(SLOPES, np.float32)
+    a = gradients(bias=bias, alibi_slopes=slopes, score_mod=half, scale=scale)
+    b = gradients(bias=bias / 2, alibi_slopes=slopes / 2, scale=scale / 2)
+    for name, factor in (("dbias", 0.5), ("dslopes", 0.5), ("dscale", 0.5), ("dq", 1.0)):
+        got, expected = (memory.to_numpy(getattr(g, name)).astype(np.float64) for g in (a, b))
+        size = np.abs(expected).max()
+        np.testing.assert_allclose(got, factor * expected, rtol=0, atol=2e-3 * size, err_msg=name)
+
+
+@pytest.mark.nvrtc
+def test_what_does_not_compile_is_shown_by_its_own_line():
+    formulas = formulas_of(cuflash.Options(
+        score_mod=score_mod(lambda s, *_: s, expression="score +\n  undefined_name"),
+    ))  # fmt: skip
+    problem = replace(describe(*inputs(np.float16)[:3], cuflash.Options(enable_gqa=True)),
+                      formulas=formulas)  # fmt: skip
+    with pytest.raises(
+        cuflash.CompileError, match=r"score_mod\.expression\(2\): error.*undefined_"
+    ):
+        compile_static(forward_config(problem, 99 << 10, 16), "sm_80")
+
+
+def test_formulas_share_the_names_of_their_arrays():
+    a, b = np.zeros((2, 3))
+    score = score_mod(lambda s, *_, **__: s, x=a)
+    mask = MaskMod("x[k] > 0", arrays={"x": b}, host=lambda b, h, q, k, x: x[k] > 0)
+    with pytest.raises(ValueError, match="mask_mod: got another array 'x'"):
+        formulas_of(cuflash.Options(score_mod=score, mask_mod=mask))
+    many = MaskMod("true", arrays={f"x{i}": a for i in range(7)}, host=lambda *_, **__: True)
+    with pytest.raises(ValueError, match="got 7 arrays, expected at most 6"):
+        formulas_of(cuflash.Options(mask_mod=many))
 
 
 def test_formulas_follow_softcap_bias_and_alibi():

@@ -1,0 +1,50 @@
+// The caller's own formulas for scores and visibility, cuflash.ScoreMod and cuflash.MaskMod: their
+// text takes the place of the files in formulas/, which change nothing.
+#pragma once
+
+#include "params.cuh"
+
+namespace cuflash {
+
+struct FormulaArrays {
+  const ScoreParams& formula_params;
+
+  template <typename Value, int index>
+  __device__ __forceinline__ const Value* formula_array() const {
+    const void* const arrays[] = {formula_params.formula_array0, formula_params.formula_array1,
+                                  formula_params.formula_array2, formula_params.formula_array3,
+                                  formula_params.formula_array4, formula_params.formula_array5};
+    return static_cast<const Value*>(arrays[index]);
+  }
+};
+
+// Of one batch entry: b is its number, heads apart, h its head. Formulas also speak of a query q
+// and a key k, and find their arrays as members.
+struct Formulas : FormulaArrays {
+#include "formulas/arrays"
+  const int b, h;
+
+  __device__ __forceinline__ Formulas(const ScoreParams& params, int entry, int head)
+      : FormulaArrays{params}, b(entry), h(head) {}
+
+  __device__ __forceinline__ float formula_score(float score, int q, int k) const {
+    return static_cast<float>(
+#include "formulas/score_mod.expression"
+    );
+  }
+
+  // d formula_score / d score
+  __device__ __forceinline__ float formula_grad(float score, int q, int k) const {
+    return static_cast<float>(
+#include "formulas/score_mod.grad"
+    );
+  }
+
+  __device__ __forceinline__ bool formula_mask(int q, int k) const {
+    return static_cast<bool>(
+#include "formulas/mask_mod.expression"
+    );
+  }
+};
+
+}  // namespace cuflash
