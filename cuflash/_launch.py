@@ -1,4 +1,4 @@
-"""How do kernels run? Grids, parameters, workspaces, the order of kernels, the stream.
+"""How do kernels run? The choice among them, workspaces, the order of kernels, the stream.
 
 What depends only on layouts is planned once: a call looks its plan up, writes its pointers into a
 copy of the prepared parameters and launches on the current stream. Nothing is shared between two
@@ -8,22 +8,18 @@ launches but counters that streams own; nothing synchronises.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import itertools
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.api import driver, runtime
+from cupy_backends.cuda.api import runtime
 
-from cuflash import _launch_sm90, _params, _score_gradients, _score_params, _select
-from cuflash._arguments import Addresses, KnownArguments
+from cuflash import _launch_sm90, _params, _plan, _score_gradients, _score_params, _select
+from cuflash._arguments import KnownArguments
 from cuflash._arrays import Array, refuse_capture
-from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
@@ -33,13 +29,12 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     GradOf,
-    KernelConfig,
-    TileConfig,
 )
 from cuflash._errors import problem_with
-from cuflash._grid import Layout, even_sections, plan_grid
+from cuflash._grid import Layout
 from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
+from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
 from cuflash._score_gradients import ScoreSums
@@ -55,123 +50,6 @@ class BackwardConfigs(NamedTuple):
 
     q: BackwardQConfig | BackwardQSm90Config | None = None
     kv: BackwardKVConfig | BackwardKVSm90Config | None = None
-
-
-class Launch(NamedTuple):
-    """One kernel with everything but its pointers."""
-
-    kernel: Kernel
-    grid: int
-    pointers: struct.Struct
-    params: bytes  # what follows the pointers
-    offsets: tuple[Addresses, ...]
-    known: KnownArguments
-
-    def run(self, pointers: Addresses, stream: int, captured: bool = False) -> None:  # noqa: ARG002
-        """Launch on ``stream`` with these addresses; capturing makes no difference."""
-        kernel = self.kernel
-        for offsets in self.offsets:
-            moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            arguments = self.known.at(moved, self._pack)
-            driver.launchKernel(
-                kernel.pointer, self.grid, 1, 1, kernel.num_threads, 1, 1,
-                kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
-            )  # fmt: skip
-
-    def _pack(self, pointers: Addresses) -> bytes:
-        return self.pointers.pack(*pointers) + self.params
-
-
-def _plan_launch(
-    params: np.dtype[Any],
-    config: KernelConfig,
-    problem: Problem,
-    layouts: dict[str, Layout],
-    device: int,
-    *,
-    num_blocks: int,
-    streamed_bytes: int = 0,
-    summed: tuple[bool, ...] | None = None,
-) -> Launch:
-    """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
-    names = _params.pointer_names(params)
-    packed = problem.cu_seqlens_q is not None
-    absent = Layout(1, (0,) * len(problem.batch))
-    ordered = [layouts.get(name, absent) for name in names]
-    grid = plan_grid(
-        problem.batch,
-        [layout.batch for layout in ordered],
-        summed or (False,) * len(problem.batch),
-        num_blocks,
-        _params.MAX_BATCH_AXES - packed,
-    )
-    section = 1
-    if isinstance(config, TileConfig) and config.window_right:
-        section = _owners_per_section(grid.num_owners, streamed_bytes, device)
-    filled = np.zeros(1, params)[0]
-    filled["batch"]["num_axes"] = len(grid.axes)
-    filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
-    filled["grid"] = (num_blocks, grid.num_owners, section, grid.entries_per_owner)
-    for column, (name, layout) in enumerate(zip(names, ordered, strict=True)):
-        part = filled["score"] if name in _params.SCORE_POINTERS else filled
-        if f"{name}_strides" in part.dtype.names:
-            strides = part[f"{name}_strides"]
-        elif f"{name}_layout" not in part.dtype.names:  # the same for all entries
-            continue
-        else:
-            strides = part[f"{name}_layout"]["batch"]
-            part[f"{name}_layout"]["row"] = layout.row // layout.itemsize
-            part[f"{name}_layout"]["column"] = layout.column // layout.itemsize
-        for axis, (_, steps) in enumerate(grid.axes):
-            strides["axis"][axis] = steps[column] // layout.itemsize
-        if packed:
-            strides["axis"][-1] = layout.sequence // layout.itemsize
-    filled["head_dim_v"] = problem.head_dim_v
-    if isinstance(config, TileConfig):
-        filled["head_dim"] = problem.head_dim
-        _score_params.fill(filled["score"], problem)
-    else:
-        filled["seqlen_q"] = problem.seqlen_q
-    pointers = struct.Struct(f"<{len(names)}Q")
-    return Launch(
-        kernel=compile_kernel(config, device),
-        grid=num_blocks * grid.num_owners,
-        pointers=pointers,
-        params=filled.tobytes()[pointers.size :],
-        offsets=grid.offsets(),
-        known=KnownArguments(),
-    )
-
-
-def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> int:
-    """How many owners start their heaviest tiles together, before any starts a lighter one.
-
-    As many as possible for balance, but no more than whose streamed operands fit half of the L2
-    cache, or than leave about eight blocks of threads to each owner at a time, which then share
-    what they stream. Sections are of even size: a small last one would end in a tail.
-    """
-    attributes = cupy.cuda.Device(device).attributes
-    fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
-    return even_sections(num_owners, max(fitting, int(attributes["MultiProcessorCount"]) // 4))
-
-
-def _num_tiles(problem: Problem, rows: int, block: int) -> int:
-    """Tiles of one owner; of packed sequences, as many as there may be: see ``seqlen.cuh``."""
-    if problem.cu_seqlens_q is None:
-        return -(-rows // block)
-    return rows // block + problem.cu_seqlens_q.shape[0] - 1
-
-
-def _row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None) -> Layout:
-    """Layout of an array batch + (m,), C-contiguous if ``strides`` is None."""
-    if strides is None:
-        steps = itertools.accumulate((problem.seqlen_q, *problem.batch[:0:-1]), int.__mul__)
-        return Layout(itemsize, tuple(s * itemsize for s in steps)[::-1], itemsize)
-    *batch, row = strides
-    if len(problem.batch) != len(problem.batch_shape):  # GQA splits the head axis
-        head = batch.pop()
-        batch += [head * problem.batch[-1], head]
-    return Layout(itemsize, tuple(batch), row)
 
 
 def _on_device(device: int) -> Any:
@@ -209,7 +87,7 @@ def forward(
     arrays = pointers[3 : -len(_score_params.NUMBERS)]
     if (address_bits | functools.reduce(int.__or__, arrays)) & 7:
         layouts = _forward_layouts(problem, lse_strides) | _score_params.layouts(problem)
-        _refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
+        _plan.refuse_misaligned(layouts, dict(zip(_FORWARD_POINTERS, pointers, strict=True)))
     # By identity: hashing a Problem costs more than a launch, and the plan keeps its problem alive.
     key = (id(problem), device, address_bits, pointers[3] & 15, lse_strides, config)
     plan = _forward_plans.get(key)
@@ -266,22 +144,8 @@ def repeated_forward(
 def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
     if lse_strides is not None:
-        layouts["lse"] = _row_layout(problem, 4, lse_strides)
+        layouts["lse"] = _plan.row_layout(problem, 4, lse_strides)
     return layouts
-
-
-def _refuse_misaligned(layouts: dict[str, Layout], addresses: dict[str, int]) -> None:
-    """Raise for an array whose elements lie across their natural boundaries."""
-    for name, layout in layouts.items():
-        size = layout.itemsize
-        if addresses[name] % size or any(
-            stride % size for stride in (*layout.batch, layout.row, layout.column)
-        ):
-            raise problem_with(
-                name, ValueError, got=f"elements of {size} bytes off their boundaries",
-                expected="an address and strides that are multiples of the element size",
-                fix="copy the array's bytes into a new one",
-            )  # fmt: skip
 
 
 def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
@@ -311,12 +175,14 @@ def _plan_forward(
         )  # fmt: skip
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
-        problem, _smem_limit(device), _copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
+        problem,
+        _plan.smem_limit(device),
+        _plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits),
     )
     config = _select.overridden(chosen, config)
-    return _plan_launch(
+    return _plan.plan_launch(
         _params.FORWARD, config, problem, layouts, device,
-        num_blocks=_num_tiles(problem, problem.seqlen_q, config.block_m),
+        num_blocks=_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
         streamed_bytes=2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v),
     )  # fmt: skip
 
@@ -338,27 +204,12 @@ def _plan_forward_sm90(
     maps = _launch_sm90.tensor_maps(problem, layouts, config, pointers)
     if maps is None:
         return None
-    launch = _plan_launch(
+    launch = _plan.plan_launch(
         _params.FORWARD_SM90, config, problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // config.block_m),
     )  # fmt: skip
     params = bytes(launch.pointers.size) + launch.params
     return _launch_sm90.persistent(launch.kernel, params, maps, problem, config, device)
-
-
-def _copy_bytes(
-    problem: Problem, layouts: dict[str, Layout], names: tuple[str, ...], address_bits: int
-) -> int:
-    columns = {"q": problem.head_dim, "k": problem.head_dim}
-    return min(
-        layouts[name].copy_bytes(columns.get(name, problem.head_dim_v), address_bits)
-        for name in names
-    )
-
-
-@functools.cache
-def _smem_limit(device: int) -> int:
-    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def workspace_size(problem: Problem, pass_name: str) -> int:
@@ -430,14 +281,14 @@ def backward(
             layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
             layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
             layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
-            layouts["lse"] = _row_layout(problem, 4, lse.strides)
-            layouts["rows"] = _row_layout(problem, _STATISTICS_BYTES, None)
+            layouts["lse"] = _plan.row_layout(problem, 4, lse.strides)
+            layouts["rows"] = _plan.row_layout(problem, _STATISTICS_BYTES, None)
             if dlse is not None:
-                layouts["dlse"] = _row_layout(problem, 4, dlse.strides)
+                layouts["dlse"] = _plan.row_layout(problem, 4, dlse.strides)
             for name in {"q", "k", "v"} & set(gradients):
                 operand = gradient_operand(problem, name, gradients[name])
                 layouts[f"d{name}"] = Layout.of(operand)
-            _refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
+            _plan.refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), addresses,
                 config or BackwardConfigs(), plans,
@@ -483,17 +334,17 @@ def _plan_backward(
     sums: dict[GradOf, ScoreSums],
 ) -> Steps:
     """The launches of one backward call."""
-    smem_limit = _smem_limit(device)
+    smem_limit = _plan.smem_limit(device)
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
-    copy_bytes = _copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
+    copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
     row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
     out_bits = (address_bits | addresses["out"]) & 15
     delta = _select.delta_config(
-        problem, out_dtype, _copy_bytes(problem, layouts, ("dout", "out"), out_bits),
+        problem, out_dtype, _plan.copy_bytes(problem, layouts, ("dout", "out"), out_bits),
         grad_lse="dlse" in layouts,
     )  # fmt: skip
-    launch = _plan_launch(
+    launch = _plan.plan_launch(
         _params.DELTA, delta, problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // delta.block_m),
     )  # fmt: skip
@@ -506,9 +357,9 @@ def _plan_backward(
     if hopper is None:
         for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
             kv_config = _select.overridden(chosen, config.kv)
-            launch = _plan_launch(
+            launch = _plan.plan_launch(
                 _params.BACKWARD, kv_config, problem, layouts, device,
-                num_blocks=_num_tiles(problem, problem.seqlen_k, kv_config.block_n),
+                num_blocks=_plan.num_tiles(problem, problem.seqlen_k, kv_config.block_n),
                 streamed_bytes=problem.seqlen_q * row_bytes,
                 summed=(problem.k if kv_config.grad_k else problem.v).summed,
             )  # fmt: skip
@@ -519,9 +370,9 @@ def _plan_backward(
     if hopper is None:
         chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
         q_config = _select.overridden(chosen_q, config.q)
-        launch = _plan_launch(
+        launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,
-            num_blocks=_num_tiles(problem, problem.seqlen_q, q_config.block_m),
+            num_blocks=_plan.num_tiles(problem, problem.seqlen_q, q_config.block_m),
             streamed_bytes=problem.seqlen_k * row_bytes,
             summed=problem.q.summed,
         )  # fmt: skip
@@ -532,7 +383,7 @@ def _plan_backward(
         chosen_sums = _select.backward_score_config(
             problem, smem_limit, copy_bytes, name, own.sums_to
         )
-        launch = _plan_launch(
+        launch = _plan.plan_launch(
             _params.BACKWARD, chosen_sums, problem, layouts | {"sums": own.layout()}, device,
             num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),
             summed=own.summed,
@@ -605,7 +456,7 @@ def _plan_gradient_sm90(
     rows, streamed = problem.seqlen_q, problem.seqlen_k
     if of_keys:
         rows, streamed = streamed, rows
-    launch = _plan_launch(
+    launch = _plan.plan_launch(
         _params.BACKWARD_SM90, config, problem, layouts, device,
         num_blocks=-(-rows // config.own_rows),
         streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),

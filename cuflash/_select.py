@@ -256,7 +256,7 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     """Choose Hopper's kernel of dq; None where the portable one serves, that is
 
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
-    * with ALiBi, segments, dropout or packed sequences, which only the portable ones know yet;
+    * with ALiBi, segments, dropout, formulas or packed sequences, which only those know yet;
     * where q is broadcast: its gradient is a sum over batch entries.
     """
     if not _gradient_is_for_sm90(problem) or any(problem.q.summed):
@@ -297,6 +297,7 @@ def backward_kv_sm90_configs(
 def _gradient_is_for_sm90(problem: Problem) -> bool:
     return (
         problem.bias is problem.alibi_slopes is problem.segment_ids_q is None
+        and problem.formulas is None
         and problem.cu_seqlens_q is None
         and _philox.threshold(problem.dropout) == 0
         and problem.seqlen_k > 0  # a map holds at least one row

@@ -17,7 +17,7 @@ from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _launch_sm90, _tensor_map
+from cuflash import _launch, _launch_sm90, _plan, _tensor_map
 
 COUNTERS = 4096  # their address
 NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
@@ -49,12 +49,12 @@ class Recorder:
         )
         cupy = SimpleNamespace(cuda=cuda)
         monkeypatch.setattr(_launch_sm90, "cupy", cupy)
-        monkeypatch.setattr(_launch, "cupy", cupy)
+        monkeypatch.setattr(_plan, "cupy", cupy)
         monkeypatch.setattr(_tensor_map, "encode", lambda _, address: address.to_bytes(128, "big"))
         monkeypatch.setattr(_tensor_map, "available", lambda: True)
         kernel = SimpleNamespace(pointer=5, num_threads=384, smem_bytes=1 << 16)
-        monkeypatch.setattr(_launch, "_smem_limit", lambda _: 227 * 1024)
-        monkeypatch.setattr(_launch, "compile_kernel", lambda *_: kernel)
+        monkeypatch.setattr(_plan, "smem_limit", lambda _: 227 * 1024)
+        monkeypatch.setattr(_plan, "compile_kernel", lambda *_: kernel)
 
     def launch(self, function: int, grid: int, *rest: Any) -> None:
         """Read the parameters as the driver does."""
@@ -172,13 +172,13 @@ def test_hopper_serves_unless_another_kernel_is_asked_for(recorder: Recorder) ->
     launch = _launch._plan_forward(problem, 0, POINTERS, None, None)
     assert isinstance(launch, _launch_sm90.Sm90Launch)
     portable = _select.forward_config(problem, 227 * 1024, 16)
-    assert isinstance(_launch._plan_forward(problem, 0, POINTERS, None, portable), _launch.Launch)
+    assert isinstance(_launch._plan_forward(problem, 0, POINTERS, None, portable), _plan.Launch)
 
 
 def test_the_portable_kernel_serves_what_hopper_does_not(recorder: Recorder) -> None:
     moved = (POINTERS[0] + 8, *POINTERS[1:])
     launch = _launch._plan_forward(problem_of(2), 0, moved, None, None)
-    assert isinstance(launch, _launch.Launch)
+    assert isinstance(launch, _plan.Launch)
 
 
 GRADIENT_POINTERS = {
@@ -195,7 +195,7 @@ def plan_gradient(
     layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
     layouts |= {f"d{name}": layouts[name] for name in wrt}
     layouts |= {
-        n: _launch._row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
+        n: _plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
     }
     addresses = GRADIENT_POINTERS | moved
     steps = _launch._plan_backward(
@@ -240,7 +240,7 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
     problem = problem_of(2)
     moved = {operand: GRADIENT_POINTERS[operand] + 8}
     launches = [launch for _, launch in plan_gradient(problem, **moved)]
-    assert [type(launch) for launch in launches] == [_launch.Launch] * 2
+    assert [type(launch) for launch in launches] == [_plan.Launch] * 2
     of_queries = _select.backward_q_sm90_config(problem)
     of_keys = _select.backward_kv_sm90_configs(problem, frozenset("kv"))
     assert of_keys is not None
