@@ -28,7 +28,8 @@ CONFIG = ForwardConfig(
     dtype="float16", out_dtype="float16", copy_bytes=16, head_dim=64, head_dim_v=64, block_m=128,
     block_n=64, num_warps=4, blocks_per_sm=2, window_left=False, window_right=False,
     scale_in_exponent=True, softcap=False, bias="none", mask=False, offset="value",
-    q_lengths="none", kv_lengths="none",
+    q_lengths="none", kv_lengths="none", alibi_slopes="none", segment_ids="none", dropout=False,
+    cu_seqlens="none", score_mod=False, mask_mod=False, formulas=(), sink="none",
 )  # fmt: skip
 OTHER = dataclasses.replace(CONFIG, head_dim=128)
 #: A folder that exists and in which not even root can create a file.
@@ -261,12 +262,15 @@ def changed_fields():
         "head_dim_v": 128, "num_warps": 2, "block_m": 64, "block_n": 32, "blocks_per_sm": 1,
         "window_left": True, "window_right": True, "scale_in_exponent": False, "softcap": True,
         "bias": "float32", "mask": True, "offset": "int32", "q_lengths": "int32",
-        "kv_lengths": "int64",
+        "kv_lengths": "int64", "alibi_slopes": "float32", "segment_ids": "int32", "score_mod": True,
+        "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
+        "dropout": True, "cu_seqlens": "int64", "sink": "float32",
     }  # fmt: skip
     names = [field.name for field in dataclasses.fields(CONFIG)]
     assert sorted(names) == sorted(other), "a new field needs a line here"
     for name in names:
-        extra = {"scale_in_exponent": False} if name in ("softcap", "bias") else {}
+        scored = ("softcap", "bias", "alibi_slopes", "score_mod")
+        extra = {"scale_in_exponent": False} if name in scored else {}
         yield dataclasses.replace(CONFIG, **{name: other[name]}, **extra)
 
 

@@ -194,9 +194,7 @@ def plan_gradient(
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
     layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
     layouts |= {f"d{name}": layouts[name] for name in wrt}
-    layouts |= {
-        n: _plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
-    }
+    layouts |= {n: _plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))}
     addresses = GRADIENT_POINTERS | moved
     steps = _launch._plan_backward(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
