@@ -458,7 +458,7 @@ def _plan_gradient_sm90(
         rows, streamed = streamed, rows
     launch = _plan.plan_launch(
         _params.BACKWARD_SM90, config, problem, layouts, device,
-        num_blocks=-(-rows // config.own_rows),
+        num_blocks=_plan.num_tiles(problem, rows, config.own_rows),
         streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
         summed=owned.summed,
     )  # fmt: skip

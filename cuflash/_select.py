@@ -177,6 +177,7 @@ _BACKWARD_KV_SM90: GradientSm90Tiles = {
 }
 # Where a score takes more than a multiplication.
 _BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
+    (64, 64): GradientSm90Tile(64, 128, 3),
     (96, 96): GradientSm90Tile(64, 128, 3),
     (128, 128): GradientSm90Tile(48, 128, 3),
 }
@@ -256,7 +257,7 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     """Choose Hopper's kernel of dq; None where the portable one serves, that is
 
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
-    * with ALiBi, segments, dropout, formulas or packed sequences, which only those know yet;
+    * with dropout or formulas, which take registers, too;
     * where q is broadcast: its gradient is a sum over batch entries.
     """
     if not _gradient_is_for_sm90(problem) or any(problem.q.summed):
@@ -296,9 +297,8 @@ def backward_kv_sm90_configs(
 
 def _gradient_is_for_sm90(problem: Problem) -> bool:
     return (
-        problem.bias is problem.alibi_slopes is problem.segment_ids_q is None
+        problem.bias is None
         and problem.formulas is None
-        and problem.cu_seqlens_q is None
         and _philox.threshold(problem.dropout) == 0
         and problem.seqlen_k > 0  # a map holds at least one row
         and max(problem.head_dim, problem.head_dim_v) <= HEAD_DIMS[-1]

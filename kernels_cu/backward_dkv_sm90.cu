@@ -69,15 +69,18 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
 struct Work {
   int first_key;
   int owner;
+  int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
     // Under a causal bound the first keys are seen by the most queries.
-    return {tile.block * Config::block_n, tile.owner};
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {place.block * Config::block_n, tile.owner, place.sequence};
   }
 
+  // The `index`-th batch entry of the owner.
   __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
-    return BatchIndex(params.batch, owner * params.grid.entries_per_owner + index);
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 };
 
@@ -127,14 +130,15 @@ struct Producer {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
       const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
-      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch;
+      const Seqlen& seqlen = score.seqlen;
+      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
       const auto rows_of = [&](int block) {
-        return LaneRows(rows, block * Config::block_m, params.score.seqlen_q);
+        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
       };
       LaneRows statistics = rows_of(blocks.begin);
 #pragma unroll 1
       for (int block = blocks.begin; block < blocks.end; ++block) {
-        load_rows(entry, block * Config::block_m, statistics);
+        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
         statistics = rows_of(block + 1);  // on its way while the next buffer is waited for
       }
     }
@@ -147,13 +151,15 @@ struct Producer {
     constexpr int bytes =
         SharedMemory::KTile::bytes + (Config::grad_k ? SharedMemory::VTile::bytes : 0);
     ptx::mbarrier_arrive_expect(ptx::shared_address(&smem.keys_full), bytes);
-    start_load(smem.k, params.k_map, params.k_layout, entry, work.first_key, smem.keys_full);
+    const int first_key = Seqlen(params.score, entry).first_k + work.first_key;
+    start_load(smem.k, params.k_map, params.k_layout, entry, first_key, smem.keys_full);
     if constexpr (Config::grad_k) {
-      start_load(smem.v, params.v_map, params.v_layout, entry, work.first_key, smem.keys_full);
+      start_load(smem.v, params.v_map, params.v_layout, entry, first_key, smem.keys_full);
     }
   }
 
-  // Nothing of a row that saw nothing may reach a product, where 0 * NaN would count.
+  // Rows of q from `first_row` of the array on. Nothing of a row that saw nothing, or that belongs
+  // to the next packed sequence, may reach a product, where 0 * NaN would count.
   __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
                                             const LaneRows& statistics) {
     const int stage = ring.stage();
@@ -265,7 +271,7 @@ struct Consumer {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
     if constexpr (Score::is_plain) {
-      compute_p(s_acc, score);
+      compute_p(s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
@@ -286,16 +292,18 @@ struct Consumer {
   }
 
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
-    const float* lse = smem.lse[ring.stage()] + fragment_column(0, 0, ptx::thread_index() % 32);
+  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score,
+                                            int first_row, int first_key) const {
+    const LaneIndices lane(first_row, first_key);
+    const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float logit = score.apply(s_acc[0][t][i], 0, 0);
-        s_acc[0][t][i] =
-            ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? pair.x : pair.y));
+        float& value = s_acc[0][t][i];
+        value = score.apply(value, lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
+        value = ptx::exp2_approx(score.probability_exponent(value, i % 2 == 0 ? pair.x : pair.y));
       }
     }
   }
@@ -325,6 +333,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range seeing = lane.seeing(score, half);
+      const ColumnBits segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
       const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
@@ -334,10 +343,11 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
-          const bool visible = seeing.contains(8 * t + i) && score.unmasked(q_idx, kv_idx);
+          const bool visible =
+              seeing.contains(8 * t + i) && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
-          value = visible ? p[i] * score.derivative(product) : 0.0f;
+          value = visible ? p[i] * score.derivative(product, q_idx, kv_idx) : 0.0f;
         }
         frag[0][t / 2][t % 2 * 2 + half] = pack<Config::dtype>(p[0], p[1]);
       }
@@ -360,22 +370,23 @@ struct Consumer {
 
   __device__ __forceinline__ void store(const Work& work) const {
     const int first_key = work.first_key + 16 * (warp_index() - 4);
-    const int num_keys = min(max(params.score.seqlen_k - first_key, 0), 16);
     const BatchIndex entry = work.entry(params, 0);
+    const Seqlen seqlen(params.score, entry);
+    const int num_keys = min(max(seqlen.rows_k - first_key, 0), 16);
     uint32_t broken = 0;
     if constexpr (Config::grad_k) {
-      store_slice(RowTarget(params.dk, params.dk_layout, entry, params.head_dim), first_key,
-                  num_keys, params.score.scale, dk_acc[0]);
+      store_slice(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim),
+                  first_key, num_keys, params.score.scale, dk_acc[0]);
       broken |= non_finite_rows(dk_acc[0]);
     }
     if constexpr (Config::grad_v) {
-      store_slice(RowTarget(params.dv, params.dv_layout, entry, params.head_dim_v), first_key,
-                  num_keys, 1.0f, dv_acc[0]);
+      store_slice(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v),
+                  first_key, num_keys, 1.0f, dv_acc[0]);
       broken |= non_finite_rows(dv_acc[0]);
     }
     __syncwarp();  // a row was written by four lanes, and an exact one by all
     for_each_bit(broken & ((1u << num_keys) - 1),
-                 [&](int row) { exact_dkv(params, work.owner, first_key + row); });
+                 [&](int row) { exact_dkv(params, work.owner, work.sequence, first_key + row); });
   }
 };
 

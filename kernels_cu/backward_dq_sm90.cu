@@ -64,16 +64,18 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
 struct Work {
   int first_row;
   int owner;
+  int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    const int m_block =
+    const int rank =
         Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    return {m_block * Config::block_m, tile.owner};
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {place.block * Config::block_m, tile.owner, place.sequence};
   }
 
   __device__ __forceinline__ BatchIndex entry(const BackwardParams& params) const {
-    return BatchIndex(params.batch, owner);
+    return {params.batch, owner, sequence};
   }
 };
 
@@ -87,14 +89,14 @@ struct Producer {
   __device__ __forceinline__ void run() {
     const Work work = Work::of_this_block(params);
     const BatchIndex entry = work.entry(params);
-    if (lane_index() == 0) load_rows(entry, work.first_row);
-    __syncwarp();
     const Score score(params.score, entry);
+    if (lane_index() == 0) load_rows(entry, score.seqlen.first_q + work.first_row);
+    __syncwarp();
     const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
-    const Range seen = score.kv_range(0, params.score.seqlen_q);  // by any row of this entry
+    const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
 #pragma unroll 1
     for (int block = blocks.begin; block < blocks.end; ++block) {
-      load_keys(entry, block * Config::block_n, seen);
+      load_keys(entry, block * Config::block_n, score.seqlen.first_k, seen);
     }
   }
 
@@ -107,20 +109,22 @@ struct Producer {
     start_load(smem.dout, params.dout_map, params.dout_layout, entry, first_row, smem.rows_full);
   }
 
-  // Rows outside `seen` must not reach a product, where 0 * NaN would count. Past the end of the
-  // tensor TMA brings zeros; what lies before it is cleared here.
-  __device__ __forceinline__ void load_keys(const BatchIndex& entry, int first_key, Range seen) {
-    const int stage = ring.stage();
+  // Keys from `first_key` of the entry on, whose first is row `first_k` of the arrays. What lies
+  // outside `seen` must not reach a product, where 0 * NaN would count. Past the end of the arrays
+  // TMA brings zeros; what lies before it is cleared here.
+  __device__ __forceinline__ void load_keys(const BatchIndex& entry, int first_key, int first_k,
+                                            Range seen) {
+    const int stage = ring.stage(), from = first_k + first_key;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
-    const int loaded = min(Config::block_n, params.score.seqlen_k - first_key);
+    const int loaded = min(Config::block_n, params.score.seqlen_k - from);
     const bool clears = kept.begin > 0 || kept.end < loaded;
     wait(smem.empty[stage], ring.empty_parity());
     if (lane_index() == 0) {
       uint64_t& full = clears ? smem.raw : smem.full[stage];
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
                                   SharedMemory::KTile::bytes + SharedMemory::VTile::bytes);
-      start_load(smem.k[stage], params.k_map, params.k_layout, entry, first_key, full);
-      start_load(smem.v[stage], params.v_map, params.v_layout, entry, first_key, full);
+      start_load(smem.k[stage], params.k_map, params.k_layout, entry, from, full);
+      start_load(smem.v[stage], params.v_map, params.v_layout, entry, from, full);
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
     if (clears) {
@@ -169,7 +173,7 @@ struct Consumer {
     const BatchIndex entry = work.entry(params);
     const Score score(params.score, entry);
     const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
-    read_statistics(entry, work.first_row);
+    read_statistics(entry, score.seqlen, work.first_row);
     clear(dq_acc);
     wait(smem.rows_full, 0);
 #pragma unroll 1
@@ -183,13 +187,14 @@ struct Consumer {
 
  private:
   // A row past the end has no probabilities.
-  __device__ __forceinline__ void read_statistics(const BatchIndex& entry, int first_row) {
-    const RowStatistics* from = params.rows + entry * params.rows_layout.batch;
+  __device__ __forceinline__ void read_statistics(const BatchIndex& entry, const Seqlen& seqlen,
+                                                  int first_row) {
+    const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
     const int row = LaneIndices(first_row, 0).row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = row + 8 * half;
-      rows[half] = q_idx < params.score.seqlen_q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+      rows[half] = q_idx < seqlen.rows_q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
     }
   }
 
@@ -208,7 +213,7 @@ struct Consumer {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
     if constexpr (Score::is_plain) {
-      compute_p(s_acc, score);
+      compute_p(s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
       compute_weights(s_acc, score, first_row, first_key);
@@ -226,13 +231,16 @@ struct Consumer {
   }
 
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score) const {
+  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score,
+                                            int first_row, int first_key) const {
+    const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float logit = score.apply(s_acc[0][t][i], 0, 0);
-        s_acc[0][t][i] = ptx::exp2_approx(score.probability_exponent(logit, rows[i / 2].lse));
+        float& value = s_acc[0][t][i];
+        value = score.apply(value, lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
+        value = ptx::exp2_approx(score.probability_exponent(value, rows[i / 2].lse));
       }
     }
   }
@@ -264,6 +272,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane.row + 8 * half;
       const Range keys = score.kv_range_from(lane.key, q_idx);
+      const ColumnBits segment = score.segment_of_row<tiles>(q_idx, lane.key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -271,10 +280,11 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int kv_idx = lane.key + 8 * t + i;
-          const bool visible = keys.contains(8 * t + i) && score.unmasked(q_idx, kv_idx);
+          const bool visible =
+              keys.contains(8 * t + i) && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[half].lse));
-          value = visible ? p * score.derivative(product) : 0.0f;
+          value = visible ? p * score.derivative(product, q_idx, kv_idx) : 0.0f;
         }
       }
     }
@@ -282,12 +292,14 @@ struct Consumer {
 
   __device__ __forceinline__ void store(const Work& work) const {
     const int first_row = work.first_row + 16 * (warp_index() - 4);
-    const int num_rows = min(max(params.score.seqlen_q - first_row, 0), 16);
-    store_slice(RowTarget(params.dq, params.dq_layout, work.entry(params), params.head_dim),
+    const BatchIndex entry = work.entry(params);
+    const Seqlen seqlen(params.score, entry);
+    const int num_rows = min(max(seqlen.rows_q - first_row, 0), 16);
+    store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim),
                 first_row, num_rows, params.score.scale, dq_acc[0]);
     __syncwarp();  // a row was written by four lanes, and an exact one by all
     for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1),
-                 [&](int row) { exact_dq(params, work.owner, first_row + row); });
+                 [&](int row) { exact_dq(params, work.owner, work.sequence, first_row + row); });
   }
 };
 

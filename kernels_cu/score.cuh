@@ -54,7 +54,7 @@ struct Score {
   static constexpr bool has_sink = Config::sink != Dtype::none;
 
   // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
-  static constexpr bool is_plain = !may_hide_rows && !Config::softcap;
+  static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
 
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =

@@ -81,7 +81,14 @@ def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, **keywords):
 
 def given(call):
     """Options of a call on the device."""
-    return {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
+    on_device = {}
+    for name, value in call.options.items():
+        if isinstance(value, np.ndarray):
+            value = upload(value)
+        elif name == "segment_ids":
+            value = tuple(upload(ids) for ids in value)
+        on_device[name] = value
+    return on_device
 
 
 def check(call):
@@ -196,6 +203,42 @@ def test_mask(head_dim):
     dout[0, :, 17], q[0, :, 17] = np.nan, np.inf  # of rows that see nothing
     poisoned = [upload(dout), upload(q)]
     assert_same_bits(differentiate(*poisoned, *arrays[2:], **on_device), found)
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_slopes_and_segments(head_dims):
+    rng = np.random.default_rng(5)
+    slopes = np.array([0.3, 0.0, -0.05], np.float32)
+    ids = tuple(np.sort(rng.integers(0, 4, n)) for n in (300, 400))
+    shape = ((2, 3), 300, 400)
+    check(make(head_dims, shape, {"alibi_slopes": slopes, "causal": True}))
+    check(make(head_dims, shape, {"segment_ids": ids}))
+    check(make(head_dims, shape, {"alibi_slopes": slopes, "segment_ids": ids, "softcap": 5.0}))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 5)}], ids=str)
+def test_packed_sequences(head_dims, options):
+    """Each sequence has the bits that it has alone, whatever its neighbours hold."""
+    call = make(head_dims, ((2,), 700, 800), options, np.float16)
+    dout, q, k, v = (upload(call.array(name)) for name in ("dout", "q", "k", "v"))
+    ends = ([0, 77, 77, 400, 700], [0, 200, 200, 201, 800])
+    cu_q, cu_k = (np.array(e) for e in ends)
+    out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+    q[:, 400:410], dout[:, 400:410] = np.nan, np.nan
+    k[:, 201:211], v[:, 201:211] = np.inf, np.nan
+    found = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, **options)
+    for i, (a, b, c, d) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
+        if a == b or i == 3:
+            continue
+        rows, keys = slice(a, b), slice(c, d)
+        alone = differentiate(
+            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows],
+            **options,
+        )  # fmt: skip
+        assert alone["q"].get().tobytes() == found.dq[:, rows].get().tobytes()
+        assert alone["k"].get().tobytes() == found.dk[:, keys].get().tobytes()
+        assert alone["v"].get().tobytes() == found.dv[:, keys].get().tobytes()
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

@@ -38,6 +38,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: What Hopper's kernel takes at any value of the other options.
 SERVED = {"bias": None, "out_dtype": None, "cu_seqlens": None}
+#: The same for its gradient, and options beside those above.
+SERVED_GRADIENT = {"bias": None, "out_dtype": None, "dropout": 0.0}
+PACKED = {"cu_seqlens": np.int64, "mask": False}
+GRADIENT_OPTIONS = OPTIONS | {
+    "slopes": {**CAUSAL, "alibi_slopes": np.float32},
+    "packed": {**CAUSAL, **PACKED},
+    "all, packed": {**ALL, **PACKED},
+}
 
 
 #: Of a device that is too small for the smaller tiles, and of one that is large enough.
@@ -90,12 +98,12 @@ def test_every_row_of_the_tables(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", GRADIENT_OPTIONS.values(), ids=GRADIENT_OPTIONS)
 def test_every_row_of_the_gradient(options: dict[str, Any]) -> None:
     configs = {
         c
         for d in _select._BACKWARD_KV_SM90
-        for c in gradient_configs({**PLAIN, **options, **SERVED, "head_dims": d})
+        for c in gradient_configs({**PLAIN, **options, **SERVED_GRADIENT, "head_dims": d})
     }
     rows = {(c.head_dim, c.head_dim_v) for c in configs}
     assert rows == set(_select._BACKWARD_KV_SM90) == set(_select._BACKWARD_Q_SM90)
@@ -104,7 +112,7 @@ def test_every_row_of_the_gradient(options: dict[str, Any]) -> None:
 
 @pytest.mark.nvrtc
 def test_one_gradient_alone() -> None:
-    case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
+    case = {**PLAIN, **CAUSAL, **SERVED_GRADIENT, "dtype": np.float16}
     compile_all({
         c
         for d in ((64, 64), (96, 96), (128, 128))
