@@ -241,6 +241,7 @@ class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
     num_stages: int  # buffers of what is streamed
+    scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)

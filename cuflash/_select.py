@@ -154,6 +154,7 @@ class GradientSm90Tile(NamedTuple):
     block_m: int
     block_n: int
     num_stages: int
+    scores_ahead: bool = False
 
 
 GradientSm90Tiles = dict[tuple[int, int], GradientSm90Tile]
@@ -369,7 +370,9 @@ def overridden(chosen: AnyTileConfig, config: Any) -> AnyTileConfig:
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
         )
-    names = {*Tile._fields, *Sm90Tile._fields} & {f.name for f in fields(config)}
+    names = {*Tile._fields, *Sm90Tile._fields, *GradientSm90Tile._fields} & {
+        f.name for f in fields(config)
+    }
     return replace(chosen, **{name: getattr(config, name) for name in names})
 
 

@@ -223,6 +223,8 @@ struct LaneIndices {
 
 struct Consumer {
   static constexpr int tiles = Config::block_m / 8;
+  static constexpr bool ahead =
+      Config::scores_ahead && Score::is_plain && Config::grad_k && Config::grad_v;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;
@@ -241,9 +243,21 @@ struct Consumer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
       const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+      float s_acc[1][tiles][4];
+      if constexpr (ahead) {
+        if (warp_agrees(blocks.begin < blocks.end)) start_scores(s_acc, ring);
+        ptx::wgmma_wait<0>();
+        ptx::pin(flat(s_acc));
+      }
 #pragma unroll 1
       for (int block = blocks.begin; block < blocks.end; ++block) {
-        add_block(score, block * Config::block_m, work.first_key, blocks.masked(block));
+        const int first_row = block * Config::block_m;
+        if constexpr (ahead) {
+          const bool is_last = warp_agrees(block + 1 == blocks.end);
+          add_block_ahead(s_acc, score, first_row, work.first_key, blocks.masked(block), is_last);
+        } else {
+          add_block(score, first_row, work.first_key, blocks.masked(block));
+        }
       }
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dk_acc));
@@ -253,47 +267,91 @@ struct Consumer {
   }
 
  private:
+  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
+                                               const Ring<Config::num_stages>& at) {
+    wait(smem.full[at.stage()], at.full_parity());
+    start_transposed_product<SharedMemory::KTile, SharedMemory::QTile>(
+        s_acc, smem.k.summed_over_columns(64 * warpgroup),
+        smem.q[at.stage()].summed_over_columns());
+  }
+
+  __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4]) {
+    start_transposed_product<SharedMemory::VTile, SharedMemory::DoutTile>(
+        dp_acc, smem.v.summed_over_columns(64 * warpgroup),
+        smem.dout[ring.stage()].summed_over_columns());
+  }
+
+  __device__ __forceinline__ void start_dv() {
+    start_product<SharedMemory::DoutTile>(dv_acc, frag, smem.dout[ring.stage()].summed_over_rows());
+  }
+
+  __device__ __forceinline__ void start_dk() {
+    start_product<SharedMemory::QTile>(dk_acc, frag, smem.q[ring.stage()].summed_over_rows());
+  }
+
+  __device__ __forceinline__ void release_block_before() {
+    const Ring<Config::num_stages> before{ring.uses - 1};
+    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+  }
+
   // The last product of a block is waited for when the scores of the next are there.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
-    const int stage = ring.stage();
-    wait(smem.full[stage], ring.full_parity());
-    start_transposed_product<SharedMemory::KTile, SharedMemory::QTile>(
-        s_acc, smem.k.summed_over_columns(64 * warpgroup), smem.q[stage].summed_over_columns());
-    if constexpr (Config::grad_k) {
-      start_transposed_product<SharedMemory::VTile, SharedMemory::DoutTile>(
-          dp_acc, smem.v.summed_over_columns(64 * warpgroup),
-          smem.dout[stage].summed_over_columns());
-    }
+    start_scores(s_acc, ring);
+    if constexpr (Config::grad_k) start_dp(dp_acc);
     ptx::wgmma_wait<Config::grad_k && Score::is_plain>();
     ptx::pin(flat(s_acc));
-    const Ring<Config::num_stages> before{ring.uses - 1};
-    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+    release_block_before();
     if constexpr (Score::is_plain) {
-      compute_p(s_acc, score, first_row, first_key);
+      compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
       compute_p_and_weights(s_acc, score, first_row, first_key);
     }
-    if constexpr (Config::grad_v) {
-      start_product<SharedMemory::DoutTile>(dv_acc, frag, smem.dout[stage].summed_over_rows());
-    }
+    if constexpr (Config::grad_v) start_dv();
     if constexpr (Config::grad_k) {
       ptx::wgmma_wait<Config::grad_v>();
       ptx::pin(flat(dp_acc));
       compute_ds(s_acc, dp_acc);
       ptx::wgmma_wait<0>();  // dv has read frag
       to_operand(frag, s_acc);
-      start_product<SharedMemory::QTile>(dk_acc, frag, smem.q[stage].summed_over_rows());
+      start_dk();
     }
     ring.advance();
   }
 
+  // Scores of this block are there, those of the next start as soon as they are read; after the
+  // last block they are this block's once more, and not used.
+  __device__ __forceinline__ void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
+                                                  int first_row, int first_key, bool masked,
+                                                  bool is_last) {
+    float p[1][tiles][4], dp_acc[1][tiles][4];
+    start_dp(dp_acc);
+    compute_p(p, s_acc, score, first_row, first_key);
+    hide_pairs(p, score, first_row, first_key, masked);
+    ptx::wgmma_wait<1>();  // dk of the block before has read frag
+    release_block_before();
+    to_operand(frag, p);
+    start_dv();
+    start_scores(s_acc, Ring<Config::num_stages>{ring.uses + !is_last});
+    ptx::wgmma_wait<2>();
+    ptx::pin(flat(dp_acc));
+    compute_ds(p, dp_acc);
+    ptx::wgmma_wait<1>();  // dv has read frag
+    to_operand(frag, p);
+    start_dk();
+    ptx::wgmma_wait<1>();
+    ptx::pin(flat(s_acc));
+    ring.advance();
+  }
+
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score,
-                                            int first_row, int first_key) const {
+  __device__ __forceinline__ void compute_p(float (&p)[1][tiles][4],
+                                            const float (&products)[1][tiles][4],
+                                            const Score& score, int first_row,
+                                            int first_key) const {
     const LaneIndices lane(first_row, first_key);
     const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
 #pragma unroll
@@ -301,9 +359,10 @@ struct Consumer {
       const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * t);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& value = s_acc[0][t][i];
-        value = score.apply(value, lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
-        value = ptx::exp2_approx(score.probability_exponent(value, i % 2 == 0 ? pair.x : pair.y));
+        const float logit =
+            score.apply(products[0][t][i], lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
+        p[0][t][i] =
+            ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? pair.x : pair.y));
       }
     }
   }

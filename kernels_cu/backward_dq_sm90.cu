@@ -159,6 +159,7 @@ struct LaneIndices {
 
 struct Consumer {
   static constexpr int tiles = Config::block_n / 8;
+  static constexpr bool ahead = Config::scores_ahead && Score::is_plain;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;
@@ -176,9 +177,21 @@ struct Consumer {
     read_statistics(entry, score.seqlen, work.first_row);
     clear(dq_acc);
     wait(smem.rows_full, 0);
+    float s_acc[1][tiles][4];
+    if constexpr (ahead) {
+      if (warp_agrees(blocks.begin < blocks.end)) start_scores(s_acc, ring);
+      ptx::wgmma_wait<0>();
+      ptx::pin(flat(s_acc));
+    }
 #pragma unroll 1
     for (int block = blocks.begin; block < blocks.end; ++block) {
-      add_block(score, work.first_row, block * Config::block_n, blocks.masked(block));
+      const int first_key = block * Config::block_n;
+      if constexpr (ahead) {
+        const bool is_last = warp_agrees(block + 1 == blocks.end);
+        add_block_ahead(s_acc, score, work.first_row, first_key, blocks.masked(block), is_last);
+      } else {
+        add_block(score, work.first_row, first_key, blocks.masked(block));
+      }
     }
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dq_acc));
@@ -198,49 +211,90 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
+                                               const Ring<Config::num_stages>& at) {
+    wait(smem.full[at.stage()], at.full_parity());
+    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
+        s_acc, smem.q.summed_over_columns(64 * warpgroup),
+        smem.k[at.stage()].summed_over_columns());
+  }
+
+  __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4]) {
+    start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
+        dp_acc, smem.dout.summed_over_columns(64 * warpgroup),
+        smem.v[ring.stage()].summed_over_columns());
+  }
+
+  __device__ __forceinline__ void release_block_before() {
+    const Ring<Config::num_stages> before{ring.uses - 1};
+    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+  }
+
+  // ds from p, and dq += ds k.
+  __device__ __forceinline__ void start_dq(float (&p)[1][tiles][4],
+                                           const float (&dp_acc)[1][tiles][4]) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta;
+    }
+    to_operand(frag, p);
+    start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[ring.stage()].summed_over_rows());
+  }
+
   // The last product of a block is waited for when the scores of the next are there.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
-    const int stage = ring.stage();
-    wait(smem.full[stage], ring.full_parity());
-    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
-        s_acc, smem.q.summed_over_columns(64 * warpgroup), smem.k[stage].summed_over_columns());
-    start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
-        dp_acc, smem.dout.summed_over_columns(64 * warpgroup), smem.v[stage].summed_over_columns());
+    start_scores(s_acc, ring);
+    start_dp(dp_acc);
     ptx::wgmma_wait<Score::is_plain>();
     ptx::pin(flat(s_acc));
-    const Ring<Config::num_stages> before{ring.uses - 1};
-    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+    release_block_before();
     if constexpr (Score::is_plain) {
-      compute_p(s_acc, score, first_row, first_key);
+      compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
       compute_weights(s_acc, score, first_row, first_key);
     }
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dp_acc));
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s_acc[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta;
-    }
-    to_operand(frag, s_acc);
-    start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[stage].summed_over_rows());
+    start_dq(s_acc, dp_acc);
+    ring.advance();
+  }
+
+  // Scores of this block are there, those of the next start as soon as they are read; after the
+  // last block they are this block's once more, and not used.
+  __device__ __forceinline__ void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
+                                                  int first_row, int first_key, bool masked,
+                                                  bool is_last) {
+    float p[1][tiles][4], dp_acc[1][tiles][4];
+    start_dp(dp_acc);
+    compute_p(p, s_acc, score, first_row, first_key);
+    hide_pairs(p, score, first_row, first_key, masked);
+    start_scores(s_acc, Ring<Config::num_stages>{ring.uses + !is_last});
+    ptx::wgmma_wait<1>();
+    ptx::pin(flat(dp_acc));
+    release_block_before();
+    start_dq(p, dp_acc);
+    ptx::wgmma_wait<1>();
+    ptx::pin(flat(s_acc));
     ring.advance();
   }
 
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&s_acc)[1][tiles][4], const Score& score,
-                                            int first_row, int first_key) const {
+  __device__ __forceinline__ void compute_p(float (&p)[1][tiles][4],
+                                            const float (&products)[1][tiles][4],
+                                            const Score& score, int first_row,
+                                            int first_key) const {
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float& value = s_acc[0][t][i];
-        value = score.apply(value, lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
-        value = ptx::exp2_approx(score.probability_exponent(value, rows[i / 2].lse));
+        const float logit =
+            score.apply(products[0][t][i], lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
+        p[0][t][i] = ptx::exp2_approx(score.probability_exponent(logit, rows[i / 2].lse));
       }
     }
   }

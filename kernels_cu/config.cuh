@@ -42,6 +42,9 @@
 #ifndef CUFLASH_OVERLAP_QUARTERS
 #define CUFLASH_OVERLAP_QUARTERS 2
 #endif
+#ifndef CUFLASH_SCORES_AHEAD
+#define CUFLASH_SCORES_AHEAD false
+#endif
 #ifndef CUFLASH_WINDOW_LEFT
 #define CUFLASH_WINDOW_LEFT false
 #endif
@@ -146,6 +149,8 @@ struct Config {
   static constexpr int num_q_stages = CUFLASH_NUM_Q_STAGES;  // buffers of q
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = CUFLASH_OVERLAP_QUARTERS;
+  // Are scores of the next block multiplied while ds of this one is computed?
+  static constexpr bool scores_ahead = CUFLASH_SCORES_AHEAD;
 
   static constexpr bool window_left = CUFLASH_WINDOW_LEFT;  // is that side bounded?
   static constexpr bool window_right = CUFLASH_WINDOW_RIGHT;

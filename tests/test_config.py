@@ -54,8 +54,12 @@ CONFIGS: tuple[KernelConfig, ...] = (
         overlap_quarters=2, sink="float32",
     ),
     BackwardScoreConfig(**TILE, grad_of="bias", sums_to="keys"),
-    BackwardQSm90Config(**{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3),
-    BackwardKVSm90Config(**{**TILE, "num_warps": 12}, num_stages=3, grad_k=True, grad_v=True),
+    BackwardQSm90Config(
+        **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, scores_ahead=True
+    ),
+    BackwardKVSm90Config(
+        **{**TILE, "num_warps": 12}, num_stages=3, scores_ahead=False, grad_k=True, grad_v=True
+    ),
 )  # fmt: skip
 
 
