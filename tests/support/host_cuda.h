@@ -21,6 +21,14 @@ constexpr T max(T a, T b) {
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return result;
+}
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int) {
   return x;

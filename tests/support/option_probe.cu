@@ -1,0 +1,46 @@
+// Scores, their slopes, and what dropout keeps, pair by pair as the kernels' exact paths ask for
+// them.
+#include "config.cuh"
+#include "dropout.cuh"
+#include "score.cuh"
+
+namespace cuflash {
+
+// Arrays (entries, m, n), and the sinks (entries).
+struct Probed {
+  const float* products;
+  float* scores;
+  float* slopes;
+  uint8_t* kept;
+  float* sinks;
+};
+
+__device__ void probe_entry(const ScoreParams& params, int number, const Probed& to) {
+  const BatchAxes axes{1, {1 << 30, 1, 1, 1, 1, 1}};
+  const BatchIndex entry(axes, number);
+  const Score score(params, entry);
+  to.sinks[number] = score.sink(entry);
+  for (int m = 0; m < params.seqlen_q; ++m) {
+    const Range keys = score.kv_range(m, m + 1);
+    const ColumnBits of_row = score.segment_of_row<1>(m, 0, keys);
+    for (int n = 0; n < params.seqlen_k; ++n) {
+      const int at = (number * params.seqlen_q + m) * params.seqlen_k + n;
+      const bool visible = keys.contains(n) && score.sees(m, n);
+      to.scores[at] = visible ? score.apply(to.products[at], m, n) : -infinity();
+      to.slopes[at] = visible ? score.derivative(to.products[at], m, n) : 0.0f;
+      to.kept[at] = keeps_pair(score, m, n);
+      // The two ways to ask for a segment have to agree; a lane of one tile holds columns 0 and 1.
+      const bool seen = score.visible(m, n);
+      const ColumnBits of_key =
+          score.segment_of_key<1>(n, m, score.q_range(n, n + 1).relative_to(m));
+      const bool agree = !seen || (of_key.contains(0, 0) && (n > 1 || of_row.contains(0, n)));
+      if (!agree) to.scores[at] = infinity();
+    }
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" void probe(const cuflash::ScoreParams* params, int entries, const cuflash::Probed* to) {
+  for (int number = 0; number < entries; ++number) cuflash::probe_entry(*params, number, *to);
+}

@@ -1,0 +1,141 @@
+"""Does score.cuh say of every pair what the definition says? Compiled by a host compiler.
+
+Scores with every option, their slopes, sinks and the bits of dropout, as the exact paths of the
+kernels ask for them: the same text, without a GPU and without attention.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from cuflash import MaskMod, Options, ScoreMod, _params, _select, _source, reference
+from cuflash._formulas import formulas_of
+from cuflash._problem import canonical_view, describe
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash import _score_params
+
+SUPPORT = Path(__file__).parent / "support"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+BATCH, HEADS, ROWS, KEYS = 2, 3, 37, 41
+AMP = np.array([0.5, -1.0, 2.0])
+SQUARE = ScoreMod(
+    "score * score * amp[h] + b * q - k",
+    grad="2 * score * amp[h]",
+    arrays={"amp": AMP},
+    host=lambda score, b, h, q, k, amp: score * score * amp[h] + b * q - k,
+    host_grad=lambda score, b, h, q, k, amp: 2 * score * amp[h],
+)
+FIFTHS = MaskMod("(q + k) % 5 != h", host=lambda b, h, q, k: (q + k) % 5 != h)
+#: Options; for those that are arrays, their dtype.
+CASES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "alibi": {"alibi_slopes": np.float32, "offset": 5},
+    "alibi, far": {"alibi_slopes": bfloat16, "offset": np.array([[7], [-(1 << 40)]])},
+    "segments": {"segment_ids": np.int64, "causal": True},
+    "formulas": {"score_mod": SQUARE, "mask_mod": FIFTHS, "softcap": 4.0},
+    "dropout": {"dropout": 0.7, "sink": bfloat16},
+    "every": {
+        "alibi_slopes": np.float64, "segment_ids": np.int32, "sink": np.float64, "dropout": 0.3,
+        "bias": np.float32, "mask": np.bool_, "softcap": 4.0, "window": (9, 4),
+        "score_mod": SQUARE, "mask_mod": FIFTHS, "kv_lengths": np.array([[20], [33]]),
+    },
+}  # fmt: skip
+
+
+def options_of(case: dict[str, Any]) -> Options:
+    """Fill in the arrays of a case."""
+    rng = np.random.default_rng(5)
+    shapes = {
+        "alibi_slopes": (BATCH, HEADS), "sink": (HEADS,), "bias": (HEADS, ROWS, KEYS),
+        "mask": (BATCH, 1, 1, KEYS),
+    }  # fmt: skip
+    given = dict(case)
+    for name in shapes.keys() & given.keys():
+        given[name] = rng.standard_normal(shapes[name]).astype(given[name])
+    if "bias" in given:
+        given["bias"][rng.random(given["bias"].shape) < 0.1] = -np.inf
+    if "mask" in given:
+        given["mask"] = rng.random(given["mask"].shape) < 0.9
+    if "segment_ids" in given:
+        ids = (rng.integers(0, 2, shape) for shape in ((BATCH, 1, ROWS), (KEYS,)))
+        given["segment_ids"] = tuple(a.astype(given["segment_ids"]) for a in ids)
+    return Options(**given, seed=2**40 + 7)
+
+
+class Probed(ctypes.Structure):
+    """Mirrors the struct of the probe."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("products", "scores", "slopes", "kept", "sinks")
+    ]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", CASES)
+def test_every_pair(name: str, tmp_path: Path) -> None:
+    options = options_of(CASES[name])
+    rng = np.random.default_rng(6)
+    q, k = (rng.standard_normal((BATCH, HEADS, n, 8)).astype(np.float16) for n in (ROWS, KEYS))
+    problem = replace(describe(q, k, k, options), formulas=formulas_of(options))
+    config = _select.forward_config(problem, 99 << 10, 16)
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    defines = "".join(f"#define {key} {value}\n" for key, value in config.defines().items())
+    text = _source.flatten(str(SUPPORT / "option_probe.cu"), config.formulas)
+    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n{defines}{text}')
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+
+    params = np.zeros((), _params.SCORE)
+    _score_params.fill(params, problem)
+    params["dropout_seed"] = options.seed
+    params["entry_number_strides"]["axis"][0] = 1
+    held = []  # every array written out, entries first
+    for option in _score_params.layouts(problem).keys() & options.arrays.keys():
+        operand = getattr(problem, option)
+        core = operand.shape[2:]
+        whole = np.ascontiguousarray(canonical_view(options.arrays[option], operand))
+        held.append(whole)
+        params[option] = whole.ctypes.data
+        if len(core) == 2:
+            layout = params[f"{option}_layout"]
+            layout["batch"]["axis"][0], layout["row"], layout["column"] = ROWS * KEYS, KEYS, 1
+        else:
+            params[f"{option}_strides"]["axis"][0] = core[0] if core else 1
+    if options.score_mod is not None:
+        params["formula_array0"] = AMP.ctypes.data
+
+    products = np.matmul(q.astype(np.float32), np.swapaxes(k, -1, -2).astype(np.float32))
+    scores, slopes = np.empty_like(products), np.empty_like(products)
+    kept, sinks = np.empty(products.shape, bool), np.empty((BATCH, HEADS), np.float32)
+    to = Probed(*(a.ctypes.data for a in (products, scores, slopes, kept, sinks)))
+    probe = ctypes.CDLL(str(library)).probe
+    probe(ctypes.c_void_p(params.ctypes.data), BATCH * HEADS, ctypes.byref(to))
+
+    exact, _seen, slope, mod_slope = reference._scores(
+        q.astype(np.float64), k.astype(np.float64), options, np.float64
+    )
+    factor = problem.scale if config.scale_in_exponent else 1.0
+    np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(exact))
+    visible = np.isfinite(exact)
+    size = np.abs(exact[visible]).max()
+    found = scores.astype(np.float64) * factor
+    np.testing.assert_allclose(found[visible], exact[visible], rtol=1e-5, atol=1e-6 * size)
+    expected = np.broadcast_to(slope * mod_slope, exact.shape)
+    size = np.abs(expected[visible]).max()
+    np.testing.assert_allclose(slopes[visible], expected[visible], rtol=1e-5, atol=1e-5 * size)
+    bits = cuflash.dropout_mask(products.shape, options.dropout, options.seed)
+    np.testing.assert_array_equal(kept, bits if options.dropout else True)
+    sink = -np.inf if options.sink is None else options.sink.astype(np.float32)
+    np.testing.assert_array_equal(sinks, np.broadcast_to(sink, sinks.shape))
