@@ -296,10 +296,11 @@ def backward(
             plan = _remember(_backward_plans, key, (problem, steps))
         for names, launch in plan[1]:
             launch.run(tuple(addresses[name] for name in names), stream)
+        ends = held.get("cu_seqlens_q")
         for name, own in plans.items():
-            _score_gradients.write(problem, name, own, sums[name], gradients[name])
+            _score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
         if "sink" in gradients:
-            _score_gradients.write_sink(problem, rows, held["sink"], gradients["sink"])
+            _score_gradients.write_sink(problem, rows, held["sink"], gradients["sink"], ends)
     del held  # no sooner: another thread could be given its memory on this stream
 
 

@@ -25,7 +25,7 @@ from cuflash._dispatch import (
     run_backward,
     run_forward,
 )
-from cuflash._errors import not_yet, problem_with
+from cuflash._errors import problem_with
 from cuflash._options import Options, ScoreOptions, resolve
 from cuflash._packing import describe_packed
 from cuflash._problem import Problem, describe, require_float, require_shape
@@ -224,12 +224,6 @@ def attention_varlen_backward(
     count = _check_ends(ends)
     if xp is not np:
         require_kernels(whole, chosen)
-        for name in wanted:
-            if name not in _PAIRS:
-                raise not_yet(
-                    f"wrt={name!r} of packed sequences on a GPU", "a later version",
-                    "a padded batch with q_lengths= and kv_lengths= has it",
-                )  # fmt: skip
     for name, array, shape in (
         ("dout", dout, whole.out_shape),
         ("out", out, whole.out_shape),
@@ -240,7 +234,7 @@ def attention_varlen_backward(
             require_float(name, array)
             require_shape(name, array, shape, "the result of attention_varlen")
     read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    gradients = gradient_buffers(xp, wanted, grads_out, inputs | {"scale": np.zeros(())}, read)
+    gradients = gradient_buffers(xp, wanted, grads_out, inputs | {"scale": xp.empty(())}, read)
     if xp is not np:
         problem = describe_packed(q, k, v, chosen, ends, axes=axes, precision=precision)
         for gradient in gradients.values():

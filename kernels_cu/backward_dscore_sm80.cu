@@ -44,18 +44,52 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 constexpr int tiles = Config::block_n / 8;
 constexpr bool streams_queries = Config::sums_to == SumsTo::keys;
 
+// Sums of slopes and scale lie where the packed queries do; a bias has a matrix for each sequence,
+// or one for all.
+constexpr bool packed = Config::cu_seqlens != Dtype::none;
+constexpr bool of_packed_rows = packed && Config::grad_of != GradOf::bias;
+
 // The tile of this block of threads, as often as it is asked for.
 struct Work {
   int m_block;  // unless queries are streamed
   int n_block;  // unless keys are
   int owner;
+  Range sequences;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
-    if constexpr (Config::sums_to == SumsTo::keys) return {0, tile.block, tile.owner};
-    if constexpr (Config::sums_to == SumsTo::queries) return {tile.block, 0, tile.owner};
-    const int columns = (params.score.seqlen_k + Config::block_n - 1) / Config::block_n;
-    return {tile.block / columns, tile.block % columns, tile.owner};
+    Range sequences{0, 1};
+    int rank = tile.block;
+    if constexpr (of_packed_rows) {
+      const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+      rank = place.block;
+      sequences = {place.sequence, place.sequence + 1};
+    } else if constexpr (packed) {
+      sequences.end = params.score.num_sequences;
+      if (params.sums_layout.batch.axis[max_batch_axes - 1] != 0) {
+        const int tiles_each = params.grid.num_blocks / params.score.num_sequences;
+        sequences = {rank / tiles_each, rank / tiles_each + 1};
+        rank %= tiles_each;
+      }
+    }
+    if constexpr (Config::sums_to == SumsTo::keys) return {0, rank, tile.owner, sequences};
+    if constexpr (Config::sums_to == SumsTo::queries) return {rank, 0, tile.owner, sequences};
+    const int columns = (num_columns(params) + Config::block_n - 1) / Config::block_n;
+    return {rank / columns, rank % columns, tile.owner, sequences};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index,
+                                              int sequence) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+
+  // Extents of a bias.
+  __device__ __forceinline__ static int num_rows(const BackwardParams& params) {
+    return packed ? params.score.q_length : params.score.seqlen_q;
+  }
+  __device__ __forceinline__ static int num_columns(const BackwardParams& params) {
+    return packed ? params.score.kv_length : params.score.seqlen_k;
   }
 };
 
@@ -119,15 +153,16 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
                                           int first_row, int first_key, bool masked,
                                           float (&acc)[slices][tiles][4]) {
   const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
+  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
+  const RowSource k(params.k, params.k_layout, entry, first_k, params.head_dim);
+  const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
   __syncthreads();  // every warp is done with the block before
-  load_tile(smem.q, RowSource(params.q, params.q_layout, entry, 0, params.head_dim), first_row,
-            rows);
-  load_tile(smem.dout, RowSource(params.dout, params.dout_layout, entry, 0, params.head_dim_v),
-            first_row, rows);
-  load_tile(smem.k, RowSource(params.k, params.k_layout, entry, 0, params.head_dim), first_key,
-            keys);
-  load_tile(smem.v, RowSource(params.v, params.v_layout, entry, 0, params.head_dim_v), first_key,
-            keys);
+  load_tile(smem.q, q, first_row, rows);
+  load_tile(smem.dout, dout, first_row, rows);
+  load_tile(smem.k, k, first_key, keys);
+  load_tile(smem.v, v, first_key, keys);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   __syncthreads();  // all four are there
@@ -139,7 +174,7 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
   clear(dp_acc);
   multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v));
   drop_gradients(dp_acc, score, first_row + warp_row, first_key);
-  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch;
+  const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
   if (masked) {
     add_pairs<true>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
   } else {
@@ -149,9 +184,10 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
 
 // Adds the blocks of the owner's `index`-th batch entry.
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, float (&acc)[slices][tiles][4]) {
+                                           int index, int sequence,
+                                           float (&acc)[slices][tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner + index);
+  const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
   const int first_row = work.m_block * Config::block_m, first_key = work.n_block * Config::block_n;
   const BlockRanges blocks = streams_queries
@@ -181,7 +217,7 @@ __device__ __forceinline__ void store_pairs(const BackwardParams& params, float*
         const int q_idx =
             work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, i);
         const int kv_idx = work.n_block * Config::block_n + fragment_column(t, i);
-        if (q_idx < params.score.seqlen_q && kv_idx < params.score.seqlen_k) {
+        if (q_idx < Work::num_rows(params) && kv_idx < Work::num_columns(params)) {
           sums[q_idx * params.sums_layout.row + kv_idx * params.sums_layout.column] = acc[s][t][i];
         }
       }
@@ -190,7 +226,7 @@ __device__ __forceinline__ void store_pairs(const BackwardParams& params, float*
 }
 
 __device__ __forceinline__ void store_queries(const BackwardParams& params, float* sums,
-                                              const Work& work,
+                                              const Work& work, int num_rows,
                                               const float (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
@@ -202,7 +238,7 @@ __device__ __forceinline__ void store_queries(const BackwardParams& params, floa
       sum = quad_sum(sum);
       const int q_idx =
           work.m_block * Config::block_m + warp_index() * 16 * slices + fragment_row(s, 2 * half);
-      if (q_idx < params.score.seqlen_q && lane_index() % 4 == 0) {
+      if (q_idx < num_rows && lane_index() % 4 == 0) {
         sums[q_idx * params.sums_layout.row] = sum;
       }
     }
@@ -232,7 +268,7 @@ __device__ __forceinline__ void store_keys(const BackwardParams& params, SharedM
 #pragma unroll
     for (int warp = 0; warp < Config::num_warps; ++warp) sum += smem.column_sums[warp][column];
     const int kv_idx = work.n_block * Config::block_n + column;
-    if (kv_idx < params.score.seqlen_k) sums[kv_idx * params.sums_layout.column] = sum;
+    if (kv_idx < Work::num_columns(params)) sums[kv_idx * params.sums_layout.column] = sum;
   }
 }
 
@@ -244,16 +280,23 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  const Work work = Work::of_this_block(params);
   float acc[slices][tiles][4];
   clear(acc);
 #pragma unroll 1
-  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-    accumulate(params, smem, index, acc);
+  for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      accumulate(params, smem, index, sequence, acc);
+    }
   }
-  const Work work = Work::of_this_block(params);
-  const BatchIndex entry(params.batch, work.owner * params.grid.entries_per_owner);
+  const BatchIndex entry = work.entry(params, 0, work.sequences.begin);
   float* sums = params.sums + entry * params.sums_layout.batch;
   if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, sums, work, acc);
-  if constexpr (Config::sums_to == SumsTo::queries) store_queries(params, sums, work, acc);
   if constexpr (Config::sums_to == SumsTo::keys) store_keys(params, smem, sums, work, acc);
+  if constexpr (Config::sums_to == SumsTo::queries) {
+    const Seqlen seqlen(params.score, entry);
+    if constexpr (of_packed_rows) sums += seqlen.first_q * params.sums_layout.row;
+    store_queries(params, sums, work, of_packed_rows ? seqlen.rows_q : Work::num_rows(params), acc);
+  }
 }

@@ -158,9 +158,7 @@ def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:
 
 
 def score_configs(case: dict[str, Any], problem: Problem, smem_limit: int) -> list[KernelConfig]:
-    """Return those of the gradients of options; packed sequences have none."""
-    if case["cu_seqlens"] is not None:
-        return []
+    """Return those of the gradients of options."""
     of_slopes = [("alibi_slopes", "queries")] if case["alibi_slopes"] is not None else []
     return [
         backward_score_config(problem, smem_limit, case["copy_bytes"], *sums)

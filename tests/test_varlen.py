@@ -12,7 +12,7 @@ import cuflash
 from cuflash import reference
 from support import memory
 from support.budget import Budget
-from support.problems import Call
+from support.problems import FIELDS, Call
 
 HEADS, HEADS_KV = 4, 2
 ALL = ("q", "k", "v", "bias", "alibi_slopes", "sink", "scale")
@@ -100,7 +100,7 @@ def per_sequence(rng, sequences, longest_q, longest_k):
         "bias": bias,
         "mask": rng.random((HEADS, longest_q, longest_k)) > 0.2,
         "alibi_slopes": (rng.random((sequences, HEADS)) / 8).astype(np.float32),
-        "sink": rng.standard_normal(HEADS).astype(np.float32),
+        "sink": rng.standard_normal((sequences, HEADS)).astype(np.float32),
         "segment_ids": (
             rng.integers(0, 2, (sequences, 1, longest_q)), rng.integers(0, 2, longest_k),
         ),
@@ -112,7 +112,7 @@ def per_sequence(rng, sequences, longest_q, longest_k):
 def of_sequence(options, i, rows, keys):
     """The options of one sequence with so many rows and keys."""
     own = dict(options)
-    for name in ("bias", "alibi_slopes"):
+    for name in ("bias", "alibi_slopes", "sink"):
         if name in own:
             own[name] = own[name][i]
     for name in ("bias", "mask"):
@@ -152,8 +152,11 @@ def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, 
     ends = (on(xp, ends_q), on(xp, ends_k))
     result = cuflash.attention_varlen(*packed, *ends, return_lse=True, **given)
     dout = rng.standard_normal(result.out.shape).astype(dtype)
-    g = cuflash.attention_varlen_backward(on(xp, dout), *packed, *result, *ends, **given)
+    wrt = tuple(n for n in ALL if n in options or n in ("q", "k", "v", "scale"))
+    g = cuflash.attention_varlen_backward(on(xp, dout), *packed, *result, *ends, wrt=wrt, **given)
     out, lse, dq, dk, dv = (memory.to_numpy(a) for a in (*result, g.dq, g.dk, g.dv))
+    of_options = {n: memory.to_numpy(getattr(g, FIELDS[n])) for n in wrt if n not in "qkv"}
+    exact, bound = 0.0, 0.0  # of dscale
     outside = np.ones(q.shape[1], bool)
     for i in range(len(lengths)):
         rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
@@ -164,9 +167,18 @@ def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, 
             assert not any(gradient.any() for gradient in gradients.values())
             continue
         own = of_sequence(options, i, *lengths[i])
-        budget = Budget(Call(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], options=own))
+        inputs = (q[:, rows], k[:, keys], v[:, keys], dout[:, rows])
+        gradients |= {n: a[i] for n, a in of_options.items() if n != "scale"}
+        if "bias" in gradients:
+            gradients["bias"] = gradients["bias"][..., : lengths[i][0], : lengths[i][1]]
+        budget = Budget(Call(*inputs, options=own, wrt=wrt))
         budget.check_forward(*saved)
+        budget.given = saved
+        scale = budget.gradients["scale"]
+        exact, bound = exact + scale.truth, bound + (scale.accumulation + scale.rounding)
+        gradients["scale"] = scale.truth
         budget.check_backward(gradients, given=saved)
+    assert abs(of_options["scale"] - exact) <= bound
     assert not out[:, outside].any()
     assert np.isneginf(lse[:, outside]).all()
     assert not dq[:, outside].any()
