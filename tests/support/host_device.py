@@ -1,0 +1,138 @@
+"""How do the portable kernels run without a GPU? Compiled by a C++ compiler, on fibers.
+
+`host_kernel.h` stands for CUDA, `host_ptx.h` for the instructions of ``kernels_cu/ptx``; a launch
+runs one block of threads after the other. What is left of CuPy is NumPy, so that plans, parameters
+and the sums after the kernels are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import (
+    _compile,
+    _formulas,
+    _launch,
+    _launch_sm90,
+    _plan,
+    _score_gradients,
+    _score_params,
+    _source,
+)
+from cuflash._config import KernelConfig, TileConfig
+from cuflash._options import Options
+
+SUPPORT = Path(__file__).parent
+COMPILER = shutil.which("g++")
+_PTX = ("arithmetic", "cp_async", "mma_sync", "special", "tma")
+
+
+class DeviceArray(np.ndarray):
+    """A NumPy array with the addresses of a CuPy array."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+
+def on_device(array: Any) -> DeviceArray:
+    return np.asarray(array).view(DeviceArray)
+
+
+def options_on_device(options: Options) -> Options:
+    """Options whose arrays have addresses."""
+    arrays = {name: on_device(array) for name, array in options.arrays.items()}
+    object.__setattr__(options, "arrays", arrays)
+    return options
+
+
+class HostDevice:
+    """Compiles kernels into a folder, and runs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kernels: list[Any] = []
+        self.launched: list[str] = []
+        self.compile = functools.cache(self._compile)
+
+    def _compile(self, config: KernelConfig, _device: int) -> Any:
+        texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
+        if isinstance(config, TileConfig):
+            texts += config.formulas
+        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": _compile.params_struct(config)}
+        macros = named | config.defines()
+        text = "".join(
+            (
+                f'#include "{SUPPORT}/host_kernel.h"\n',
+                *(f"#define {name} {value}\n" for name, value in macros.items()),
+                _source.flatten(config.source, tuple(texts)),
+                f'#include "{SUPPORT}/host_run.h"\n',
+            )
+        )
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        source, library = self.folder / f"{name}.cpp", self.folder / f"{name}.so"
+        source.write_text(text)
+        command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+        subprocess.run(command, check=True)
+        self.kernels.append((config.entry, ctypes.CDLL(str(library)).run))
+        number = len(self.kernels) - 1
+        return _compile.Kernel(number, config.num_threads, config.smem_bytes, None)
+
+    def launch(self, kernel: int, grid: int, *rest: Any) -> None:
+        entry, run = self.kernels[kernel]
+        self.launched.append(entry)
+        address = ctypes.cast(rest[-2], ctypes.POINTER(ctypes.c_void_p))[0]
+        run(ctypes.c_uint(grid), ctypes.c_int(rest[2]), ctypes.c_void_p(address))
+
+
+@contextmanager
+def host_device(folder: Path) -> Iterator[HostDevice]:
+    """Let launches run on the host."""
+    device = HostDevice(folder)
+    stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
+    attributes = {"MultiProcessorCount": 4, "L2CacheSize": 1 << 20,
+                  "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: stream,
+        Device=lambda _: SimpleNamespace(attributes=attributes),
+    )
+    library = SimpleNamespace(
+        cuda=cuda,
+        empty=lambda shape, dtype: on_device(np.empty(shape, dtype)),
+        zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
+        asarray=on_device,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_launch, _plan, _score_params):
+            patch.setattr(module, "cupy", library)
+        patch.setattr(_score_gradients, "cupy", np)
+        formula_arrays = _score_params.formula_arrays
+        patch.setattr(
+            _score_params,
+            "formula_arrays",
+            lambda *a: {name: on_device(x) for name, x in formula_arrays(*a).items()},
+        )
+        for module in (_launch, _score_params, _formulas):
+            patch.setattr(module, "refuse_capture", lambda *_: None)
+        patch.setattr(_launch, "_on_device", lambda _: nullcontext())
+        patch.setattr(_launch_sm90, "available", lambda _: False)
+        patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
+        patch.setattr(_plan, "compile_kernel", device.compile)
+        patch.setattr(_plan, "driver", SimpleNamespace(launchKernel=device.launch))
+        for plans in (_launch._forward_plans, _launch._backward_plans):
+            plans.clear()
+        yield device
+        for plans in (_launch._forward_plans, _launch._backward_plans):
+            plans.clear()

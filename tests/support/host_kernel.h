@@ -1,0 +1,195 @@
+// A block of threads on the host: fibers that take turns, and meet where a warp or the whole block
+// has to. Enough of CUDA for the portable kernels; tensor-core instructions are in host_ptx.h.
+#pragma once
+
+#include <ucontext.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __noinline__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+using std::copysign;
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+template <typename T>
+constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = a | static_cast<uint64_t>(b) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return result;
+}
+
+extern "C" {
+alignas(1024) unsigned char smem_bytes[256 << 10];
+}
+
+struct {
+  unsigned x;
+} static threadIdx, blockIdx, gridDim;
+
+namespace host {
+
+constexpr int max_threads = 1024;
+constexpr int stack_bytes = 512 << 10;
+
+// Where threads meet: the last to arrive lets all go on.
+struct Meeting {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Slot {
+  alignas(16) unsigned char bytes[64];
+};
+
+struct Warp {
+  Meeting meeting;
+  Slot slots[2][32];
+};
+
+struct Fiber {
+  ucontext_t context;
+  bool done;
+};
+
+static ucontext_t scheduler;
+static std::vector<Fiber> fibers(max_threads);
+static std::vector<unsigned char> stacks(static_cast<size_t>(max_threads) * stack_bytes);
+static Warp warps[max_threads / 32];
+static Meeting block;
+static int votes[2][max_threads];
+static int num_threads, current;
+
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+inline void meet(Meeting& meeting, int participants) {
+  const unsigned generation = meeting.generation;
+  if (++meeting.arrived == participants) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+    return;
+  }
+  while (meeting.generation == generation) yield();
+}
+
+inline Warp& warp() { return warps[current / 32]; }
+
+// Calls take(slots) when every lane of the warp has put its value there. Two sets of slots: a lane
+// that is ahead fills the other.
+template <typename T, typename Take>
+inline auto gather(const T& value, const Take& take) {
+  static_assert(sizeof(T) <= sizeof(Slot), "a lane puts its value into one slot");
+  Warp& own = warp();
+  Slot(&slots)[32] = own.slots[own.meeting.generation % 2];
+  std::memcpy(slots[current % 32].bytes, &value, sizeof(T));
+  meet(own.meeting, 32);
+  T values[32];
+  for (int lane = 0; lane < 32; ++lane) std::memcpy(&values[lane], slots[lane].bytes, sizeof(T));
+  return take(values);
+}
+
+// Runs every block of threads, one after the other.
+template <typename Kernel>
+void run(unsigned blocks, int threads, const Kernel& kernel) {
+  static const Kernel* running;
+  running = &kernel;
+  num_threads = threads;
+  gridDim.x = blocks;
+  for (unsigned index = 0; index < blocks; ++index) {
+    std::memset(smem_bytes, 0xff, sizeof smem_bytes);  // NaN in every format
+    for (int i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers[i];
+      fiber.done = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * stack_bytes];
+      fiber.context.uc_stack.ss_size = stack_bytes;
+      fiber.context.uc_link = &scheduler;
+      makecontext(
+          &fiber.context,
+          +[] {
+            (*running)();
+            fibers[current].done = true;
+          },
+          0);
+    }
+    for (bool alive = true; alive;) {
+      alive = false;
+      for (int i = 0; i < threads; ++i) {
+        if (fibers[i].done) continue;
+        current = i;
+        threadIdx.x = i;
+        blockIdx.x = index;
+        swapcontext(&scheduler, &fibers[i].context);
+        alive |= !fibers[i].done;
+      }
+    }
+  }
+}
+
+}  // namespace host
+
+// Fibers never run at once: meeting is all that a barrier has to do, whatever memory it is for.
+inline void __syncwarp() { host::meet(host::warp().meeting, 32); }
+inline void __syncthreads() { host::meet(host::block, host::num_threads); }  // of any memory
+// Everybody's vote is there after the meeting; votes of the next but one do not come before all
+// left.
+inline int __syncthreads_or(int vote) {
+  int (&votes)[host::max_threads] = host::votes[host::block.generation % 2];
+  votes[host::current] = vote;
+  host::meet(host::block, host::num_threads);
+  int any = 0;
+  for (int i = 0; i < host::num_threads; ++i) any |= votes[i];
+  return any;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
+  return host::gather(x, [&](const T* values) { return values[(host::current % 32) ^ mask]; });
+}
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return host::gather(x, [&](const T* values) { return values[lane]; });
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  return host::gather(vote, [](const bool* votes) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(votes[lane]) << lane;
+    return bits;
+  });
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }

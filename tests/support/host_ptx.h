@@ -1,0 +1,100 @@
+// The instructions of kernels_cu/ptx that the portable kernels use, on the host.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+
+inline int block_index() { return blockIdx.x; }
+inline int thread_index() { return threadIdx.x; }
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - smem_bytes);
+}
+
+inline float exp2_approx(float x) { return exp2f(x); }
+
+inline float float16_to_float(uint16_t bits) {
+  return static_cast<float>(std::bit_cast<_Float16>(bits));
+}
+inline uint16_t float16_bits(float x) { return std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+inline uint16_t bfloat16_bits(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t pack_float16(float low, float high) {
+  return float16_bits(low) | static_cast<uint32_t>(float16_bits(high)) << 16;
+}
+inline uint32_t pack_bfloat16(float low, float high) {
+  return bfloat16_bits(low) | static_cast<uint32_t>(bfloat16_bits(high)) << 16;
+}
+
+template <int bytes>
+inline void cp_async(uint32_t smem, const void* source, bool valid) {
+  if (valid) {
+    std::memcpy(smem_bytes + smem, source, bytes);
+  } else {
+    std::memset(smem_bytes + smem, 0, bytes);
+  }
+}
+inline void cp_async_commit() {}
+template <int pending>
+inline void cp_async_wait() {}
+
+// Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
+template <bool transposed>
+inline void ldmatrix(uint32_t (&fragment)[4], uint32_t smem) {
+  host::gather(smem, [&](const uint32_t* rows) {
+    const int lane = host::current % 32;
+    for (int i = 0; i < 4; ++i) {
+      uint16_t pair[2];
+      for (int j = 0; j < 2; ++j) {
+        const int row = transposed ? 2 * (lane % 4) + j : lane / 4;
+        const int column = transposed ? lane / 4 : 2 * (lane % 4) + j;
+        std::memcpy(&pair[j], smem_bytes + rows[8 * i + row] + 2 * column, 2);
+      }
+      fragment[i] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+    }
+    return 0;
+  });
+}
+inline void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t smem) { ldmatrix<false>(fragment, smem); }
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t smem) {
+  ldmatrix<true>(fragment, smem);
+}
+
+template <Dtype dtype>
+inline float half_of(uint32_t packed, int i) {
+  const uint16_t bits = static_cast<uint16_t>(packed >> (16 * i));
+  if (dtype == Dtype::float16) return float16_to_float(bits);
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+template <Dtype dtype>
+inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Operands {
+    uint32_t a[4], b[2];
+  };
+  const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  host::gather(own, [&](const Operands* lanes) {
+    const int lane = host::current % 32;
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+      double sum = acc[i];
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t left = lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
+        const uint32_t right = lanes[column * 4 + k % 8 / 2].b[k / 8];
+        sum += static_cast<double>(half_of<dtype>(left, k % 2)) * half_of<dtype>(right, k % 2);
+      }
+      acc[i] = static_cast<float>(sum);
+    }
+    return 0;
+  });
+}
+
+// No tensor map is used here.
+struct TensorMap {
+  alignas(64) unsigned char bytes[128];
+};
+
+}  // namespace cuflash::ptx

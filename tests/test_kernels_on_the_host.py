@@ -1,0 +1,106 @@
+"""Do the portable kernels compute what the definition says? Run by a C++ compiler, without a GPU.
+
+A few calls of small arrays, forward and backward with every gradient, through the plans and the
+parameters of a GPU: `support.host_device`. What depends on a GPU's own rounding, on its memory
+model or on time is left to the tests marked gpu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash._problem import describe
+from support import covering
+from support.budget import Budget
+from support.problems import Call
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+import test_modifiers
+import test_varlen
+
+from cuflash import _launch
+from cuflash._packing import describe_packed
+from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+#: Rows of the covering array: between them every kernel, and every option and its gradient.
+ROWS = (3, 4, 79)
+
+
+@pytest.fixture
+def device(tmp_path: Any) -> Iterator[HostDevice]:
+    with host_device(tmp_path) as found:
+        yield found
+
+
+def full_of_nan(shape: tuple[int, ...], dtype: Any) -> Any:
+    return on_device(np.full(shape, np.nan, dtype))
+
+
+def results(call: Call, options: cuflash.Options) -> tuple[Any, Any, dict[str, Any]]:
+    """Out, lse and the gradients by input name."""
+    options_on_device(options)
+    dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
+    problem = describe(q, k, v, options)
+    out = full_of_nan(problem.out_shape, problem.dtype)
+    lse = full_of_nan(problem.lse_shape, np.float32)
+    _launch.forward(problem, q, k, v, options, out, lse)
+    gradients = {n: full_of_nan(call.array(n).shape, call.array(n).dtype) for n in call.wrt}
+    dlse = None if call.dlse is None else on_device(call.dlse)
+    _launch.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients)
+    return (
+        np.asarray(out), np.asarray(lse), {n: np.asarray(g) for n, g in gradients.items()}
+    )  # fmt: skip
+
+
+def check(call: Call, options: cuflash.Options) -> None:
+    out, lse, gradients = results(call, options)
+    budget = Budget(call)
+    budget.check_forward(out, lse)
+    budget.check_backward(gradients, given=(out, lse))
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_rows_of_the_covering_array(device: HostDevice, number: int) -> None:
+    call = covering.call_of(covering.rows()[number], number).but(axes=None, placements={})
+    check(call, cuflash.Options(**call.options))
+    assert {"cuflash_forward_sm80", "cuflash_backward_dscore_sm80"} <= set(device.launched)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["ALiBi", "mask of an array"])
+def test_formulas(name: str) -> None:
+    formula, option = test_modifiers.SAME[name]
+    q, k, v, dout = test_modifiers.inputs(np.float16)
+    call = Call(q, k, v, dout, options={**option, "enable_gqa": True})
+    check(call, cuflash.Options(**formula, enable_gqa=True))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["causal", "every"])
+def test_packed_sequences(kind: str) -> None:
+    def attend(arrays: Any, ends: Any, given: Any, wrt: Any) -> Any:
+        options = options_on_device(cuflash.Options(**given))
+        dout, q, k, v = map(on_device, arrays)
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(on_device, ends), strict=True))
+        problem = describe_packed(q, k, v, options, packed, axes=None, precision=None)
+        out = on_device(np.zeros(problem.out_shape, problem.dtype))
+        lse = on_device(np.full(problem.lse_shape, -np.inf, np.float32))
+        _launch.forward(problem, q, k, v, options, out, lse, cu_seqlens=packed)
+        inputs = {"q": q, "k": k, "v": v, "scale": np.zeros(()), **options.arrays}
+        gradients = {n: on_device(np.zeros_like(inputs[n])) for n in wrt}
+        _launch.backward(
+            problem, dout, q, k, v, out, lse, None, options, gradients, cu_seqlens=packed
+        )
+        plain = {n: np.asarray(g) for n, g in gradients.items()}
+        assert all(math.prod(g.shape) for g in plain.values())
+        return np.asarray(out), np.asarray(lse), plain
+
+    test_varlen.check_sequences(np.float16, "mixed", kind, attend)
