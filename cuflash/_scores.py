@@ -94,10 +94,11 @@ class Scores:
         self._ids_q = of_entry("segment_ids_q")
         self._ids_k = of_entry("segment_ids_k")
         sink = of_entry("sink")
-        self._entries = first_entry + entry_indices(problem.batch, entry)
+        self._entries = xp.asarray(first_entry + entry_indices(problem.batch, entry))
         self._score_mod, self._mask_mod = options.score_mod, options.mask_mod
-        heads = problem.batch_shape[-1] if problem.batch_shape else 1
-        self._place = tuple(i[..., None, None] for i in np.divmod(self._entries, max(heads, 1)))
+        heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
+        place = (self._entries // heads, self._entries % heads)
+        self._place = tuple(i[..., None, None] for i in place)
         self._dropout, self._seed = options.dropout, options.seed or 0
         self.sink = None if sink is None else self._narrowed(sink)[..., None]
 

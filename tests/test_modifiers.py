@@ -139,6 +139,12 @@ def test_formula_in_the_kernels_is_the_option_that_it_stands_for(name):
     budget.check_forward(got["out"], got["lse"])
     gradients = {n: got[f"d{n}"] for n in "qkv"}
     budget.check_backward(gradients, given=(got["out"], got["lse"]))
+    rows = [0, 20]
+    on_device = (memory.to_device(cupy, a) for a in (q, k, got["lse"]))
+    weights = memory.to_numpy(cuflash.weights(*on_device, rows=rows, **options))
+    exact = reference.weights(q, k, rows=rows, **call.options)
+    # float32 scores below 64 and their lse: some 20 roundings of 64 units.
+    np.testing.assert_allclose(weights, exact, rtol=0, atol=1300 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.gpu
