@@ -74,7 +74,8 @@ _BACKWARD_KV: Tiles = {
     256: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
 }
 
-# With softcap, bias, slopes, mask, segments or dropout: arithmetic that needs registers of its own.
+# With softcap, bias, slopes, mask, segments, dropout or formulas: arithmetic that needs registers
+# of its own; for the forward also with a scale that is no factor of exponents, a negative one.
 _FORWARD_GENERAL: Tiles = {
     32: (Tile(128, 64, 4, 2),),
     64: (Tile(64, 96, 4, 2),),
@@ -199,7 +200,8 @@ def padded(head_dim: int) -> int:
 def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> ForwardConfig:
     """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
-    tiles = _FORWARD_GENERAL if _is_general(problem) else _FORWARD
+    general = _is_general(problem) or not fields["scale_in_exponent"]
+    tiles = _FORWARD_GENERAL if general else _FORWARD
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
