@@ -223,12 +223,14 @@ def test_packed_sequences(head_dims, options):
     call = make(head_dims, ((2,), 700, 800), options, np.float16)
     dout, q, k, v = (upload(call.array(name)) for name in ("dout", "q", "k", "v"))
     ends = ([0, 77, 77, 400, 700], [0, 200, 200, 201, 800])
-    cu_q, cu_k = (np.array(e) for e in ends)
+    cu_q, cu_k = (cupy.array(e) for e in ends)
     out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
     q[:, 400:410], dout[:, 400:410] = np.nan, np.nan
     k[:, 201:211], v[:, 201:211] = np.inf, np.nan
     found = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, **options)
-    for i, (a, b, c, d) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
+    ends_q, ends_k = ends
+    pairs = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
+    for i, (a, b, c, d) in enumerate(pairs):
         if a == b or i == 3:
             continue
         rows, keys = slice(a, b), slice(c, d)
