@@ -258,7 +258,8 @@ def attention_backward(
     given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
     given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
     xp, q, k, v = operands(q, k, v)
-    given["scale"] = xp.empty(())
+    if "scale" in wanted:
+        given["scale"] = xp.empty(())
     dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
     dlse = None if dlse is None else native("dlse", dlse)
     same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)

@@ -163,7 +163,7 @@ GradientSm90Tiles = dict[tuple[int, int], GradientSm90Tile]
 # registers hold no two results of 192 columns.
 _BACKWARD_Q_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(128, 128, 3),
-    (96, 96): GradientSm90Tile(128, 112, 2),
+    (96, 96): GradientSm90Tile(128, 96, 3, True),
     (128, 128): GradientSm90Tile(128, 112, 2),
     (192, 128): GradientSm90Tile(128, 80, 2),
     (192, 192): GradientSm90Tile(128, 64, 2),

@@ -234,7 +234,8 @@ def attention_varlen_backward(
             require_float(name, array)
             require_shape(name, array, shape, "the result of attention_varlen")
     read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    gradients = gradient_buffers(xp, wanted, grads_out, inputs | {"scale": xp.empty(())}, read)
+    likes = inputs | {"scale": xp.empty(())} if "scale" in wanted else inputs
+    gradients = gradient_buffers(xp, wanted, grads_out, likes, read)
     if xp is not np:
         problem = describe_packed(q, k, v, chosen, ends, axes=axes, precision=precision)
         for gradient in gradients.values():
