@@ -39,7 +39,8 @@ def support() -> str:
 def state(commit: str) -> str:
     """What was measured, shortened: a commit, or the digest of the sources where git was absent."""
     kind, _, digest = commit.rpartition(" ")
-    return f"{kind or 'commit'} {digest[:9]}"
+    changed = " and changes" if digest.endswith("-dirty") else ""
+    return f"{kind or 'commit'} {digest[:9]}{changed}"
 
 
 def speed() -> str:
@@ -50,23 +51,26 @@ def speed() -> str:
     result = json.loads(files[-1].read_text(encoding="utf-8"))
     meta = result["meta"]
     rows = [row for row in result["rows"] if row["seqlen_q"] in SHOWN_SEQLENS]
-    shown = [i for i in ("cuflash", "fa2", "cudnn") if any(r["impl"] == i for r in rows)]
+    shown = [
+        (p, i)
+        for p in ("fwd", "bwd")
+        for i in ("cuflash", "fa2", "cudnn")
+        if any((r["pass"], r["impl"]) == (p, i) for r in rows)
+    ]
     lines = [
         f"{meta['device']}, {meta['date']}, {state(meta['commit'])}; {rows[0]['dtype']}, "
         "16,384 tokens, heads x head_dim = 2048, TFLOP/s "
         "(backward counted as 2.5 forwards, causal as half):",
         "",
-        "| head_dim, mask, seqlen | "
-        + " | ".join(f"{p} {i}" for p in ("fwd", "bwd") for i in shown)
-        + " |",
-        "|--" * (1 + 2 * len(shown)) + "|",
+        "| head_dim, mask, seqlen | " + " | ".join(f"{p} {i}" for p, i in shown) + " |",
+        "|--" * (1 + len(shown)) + "|",
     ]
     cells: dict[tuple[int, bool, int], dict[tuple[str, str], float]] = {}
     for row in rows:
         cell = cells.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})
         cell[row["pass"], row["impl"]] = row["tflops"]
     for (head_dim, causal, seqlen), cell in sorted(cells.items()):
-        values = [cell.get((p, i)) for p in ("fwd", "bwd") for i in shown]
+        values = [cell.get(column) for column in shown]
         texts = ["-" if v is None else f"{v:.0f}" for v in values]
         mask = "causal" if causal else "full"
         lines.append(f"| {head_dim} {mask} {seqlen} | " + " | ".join(texts) + " |")
