@@ -15,7 +15,7 @@ from cupy_backends.cuda.api import driver
 from cuflash import _params, _score_params
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._compile import Kernel, compile_kernel
-from cuflash._config import KernelConfig, TileConfig
+from cuflash._config import BackwardKVSm90Config, KernelConfig, TileConfig
 from cuflash._errors import problem_with
 from cuflash._grid import Layout, even_sections, plan_grid
 from cuflash._problem import Problem
@@ -71,7 +71,7 @@ def plan_launch(
     )
     section = 1
     if isinstance(config, TileConfig) and config.window_right:
-        section = _owners_per_section(grid.num_owners, streamed_bytes, device)
+        section = _owners_per_section(config, grid.num_owners, streamed_bytes, device)
     filled = np.zeros(1, params)[0]
     filled["batch"]["num_axes"] = len(grid.axes)
     filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
@@ -107,16 +107,24 @@ def plan_launch(
     )
 
 
-def _owners_per_section(num_owners: int, streamed_bytes: int, device: int) -> int:
+def _owners_per_section(
+    config: TileConfig, num_owners: int, streamed_bytes: int, device: int
+) -> int:
     """How many owners start their heaviest tiles together, before any starts a lighter one.
 
     As many as possible for balance, but no more than whose streamed operands fit half of the L2
     cache, or than leave about eight blocks of threads to each owner at a time, which then share
     what they stream. Sections are of even size: a small last one would end in a tail.
+
+    dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
+    docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
     """
     attributes = cupy.cuda.Device(device).attributes
+    processors = int(attributes["MultiProcessorCount"])
+    if isinstance(config, BackwardKVSm90Config):
+        return even_sections(num_owners, processors // 8)
     fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
-    return even_sections(num_owners, max(fitting, int(attributes["MultiProcessorCount"]) // 4))
+    return even_sections(num_owners, max(fitting, processors // 4))
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:

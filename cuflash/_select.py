@@ -159,16 +159,19 @@ class GradientSm90Tile(NamedTuple):
 
 
 GradientSm90Tiles = dict[tuple[int, int], GradientSm90Tile]
-# As above. Rows of dk and dv serve both in one pass up to head size 128, larger ones one of them:
-# registers hold no two results of 192 columns.
+# 64 to 128: the fastest of those that docs/backward-sm90.md lists; others follow from registers and
+# shared memory. Rows of dk and dv serve both in one pass up to head size 128, larger ones one of
+# them: registers hold no two results of 192 columns.
 _BACKWARD_Q_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(128, 128, 3),
     (96, 96): GradientSm90Tile(128, 96, 3, True),
-    (128, 128): GradientSm90Tile(128, 112, 2),
+    (128, 128): GradientSm90Tile(128, 80, 3, True),
     (192, 128): GradientSm90Tile(128, 80, 2),
     (192, 192): GradientSm90Tile(128, 64, 2),
     (256, 256): GradientSm90Tile(128, 48, 2),
 }
+# Under a causal bound, where the scores ahead of the last block are multiplied in vain.
+_BACKWARD_Q_SM90_CAUSAL: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 112, 2)}
 _BACKWARD_KV_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(96, 128, 3),
     (96, 96): GradientSm90Tile(80, 128, 3),
@@ -265,7 +268,10 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     """
     if not _gradient_is_for_sm90(problem) or any(problem.q.summed):
         return None
-    fields = _fields(problem, 16, problem.dtype) | _sm90_row(_BACKWARD_Q_SM90, problem)
+    tiles = _BACKWARD_Q_SM90
+    if problem.window_right is not None:
+        tiles = tiles | _BACKWARD_Q_SM90_CAUSAL
+    fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
     return BackwardQSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
 
 
