@@ -144,7 +144,11 @@ _FORWARD_SM90_GENERAL: Sm90Tiles = {
     (256, 256): Sm90Tile(128, 64, 2, 1, 0),
 }
 # A window bounded on the left besides.
-_FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {(192, 192): Sm90Tile(128, 64, 2, 1, 0)}
+_FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
+    (192, 128): Sm90Tile(128, 112, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 64, 2, 1, 0),
+    (256, 256): Sm90Tile(128, 48, 2, 1, 0),
+}
 #: What a call is planned for where no device is at hand: an H100 SXM.
 _MULTIPROCESSORS = 132
 
