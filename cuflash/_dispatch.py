@@ -13,9 +13,6 @@ from cuflash._errors import not_yet, problem_with
 from cuflash._options import Options
 from cuflash._problem import HALVES, Problem, common_dtype
 
-#: Score options that the kernels do not know yet.
-LATER_ON_A_GPU: tuple[str, ...] = ()
-
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
     """q, k, v as arrays of one library and one dtype."""
@@ -73,7 +70,7 @@ def run_forward(
         if lse is not None:
             lse.fill(-np.inf)
     elif is_cupy(q):
-        require_kernels(problem, options)
+        require_kernels(problem)
         own = {"workspace": workspace, "config": config, **of_packed}
         launch().forward(problem, q, k, v, options, out, lse, **own)
     else:
@@ -105,7 +102,7 @@ def run_backward(
     path: Any = _host
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
-        require_kernels(problem, options)
+        require_kernels(problem)
         path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
@@ -116,14 +113,11 @@ def _nothing_to_sum(problem: Problem) -> bool:
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 
-def require_kernels(problem: Problem, options: Options) -> None:
+def require_kernels(problem: Problem) -> None:
     """Refuse what the CPU path serves and the kernels do not yet."""
     instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
     if problem.dtype not in HALVES:
         raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
-    missing = [name for name in LATER_ON_A_GPU if getattr(options, name) not in (None, 0.0)]
-    if missing:
-        raise not_yet(f"{missing[0]} on a GPU", "the kernels of every score option", instead)
 
 
 def launch() -> Any:

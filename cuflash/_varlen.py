@@ -125,7 +125,7 @@ def attention_varlen(
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
     if xp is not np:
-        require_kernels(whole, chosen)
+        require_kernels(whole)
     if out is not None:
         check_destination("out", out, **inputs)
     if lse is not None:
@@ -223,7 +223,7 @@ def attention_varlen_backward(
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
     if xp is not np:
-        require_kernels(whole, chosen)
+        require_kernels(whole)
     for name, array, shape in (
         ("dout", dout, whole.out_shape),
         ("out", out, whole.out_shape),
