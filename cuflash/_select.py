@@ -239,13 +239,12 @@ def forward_sm90_config(
         tiles = _FORWARD_SM90_GENERAL
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
-    elif fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
-        tiles = tiles | _FORWARD_SM90_LENGTHS
-    elif (
-        not fields["scale_in_exponent"]
-        or math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
-    ):
-        tiles = tiles | _FORWARD_SM90_FEW
+    else:
+        if fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
+            tiles = tiles | _FORWARD_SM90_LENGTHS
+        few = math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
+        if few or not fields["scale_in_exponent"]:
+            tiles = tiles | _FORWARD_SM90_FEW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
 

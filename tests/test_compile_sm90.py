@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 20.0},
     "mask": {"mask": True},
     "negative scale": {**CAUSAL, "scale": -0.5},
+    "negative scale, window, lengths": {**WINDOW, **LENGTHS, "scale": -0.5},
     "all": ALL,
 }
 #: What Hopper's kernel takes at any value of the other options.
