@@ -28,4 +28,8 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
   arrive_if(barrier, lane_index() == 0);
 }
 
+// A product is done only when all four warps have issued it, so that this thread's arrival after it
+// speaks for the warpgroup.
+__device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
+
 }  // namespace cuflash

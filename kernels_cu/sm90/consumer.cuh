@@ -99,7 +99,7 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
-    arrive_if(smem.k_empty[ring.stage()], leads());
+    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     release_q(rows.own.begin + 1 == rows.own.end);
     if (!rows.own.masked(rows.own.end - 1)) {
       weigh<Edge::none>(s_acc, score, rows.first_row, first_key);
@@ -136,8 +136,8 @@ struct Consumer {
     wait(smem.v_full[ring.stage()], ring.full_parity());
     // All threads are past these waits before one of them lets the phases pass.
     ptx::named_barrier_sync(first_together + warpgroup, 128);
-    arrive_if(smem.k_empty[ring.stage()], leads());
-    arrive_if(smem.v_empty[ring.stage()], leads());
+    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
+    arrive_if(smem.v_empty[ring.stage()], leads_warpgroup());
     ring.advance();
     take_turn();
     pass_turn();
@@ -155,19 +155,19 @@ struct Consumer {
     pass_turn();
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
-    arrive_if(smem.k_empty[ring.stage()], leads());
+    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     return before;
   }
 
   __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(o_acc));
-    arrive_if(smem.v_empty[at.stage()], leads());
+    arrive_if(smem.v_empty[at.stage()], leads_warpgroup());
   }
 
   // Where out is staged in q, it is the store warp that releases it.
   __device__ __forceinline__ void release_q(bool last) {
-    if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads());
+    if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads_warpgroup());
   }
 
   // Raw products become weights, relative to the rows' reference.
@@ -199,10 +199,6 @@ struct Consumer {
     wait(smem.v_full[at.stage()], at.full_parity());
     start_product<SharedMemory::VTile>(o_acc, p_frag, smem.v[at.stage()].summed_over_rows());
   }
-
-  // A product is done only when all four warps have issued it, so that this thread's arrival after
-  // it speaks for the warpgroup.
-  __device__ __forceinline__ bool leads() const { return threadIdx.x % 128 == 0; }
 
   __device__ __forceinline__ void take_turn() const {
     ptx::named_barrier_sync(first_turn + warpgroup, 256);

@@ -13,8 +13,4 @@ constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows 
 constexpr int producer_registers = consumers < 3 ? 24 : 32;
 constexpr int consumer_registers = consumers < 3 ? 240 : 160;
 
-// A product is done only when all four warps have issued it, so that this thread's arrival after it
-// speaks for the warpgroup.
-__device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
-
 }  // namespace cuflash
