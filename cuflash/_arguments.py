@@ -1,9 +1,13 @@
-"""Where does the driver read a launch's parameters? Packed once for each set of addresses."""
+"""How does a kernel start? From an argument list that is packed once for each set of addresses."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+
+from cupy_backends.cuda.api import driver
+
+from cuflash._compile import Kernel
 
 _LIMIT = 64  # of a launch; a kilobyte each
 Addresses = tuple[int, ...]
@@ -27,3 +31,11 @@ class KnownArguments:
                 self._known.clear()
             self._known[addresses] = found
         return found
+
+
+def start(kernel: Kernel, grid: int, arguments: ctypes.c_char_p, stream: int) -> None:
+    """Launch ``grid`` blocks of threads on ``stream``."""
+    driver.launchKernel(
+        kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
+        kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
+    )  # fmt: skip

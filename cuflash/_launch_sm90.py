@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 import threading
@@ -10,10 +9,10 @@ from typing import NamedTuple
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.api import driver, runtime
+from cupy_backends.cuda.api import runtime
 
 from cuflash import _params, _tensor_map
-from cuflash._arguments import Addresses, KnownArguments
+from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel
 from cuflash._config import BackwardSm90Config, ForwardSm90Config
 from cuflash._grid import Grid, Layout, even_sections, plan_grid
@@ -77,11 +76,7 @@ class Sm90Launch(NamedTuple):
     def run(self, pointers: Addresses, stream: int, captured: bool) -> None:
         """Launch on ``stream`` with these addresses."""
         counter = self._counter(stream, captured) if self.draws else 0
-        arguments = self.known.at((*pointers, counter), self._pack)
-        driver.launchKernel(
-            self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
-            self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
-        )  # fmt: skip
+        start(self.kernel, self.grid, self.known.at((*pointers, counter), self._pack), stream)
 
     def _counter(self, stream: int, captured: bool) -> int:
         """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
@@ -109,11 +104,7 @@ class MappedLaunch(NamedTuple):
 
     def run(self, pointers: Addresses, stream: int) -> None:
         """Launch on ``stream`` with these addresses."""
-        arguments = self.known.at(pointers, self._pack)
-        driver.launchKernel(
-            self.kernel.pointer, self.grid, 1, 1, self.kernel.num_threads, 1, 1,
-            self.kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
-        )  # fmt: skip
+        start(self.kernel, self.grid, self.known.at(pointers, self._pack), stream)
 
     def _pack(self, pointers: Addresses) -> bytes:
         maps = self.maps.at(pointers[: len(_params.BACKWARD_MAPPED)])

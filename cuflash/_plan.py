@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import struct
@@ -10,10 +9,9 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.api import driver
 
 from cuflash import _params, _score_params
-from cuflash._arguments import Addresses, KnownArguments
+from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import BackwardKVSm90Config, KernelConfig, TileConfig
 from cuflash._errors import problem_with
@@ -33,14 +31,9 @@ class Launch(NamedTuple):
 
     def run(self, pointers: Addresses, stream: int, captured: bool = False) -> None:  # noqa: ARG002
         """Launch on ``stream`` with these addresses; capturing makes no difference."""
-        kernel = self.kernel
         for offsets in self.offsets:
             moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            arguments = self.known.at(moved, self._pack)
-            driver.launchKernel(
-                kernel.pointer, self.grid, 1, 1, kernel.num_threads, 1, 1,
-                kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
-            )  # fmt: skip
+            start(self.kernel, self.grid, self.known.at(moved, self._pack), stream)
 
     def _pack(self, pointers: Addresses) -> bytes:
         return self.pointers.pack(*pointers) + self.params

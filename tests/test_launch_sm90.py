@@ -17,7 +17,7 @@ from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _launch_sm90, _plan, _tensor_map
+from cuflash import _arguments, _launch, _launch_sm90, _plan, _tensor_map
 
 COUNTERS = 4096  # their address
 NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
@@ -41,7 +41,7 @@ class Recorder:
         monkeypatch.setattr(_launch_sm90, "_counters", {})
         monkeypatch.setattr(_launch_sm90, "multiprocessors", lambda _: 132)
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
-        monkeypatch.setattr(_launch_sm90, "driver", SimpleNamespace(launchKernel=self.launch))
+        monkeypatch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
             Device=lambda _: device,
             Memory=lambda size: SimpleNamespace(ptr=COUNTERS, size=size),
