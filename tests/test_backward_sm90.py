@@ -16,6 +16,8 @@ from cuflash import _select
 from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
+from support.hopper import CASES, ROWS, SHAPES, in_every_shape, make
+from support.memory import to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -24,24 +26,6 @@ from cuflash import _launch  # noqa: E402
 from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
 
-#: (head_dim, head_dim_v): every row of the tables, and sizes between.
-ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-BETWEEN = [(16, 8), (80, 96), (104, 120), (64, 128), (144, 64), (208, 240)]
-#: Ragged for every tile; one query; one key.
-SHAPES = [((2, 3), 77, 130), ((1, 2), 300, 515), ((3,), 1, 200), ((1, 2), 400, 1)]
-OPTIONS = {
-    "none": {},
-    "causal": {"causal": True},
-    "top left": {"causal": "top_left"},
-    "window": {"window": (70, 20)},
-    "window and offset": {"window": (40, 0), "offset": -25},
-    "left": {"window": (30, None)},
-    "lengths": {"causal": True, "q_lengths": 61, "kv_lengths": 59},
-    "no keys": {"kv_lengths": 0},
-    "softcap": {"softcap": 1.5, "causal": True},
-    "scale 0": {"scale": 0.0},
-    "negative scale": {"scale": -0.2, "causal": True},
-}
 ALL = ("q", "k", "v")
 
 
@@ -52,7 +36,7 @@ def hopper():
 
 
 def upload(array):
-    return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+    return to_device(cupy, array)
 
 
 def forced(q, k, v, options, wrt=ALL):
@@ -111,26 +95,10 @@ def assert_same_bits(a, b):
         assert a[name].get().tobytes() == b[name].get().tobytes(), f"d{name}"
 
 
-def make(head_dims, shape, options, dtype=bfloat16, family="normal"):
-    batch, rows, keys = shape
-    d, d_v = head_dims
-    return problems.make_call(
-        family, 3, dtype, (*batch, rows, d), (*batch, keys, d), (*batch, keys, d_v),
-        options=options,
-    )  # fmt: skip
-
-
-CASES = [(d, name) for d in ROWS for name in OPTIONS]
-CASES += [(d, name) for d in BETWEEN for name in ("none", "causal", "window")]
-
-
 @pytest.mark.parametrize(("head_dims", "name"), CASES, ids=str)
 def test_within_budget(head_dims, name):
-    options = OPTIONS[name]
-    for batch, rows, keys in SHAPES:
-        ends = {"q_lengths": rows, "kv_lengths": keys}
-        fitting = {n: min(x, ends[n]) if n in ends else x for n, x in options.items()}
-        check(make(head_dims, (batch, rows, keys), fitting))
+    for call in in_every_shape(head_dims, name):
+        check(call)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -16,6 +16,7 @@ from ml_dtypes import bfloat16
 import cuflash
 from support import problems
 from support.budget import Budget
+from support.memory import to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ class Work:
 
 def upload(array):
     """Copy to the device byte for byte."""
-    return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+    return to_device(cupy, array)
 
 
 def bits(results):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from cuflash import (
+    _arguments,
     _compile,
     _formulas,
     _launch,
@@ -130,7 +131,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
         patch.setattr(_launch_sm90, "available", lambda _: False)
         patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
         patch.setattr(_plan, "compile_kernel", device.compile)
-        patch.setattr(_plan, "driver", SimpleNamespace(launchKernel=device.launch))
+        patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))
         for plans in (_launch._forward_plans, _launch._backward_plans):
             plans.clear()
         yield device
