@@ -361,17 +361,7 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dq_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
-  using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();  // the barriers are there
-  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
-  if (warp < 4) {
-    ptx::give_registers<producer_registers>();
-    if (warp == 0) Producer{params, smem}.run();
-  } else {
-    ptx::take_registers<consumer_registers>();
-    Consumer{params, smem, warp / 4 - 1}.run();
-  }
+  using namespace cuflash;
+  run_roles<Producer, Consumer>(params, *reinterpret_cast<SharedMemory*>(smem_bytes));
 }
