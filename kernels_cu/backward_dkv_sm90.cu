@@ -17,7 +17,7 @@
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   keys_full    1 + bytes          k and v of the tile are there
-//   full         1 + bytes          q and dout of a block are there, and lse and delta of its rows
+//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
 //   raw          1 + bytes          q and dout are there, of which rows are to be cleared
 //   empty        consumers          every warpgroup is done with the block: load the next
 #include "config.cuh"
@@ -57,7 +57,7 @@ static_assert(Config::block_n == 64 * consumers, "64 keys per warpgroup");
 // By one thread, before any other touches a barrier.
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
-    init(smem.full[i], 1);
+    init(smem.full[i], 32);  // the lanes of the producer
     init(smem.empty[i], consumers);
   }
   init(smem.keys_full, 1);
@@ -172,7 +172,6 @@ struct Producer {
     }
     wait(smem.empty[stage], ring.empty_parity());
     statistics.store(smem, stage);
-    __syncwarp();  // lane 0 speaks for all
     if (lane_index() == 0) {
       uint64_t& full = clears ? smem.raw : smem.full[stage];
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
@@ -182,6 +181,8 @@ struct Producer {
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
     if (clears) clear_hidden_rows(stage, statistics);
+    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+    arrive_if(smem.full[stage], clears || lane_index() != 0);
     ring.advance();
   }
 
@@ -198,7 +199,6 @@ struct Producer {
       });
     }
     ptx::fence_async_proxy();
-    arrive_as_warp(smem.full[stage]);
   }
 };
 

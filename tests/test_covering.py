@@ -6,7 +6,6 @@ The calls of `support.covering`, forward and backward, through the error budget 
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -49,22 +48,15 @@ def test_row(number: int) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_on_a_gpu() -> None:
-    """The rows of 16 bits, in threads: nearly each has kernels of its own to be compiled."""
+@pytest.mark.parametrize(
+    "number", [n for n, row in enumerate(ROWS) if DTYPES[row["dtype"]].itemsize == 2]
+)
+def test_row_on_a_gpu(number: int) -> None:
+    """The rows of 16 bits."""
     import cupy
 
-    def failure(number: int) -> str:
-        call = covering.call_of(ROWS[number], number)
-        try:
-            result = run(cupy, call, with_out=bool(number % 2))
-            budget = Budget(call)
-            budget.check_forward(result.out, result.lse)
-            budget.check_backward(result.gradients, given=(result.out, result.lse))
-        except Exception as error:  # of whatever kind: all rows are to be told of
-            return f"row {number}: {type(error).__name__}: {error}"
-        return ""
-
-    numbers = [n for n, row in enumerate(ROWS) if DTYPES[row["dtype"]].itemsize == 2]
-    with ThreadPoolExecutor(16) as pool:
-        failures = [text for text in pool.map(failure, numbers) if text]
-    assert not failures, "\n".join(failures)
+    call = covering.call_of(ROWS[number], number)
+    result = run(cupy, call, with_out=bool(number % 2))
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))

@@ -139,13 +139,12 @@ def run(xp: ModuleType, case: Case) -> None:
     head_dim_v = case.head_dim_v or case.k[-1]
     out_shape = (batch, case.q[1], case.q[2], head_dim_v)
     shapes = (case.q, case.k, (*case.k[:-1], head_dim_v), out_shape)
-    q, k, v, dout = (
-        placed(xp, rng.standard_normal(shape).astype(case.dtype), case) for shape in shapes
-    )
-    options = {}
-    for name, value in case.options.items():
-        drawn = value(rng) if callable(value) else value
-        options[name] = placed(xp, drawn, PLAIN) if isinstance(drawn, np.ndarray) else drawn
+    on_host = [rng.standard_normal(shape).astype(case.dtype) for shape in shapes]
+    drawn = {name: x(rng) if callable(x) else x for name, x in case.options.items()}
+    q, k, v, dout = (placed(xp, array, case) for array in on_host)
+    options = {
+        name: placed(xp, x, PLAIN) if isinstance(x, np.ndarray) else x for name, x in drawn.items()
+    }
     room = None
     if case.wide_out:
         room = (xp.empty(out_shape, np.float32), xp.empty(out_shape[:-1], np.float32))
@@ -158,9 +157,13 @@ def run(xp: ModuleType, case: Case) -> None:
     dlse = None
     if case.dlse:
         dlse = placed(xp, rng.standard_normal(lse.shape).astype(lse.dtype), PLAIN)
+    # To initcheck, what the copy engine stores is memory that nobody wrote.
+    given = cuflash.attention(*on_host[:3], return_lse=True, **drawn)
+    given_out, given_lse = (placed(xp, array, PLAIN) for array in given)
     gradients = cuflash.attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, wrt=case.wrt, **options
-    )
+        dout, q, k, v, given_out.astype(out.dtype, copy=False), given_lse, dlse=dlse,
+        wrt=case.wrt, **options,
+    )  # fmt: skip
     for result in (out, *(getattr(gradients, "d" + name) for name in case.wrt)):
         host = result if xp is np else result.get()
         if not np.isfinite(host.astype(np.float32)).all():

@@ -8,7 +8,7 @@
 //   v_raw        1 + bytes          v of a block is there whose rows are to be cleared in part
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
-//   work_empty   readers (warps)    every reader has a copy: draw the next
+//   work_empty   readers (threads)  every reader has a copy: draw the next
 //   never        -                  nobody waits: see Consumer::next_block
 //
 // Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
@@ -87,19 +87,19 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   }
   for (int i = 0; i < 2; ++i) {
     init(smem.work_full[i], 1);
-    init(smem.work_empty[i], 4 * consumers + stages_out);
+    init(smem.work_empty[i], 32 * (4 * consumers + stages_out));
   }
   init(smem.v_raw, 1);
   init(smem.never, 1);
   ptx::fence_mbarrier_init();
 }
 
-// The next tile of this block of threads, as the producer drew it; every reading warp asks once.
+// The next tile of this block of threads, as the producer drew it; every thread that reads asks once.
 __device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());
   const Work work = smem.work[stage];
-  arrive_as_warp(smem.work_empty[stage]);
+  arrive_if(smem.work_empty[stage], true);
   return work;
 }
 

@@ -51,9 +51,9 @@ extern "C" __global__ void probe(const cuflash::ProbeParams params) {
   const Layout rows{{}, params.columns, 1};
   const Layout rows_v{{}, params.columns_v, 1};
   const Range valid{params.first_valid, params.last_valid};
-  load_tile(smem.a, RowSource(params.a, rows, entry, params.columns), 0, {0, Config::block_m});
-  load_tile(smem.b, RowSource(params.b, rows, entry, params.columns), 0, valid);
-  load_tile(smem.v, RowSource(params.v, rows_v, entry, params.columns_v), 0, valid);
+  load_tile(smem.a, RowSource(params.a, rows, entry, 0, params.columns), 0, {0, Config::block_m});
+  load_tile(smem.b, RowSource(params.b, rows, entry, 0, params.columns), 0, valid);
+  load_tile(smem.v, RowSource(params.v, rows_v, entry, 0, params.columns_v), 0, valid);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   __syncthreads();  // a, b and v are complete
