@@ -178,6 +178,23 @@ FRAGMENT_CASES = list(
 )  # fmt: skip
 
 
+def fragment_code(dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int) -> str:
+    """The probe for one tile."""
+    names = ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_DIM_V")
+    defines = {
+        "DTYPE": np.dtype(dtype).name, **dict(zip(names, tile, strict=True)), "NUM_WARPS": 1,
+        "COPY_BYTES": copy_bytes,
+    }  # fmt: skip
+    return flattened("fragment_probe.cu", defines)
+
+
+@pytest.mark.nvrtc
+def test_the_fragment_probe_compiles() -> None:
+    """Where no device is at hand to run it."""
+    _, log = _compile._nvrtc(fragment_code(*FRAGMENT_CASES[0]), (*_compile.OPTIONS, "-arch=sm_80"))
+    assert "warning" not in log
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tile", "copy_bytes"), FRAGMENT_CASES)
 def test_tiles_and_fragments_multiply_exactly(
@@ -188,11 +205,7 @@ def test_tiles_and_fragments_multiply_exactly(
 
     m, n, d, d_v = tile
     columns, columns_v = d - 8 // (16 // copy_bytes), d_v - 8
-    defines = {
-        "DTYPE": np.dtype(dtype).name, "BLOCK_M": m, "BLOCK_N": n, "HEAD_DIM": d,
-        "HEAD_DIM_V": d_v, "NUM_WARPS": 1, "COPY_BYTES": copy_bytes,
-    }  # fmt: skip
-    code = flattened("fragment_probe.cu", defines)
+    code = fragment_code(dtype, tile, copy_bytes)
     kernel = cupy.RawModule(code=code, options=_compile.OPTIONS).get_function("probe")
     smem_bytes = 2 * (m * d + n * (d + d_v))
     kernel.max_dynamic_shared_size_bytes = smem_bytes
