@@ -45,6 +45,11 @@ inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x)); }
+inline int __double2hiint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 32); }
+inline double __hiloint2double(int high, int low) {
+  return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
+}
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | static_cast<uint64_t>(b) << 32;
@@ -183,7 +188,7 @@ T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
 }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
-  return host::gather(x, [&](const T* values) { return values[lane]; });
+  return host::gather(x, [&](const T* values) { return values[lane & 31]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return host::gather(vote, [](const bool* votes) {
