@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,6 +19,9 @@ sys.path.insert(0, str(ROOT))
 from cuflash import _config, _options, _problem  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
+TOKENS, MODEL_WIDTH = 16_384, 2048
+#: Topics of the files that hold the shapes of training, by pass.
+TOPICS = {"fwd": "forward", "bwd": "backward"}
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -41,32 +45,54 @@ def state(commit: str) -> str:
     return f"{kind or 'commit'} {digest[:9]}{changed}"
 
 
+def newest(topic: str) -> dict[str, Any] | None:
+    """The newest committed result of a topic."""
+    files = sorted(RESULTS.glob(f"*-{topic}-????-??-??.json"))
+    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
+
+
+def is_training(row: dict[str, Any]) -> bool:
+    """Whether the row is one of the shapes that the table shows."""
+    return (
+        row["batch"] * row["seqlen_q"] == TOKENS
+        and row["heads_q"] * row["head_dim"] == MODEL_WIDTH
+        and row["heads_q"] == row["heads_kv"]
+        and row["head_dim"] == row["head_dim_v"]
+        and row["seqlen_q"] == row["seqlen_k"]
+        and row["seqlen_q"] in SHOWN_SEQLENS
+    )
+
+
 def speed() -> str:
-    """Median times of the newest committed run of the training shapes."""
-    files = sorted(RESULTS.glob("*-training-*.json"))
-    if not files:
+    """Median times of the newest committed runs, forward and backward, beside the peers."""
+    results = {pass_: newest(topic) for pass_, topic in TOPICS.items()}
+    found = [result for result in results.values() if result]
+    if not found:
         return "No measurement is committed."
-    result = json.loads(files[-1].read_text(encoding="utf-8"))
-    meta = result["meta"]
-    rows = [row for row in result["rows"] if row["seqlen_q"] in SHOWN_SEQLENS]
-    shown = [
-        (p, i)
-        for p in ("fwd", "bwd")
-        for i in ("cuflash", "fa2", "cudnn")
-        if any((r["pass"], r["impl"]) == (p, i) for r in rows)
-    ]
+    shown: list[tuple[str, str]] = []
+    cells: dict[tuple[int, bool, int], dict[tuple[str, str], float]] = {}
+    for pass_, result in results.items():
+        for row in filter(is_training, result["rows"] if result else ()):
+            column = pass_, row["impl"]
+            if row["pass"] != pass_:
+                continue
+            if column not in shown:
+                shown.append(column)
+            cell = cells.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})
+            cell[column] = row["tflops"]
+    device = found[0]["meta"]["device"]
+    runs = "; ".join(
+        f"{pass_} {result['meta']['date']}, {state(result['meta']['commit'])}"
+        for pass_, result in results.items()
+        if result
+    )
     lines = [
-        f"{meta['device']}, {meta['date']}, {state(meta['commit'])}; {rows[0]['dtype']}, "
-        "16,384 tokens, heads x head_dim = 2048, TFLOP/s "
+        f"{device} ({runs}); bfloat16, 16,384 tokens, heads x head_dim = 2048, TFLOP/s "
         "(backward counted as 2.5 forwards, causal as half):",
         "",
         "| head_dim, mask, seqlen | " + " | ".join(f"{p} {i}" for p, i in shown) + " |",
         "|--" * (1 + len(shown)) + "|",
     ]
-    cells: dict[tuple[int, bool, int], dict[tuple[str, str], float]] = {}
-    for row in rows:
-        cell = cells.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})
-        cell[row["pass"], row["impl"]] = row["tflops"]
     for (head_dim, causal, seqlen), cell in sorted(cells.items()):
         values = [cell.get(column) for column in shown]
         texts = ["-" if v is None else f"{v:.0f}" for v in values]
