@@ -94,7 +94,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The next tile of this block of threads, as the producer drew it; every thread that reads asks once.
+// The next tile of this block of threads, as the producer drew it; each reading thread asks once.
 __device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());
