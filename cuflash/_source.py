@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from pathlib import Path
 
@@ -18,6 +19,16 @@ def kernels_dir() -> Path:
         if (folder / "config.cuh").is_file():
             return folder
     raise FileNotFoundError(f"no kernel sources in {candidates[0]} or {candidates[1]}")
+
+
+def digest() -> str:
+    """Sha256 over names and contents of all CUDA sources: which state of them is this?"""
+    total = hashlib.sha256()
+    for path in sorted(p for p in kernels_dir().rglob("*") if p.is_file()):
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        name = path.relative_to(kernels_dir()).as_posix()
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()
 
 
 @functools.cache

@@ -13,14 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bench
 from cuflash import reference
+from cuflash._bench import cells, command, machine, overhead, peers, report, workload
+from cuflash._bench import clock as timing
 
-# Plain modules beside bench.py, which has put their folder on the path.
-baselines = sys.modules["baselines"]
-timing = sys.modules["timing"]
-
-TINY = baselines.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
+ROOT = Path(__file__).resolve().parents[1]
+TINY = workload.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
 
 
 def visible(work) -> np.ndarray:
@@ -54,7 +52,7 @@ def test_pairs_are_those_that_are_visible(changes):
 
 
 def test_flops_follow_the_convention_of_publications():
-    work = bench.square(8, 32, 2048, 64, False)
+    work = workload.square(8, 32, 2048, 64, False)
     assert work.flops("fwd") == 4 * 8 * 32 * 2048 * 2048 * 64
     assert work.flops("bwd") == 2.5 * work.flops("fwd")
     assert replace(work, causal=True).flops("fwd") == work.flops("fwd") / 2
@@ -64,7 +62,7 @@ def test_flops_follow_the_convention_of_publications():
 
 
 def test_training_shapes_have_16384_tokens_and_width_2048():
-    shapes = bench.training((64, 128), (2048, 8192))
+    shapes = workload.training((64, 128), (2048, 8192))
     assert len(set(shapes)) == 8
     for work in shapes:
         assert work.batch * work.seqlen_q == 16_384
@@ -78,8 +76,8 @@ def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
     work = replace(TINY, causal=causal, heads_kv=heads_kv, seqlen_k=seqlen_k, dtype="float64")
     ((q, k, v, dout),) = work.inputs(np)
     mask = ~np.tri(33, seqlen_k, seqlen_k - 33, dtype=bool) if causal else None
-    out, p = baselines.naive_forward(q, k, v, mask, 0.25)
-    gradients = baselines.naive_backward(dout, q, k, v, p, 0.25)
+    out, p = peers.naive_forward(q, k, v, mask, 0.25)
+    gradients = peers.naive_backward(dout, q, k, v, p, 0.25)
     options = work.score_options()
     expected = reference.attention(q, k, v, return_lse=True, **options)
     np.testing.assert_allclose(out, expected.out, rtol=1e-12, atol=1e-12)
@@ -130,14 +128,14 @@ def test_host_time_is_per_call():
 @pytest.fixture
 def run():
     """Return a run on NumPy arrays with the two implementations that need nothing."""
-    chosen = [baselines.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
-    return bench.Run(np, timing.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
+    chosen = [peers.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
+    return cells.Run(np, timing.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
 
 
 def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
-    bench.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
-    meta = bench.describe_machine(run, "python benchmarks/bench.py")
-    path = bench.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
+    cells.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
+    meta = machine.describe_machine(np, "cpu", "python benchmarks/bench.py")
+    path = report.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
     result = json.loads(path.read_text())
     assert path.name == f"cpu-test-{meta['date']}.json"
     assert set(result["meta"]) == {
@@ -154,52 +152,52 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
         flops *= 2.5 if row["pass"] == "bwd" else 1
         assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9)
     table = path.with_suffix(".md").read_text()
-    assert table == bench.markdown(result)
+    assert table == report.markdown(result)
     assert table.count("| b2 h4 33x33 d16 full |") == 2
     assert table.count("| b2 h4/2 33x33 d16 causal |") == 2
-    assert bench.main(["--render", str(path)]) == 0
+    assert command.main(["--render", str(path)]) == 0
     assert capsys.readouterr().out.endswith(table)
 
 
 def test_wrong_result_is_not_timed(run, monkeypatch):
-    class Wrong(baselines.Naive):
+    class Wrong(peers.Naive):
         name = "wrong"
 
         def prepare(self, work, pass_, inputs):
             return super().prepare(replace(work, causal=not work.causal), pass_, inputs)
 
     run.implementations.append(Wrong())
-    bench.measure_cell(run, TINY, "fwd")
+    cells.measure_cell(run, TINY, "fwd")
     assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
     assert any("wrong" in note and "differs" in note for note in run.notes)
 
 
 def test_failing_implementation_leaves_a_note_and_the_others(run):
-    class Failing(baselines.Naive):
+    class Failing(peers.Naive):
         name = "failing"
 
         def prepare(self, work, pass_, inputs):
             raise RuntimeError("out of order")
 
     run.implementations.insert(0, Failing())
-    bench.measure_cell(run, TINY, "bwd")
+    cells.measure_cell(run, TINY, "bwd")
     assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
     assert any("failing bwd" in note and "out of order" in note for note in run.notes)
 
 
 def test_what_an_implementation_cannot_do_is_said_once(run):
     windowed = replace(TINY, window=(4, 0))
-    bench.measure_shapes([windowed, replace(windowed, batch=1)])(run)
+    cells.measure_shapes([windowed, replace(windowed, batch=1)])(run)
     assert {row["impl"] for row in run.rows} == {"cuflash"}
     assert sum("no window" in note for note in run.notes) == 1
 
 
 def test_absent_peers_are_named(monkeypatch):
     for name in ("fa2", "cudnn", "eff", "flex", "fa4"):
-        assert "needs a GPU" in baselines.IMPLEMENTATIONS[name].absent(np)
+        assert "needs a GPU" in peers.IMPLEMENTATIONS[name].absent(np)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     fake_cupy = types.ModuleType("cupy")
-    assert "cannot be imported" in baselines.IMPLEMENTATIONS["fa4"].absent(fake_cupy)
+    assert "cannot be imported" in peers.IMPLEMENTATIONS["fa4"].absent(fake_cupy)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +213,11 @@ def test_absent_peers_are_named(monkeypatch):
     ],
 )
 def test_device_names_become_file_names(name, slug):
-    assert bench.device_slug(name) == slug
+    assert machine.device_slug(name) == slug
 
 
 def test_import_is_measured_in_a_fresh_process(run):
-    bench.measure_first_calls(run)
+    overhead.measure_first_calls(run)
     (row,) = run.rows
     assert (row["options"], row["timing"], row["tflops"]) == ("import", "process", None)
     assert 0.1 < row["ms"] < 5000
@@ -228,7 +226,7 @@ def test_import_is_measured_in_a_fresh_process(run):
 
 def test_command_on_a_machine_without_a_gpu(tmp_path):
     """The real command, in a process of its own."""
-    script = Path(bench.__file__)
+    script = ROOT / "benchmarks" / "bench.py"
     command = [sys.executable, str(script), "--device", "cpu", "--budget-ms", "1", "--pass", "fwd"]
     done = subprocess.run(
         [*command, "--set", "cpu", "--impl", "cuflash,fa2", "--topic", "try", "--out", tmp_path],
@@ -243,12 +241,12 @@ def test_command_on_a_machine_without_a_gpu(tmp_path):
 
 def test_unknown_names_are_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--set", "everything"])
+        command.main(["--set", "everything"])
     assert "portable, widths, short" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        bench.main(["--help"])
+        command.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text for name in bench.SETS)
+    assert all(f"  {name} " in text for name in command.SETS)
 
 
 @pytest.fixture
@@ -284,10 +282,10 @@ def test_peers_read_the_same_arrays_and_agree(clock, pass_, dtype):
     import cupy
 
     work = replace(TINY, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=64, dtype=dtype)
-    peers = [i for i in baselines.IMPLEMENTATIONS.values() if not i.absent(cupy)]
-    run = bench.Run(cupy, clock, peers, [dtype], [pass_], 5.0)
+    present = [i for i in peers.IMPLEMENTATIONS.values() if not i.absent(cupy)]
+    run = cells.Run(cupy, clock, present, [dtype], [pass_], 5.0)
     for causal in (False, True):
-        bench.measure_cell(run, replace(work, causal=causal), pass_)
+        cells.measure_cell(run, replace(work, causal=causal), pass_)
     measured = {row["impl"] for row in run.rows}
     assert "cuflash" in measured
     assert not any("differs" in note for note in run.notes), run.notes
@@ -297,10 +295,10 @@ def test_peers_read_the_same_arrays_and_agree(clock, pass_, dtype):
 def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
     import cupy
 
-    ours = [baselines.IMPLEMENTATIONS["cuflash"]]
-    run = bench.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
-    bench.SETS["host"][1](run)
-    bench.measure_shapes([bench.square(1, 8, 128, 64, True)])(run)
+    ours = [peers.IMPLEMENTATIONS["cuflash"]]
+    run = cells.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
+    command.SETS["host"][1](run)
+    cells.measure_shapes([workload.square(1, 8, 128, 64, True)])(run)
     assert run.notes == []
     assert [row["timing"] for row in run.rows] == ["host"] * 4 + ["graph"] * 2
     assert all(row["ms"] < 5 for row in run.rows)
@@ -315,4 +313,4 @@ def test_peak_memory_counts_what_lives_at_one_time():
         del first
         return cupy.empty(1 << 21, cupy.uint8)
 
-    assert bench.peak_bytes(call) == 1 << 21
+    assert overhead.peak_bytes(call) == 1 << 21

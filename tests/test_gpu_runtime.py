@@ -607,13 +607,13 @@ def test_200_runs_beside_a_busy_stream_give_the_same_bits(options):
 
 
 def test_memory_is_linear_in_the_sequence():
-    from benchmarks import bench
+    from cuflash._bench import overhead
 
     peaks = []
     for seqlen in (1024, 4096):
         work = Work(batch=1, heads=2, seqlen=seqlen)
         work.buffers.clear()
-        peaks.append(bench.peak_bytes(work.allocating))
+        peaks.append(overhead.peak_bytes(work.allocating))
     assert peaks[1] <= 4 * peaks[0] + 8192
     # out, three gradients; lse and delta in float32; room for rounding up to 512 bytes each.
     assert peaks[1] <= 4 * work.q.nbytes + 4 * work.q.nbytes // 32 + 8192

@@ -10,6 +10,7 @@ comes again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import sys
@@ -81,7 +82,7 @@ class HostClock:
         first = {name: min(self.once(call), self.once(call)) for name, call in calls.items()}
         rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
         samples = interleaved(
-            {name: (lambda call=call: self.once(call)) for name, call in calls.items()}, rounds
+            {name: functools.partial(self.once, call) for name, call in calls.items()}, rounds
         )
         return {name: Measurement(statistics.median(ms), "wall") for name, ms in samples.items()}
 
@@ -128,7 +129,7 @@ class DeviceClock:
         first = {name: self._warm(call) for name, call in calls.items()}
         rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
         samples = interleaved(
-            {name: (lambda call=call: self.once(call)) for name, call in calls.items()}, rounds
+            {name: functools.partial(self.once, call) for name, call in calls.items()}, rounds
         )
         return {name: Measurement(statistics.median(ms), "events") for name, ms in samples.items()}
 
@@ -140,7 +141,7 @@ class DeviceClock:
         rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
         samples = interleaved(
             {
-                name: (lambda replay=replay, count=count: self._between_events(replay) / count)
+                name: functools.partial(self._share_of, replay, count)
                 for name, (replay, count) in graphs.items()
             },
             rounds,
@@ -171,6 +172,9 @@ class DeviceClock:
     def _warm(self, call: Call) -> float:
         call()
         return min(self.once(call) for _ in range(3))
+
+    def _share_of(self, replay: Call, count: int) -> float:
+        return self._between_events(replay) / count
 
     def _between_events(self, call: Call) -> float:
         start, stop = (self.cupy.cuda.Event() for _ in range(2))

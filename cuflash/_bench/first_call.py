@@ -1,6 +1,6 @@
 """What does a fresh process wait for: importing the library, its first call, its second?
 
-Run by bench.py in a process of its own; prints one JSON object, milliseconds by name.
+Run by overhead.py in a process of its own; prints one JSON object, milliseconds by name.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np  # imported first: what counts is the time on top of NumPy
 
@@ -20,26 +22,27 @@ imported = time.perf_counter()
 def main(dtype: str, pass_: str) -> dict[str, float]:
     """Time the first and the second call, each until the device has finished."""
     import cupy
-    from baselines import DTYPES
+
+    from cuflash._bench.workload import DTYPES
 
     host = np.random.default_rng(0).standard_normal((4, 1, 8, 128, 64)).astype(DTYPES[dtype])
     q, k, v, dout = (cupy.asarray(a.view(np.uint8)).view(host.dtype) for a in host)
 
-    def synchronized(call) -> float:
+    def synchronized(call: Callable[[], Any]) -> float:
         cupy.cuda.Device().synchronize()
         begin = time.perf_counter()
         call()
         cupy.cuda.Device().synchronize()
         return 1e3 * (time.perf_counter() - begin)
 
-    def forward():
+    def forward() -> Any:
         return cuflash.attention(q, k, v, causal=True, return_lse=True)
 
     call = forward
     if pass_ == "bwd":
         out, lse = forward()
 
-        def call():
+        def call() -> Any:
             return cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
 
     return {"first": synchronized(call), "second": synchronized(call)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -11,86 +12,14 @@ from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
-from timing import Call
 
 import cuflash
+from cuflash._bench.clock import Call
+from cuflash._bench.workload import PASSES, Workload
 
 Array = Any
-DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
-PASSES = ("fwd", "bwd")
 #: Two correct results differ by a few roundings of the operands; a wrong mask by order 1.
 AGREEMENT = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-10}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One shape with its options: all of a result row that is not a result."""
-
-    batch: int
-    heads_q: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    precision: str = "ieee"
-    layout: str = "bhsd"
-    deterministic: bool = True
-
-    def visible_pairs(self) -> float:
-        """Query-key pairs that the call has to look at, per head.
-
-        Causal over equal lengths counts as one half, as publications do; every other mask by the
-        pairs themselves.
-        """
-        if self.window is None and not self.causal:
-            return float(self.seqlen_q * self.seqlen_k)
-        if self.window is None and self.seqlen_q == self.seqlen_k:
-            return self.seqlen_q * self.seqlen_k / 2
-        left, right = self.window or (None, None)
-        right = 0 if self.causal else right
-        diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
-        last = np.full(self.seqlen_q, self.seqlen_k - 1) if right is None else diagonal + right
-        first = np.zeros(self.seqlen_q, int) if left is None else diagonal - left
-        seen = np.minimum(last, self.seqlen_k - 1) - np.maximum(first, 0) + 1
-        return float(np.maximum(seen, 0).sum())
-
-    def flops(self, pass_: str) -> float:
-        """Floating-point operations by the field's count: backward is 2.5 times forward."""
-        forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
-        return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5}[pass_]
-
-    def input_bytes(self, pass_: str) -> int:
-        """Bytes that one call reads and writes at least."""
-        q = self.batch * self.heads_q * self.seqlen_q
-        k = self.batch * self.heads_kv * self.seqlen_k
-        forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
-        return DTYPES[self.dtype].itemsize * forward * (2 if pass_ == "bwd" else 1)
-
-    def inputs(self, xp: ModuleType, copies: int = 1, seed: int = 0) -> list[tuple[Array, ...]]:
-        """Sets of q, k, v, dout: standard normal, rounded, (batch, heads, seqlen, dim)."""
-        random = xp.random.RandomState(seed)
-        shapes = (
-            (self.batch, self.heads_q, self.seqlen_q, self.head_dim),
-            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
-            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim_v),
-            (self.batch, self.heads_q, self.seqlen_q, self.head_dim_v),
-        )
-        wide = {} if xp is np else {"dtype": np.float32}
-        drawn = (
-            random.standard_normal((copies, *shape), **wide).astype(DTYPES[self.dtype])
-            for shape in shapes
-        )
-        return list(zip(*drawn, strict=True))
-
-    def score_options(self) -> dict[str, Any]:
-        """The keywords that cuflash gets."""
-        options: dict[str, Any] = {"causal": self.causal, "window": self.window}
-        options["enable_gqa"] = self.heads_q != self.heads_kv
-        return {name: value for name, value in options.items() if value not in (None, False)}
 
 
 class Unsupported(Exception):
@@ -149,7 +78,8 @@ class Cuflash(Implementation):
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
         common["deterministic"] = work.deterministic
-        calls, results = [], []
+        calls: list[Call] = []
+        results: list[Call] = []
         for q, k, v, dout in inputs:
             xp = _module_of(q)
             out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -186,6 +116,10 @@ class Cuflash(Implementation):
         return Prepared(calls, results[0], _capture_with_cupy)
 
 
+def _first_of(call: Call) -> Array:
+    return call()[0]
+
+
 class Naive(Implementation):
     """What one writes without a library: the whole matrix of scores, softmax in float32."""
 
@@ -196,7 +130,7 @@ class Naive(Implementation):
         if work.window is not None:
             raise Unsupported("no window")
         scale = 1 / math.sqrt(work.head_dim)
-        calls = []
+        calls: list[Call] = []
         for q, k, v, dout in inputs:
             xp = _module_of(q)
             mask = None
@@ -208,7 +142,7 @@ class Naive(Implementation):
                 return naive_forward(q, k, v, mask, scale)
 
             if pass_ == "fwd":
-                calls.append(lambda forward=forward: forward()[0])
+                calls.append(functools.partial(_first_of, forward))
                 continue
             p = forward()[1]
 
@@ -263,8 +197,8 @@ def naive_backward(
 class Torch(Implementation):
     """An implementation that takes torch tensors, on the memory of CuPy's arrays."""
 
-    needs = ("torch",)
-    deterministic = ("fwd",)
+    needs: tuple[str, ...] = ("torch",)
+    deterministic: tuple[str, ...] = ("fwd",)
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
 
     def function(self, work: Workload) -> Callable[..., Any]:
@@ -286,7 +220,7 @@ class Torch(Implementation):
         if work.causal and work.seqlen_q != work.seqlen_k:
             raise Unsupported("its causal mask aligns at the first key")
         function = self.function(work)
-        calls = []
+        calls: list[Call] = []
         for arrays in inputs:
             q, k, v, dout = (self.arrange(_tensor(a)) for a in arrays)
             if pass_ == "fwd":
@@ -327,7 +261,7 @@ class ScaledDotProduct(Torch):
         self.backend = backend
         self.dtypes = dtypes
 
-    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+    def function(self, work: Workload) -> Callable[..., Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -349,7 +283,7 @@ class Flex(Torch):
     needs = ("torch", "torch.nn.attention.flex_attention", "triton")
     dtypes = ("float16", "bfloat16", "float32")
 
-    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+    def function(self, work: Workload) -> Callable[..., Any]:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -369,10 +303,10 @@ class FlashAttention4(Torch):
     name = "fa4"
     needs = ("torch", "flash_attn.cute")
 
-    def arrange(self, tensor: Any) -> Any:  # noqa: D102
+    def arrange(self, tensor: Any) -> Any:
         return tensor.transpose(1, 2).contiguous()
 
-    def function(self, work: Workload) -> Callable[..., Any]:  # noqa: D102
+    def function(self, work: Workload) -> Callable[..., Any]:
         from flash_attn.cute import flash_attn_func
 
         def call(q: Any, k: Any, v: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Benchmarks: one clock for the command line, the sweeps and `benchmarks/`."""

@@ -1,0 +1,171 @@
+"""How long does each implementation take on one shape, in turns, where it agrees with the first?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, TextIO
+
+import numpy as np
+
+from cuflash._bench.clock import SHORT_MS, DeviceClock, Measurement
+from cuflash._bench.peers import (
+    AGREEMENT,
+    IMPLEMENTATIONS,
+    Implementation,
+    Unsupported,
+    difference,
+)
+from cuflash._bench.report import describe, first_line, shape_text
+from cuflash._bench.workload import Workload
+
+
+@dataclass
+class Run:
+    """One benchmark run: where it measures, what it has found so far."""
+
+    xp: ModuleType
+    clock: Any
+    implementations: list[Implementation]
+    dtypes: list[str]
+    passes: list[str]
+    budget_ms: float
+    notes: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    progress: TextIO | None = None  # None: standard output
+
+    def note(self, text: str) -> None:
+        """Keep a remark once and print it."""
+        if text not in self.notes:
+            self.notes.append(text)
+            print(f"note: {text}", file=self.progress, flush=True)
+
+    def add(
+        self, impl: Implementation | None, work: Workload, pass_: str, found: Measurement,
+        *, options: str = "", flops: bool = True,
+    ) -> None:  # fmt: skip
+        """Keep one row and print it."""
+        name = "cuflash" if impl is None else impl.name
+        tflops = work.flops(pass_) / found.ms / 1e9 if flops else None
+        row = {
+            "impl": name,
+            "pass": pass_,
+            "dtype": work.dtype,
+            "precision": work.precision,
+            "batch": work.batch,
+            "heads_q": work.heads_q,
+            "heads_kv": work.heads_kv,
+            "seqlen_q": work.seqlen_q,
+            "seqlen_k": work.seqlen_k,
+            "head_dim": work.head_dim,
+            "head_dim_v": work.head_dim_v,
+            "causal": work.causal,
+            "window": work.window,
+            "options": options,
+            "layout": work.layout,
+            "deterministic": impl is None or pass_ in impl.deterministic,
+            "timing": found.timing,
+            "ms": found.ms,
+            "tflops": tflops,
+        }
+        self.rows.append(row)
+        speed = "" if tflops is None else f"{tflops:8.3g} TFLOP/s"
+        detail = f"{found.timing} {options}".strip()
+        print(
+            f"{name:8} {pass_} {work.dtype:8} {shape_text(row):34} {found.ms:10.4g} ms {speed}"
+            f"  ({detail})",
+            file=self.progress,
+            flush=True,
+        )
+
+    def workloads(self, shapes: Iterable[Workload]) -> Iterator[tuple[Workload, str]]:
+        """Every shape in every dtype and pass that was asked for."""
+        for dtype in self.dtypes:
+            for shape in shapes:
+                for pass_ in self.passes:
+                    yield replace(shape, dtype=dtype), pass_
+
+
+def free_memory(xp: ModuleType) -> None:
+    """Give the pools' unused blocks back, so that no cell runs out of memory by an earlier one."""
+    if xp is not np:
+        xp.get_default_memory_pool().free_all_blocks()
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.cuda.empty_cache()
+
+
+def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
+    """Calls of every implementation that can do the cell and agrees with the first one."""
+    inputs = work.inputs(run.xp)
+    prepared: dict[str, Any] = {}
+    truth = None
+    for implementation in run.implementations:
+        cell = f"{implementation.name} {pass_} {work.dtype} {describe(work)}"
+        try:
+            candidate = implementation.prepare(work, pass_, inputs)
+            result = candidate.result()
+            if truth is None:
+                truth = result.copy()
+            elif not difference(result, truth) <= AGREEMENT[work.dtype]:
+                run.note(
+                    f"{cell}: not timed, its result differs by {difference(result, truth):.2g}"
+                )
+                continue
+        except Unsupported as reason:
+            run.note(f"{implementation.name}: {reason}, not timed where that matters")
+            continue
+        except Exception as error:
+            run.note(f"{cell}: {type(error).__name__}: {first_line(error)}")
+            continue
+        prepared[implementation.name] = candidate
+    return prepared
+
+
+def measure_cell(run: Run, work: Workload, pass_: str) -> None:
+    """Time all implementations on one shape, in turns."""
+    with run.clock.scope():
+        prepared = prepare_all(run, work, pass_)
+        calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
+        found = run.clock.measure(calls, run.budget_ms)
+        short = {name for name, measured in found.items() if measured.ms < SHORT_MS}
+        if short and isinstance(run.clock, DeviceClock):
+            found |= measure_short(run, work, pass_, short)
+    for implementation in run.implementations:
+        if implementation.name in found:
+            run.add(implementation, work, pass_, found[implementation.name])
+    prepared.clear()
+    free_memory(run.xp)
+
+
+def measure_short(run: Run, work: Workload, pass_: str, names: set[str]) -> dict[str, Measurement]:
+    """Time the short calls of a cell by CUDA graphs; what cannot be captured keeps its events."""
+    clock = run.clock
+    copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
+    inputs = work.inputs(run.xp, copies)
+    graphs, held = {}, []
+    for name in sorted(names):
+        try:
+            candidate = IMPLEMENTATIONS[name].prepare(work, pass_, inputs)
+            graphs[name] = (candidate.capture(clock, candidate.calls), copies)
+            held.append(candidate)  # a graph does not keep the arrays of its calls alive
+        except Exception as error:
+            run.note(
+                f"{name} {pass_} {describe(work)}: no CUDA graph, timed by events "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
+    found = clock.measure_graphs(graphs, run.budget_ms)
+    del held
+    return found
+
+
+def measure_shapes(shapes: Sequence[Workload]) -> Callable[[Run], None]:
+    """A set that is a list of shapes."""
+
+    def measure(run: Run) -> None:
+        for work, pass_ in run.workloads(shapes):
+            measure_cell(run, work, pass_)
+
+    return measure

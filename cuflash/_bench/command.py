@@ -1,0 +1,177 @@
+"""How fast is cuflash, next to what a user would take instead?
+
+A result is <device>-<topic>-<date>.json with a Markdown table beside it:
+{"meta": {...}, "rows": [...], "notes": [...]}, where a note names what is absent, what an
+implementation refused, or memory. TFLOP/s: 2 * pairs * (head_dim + head_dim_v) a head, causal
+counted as half of all pairs, backward as 2.5 times forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cuflash._bench.cells import Run, measure_shapes
+from cuflash._bench.clock import DeviceClock, HostClock
+from cuflash._bench.machine import describe_machine, gpu_module, read_clocks
+from cuflash._bench.overhead import CPU_SHAPES, measure_first_calls, measure_host, measure_naive
+from cuflash._bench.peers import IMPLEMENTATIONS
+from cuflash._bench.report import markdown, write
+from cuflash._bench.workload import DTYPES, PASSES, Workload, square, training
+
+EXAMPLES = """\
+examples:
+  python -m cuflash bench                                     # what fits this machine
+  python -m cuflash bench --set portable,short --impl cuflash,fa2,cudnn
+  python -m cuflash bench --set host,compile --topic overhead --out results
+  python -m cuflash bench --render results/h100-portable-2026-11-21.json
+"""
+SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
+    "portable": (
+        "head_dim 64 and 128, full and causal, seqlen 2048 and 8192, 16,384 tokens",
+        measure_shapes(training((64, 128), (2048, 8192))),
+    ),
+    "widths": (
+        "the same at head_dim 96 and 256",
+        measure_shapes(training((96, 256), (2048, 8192))),
+    ),
+    "short": (
+        "batch 1, 8 heads, head_dim 64, causal, seqlen 128, 512, 1024",
+        measure_shapes([square(1, 8, seqlen, 64, True) for seqlen in (128, 512, 1024)]),
+    ),
+    "training": (
+        "head_dim 64, 128 and 256, full and causal, seqlen 512 to 16384, 16,384 tokens",
+        measure_shapes(training((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384))),
+    ),
+    "shapes": (
+        "grouped heads 32/8, head_dim 192/128, 1000 x 3000 at head_dim 96",
+        measure_shapes(
+            [
+                Workload(2, 32, 8, 4096, 4096, 128, 128, "bfloat16", causal=True),
+                Workload(2, 16, 16, 4096, 4096, 192, 128, "bfloat16", causal=True),
+                Workload(4, 32, 32, 1000, 3000, 96, 96, "bfloat16"),
+            ]
+        ),
+    ),
+    "host": ("host time of one call, batch 1, 8 heads, 128 x 128, head_dim 64", measure_host),
+    "compile": ("fresh processes: import, cold first call, warm from disk", measure_first_calls),
+    "naive": ("factor and memory against unfused array operations", measure_naive),
+    "cpu": (
+        "batch 1, 8 heads, head_dim 64, seqlen 1024 and 2048, full and causal",
+        measure_shapes(CPU_SHAPES),
+    ),
+}
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: a comma-separated choice of known names."""
+    known = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in chosen if name not in known]
+        if unknown or not chosen:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected one or more of {', '.join(known)}"
+            )
+        return chosen
+
+    return parse
+
+
+def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> None:
+    """Describe the command line; ``results`` is the folder that is written to unasked."""
+    sets = "\n".join(f"  {name:9} {text}" for name, (text, _) in SETS.items())
+    p.description = __doc__.split("\n", maxsplit=1)[0]
+    p.epilog = f"{EXAMPLES}\nsets:\n{sets}"
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--set", type=names_of(SETS), help="what to measure (default: portable, or cpu)")
+    p.add_argument("--topic", help="name of the result file (default: the names of the sets)")
+    p.add_argument(
+        "--dtype", type=names_of(DTYPES), help="default: bfloat16, or float32 on the CPU"
+    )
+    p.add_argument(
+        "--pass",
+        dest="passes",
+        type=names_of(PASSES),
+        default=list(PASSES),
+        help="default: fwd,bwd",
+    )
+    p.add_argument(
+        "--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
+        help=f"default: all of {', '.join(IMPLEMENTATIONS)} that can be imported",
+    )  # fmt: skip
+    p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
+    p.add_argument(
+        "--budget-ms", type=float, default=120.0,
+        help="time given to each implementation of a cell, within 5 to 60 rounds (default: 120)",
+    )  # fmt: skip
+    p.add_argument(
+        "--out", type=Path, default=results, help="folder of the result files (default: none)"
+    )
+    p.add_argument(
+        "--json", action="store_true", help="print the result as JSON, remarks to stderr"
+    )
+    p.add_argument("--no-write", action="store_true", help="print only")
+    p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
+
+
+def open_run(arguments: argparse.Namespace) -> Run:
+    """Choose device, clock and the implementations that can be had."""
+    cupy = None if arguments.device == "cpu" else gpu_module()
+    if cupy is None and arguments.device == "gpu":
+        raise SystemExit("bench: no NVIDIA device can be used; --device cpu measures NumPy arrays")
+    xp = cupy or np
+    run = Run(
+        xp=xp,
+        clock=HostClock() if cupy is None else DeviceClock(),
+        implementations=[],
+        dtypes=arguments.dtype or ["float32" if cupy is None else "bfloat16"],
+        passes=arguments.passes,
+        budget_ms=arguments.budget_ms,
+        progress=sys.stderr if arguments.json else None,
+    )
+    for name in arguments.impl:
+        reason = IMPLEMENTATIONS[name].absent(xp)
+        if reason:
+            run.note(f"absent: {name}: {reason}")
+        else:
+            run.implementations.append(IMPLEMENTATIONS[name])
+    return run
+
+
+def main(argv: Sequence[str] | None = None, results: Path | None = None) -> int:
+    """Measure, print, write to ``results``."""
+    p = argparse.ArgumentParser()
+    add_arguments(p, results)
+    arguments = p.parse_args(argv)
+    shown = " ".join(sys.argv[1:] if argv is None else argv)
+    return measure(arguments, f"python benchmarks/bench.py {shown}".strip())
+
+
+def measure(arguments: argparse.Namespace, command: str) -> int:
+    """Do what the arguments ask for; ``command`` is what the result says was run."""
+    if arguments.render:
+        print(markdown(json.loads(arguments.render.read_text())), end="")
+        return 0
+    run = open_run(arguments)
+    sets = arguments.set or ["cpu" if run.xp is np else "portable"]
+    meta = describe_machine(run.xp, run.clock.device_name, command)
+    result = {"meta": meta, "rows": run.rows, "notes": run.notes}
+    topic = arguments.topic or "-".join(sets)
+    for name in sets:
+        SETS[name][1](run)
+        if run.xp is not np:
+            meta["clocks"] = read_clocks()
+        if arguments.out is not None and not arguments.no_write:
+            write(result, arguments.out, topic)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(markdown(result), end="")
+    return 0

@@ -1,0 +1,152 @@
+"""What does a call cost beside the device: host time, the first call, memory?"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash._bench.cells import Run, free_memory, measure_cell
+from cuflash._bench.clock import Measurement, host_microseconds
+from cuflash._bench.peers import Implementation
+from cuflash._bench.report import describe, first_line
+from cuflash._bench.workload import Workload, square, training
+
+SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
+CPU_SHAPES = [square(1, 8, n, 64, causal) for n in (1024, 2048) for causal in (False, True)]
+
+
+def measure_host(run: Run) -> None:
+    """Host time of a call that only enqueues; arrays known to the library, and new ones."""
+    if run.xp is np:
+        run.note("host: it needs a GPU; on NumPy arrays the call is the computation")
+        return
+    synchronize = run.clock.stream.synchronize
+    for work, pass_ in run.workloads([SMALL]):
+        with run.clock.scope():
+            for implementation in run.implementations:
+                for label, count in (("known arrays", 1), ("new arrays", 1000)):
+                    inputs = work.inputs(run.xp, count)
+                    try:
+                        calls = host_calls(implementation, work, pass_, inputs)
+                        us = host_microseconds(calls, synchronize)
+                    except Exception as error:
+                        run.note(f"{implementation.name} host {pass_}: {first_line(error)}")
+                        break
+                    found = Measurement(us / 1e3, "host")
+                    run.add(implementation, work, pass_, found, options=label, flops=False)
+        free_memory(run.xp)
+
+
+def host_calls(
+    implementation: Implementation, work: Workload, pass_: str, inputs: Sequence[tuple[Any, ...]]
+) -> list[Callable[[], Any]]:
+    """The call as a user writes it, results allocated by the library."""
+    if implementation.name != "cuflash":
+        return implementation.prepare(work, pass_, inputs).calls
+    import cuflash
+
+    options = cuflash.Options(**work.score_options())
+    calls: list[Callable[[], Any]] = []
+    for q, k, v, dout in inputs:
+        if pass_ == "fwd":
+            calls.append(functools.partial(cuflash.attention, q, k, v, options=options))
+            continue
+        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+        given = (dout, q, k, v, out, lse)
+        calls.append(functools.partial(cuflash.attention_backward, *given, options=options))
+    return calls
+
+
+def measure_first_calls(run: Run) -> None:
+    """Import time, cold first call and first call from the disk cache, in fresh processes."""
+    on_gpu = run.xp is not np
+    if not on_gpu:
+        run.note("compile: without a GPU only the import is measured")
+    for work, pass_ in run.workloads([replace(SMALL, causal=True)]):
+        with tempfile.TemporaryDirectory() as cache:
+            arguments = (work.dtype, pass_) if on_gpu else ()
+            runs = [fresh_process(arguments, cache) for _ in range(3 if on_gpu else 5)]
+        if on_gpu:
+            for label, ms in (
+                ("cold", runs[0]["first"]),
+                ("warm from disk", min(r["first"] for r in runs[1:])),
+                ("second call", min(r["second"] for r in runs)),
+            ):
+                found = Measurement(ms, "process")
+                run.add(None, work, pass_, found, options=label, flops=False)
+        importing = Measurement(min(r["import"] for r in runs), "process")
+        run.add(None, work, pass_, importing, options="import", flops=False)
+        if not on_gpu:
+            return
+
+
+def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
+    """Run first_call.py with a kernel cache of its own, and with byte code, as pip installs it."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join((package, *sys.path))
+    environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, str(Path(__file__).with_name("first_call.py")), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"first_call.py failed: {done.stderr.strip().splitlines()[-1]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure_naive(run: Run) -> None:
+    """Against the unfused computation: time, and the memory that each takes beyond its inputs."""
+    shapes = training((64, 128), (2048, 8192)) if run.xp is not np else CPU_SHAPES
+    chosen = [i for i in run.implementations if i.name in ("cuflash", "naive")]
+    narrowed = replace(run, implementations=chosen)
+    narrowed.rows, narrowed.notes = run.rows, run.notes
+    for work, pass_ in run.workloads(shapes):
+        measure_cell(narrowed, work, pass_)
+        if run.xp is not np:
+            for implementation in chosen:
+                note_memory(run, implementation, work, pass_)
+
+
+def note_memory(run: Run, implementation: Implementation, work: Workload, pass_: str) -> None:
+    """Note the peak of what forward and, where asked, backward allocate beyond the inputs."""
+    with run.clock.scope():
+        inputs = work.inputs(run.xp)
+        try:
+            peak = peak_bytes(lambda: implementation.prepare(work, pass_, inputs).calls[0]())
+        except Exception as error:
+            run.note(f"{implementation.name} {pass_} {describe(work)}: {first_line(error)}")
+            return
+    run.note(
+        f"memory beyond the inputs: {implementation.name} {pass_} {work.dtype} {describe(work)}: "
+        f"{peak / 1e9:.3f} GB"
+    )
+    free_memory(run.xp)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Most bytes of CuPy's pool that a call holds at one time, its results included."""
+    import cupy
+
+    class Peak(cupy.cuda.MemoryHook):
+        name = "peak"
+        now = most = 0
+
+        def malloc_postprocess(self, **event: int) -> None:
+            self.now += event["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **event: int) -> None:
+            self.now -= event["mem_size"]
+
+    with Peak() as hook:
+        call()
+    return hook.most

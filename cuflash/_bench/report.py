@@ -1,0 +1,109 @@
+"""How is a result written: rows in JSON, tables in Markdown?"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuflash._bench.machine import device_slug
+from cuflash._bench.peers import IMPLEMENTATIONS
+from cuflash._bench.workload import Workload
+
+
+def describe(work: Workload) -> str:
+    """A shape in a few words."""
+    heads = (
+        str(work.heads_q) if work.heads_q == work.heads_kv else f"{work.heads_q}/{work.heads_kv}"
+    )
+    dims = str(work.head_dim)
+    if work.head_dim_v != work.head_dim:
+        dims += f"/{work.head_dim_v}"
+    return (
+        f"b{work.batch} h{heads} {work.seqlen_q}x{work.seqlen_k} d{dims} "
+        f"{'causal' if work.causal else 'full'}"
+        f"{'' if work.window is None else f' window {work.window}'}"
+    )
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """The same of a result row."""
+    fields = {
+        name: row[name]
+        for name in Workload.__dataclass_fields__
+        if name in row and name != "window"
+    }
+    return describe(Workload(**fields, window=row["window"]))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip().splitlines() or [""])[0][:160]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Tables of a result: one row for each shape, one column for each implementation."""
+    meta = result["meta"]
+    names = ", ".join(f"{key} {meta[key]}" for key in ("driver", "cupy", "nvrtc") if meta[key])
+    lines = [
+        f"# {meta['device']}, {meta['date']}",
+        "",
+        f"{names or 'NumPy'}; commit {meta['commit']}; clocks {meta['clocks'] or 'not read'}.",
+        f"`{meta['command']}`",
+    ]
+    tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in result["rows"]:
+        kind = "speed" if row["tflops"] is not None else "overhead"
+        tables[kind, row["pass"], row["dtype"]].append(row)
+    for (kind, pass_, dtype), rows in tables.items():
+        unit = "TFLOP/s (ms)" if kind == "speed" else "microseconds of waiting"
+        lines += ["", f"## {pass_}, {dtype}: {unit}", "", *table(rows, kind)]
+    if result.get("notes"):
+        lines += ["", "## Notes", "", *(f"* {note}" for note in result["notes"])]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
+    """One Markdown table; the last column compares cuflash with the best of the others."""
+    order = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in rows:
+        cells[shape_text(row), row["options"]][row["impl"]] = row
+    compared = kind == "speed" and "cuflash" in order and len(order) > 1
+    header = ["shape", "timing", *order, *(["cuflash / best other"] if compared else [])]
+    lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
+    for (shape, options), found in cells.items():
+        timing = sorted({row["timing"] for row in found.values()})
+        texts = [f"{shape} {options}".strip(), ", ".join(timing)]
+        for name in order:
+            if name not in found:
+                texts.append("")
+                continue
+            row = found[name]
+            if kind == "speed":
+                texts.append(f"{row['tflops']:.3g} ({row['ms']:.3g})")
+            else:
+                texts.append(f"{1e3 * row['ms']:.4g}")
+        if compared:
+            others = [row["ms"] for name, row in found.items() if name != "cuflash"]
+            ours = found.get("cuflash")
+            ratio = f"{min(others) / ours['ms']:.2f}" if ours and others else ""
+            texts.append(ratio)
+        lines.append("| " + " | ".join(texts) + " |")
+    return lines
+
+
+def write(result: dict[str, Any], folder: Path, topic: str) -> Path:
+    """Write JSON and Markdown; return the path of the JSON."""
+    meta = result["meta"]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{device_slug(meta['device'])}-{topic}-{meta['date']}.json"
+    rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    path.write_text(
+        f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n],\n'
+        f'"notes": {json.dumps(result["notes"], indent=1)}}}\n'
+    )
+    path.with_suffix(".md").write_text(markdown(result))
+    return path
