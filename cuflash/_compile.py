@@ -95,8 +95,9 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     """The function of a kernel on the current device, and the module that holds it."""
     source = source_of(config)
-    options = (*OPTIONS, _architecture(cupy, config))
-    name = _kernel_store.name_of(source, *options, _compiler_identity(), cupy.__version__)
+    arch = architecture(config, cupy.cuda.Device().compute_capability)
+    options = (*OPTIONS, f"-arch={arch}")
+    name = _stored_name(source, options, cupy.__version__)
     cubin = _kernel_store.load(name)
     if cubin is not None:
         # The driver refuses what somebody else put there under our digest.
@@ -116,11 +117,29 @@ def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
     return module.get_function(config.entry), module
 
 
-def _architecture(cupy: Any, config: KernelConfig) -> str:
-    """Wgmma and setmaxnreg need the "a"."""
+def architecture(config: KernelConfig, capability: str) -> str:
+    """What a kernel is compiled for on a device: wgmma and setmaxnreg need the "a"."""
     if isinstance(config, ForwardSm90Config | BackwardSm90Config):
-        return "-arch=sm_90a"
-    return f"-arch=sm_{cupy.cuda.Device().compute_capability}"
+        return "sm_90a"
+    return f"sm_{capability}"
+
+
+def _stored_name(source: str, options: tuple[str, ...], version: str) -> str:
+    return _kernel_store.name_of(source, *options, _compiler_identity(), version)
+
+
+def stored_name(config: KernelConfig, arch: str) -> str:
+    """Name under which the store keeps this kernel for a run."""
+    import cupy
+
+    return _stored_name(source_of(config), (*OPTIONS, f"-arch={arch}"), cupy.__version__)
+
+
+def compile_ahead(config: KernelConfig, arch: str) -> Report:
+    """Compile for devices of ``arch``, with or without one at hand, and store it for a run."""
+    report = compile_static(config, arch)
+    _kernel_store.save(stored_name(config, arch), report.cubin)
+    return report
 
 
 @functools.cache

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 _DIGEST_BYTES = 32
 
@@ -51,18 +53,41 @@ def save(name: str, cubin: bytes) -> None:
     if _in_memory():
         return
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder())
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(cubin + _digest(name, cubin))
-            os.replace(temporary, _path(name))
-        finally:
-            with contextlib.suppress(OSError):  # it is in its place
-                os.unlink(temporary)
+        _replace(_path(name), cubin + _digest(name, cubin))
     except OSError:
         if load(name) is None:  # Windows refuses to replace what another process is reading
             _warn_once(str(folder()))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put a file in its place as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # it is in its place
+            os.unlink(temporary)
+
+
+def load_note(name: str) -> dict[str, Any] | None:
+    """What was noted about a kernel, where that kernel is still here."""
+    if load(name) is None:
+        return None
+    try:
+        note = json.loads(_path(name).with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
+
+
+def save_note(name: str, note: dict[str, Any]) -> None:
+    """Note something about a kernel that is here, beside it."""
+    if not _in_memory():
+        with contextlib.suppress(OSError):
+            _replace(_path(name).with_suffix(".json"), json.dumps(note).encode())
 
 
 def _in_memory() -> bool:

@@ -309,7 +309,10 @@ def kernel_text_is_tidy(files: Files) -> Breaches:
 
 ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cuda"}
 #: What an extra, or nothing at all, brings: by the only file that may ask for it.
-OPTIONAL_IMPORTS = {PEERS: {"torch", "flash_attn"}}
+OPTIONAL_IMPORTS = {
+    PEERS: {"torch", "flash_attn"},
+    "cuflash/tuning/_kernel_tuner.py": {"kernel_tuner"},
+}
 
 
 def few_dependencies(files: Files) -> Breaches:

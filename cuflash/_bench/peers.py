@@ -74,7 +74,7 @@ class Cuflash(Implementation):
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
-        options = cuflash.Options(**work.score_options())
+        options = cuflash.Options(**work.score_options(_module_of(inputs[0][0])))
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
         common["deterministic"] = work.deterministic
@@ -129,6 +129,8 @@ class Naive(Implementation):
         """Build one call for each set of inputs; raise Unsupported."""
         if work.window is not None:
             raise Unsupported("no window")
+        if not work.plain:
+            raise Unsupported("causal masks alone are compared")
         scale = 1 / math.sqrt(work.head_dim)
         calls: list[Call] = []
         for q, k, v, dout in inputs:
@@ -217,6 +219,8 @@ class Torch(Implementation):
             raise Unsupported(f"no {work.dtype}")
         if work.window is not None:
             raise Unsupported("no window")
+        if not work.plain:
+            raise Unsupported("causal masks alone are compared")
         if work.causal and work.seqlen_q != work.seqlen_k:
             raise Unsupported("its causal mask aligns at the first key")
         function = self.function(work)

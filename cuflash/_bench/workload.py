@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from cuflash._errors import problem_with
+from cuflash._options import Options
+from cuflash._problem import Problem, describe
+
 Array = Any
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
 PASSES = ("fwd", "bwd")
+#: Options of a score that are arrays.
+ARRAY_OPTIONS = (
+    "bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
+)  # fmt: skip
 TOKENS = 16_384
 MODEL_WIDTH = 2048  # heads * head_dim
 
@@ -34,6 +44,30 @@ class Workload:
     precision: str = "ieee"
     layout: str = "bhsd"
     deterministic: bool = True
+    softcap: float | None = None
+    dropout: float = 0.0
+    arrays: tuple[str, ...] = ()  # options given as arrays, of ARRAY_OPTIONS
+
+    def __post_init__(self) -> None:
+        sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+        for name in sizes:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise problem_with(name, ValueError, got=repr(value), expected="a positive int")
+        if self.heads_q % self.heads_kv:
+            raise problem_with(
+                "heads_kv", ValueError, got=self.heads_kv, expected=f"a divisor of {self.heads_q}"
+            )
+        if self.dtype not in DTYPES:
+            raise problem_with(
+                "dtype", ValueError, got=repr(self.dtype), expected=f"one of {', '.join(DTYPES)}"
+            )
+        for name in self.arrays:
+            if name not in ARRAY_OPTIONS:
+                raise problem_with(
+                    "arrays", ValueError, got=repr(name),
+                    expected=f"names among {', '.join(ARRAY_OPTIONS)}",
+                )  # fmt: skip
 
     def visible_pairs(self) -> float:
         """Query-key pairs that the call has to look at, per head.
@@ -58,6 +92,19 @@ class Workload:
         forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
         return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5}[pass_]
 
+    def kernel_flops(self, kernel: str) -> float:
+        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
+        d, d_v = self.head_dim, self.head_dim_v
+        width = d + d_v
+        if kernel.startswith("backward"):
+            width = 2 * d + d_v if "_dq_" in kernel else 2 * (d + d_v)
+        return 2 * self.batch * self.heads_q * width * self.visible_pairs()
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but a causal mask or a window shapes the scores."""
+        return self.softcap is None and not (self.dropout or self.arrays)
+
     def input_bytes(self, pass_: str) -> int:
         """Bytes that one call reads and writes at least."""
         q = self.batch * self.heads_q * self.seqlen_q
@@ -81,11 +128,68 @@ class Workload:
         )
         return list(zip(*drawn, strict=True))
 
-    def score_options(self) -> dict[str, Any]:
-        """The keywords that cuflash gets."""
+    def score_options(self, xp: ModuleType = np) -> dict[str, Any]:
+        """The keywords that cuflash gets; the values of arrays are the same every time."""
         options: dict[str, Any] = {"causal": self.causal, "window": self.window}
         options["enable_gqa"] = self.heads_q != self.heads_kv
-        return {name: value for name, value in options.items() if value not in (None, False)}
+        options |= {"softcap": self.softcap, "dropout": self.dropout or None}
+        options["seed"] = 0 if self.dropout else None
+        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not False}
+        if self.arrays:
+            random = np.random.default_rng(0)
+            given |= {name: self._array(name, random, xp) for name in self.arrays}
+        return given
+
+    def _array(self, name: str, random: np.random.Generator, xp: ModuleType) -> Any:
+        m, n, heads = self.seqlen_q, self.seqlen_k, self.heads_q
+        if name == "mask":
+            return xp.asarray(random.random((m, n), np.float32) < 0.9)
+        if name == "bias":
+            return _moved(random.standard_normal((m, n), np.float32), self.dtype, xp)
+        if name == "segment_ids":
+            return tuple(xp.asarray(np.arange(s) * 8 // s, np.int32) for s in (m, n))
+        if name in ("q_lengths", "kv_lengths"):
+            longest = m if name == "q_lengths" else n
+            lengths = np.linspace(longest // 2 + 1, longest, self.batch)
+            return xp.asarray(lengths[:, None].astype(np.int32))
+        if name == "sink":
+            return xp.asarray(random.standard_normal(heads, np.float32))
+        return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
+
+    def problem(self) -> Problem:
+        """What validation makes of the call; no array is filled."""
+        kind, batch = DTYPES[self.dtype], self.batch
+        q = np.empty((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
+        k = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)
+        v = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
+        return describe(q, k, v, Options(**self.score_options()))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, in values that JSON knows."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Workload:
+        """The workload of :meth:`as_json`."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise problem_with(
+                "workload", ValueError, got=f"unknown {', '.join(unknown)}",
+                expected=f"fields among {', '.join(sorted(known))}",
+            )  # fmt: skip
+        given = dict(fields)
+        for name in ("window", "arrays"):
+            if given.get(name) is not None:
+                given[name] = tuple(given[name])
+        return cls(**given)
+
+
+def _moved(array: Any, dtype: str, xp: ModuleType) -> Any:
+    """As an array of ``xp`` in a dtype that NumPy may have from ml_dtypes."""
+    cast = array.astype(DTYPES[dtype])
+    return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(DTYPES[dtype])
 
 
 def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Workload:

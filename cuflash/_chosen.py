@@ -1,0 +1,55 @@
+"""Which kernels, with which tiles, serve a problem on a device that is described and not at hand?
+
+The same choices as ``_launch.py`` makes with the arrays before it, for arrays in C order.
+"""
+
+from __future__ import annotations
+
+from cuflash import _select
+from cuflash._config import KernelConfig, TileConfig
+from cuflash._grid import Layout
+from cuflash._hardware import Hardware
+from cuflash._problem import Problem
+
+_TMA_BYTES = 16
+
+
+def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> TileConfig:
+    """The forward kernel; ``portable``: the one that every architecture has."""
+    width = _copy_bytes(problem)
+    if hardware.arch == "sm_90" and width == _TMA_BYTES and not portable:
+        chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
+        if chosen is not None:
+            return chosen
+    return _select.forward_config(problem, hardware.limits.block_smem, width)
+
+
+def backward(
+    problem: Problem,
+    hardware: Hardware,
+    wanted: frozenset[str] = frozenset("qkv"),
+    *,
+    portable: bool = False,
+) -> list[KernelConfig]:
+    """The kernels of the gradients of q, k and v, in order of launch."""
+    width, smem = _copy_bytes(problem), hardware.limits.block_smem
+    hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
+    steps: list[KernelConfig] = [
+        _select.delta_config(problem, problem.dtype, width, grad_lse=False)
+    ]
+    of_keys = wanted & {"k", "v"}
+    if of_keys:
+        passes = _select.backward_kv_sm90_configs(problem, of_keys) if hopper else None
+        steps += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
+    if "q" in wanted:
+        own = _select.backward_q_sm90_config(problem) if hopper else None
+        steps.append(own or _select.backward_q_config(problem, smem, width))
+    return steps
+
+
+def _copy_bytes(problem: Problem) -> int:
+    """Widest copy that rows of q, k and v allow, whose first elements are aligned."""
+    columns = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
+    return min(
+        Layout.of(getattr(problem, name)).copy_bytes(width, 0) for name, width in columns.items()
+    )

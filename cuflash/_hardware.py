@@ -1,0 +1,126 @@
+"""What does a GPU offer to a kernel: shared memory, registers, speed? Known without one at hand."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cuflash._errors import problem_with
+
+_KIB = 1024
+#: Of every multiprocessor since compute capability 8.0.
+_REGISTERS = 65_536
+_REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
+_RESERVED_SMEM = 1024  # that the system takes in every block of threads
+
+
+class Limits(NamedTuple):
+    """What blocks of threads of one compute capability may have."""
+
+    block_smem: int
+    multiprocessor_smem: int
+    threads: int  # of a multiprocessor
+
+
+class Peak(NamedTuple):
+    """What a data sheet promises: 16-bit products with float32 sums, dense, and device memory."""
+
+    tflops: float
+    gbytes: float  # a second
+
+
+class Hardware(NamedTuple):
+    """A device, or what stands for one where there is none."""
+
+    name: str
+    arch: str  # "sm_90"
+    multiprocessors: int
+    limits: Limits
+    l2_bytes: int
+    peak: Peak | None
+
+    @property
+    def capability(self) -> str:
+        """As CuPy spells it: "90"."""
+        return self.arch.removeprefix("sm_")
+
+
+#: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+_LIMITS = {
+    "sm_80": Limits(163 * _KIB, 164 * _KIB, 2048),
+    "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536),
+    "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536),
+    "sm_90": Limits(227 * _KIB, 228 * _KIB, 2048),
+    "sm_100": Limits(227 * _KIB, 228 * _KIB, 2048),
+    "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536),
+}
+#: By words of the device's name, the first that fits: data sheets of NVIDIA.
+_PEAKS = (
+    ("H100 PCIe", Peak(756.5, 2039.0)),
+    ("H100 NVL", Peak(835.5, 3938.0)),
+    ("H100", Peak(989.4, 3352.0)),
+    ("H200", Peak(989.4, 4814.0)),
+    ("A100-SXM4-80GB", Peak(311.9, 2039.0)),
+    ("A100", Peak(311.9, 1555.0)),
+    ("RTX 4090", Peak(165.2, 1008.0)),
+    ("L40S", Peak(362.1, 864.0)),
+)
+#: What a call is planned for where no device is at hand.
+_TYPICAL = {
+    "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40 << 20),
+    "sm_86": ("an sm_86", 84, 6 << 20),
+    "sm_89": ("NVIDIA GeForce RTX 4090", 128, 72 << 20),
+    "sm_90": ("NVIDIA H100 80GB HBM3", 132, 50 << 20),
+    "sm_100": ("an sm_100", 148, 126 << 20),
+    "sm_120": ("an sm_120", 170, 96 << 20),
+}
+ARCHITECTURES = tuple(_LIMITS)
+
+
+def typical(arch: str) -> Hardware:
+    """The most common device of an architecture, "sm_90" or "sm_90a"."""
+    plain = arch.removesuffix("a") if isinstance(arch, str) else arch
+    if plain not in _LIMITS:
+        raise problem_with(
+            "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
+        )
+    name, multiprocessors, l2_bytes = _TYPICAL[plain]
+    return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))
+
+
+def present(device: int | None = None) -> Hardware | None:
+    """The device at hand, or None where CuPy finds none."""
+    try:
+        import cupy
+
+        chosen = cupy.cuda.Device(device)
+        attributes = chosen.attributes
+        name = cupy.cuda.runtime.getDeviceProperties(chosen.id)["name"].decode()
+    except (ImportError, RuntimeError):
+        return None
+    return _described(name, f"sm_{chosen.compute_capability}", attributes)
+
+
+def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
+    limits = Limits(
+        int(attributes["MaxSharedMemoryPerBlockOptin"]),
+        int(attributes["MaxSharedMemoryPerMultiprocessor"]),
+        int(attributes["MaxThreadsPerMultiProcessor"]),
+    )
+    processors, l2_bytes = attributes["MultiProcessorCount"], attributes["L2CacheSize"]
+    return Hardware(name, arch, int(processors), limits, int(l2_bytes), peak_of(name))
+
+
+def peak_of(name: str) -> Peak | None:
+    """Promised speed of a device by name; None where no data sheet is in the table."""
+    return next((peak for words, peak in _PEAKS if words in name), None)
+
+
+def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int) -> int:
+    """Blocks of threads that share a multiprocessor."""
+    warps = num_threads // 32
+    granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
+    return min(
+        limits.threads // num_threads,
+        limits.multiprocessor_smem // (smem_bytes + _RESERVED_SMEM),
+        _REGISTERS // max(granted * warps, 1),
+    )

@@ -1,0 +1,28 @@
+"""Which tiles are fastest here? Spaces of configurations, sweeps over them, and their use.
+
+>>> from cuflash import tuning
+>>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16", causal=True)
+>>> len(tuning.space(work, arch="sm_90a")) > 200
+True
+"""
+
+from cuflash._bench.workload import Workload
+from cuflash.tuning._facts import Facts
+from cuflash.tuning._kernel_tuner import read_cache, write_cache
+from cuflash.tuning._rows import Sweep, load
+from cuflash.tuning._space import Candidate, Space, space
+from cuflash.tuning._sweep import Progress, sweep
+
+__all__ = [
+    "Candidate",
+    "Facts",
+    "Progress",
+    "Space",
+    "Sweep",
+    "Workload",
+    "load",
+    "read_cache",
+    "space",
+    "sweep",
+    "write_cache",
+]

@@ -1,0 +1,99 @@
+"""Does a configuration compute what the reference says, as exactly as the shipped one does?
+
+The error of each result against the definition in float64, on a small problem whose tiles are cut
+off on both sides and whose rings of buffers go round: by maximum at most twice that of the shipped
+configuration and a unit in the last place, by root mean square at most 1.25 times, gradients 1.5
+times. The shipped configuration itself must agree with the definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from ml_dtypes import finfo
+
+from cuflash import reference
+from cuflash._bench.peers import AGREEMENT
+from cuflash._bench.workload import DTYPES, Workload
+
+Results = dict[str, np.ndarray]
+_ROWS, _KEYS = 700, 2300
+_RMS = {"out": 1.25, "lse": 1.25}
+_GRADIENT_RMS = 1.5
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one result against the definition."""
+
+    largest: float
+    rms: float
+
+
+def small(workload: Workload) -> Workload:
+    """The problem that is compared with the definition."""
+    group = min(workload.heads_q // workload.heads_kv, 2)
+    keys = _ROWS if workload.seqlen_q == workload.seqlen_k and workload.causal else _KEYS
+    return replace(
+        workload, batch=2, heads_kv=1, heads_q=group, seqlen_q=_ROWS, seqlen_k=keys
+    )  # fmt: skip
+
+
+def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) -> Results:
+    """What the kernel has to compute, in float64."""
+    q, k, v, dout = inputs
+    options = workload.score_options()
+    exact = reference.attention(q, k, v, return_lse=True, dtype=np.float64, **options)
+    if kernel.startswith("forward"):
+        return {"out": exact.out, "lse": exact.lse}
+    wrt = ("q",) if "_dq_" in kernel else ("k", "v")
+    found = reference.attention_backward(
+        dout, q, k, v, exact.out, exact.lse, wrt=wrt, dtype=np.float64, **options
+    )
+    return {f"d{name}": getattr(found, f"d{name}") for name in wrt}
+
+
+def errors(results: Results, truth: Results) -> dict[str, Errors]:
+    """Of every result; NaN where one is not finite and the definition is."""
+    found = {}
+    for name, exact in truth.items():
+        seen = np.isfinite(exact)
+        own = results[name].astype(np.float64)
+        gap = np.where(seen, own - np.where(seen, exact, 0.0), 0.0)
+        gap = np.where(seen | (own == exact), gap, np.nan)
+        found[name] = Errors(float(np.abs(gap).max()), float(np.sqrt(np.square(gap).mean())))
+    return found
+
+
+def complaint(
+    own: dict[str, Errors], shipped: dict[str, Errors], truth: Results, dtype: str
+) -> str:
+    """What is wrong with results of these errors; empty where nothing is."""
+    for name, mine in own.items():
+        theirs = shipped[name]
+        about: Any = finfo(np.float32 if name == "lse" else DTYPES[dtype])  # type: ignore[no-untyped-call]
+        largest = np.abs(np.where(np.isfinite(truth[name]), truth[name], 0.0)).max()
+        unit = float(about.eps) * max(float(largest), float(about.smallest_normal))
+        factor = _RMS.get(name, _GRADIENT_RMS)
+        if not mine.largest <= 2 * theirs.largest + unit:
+            return f"{name}: error {mine.largest:.3g}, {theirs.largest:.3g} as shipped"
+        if not mine.rms <= factor * theirs.rms + unit / 16:
+            return f"{name}: rms error {mine.rms:.3g}, {theirs.rms:.3g} as shipped"
+    return ""
+
+
+def shipped_complaint(shipped: dict[str, Errors], truth: Results, dtype: str) -> str:
+    """What is wrong with the shipped configuration; empty where nothing is."""
+    for name, found in shipped.items():
+        exact = np.where(np.isfinite(truth[name]), truth[name], 0.0)
+        size = float(np.sqrt(np.square(exact).mean()))
+        if not found.rms <= AGREEMENT[dtype] * size:
+            return f"{name} as shipped: rms error {found.rms:.3g} where values are {size:.3g}"
+    return ""
+
+
+def as_rows(found: dict[str, Errors]) -> dict[str, Any]:
+    """For a file: maximum and root mean square by name."""
+    return {name: [e.largest, e.rms] for name, e in found.items()}

@@ -1,0 +1,88 @@
+"""What is known of a configuration without a GPU? Registers, spills, blocks that fit together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cuflash import _compile, _kernel_store
+from cuflash._config import KernelConfig, TileConfig
+from cuflash._hardware import Hardware, occupancy
+from cuflash.tuning._kernels import config_as_json
+from cuflash.tuning._processes import Failure, ask_many
+
+_COMMAND = (sys.executable, "-m", "cuflash.tuning._compiling")
+#: Seconds for one kernel: the slowest takes ten of a busy core.
+TIME_LIMIT = 120.0
+#: Called with how many of how many kernels are ready.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Static facts of one configuration, or why there are none."""
+
+    smem_bytes: int
+    registers: int = 0
+    spill_bytes: int = 0
+    blocks_per_multiprocessor: int = 0
+    warps_per_multiprocessor: int = 0
+    warnings: tuple[str, ...] = ()  # of ptxas: C75xx says that products are waited for
+    compile_seconds: float = 0.0  # of the compilation that filled the store
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, in values that JSON knows."""
+        return asdict(self) | {"warnings": list(self.warnings)}
+
+
+def compile_all(
+    configs: Iterable[TileConfig],
+    hardware: Hardware,
+    *,
+    processes: int | None = None,
+    time_limit: float = TIME_LIMIT,
+    progress: Progress | None = None,
+) -> dict[TileConfig, Facts]:
+    """Compile on all cores what the store of kernels lacks, and tell the facts of each."""
+    ordered = list(dict.fromkeys(configs))
+    found: dict[TileConfig, Facts] = {}
+    missing = []
+    for config in ordered:
+        arch = _compile.architecture(config, hardware.capability)
+        note = _kernel_store.load_note(_compile.stored_name(config, arch))
+        if note is None:
+            missing.append((config, arch))
+        else:
+            found[config] = _facts(config, note, hardware)
+    if progress:
+        progress(len(found), len(ordered))
+    requests = [{"config": config_as_json(config), "arch": arch} for config, arch in missing]
+    workers = processes or os.cpu_count() or 1
+    for number, answer in ask_many(_COMMAND, requests, workers, time_limit):
+        config = missing[number][0]
+        if isinstance(answer, Failure):
+            answer = {"error": str(answer)}
+        found[config] = _facts(config, answer, hardware)
+        if progress:
+            progress(len(found), len(ordered))
+    return {config: found[config] for config in ordered}
+
+
+def _facts(config: KernelConfig, note: dict[str, Any], hardware: Hardware) -> Facts:
+    if "error" in note:
+        return Facts(config.smem_bytes, error=str(note["error"]))
+    registers = int(note["registers"])
+    blocks = occupancy(hardware.limits, config.num_threads, config.smem_bytes, registers)
+    return Facts(
+        smem_bytes=config.smem_bytes,
+        registers=registers,
+        spill_bytes=int(note["spill_bytes"]),
+        blocks_per_multiprocessor=blocks,
+        warps_per_multiprocessor=blocks * config.num_warps,
+        warnings=tuple(note["warnings"]),
+        compile_seconds=float(note["seconds"]),
+    )

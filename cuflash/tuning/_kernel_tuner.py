@@ -1,0 +1,236 @@
+"""How do sweeps and the package kernel-tuner work together? Its searches, its files of results.
+
+A cache file of kernel-tuner holds the result of every configuration; with it kernel-tuner simulates
+searches without a device, and its dashboard shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash._errors import problem_with
+from cuflash.tuning._rows import FORMAT, Row, Sweep
+from cuflash.tuning._space import Candidate, Space, space
+
+if TYPE_CHECKING:
+    from cuflash.tuning._strategies import Evaluate, Strategy
+
+#: Names that kernel-tuner gives to what can go wrong, and those of a sweep.
+_ERRORS = {
+    "compile_error": "CompilationFailedConfig",
+    "wrong": "RuntimeFailedConfig",
+    "error": "RuntimeFailedConfig",
+    "crash": "RuntimeFailedConfig",
+    "hang": "RuntimeFailedConfig",
+}
+_STATES = {"CompilationFailedConfig": "compile_error", "RuntimeFailedConfig": "error"}
+_INVALID = "InvalidConfig"
+_REQUIRED = ("device_name", "kernel_name", "tune_params_keys", "tune_params", "cache")
+
+
+def strategies() -> tuple[str, ...]:
+    """Names of kernel-tuner's search strategies; none where it is not installed."""
+    try:
+        from kernel_tuner.interface import strategy_map
+    except ImportError:
+        return ()
+    return tuple(name for name in strategy_map if name not in ("brute_force", "random_sample"))
+
+
+def search(name: str) -> Strategy | None:
+    """A search strategy of kernel-tuner; None where it has none of this name."""
+    if name not in strategies():
+        return None
+
+    def run(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            _search(name, chosen, evaluate, budget)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+    return run
+
+
+def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) -> None:
+    from kernel_tuner.interface import Options, strategy_map
+    from kernel_tuner.runners.runner import Runner
+    from kernel_tuner.searchspace import Searchspace
+    from kernel_tuner.util import CompilationFailedConfig, RuntimeFailedConfig, TuningBudget
+
+    legal = {candidate.key: candidate for candidate in chosen}
+    parameters = {name: list(values) for name, values in chosen.parameters.items()}
+
+    class OurRunner(Runner):  # type: ignore[misc]
+        """Answers a strategy with rows of the sweep."""
+
+        simulation_mode = False
+
+        def get_device_info(self) -> Any:
+            return None
+
+        def get_environment(self, tuning_options: Any) -> dict[str, Any]:  # noqa: ARG002
+            return {"device_name": chosen.hardware.name}
+
+        def run(self, parameter_space: Iterable[Any], tuning_options: Any) -> list[Any]:
+            wanted = [tuple(int(v) for v in element) for element in parameter_space]
+            served: list[Candidate] = []
+            for values in wanted:
+                if tuning_options.budget.is_done():
+                    break
+                tuning_options.budget.add_evaluations(1)
+                served.append(legal[",".join(map(str, values))])
+            rows = evaluate(served)
+            results: list[Any] = [_result(row) for row in rows]
+            return results + [None] * (len(wanted) - len(results))
+
+    def _result(row: Row) -> dict[str, Any]:
+        result = dict(row["values"])
+        if row["status"] == "ok":
+            return result | {"time": row["ms"]}
+        failed = CompilationFailedConfig if row["status"] == "compile_error" else None
+        return result | {"__error__": (failed or RuntimeFailedConfig)()}
+
+    known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
+    searchspace = Searchspace(
+        None, None, None, from_cache={"tune_params": parameters, "cache": known}
+    )
+    fevals = min(budget or len(legal), len(legal))
+    options = Options(
+        {
+            "tune_params": parameters,
+            "strategy_options": Options({"max_fevals": fevals}),
+            "max_fevals": fevals,
+            "objective": ["time"],
+            "objective_higher_is_better": [False],
+            "budget": TuningBudget(None, fevals),
+            "restrictions": None,
+            "cache": {},
+            "metrics": None,
+            "verbose": False,
+            "simulated_time": 0,
+        }
+    )
+    strategy_map[name].tune(searchspace, OurRunner(), options)
+
+
+def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
+    """Write a sweep as a cache file of kernel-tuner, with what it has no name for under "cuflash".
+
+    Combinations that are not legal are members, too, as invalid ones, so that a simulation may
+    meet any combination of the parameters that was swept.
+    """
+    names = list(found.header["parameters"])
+    entries: dict[str, Any] = {}
+    for candidate in _swept(found).candidates if found.header["workload"] else ():
+        if candidate.config is None:
+            values = dict(zip(names, candidate.values, strict=True))
+            entries[candidate.key] = values | {"__error__": _INVALID}
+    for row in found.rows:
+        entries[row["key"]] = _entry(row)
+    work = found.header["workload"]
+    content = {
+        "device_name": found.device,
+        "kernel_name": found.kernel,
+        "problem_size": [work["batch"] * work["heads_q"], work["seqlen_q"]] if work else [],
+        "tune_params_keys": names,
+        "tune_params": found.header["parameters"],
+        "objective": "time",
+        "cache": entries,
+        "cuflash": {"header": found.header, "finals": found.finals, "rows": found.rows},
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _swept(found: Sweep) -> Space:
+    header = found.header
+    return space(found.workload, found.kernel, arch=header["arch"], parameters=header["parameters"])
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    """What kernel-tuner keeps of one configuration, in milliseconds."""
+    compile_ms = 1000 * row.get("facts", {}).get("compile_seconds", 0.0)
+    spent = 1000 * row.get("seconds", 0.0)
+    entry = dict(row["values"]) | {
+        "compile_time": compile_ms,
+        "verification_time": 0.0,
+        "benchmark_time": spent,
+        "strategy_time": 0.0,
+        "framework_time": 0.0,
+        "timestamp": "",
+    }
+    if row["status"] != "ok":
+        return entry | {"__error__": _ERRORS[row["status"]], "time": _ERRORS[row["status"]]}
+    return entry | {"time": row["ms"], "times": [row["ms"]], "TFLOP/s": row.get("tflops")}
+
+
+def read_cache(path: str | os.PathLike[str]) -> Sweep:
+    """Read a cache file of kernel-tuner, of our kernels or of any other; also one cut off."""
+    path = Path(path)
+    text = path.read_text(encoding="utf-8")
+    content: Any = None
+    for end in ("", "}\n}", "}}"):
+        try:
+            content = json.loads(text.rstrip().rstrip(",") + end if end else text)
+            break
+        except ValueError:
+            continue
+    if not isinstance(content, dict) or any(name not in content for name in _REQUIRED):
+        raise problem_with(
+            str(path), ValueError, got="something else",
+            expected=f"a cache file of kernel-tuner, with {', '.join(_REQUIRED)}",
+        )  # fmt: skip
+    ours = content.get("cuflash")
+    if ours:
+        return Sweep(ours["header"], ours["rows"], ours["finals"])
+    return _foreign_sweep(content)
+
+
+def _foreign_sweep(content: dict[str, Any]) -> Sweep:
+    """The rows of somebody else's kernel; times are relative to the fastest."""
+    names = content["tune_params_keys"]
+    objective = content.get("objective", "time")
+    if isinstance(objective, list):
+        objective = objective[0]
+    header: Row = {
+        "kind": "sweep",
+        "format": FORMAT,
+        "workload": None,
+        "kernel": content["kernel_name"],
+        "parameters": {name: content["tune_params"].get(name, []) for name in names},
+        "default": "",
+        "device": content["device_name"],
+        "arch": "",
+    }
+    found = (_foreign_row(key, entry, names) for key, entry in content["cache"].items())
+    rows = [row for row in found if row is not None]
+    timed = [row["ms"] for row in rows if row["status"] == "ok"]
+    for row in rows:
+        if row["status"] == "ok":
+            row["relative"] = row["ms"] / min(timed)
+    return Sweep(header, rows)
+
+
+def _foreign_row(key: str, entry: dict[str, Any], names: Sequence[str]) -> Row | None:
+    row: Row = {"kind": "config", "key": key, "values": {name: entry.get(name) for name in names}}
+    error = entry.get("__error__")
+    time = entry.get("time")
+    if error is None and isinstance(time, str):
+        error = time
+    if error is not None or not isinstance(time, int | float):
+        name = str(error)
+        if _INVALID in name:
+            return None
+        state = next((s for known, s in _STATES.items() if known in name), "error")
+        return row | {"status": state, "reason": name}
+    return row | {"status": "ok", "ms": float(time)}

@@ -1,0 +1,112 @@
+"""Which kernels can be tuned, by which parameters, and how does a configuration travel as JSON?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from cuflash._config import (
+    BackwardKVConfig,
+    BackwardKVSm90Config,
+    BackwardQConfig,
+    BackwardQSm90Config,
+    ForwardConfig,
+    ForwardSm90Config,
+    TileConfig,
+)
+from cuflash._errors import problem_with
+
+#: Widths of s that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
+WGMMA_WIDTHS = (48, 64, 80, 96, 112, 128)
+_HOPPER_ROWS = (128, 192)
+_STAGES = tuple(range(2, 9))
+_PORTABLE_ROWS = (32, 64, 96, 128, 192, 256)
+_PORTABLE_WIDTHS = tuple(range(16, 144, 16))
+_PORTABLE = {
+    "block_m": _PORTABLE_ROWS,
+    "block_n": _PORTABLE_WIDTHS,
+    "num_warps": (2, 4, 8),
+    "blocks_per_sm": (1, 2, 3, 4),
+}
+_PORTABLE_KV = _PORTABLE | {"block_m": _PORTABLE_WIDTHS, "block_n": _PORTABLE_ROWS}
+_GRADIENT = {"num_stages": _STAGES, "scores_ahead": (0, 1)}
+
+#: Values to try; whether a combination is legal is for ``_config.py`` and the device to say.
+PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
+    ForwardSm90Config: {
+        "block_m": _HOPPER_ROWS,
+        "block_n": WGMMA_WIDTHS,
+        "num_stages": _STAGES,
+        "num_q_stages": (1, 2),
+        "overlap_quarters": (0, 1, 2, 3, 4),
+    },
+    ForwardConfig: _PORTABLE,
+    BackwardQSm90Config: {"block_m": _HOPPER_ROWS, "block_n": WGMMA_WIDTHS, **_GRADIENT},
+    BackwardKVSm90Config: {"block_m": WGMMA_WIDTHS, "block_n": _HOPPER_ROWS, **_GRADIENT},
+    BackwardQConfig: _PORTABLE,
+    BackwardKVConfig: _PORTABLE_KV,
+}
+KERNELS: dict[str, type[TileConfig]] = {
+    kind.source.removesuffix(".cu"): kind for kind in PARAMETERS
+}
+
+
+def kernel_name(config: TileConfig) -> str:
+    """The source without its suffix: "forward_sm90"."""
+    return config.source.removesuffix(".cu")
+
+
+def kernel_type(name: str) -> type[TileConfig]:
+    """The configuration of a kernel; a ValueError that lists the known ones."""
+    if name not in KERNELS:
+        raise problem_with(
+            "kernel", ValueError, got=repr(name), expected=f"one of {', '.join(KERNELS)}"
+        )
+    return KERNELS[name]
+
+
+def tile_of(config: TileConfig) -> dict[str, int]:
+    """Values of the parameters, in order; truth values as 0 and 1."""
+    return {name: int(getattr(config, name)) for name in PARAMETERS[type(config)]}
+
+
+def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:
+    """The configuration with other values; a ValueError names what is unknown or illegal."""
+    known = PARAMETERS[type(config)]
+    for name, value in values.items():
+        if name not in known:
+            raise problem_with(
+                "parameter", ValueError, got=repr(name),
+                expected=f"one of {', '.join(known)} of {kernel_name(config)}",
+            )  # fmt: skip
+        if not isinstance(value, int):
+            raise problem_with(name, ValueError, got=repr(value), expected="an int")
+    changed: dict[str, Any] = dict(values)
+    if "scores_ahead" in changed:
+        changed["scores_ahead"] = bool(changed["scores_ahead"])
+    rows = _owned_rows(config)
+    if rows in changed:
+        changed["num_warps"] = changed[rows] // 16 + 4
+    return replace(config, **changed)
+
+
+def _owned_rows(config: TileConfig) -> str | None:
+    """The parameter that decides how many warps Hopper's kernels have."""
+    if isinstance(config, ForwardSm90Config | BackwardQSm90Config):
+        return "block_m"
+    return "block_n" if isinstance(config, BackwardKVSm90Config) else None
+
+
+def config_as_json(config: TileConfig) -> dict[str, Any]:
+    """All fields and the kernel's name."""
+    named = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {"kernel": kernel_name(config), **named}
+
+
+def config_from_json(given: Mapping[str, Any]) -> TileConfig:
+    """The configuration of :func:`config_as_json`, after JSON made lists of tuples."""
+    values = dict(given)
+    kind = kernel_type(values.pop("kernel"))
+    values["formulas"] = tuple((name, text) for name, text in values["formulas"])
+    return kind(**values)

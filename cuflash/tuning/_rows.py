@@ -1,0 +1,177 @@
+"""How are the results of a sweep kept? One JSON object a line, so that at most one is lost.
+
+The first line, of kind "sweep", says what was swept and where; lines of kind "config" hold one
+configuration each, lines of kind "final" the comparison of the fastest at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuflash._bench.workload import Workload
+from cuflash._errors import problem_with
+
+FORMAT = 1
+STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
+#: What must agree for a file to be continued: everything that decides times.
+_SAME = ("workload", "kernel", "device", "arch", "kernels", "nvrtc", "driver")
+Row = dict[str, Any]
+
+
+@dataclass
+class Sweep:
+    """Results of a sweep, as they stand in its file."""
+
+    header: Row
+    rows: list[Row] = field(default_factory=list)
+    finals: list[Row] = field(default_factory=list)
+
+    @property
+    def workload(self) -> Workload:
+        """The problem that was swept."""
+        return Workload.from_json(self.header["workload"])
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that was swept."""
+        return str(self.header["kernel"])
+
+    @property
+    def device(self) -> str:
+        """Name of the device that was swept on."""
+        return str(self.header["device"])
+
+    @property
+    def done(self) -> set[str]:
+        """Keys of the configurations that have a row."""
+        return {row["key"] for row in self.rows}
+
+    @property
+    def timed(self) -> list[Row]:
+        """Rows of the configurations that compute what the reference says, fastest first.
+
+        By the time relative to the shipped configuration, in turns with which each was timed.
+        """
+        timed = [row for row in self.rows if row["status"] == "ok"]
+        return sorted(timed, key=lambda row: (row["relative"], row["key"]))
+
+    @property
+    def best(self) -> Row:
+        """The fastest of the final comparison, else of all; a ValueError where none was timed."""
+        timed = {row["key"]: row for row in self.timed}
+        if not timed:
+            raise problem_with(
+                "sweep", ValueError, got=f"{len(self.rows)} rows, none of them timed",
+                expected="at least one configuration that runs and is right",
+            )  # fmt: skip
+        if self.finals:
+            ms = {key: ms for key, ms in self.finals[-1]["ms"].items() if key in timed}
+            if ms:
+                return timed[min(ms, key=lambda key: (ms[key], key))]
+        return next(iter(timed.values()))
+
+
+def load(path: str | os.PathLike[str]) -> Sweep:
+    """Read the file of a sweep; a cut-off last line is left out, anything else is an error."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _foreign(path, f"bytes that are no text ({error.reason})") from None
+    lines = text.split("\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last end is cut off
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise _foreign(path, f"line {number}: no JSON") from None
+        _check(path, number, row)
+        rows.append(row)
+    if not rows:
+        raise _foreign(path, "no complete line")
+    header, *rest = rows
+    found = Sweep(header)
+    for row in rest:
+        (found.finals if row["kind"] == "final" else found.rows).append(row)
+    return found
+
+
+def _check(path: Path, number: int, row: Any) -> None:
+    kind = row.get("kind") if isinstance(row, dict) else None
+    wanted = {
+        "sweep": ("format", "workload", "kernel", "device", "parameters", "default"),
+        "config": ("key", "values", "status"),
+        "final": ("ms",),
+    }
+    if (kind == "sweep") != (number == 1) or kind not in wanted:
+        what = 'an object of kind "sweep"' if number == 1 else 'kind "config" or "final"'
+        raise _foreign(path, f"line {number}: not {what}")
+    missing = [name for name in wanted[kind] if name not in row]
+    if kind == "config" and not missing:
+        if row["status"] not in STATES:
+            raise _foreign(path, f"line {number}: status {row['status']!r}")
+        if row["status"] == "ok":
+            missing = [name for name in ("ms", "relative") if name not in row]
+    if missing:
+        raise _foreign(path, f"line {number}: no {', '.join(missing)}")
+    if kind == "sweep" and row["format"] != FORMAT:
+        raise _foreign(path, f"format {row['format']!r}")
+
+
+def _foreign(path: Path, got: str) -> Exception:
+    return problem_with(
+        str(path), ValueError, got=got, expected=f"the file of a sweep, format {FORMAT}"
+    )
+
+
+class SweepFile:
+    """A file that grows by whole lines, each on the disk before the next configuration runs."""
+
+    def __init__(self, path: str | os.PathLike[str], header: Row) -> None:
+        self.path = Path(path)
+        if self.path.exists() and self.path.stat().st_size:
+            self.sweep = load(self.path)
+            self._refuse_other(header)
+            self._cut()
+        else:
+            self.sweep = Sweep(header)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(header)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Keep rows."""
+        for row in rows:
+            (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
+            self._write(row)
+
+    def _refuse_other(self, header: Row) -> None:
+        for name in _SAME:
+            old, new = self.sweep.header.get(name), header.get(name)
+            if old != new:
+                raise problem_with(
+                    str(self.path), ValueError, got=f"a sweep with {name} {_short(old)}",
+                    expected=f"{name} {_short(new)}, to go on with it", fix="name another file",
+                )  # fmt: skip
+
+    def _cut(self) -> None:
+        """Drop a line that an interruption left without its end."""
+        content = self.path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end != len(content):
+            os.truncate(self.path, end)
+
+    def _write(self, row: Row) -> None:
+        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

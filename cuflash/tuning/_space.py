@@ -1,0 +1,202 @@
+"""Which configurations of a kernel are legal for a problem on a device, and why not the others?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuflash import _chosen
+from cuflash._bench.workload import Workload
+from cuflash._config import TileConfig
+from cuflash._errors import problem_with
+from cuflash._hardware import Hardware, present, typical
+from cuflash.tuning._facts import TIME_LIMIT, Facts, Progress, compile_all
+from cuflash.tuning._kernels import (
+    PARAMETERS,
+    kernel_name,
+    kernel_type,
+    tile_of,
+    with_tile,
+)
+
+_RESERVED_SMEM = 1024  # that the system takes in every block of threads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination of parameters: a configuration, or why there is none."""
+
+    values: tuple[int, ...]
+    config: TileConfig | None
+    refusal: str = ""
+
+    @property
+    def key(self) -> str:
+        """The values as text, which names the combination in files."""
+        return ",".join(map(str, self.values))
+
+
+@dataclass
+class Space:
+    """All combinations of the parameters of one kernel for one problem on one device.
+
+    Iterating yields the legal ones. ``default`` is the configuration that is shipped.
+    """
+
+    workload: Workload
+    kernel: str
+    hardware: Hardware
+    default: TileConfig
+    parameters: dict[str, tuple[int, ...]]
+    candidates: list[Candidate]
+    facts: dict[str, Facts] = field(default_factory=dict)  # by key, once compiled
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return (c for c in self.candidates if c.config is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return any(c.key == key for c in self)
+
+    @property
+    def default_key(self) -> str:
+        """Key of the shipped configuration, a member whatever was left out."""
+        return ",".join(map(str, tile_of(self.default).values()))
+
+    def candidate(self, key: str) -> Candidate:
+        """The combination of this key; a ValueError where it is none of the space."""
+        for found in self.candidates:
+            if found.key == key:
+                return found
+        raise problem_with(
+            "key", ValueError, got=repr(key),
+            expected=f"values of {', '.join(self.parameters)} that the space of {self.kernel} has",
+        )  # fmt: skip
+
+    def compile(
+        self,
+        chosen: Sequence[Candidate] | None = None,
+        *,
+        processes: int | None = None,
+        time_limit: float = TIME_LIMIT,
+        progress: Progress | None = None,
+    ) -> dict[str, Facts]:
+        """Static facts of the legal combinations, compiled in parallel; needs no GPU."""
+        wanted = {c.key: c.config for c in chosen or self if c.config is not None}
+        found = compile_all(
+            wanted.values(), self.hardware,
+            processes=processes, time_limit=time_limit, progress=progress,
+        )  # fmt: skip
+        self.facts |= {key: found[config] for key, config in wanted.items()}
+        return self.facts
+
+
+def space(
+    workload: Workload,
+    kernel: str | None = None,
+    *,
+    arch: str | None = None,
+    parameters: Mapping[str, Sequence[int]] | None = None,
+) -> Space:
+    """List every configuration of a kernel for a problem.
+
+    Parameters
+    ----------
+    workload : Workload
+        Shape, dtype and options. Configurations depend on head sizes, dtype and on which options
+        are present, not on lengths.
+    kernel : str, optional
+        ``"forward_sm90"``, ``"backward_dkv_sm80"`` ...: a source of ``kernels_cu`` without its
+        suffix. Default: the forward that the device would run.
+    arch : str, optional
+        Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device at
+        hand, or sm_90 where there is none.
+    parameters : mapping of str to sequence of int, optional
+        Values to try instead of all, by parameter.
+
+    Returns
+    -------
+    Space
+        With the combinations that are not legal, too, each with the reason.
+
+    Raises
+    ------
+    ValueError
+        For an unknown kernel, parameter or architecture, or a kernel that does not serve the
+        problem.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(1, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> found = tuning.space(work, arch="sm_90a", parameters={"block_n": (96, 128)})
+    >>> found.kernel, found.default_key in found
+    ('forward_sm90', True)
+    """
+    hardware = typical(arch) if arch is not None else present() or typical("sm_90")
+    default = default_config(workload, kernel, hardware)
+    tried = dict(PARAMETERS[type(default)])
+    for name, values in (parameters or {}).items():
+        if name not in tried:
+            raise problem_with(
+                "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
+            )
+        tried[name] = tuple(values)
+    candidates = [
+        _candidate(default, dict(zip(tried, values, strict=True)), hardware)
+        for values in itertools.product(*tried.values())
+    ]
+    return Space(workload, kernel_name(default), hardware, default, tried, candidates)
+
+
+def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> TileConfig:
+    """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
+    problem = workload.problem()
+    if kernel is None:
+        return _chosen.forward(problem, hardware)
+    kind = kernel_type(kernel)
+    portable = kernel.endswith("_sm80")
+    found: list[Any] = [_chosen.forward(problem, hardware, portable=portable)]
+    if kernel.startswith("backward"):
+        found = list(_chosen.backward(problem, hardware, portable=portable))
+    for config in found:
+        if type(config) is kind:
+            return config
+    raise problem_with(
+        "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
+        expected=f"a kernel that serves this problem there: {kernel_name(found[-1])}",
+    )  # fmt: skip
+
+
+def _candidate(default: TileConfig, values: dict[str, int], hardware: Hardware) -> Candidate:
+    key = tuple(values.values())
+    try:
+        config = with_tile(default, values)
+    except ValueError as error:
+        return Candidate(key, None, str(error).replace("self.", ""))
+    refusal = _too_large(config, hardware)
+    return Candidate(key, None if refusal else config, refusal)
+
+
+def _too_large(config: TileConfig, hardware: Hardware) -> str:
+    """Why a device cannot hold it; empty where it can."""
+    limits, blocks = hardware.limits, config.blocks_per_sm
+    if config.smem_bytes > limits.block_smem:
+        return f"{_kib(config.smem_bytes)} of shared memory, {_kib(limits.block_smem)} are there"
+    if blocks * (config.smem_bytes + _RESERVED_SMEM) > limits.multiprocessor_smem:
+        return (
+            f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, a "
+            f"multiprocessor has {_kib(limits.multiprocessor_smem)}"
+        )
+    if blocks * config.num_threads > limits.threads:
+        return f"{blocks} blocks of {config.num_threads} threads, {limits.threads} fit"
+    return ""
+
+
+def _kib(size: int) -> str:
+    return f"{math.ceil(size / 1024)} KiB"

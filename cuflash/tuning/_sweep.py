@@ -1,0 +1,288 @@
+"""How fast is every configuration of a space, on the device at hand?"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cuflash import _source
+from cuflash._bench.workload import Workload
+from cuflash._errors import problem_with
+from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
+from cuflash.tuning._kernels import config_as_json
+from cuflash.tuning._processes import Child, Failure
+from cuflash.tuning._rows import FORMAT, Row, Sweep, SweepFile
+from cuflash.tuning._space import Candidate, Space, space
+from cuflash.tuning._strategies import strategy_of
+
+_COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
+#: Seconds for the process to start, fill its arrays and compute the definition.
+_OPEN_LIMIT = 180.0
+#: How many of the fastest are compared once more at the end.
+_FINALISTS = 5
+
+
+class Progress(NamedTuple):
+    """What a sweep has just done."""
+
+    stage: str  # "compile", "time" or "final"
+    done: int
+    total: int
+    row: Row | None = None  # the configuration that was timed
+    best: Row | None = None  # the fastest so far
+
+
+Watcher = Callable[[Progress], None]
+
+
+def sweep(
+    workload: Workload,
+    chosen: Space | None = None,
+    *,
+    file: str | os.PathLike[str],
+    strategy: str = "exhaustive",
+    budget: int | None = None,
+    check: bool = True,
+    seed: int = 0,
+    time_limit: float = 30.0,
+    budget_ms: float = 60.0,
+    processes: int | None = None,
+    progress: Watcher | None = None,
+    device_command: Sequence[str] = _COMMAND,
+) -> Sweep:
+    """Compile, check and time the configurations of a space; go on where a file ends.
+
+    Each configuration is compiled beforehand, in parallel processes; compared with the definition
+    in a process of its own; and timed there through the library's own calls, in turns with the
+    shipped configuration, so that clocks and temperature are the same for both. One that fails or
+    hangs costs its row and a new process. At the end the fastest are timed once more, all in turns.
+
+    Parameters
+    ----------
+    workload : Workload
+        The problem that is timed.
+    chosen : Space, optional
+        What to try; default: all of the forward that runs here.
+    file : path
+        Where rows go, one JSON object a line. If it exists, it must be a sweep of the same
+        problem, kernel, device, driver, NVRTC and kernel sources, and what it holds is not
+        measured again.
+    strategy : str
+        ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
+        ``tune``), such as ``"genetic_algorithm"``.
+    budget : int, optional
+        How many configurations to time at most; all by default.
+    check : bool
+        Compare with the definition before timing.
+    seed : int
+        Of strategies that draw.
+    time_limit : float
+        Seconds after which a configuration counts as hanging.
+    budget_ms : float
+        Time given to the measurements of one configuration, within 5 to 60 rounds.
+    processes : int, optional
+        That compile side by side; default: one for each core.
+    progress : callable, optional
+        Called with :class:`Progress` after every step.
+    device_command : sequence of str
+        The process that owns the device.
+
+    Returns
+    -------
+    Sweep
+        All rows of the file.
+
+    Raises
+    ------
+    ValueError
+        For a bad argument, or a file that is no sweep or another one.
+    RuntimeError
+        Where no device can be used, or the shipped configuration does not run.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> found = tuning.sweep(work, file="h100.jsonl", budget=50)  # doctest: +SKIP
+    >>> found.best["values"]  # doctest: +SKIP
+    {'block_m': 128, 'block_n': 128, 'num_stages': 2, 'num_q_stages': 2, 'overlap_quarters': 1}
+    """
+    if budget is not None and (not isinstance(budget, int) or budget < 1):
+        raise problem_with("budget", ValueError, got=repr(budget), expected="a positive int")
+    chosen = chosen or space(workload)
+    if chosen.workload != workload:
+        raise problem_with(
+            "chosen", ValueError, got=f"a space of {chosen.workload}", expected=f"one of {workload}"
+        )
+    explore = strategy_of(strategy)
+    child = Child(device_command)
+    try:
+        running = _Running(chosen, child, file, check, time_limit, budget_ms, processes, progress)
+        running.total = min(len(chosen), budget or len(chosen))
+        explore(chosen, running.evaluate, budget, seed)
+        running.compare_fastest()
+        return running.file.sweep
+    finally:
+        child.close()
+
+
+class _Running:
+    """One sweep under way."""
+
+    def __init__(
+        self,
+        chosen: Space,
+        child: Child,
+        file: str | os.PathLike[str],
+        check: bool,
+        time_limit: float,
+        budget_ms: float,
+        processes: int | None,
+        progress: Watcher | None,
+    ) -> None:
+        self.space, self.child, self.check = chosen, child, check
+        self.time_limit, self.budget_ms, self.processes = time_limit, budget_ms, processes
+        self.progress = progress
+        self.total = len(chosen)
+        self.opened: object = None  # the process that knows the problem
+        device = self._asked({"do": "describe"}, _OPEN_LIMIT)
+        if device["arch"] != chosen.hardware.arch:
+            raise problem_with(
+                "chosen", ValueError, got=f"a space for {chosen.hardware.arch}",
+                expected=f"one for {device['device']}, {device['arch']}",
+            )  # fmt: skip
+        self.file = SweepFile(file, self._header(device))
+
+    def _header(self, device: Row) -> Row:
+        described = {name: value for name, value in device.items() if name != "status"}
+        return {
+            "kind": "sweep",
+            "format": FORMAT,
+            "workload": self.space.workload.as_json(),
+            "kernel": self.space.kernel,
+            "parameters": {name: list(v) for name, v in self.space.parameters.items()},
+            "default": self.space.default_key,
+            **described,
+            "kernels": _source.digest(),
+            "check": self.check,
+            "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        }
+
+    def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
+        """Rows of these candidates, in order: those of the file, or newly measured."""
+        missing = [c for c in candidates if c.key not in self.file.sweep.done]
+        if missing:
+            self.space.compile(
+                missing,
+                processes=self.processes,
+                time_limit=COMPILE_LIMIT,
+                progress=lambda done, total: self._tell("compile", done, total),
+            )
+        for candidate in missing:
+            if candidate.key in self.file.sweep.done:  # a strategy may ask twice for one
+                continue
+            row = self._row(candidate)
+            self.file.append([row])
+            self._tell("time", len(self.file.sweep.rows), self.total, row)
+        rows = {row["key"]: row for row in self.file.sweep.rows}
+        return [rows[c.key] for c in candidates]
+
+    def _row(self, candidate: Candidate) -> Row:
+        facts = self.space.facts[candidate.key]
+        row: Row = {
+            "kind": "config",
+            "key": candidate.key,
+            "values": dict(zip(self.space.parameters, candidate.values, strict=True)),
+            "facts": facts.as_json(),
+        }
+        if facts.error or candidate.config is None:
+            return row | {"status": "compile_error", "reason": facts.error or candidate.refusal}
+        start = time.perf_counter()
+        try:
+            self._open()
+            answer = self.child.ask(
+                {"do": "time", "config": config_as_json(candidate.config)}, self.time_limit
+            )
+        except Failure as failure:
+            answer = {"status": failure.kind, "reason": str(failure)}
+        if answer["status"] == "crash":
+            self.child.close()
+        if answer["status"] == "ok":
+            flops = self.space.workload.kernel_flops(self.space.kernel)
+            answer["tflops"] = flops / answer["ms"] / 1e9
+        return row | answer | {"seconds": round(time.perf_counter() - start, 3)}
+
+    def _open(self) -> None:
+        """Have a process that knows the problem; what fails here would fail for every candidate."""
+        if self.child.running and self.opened is self.child.identity:
+            return
+        request = {
+            "do": "open",
+            "workload": self.space.workload.as_json(),
+            "kernel": self.space.kernel,
+            "default": config_as_json(self.space.default),
+            "check": self.check,
+            "budget_ms": self.budget_ms,
+        }
+        self._asked(request, _OPEN_LIMIT)
+        self.opened = self.child.identity
+
+    def _asked(self, request: Row, limit: float) -> Row:
+        try:
+            answer = self.child.ask(request, limit)
+        except Failure as failure:
+            answer = {"status": failure.kind, "reason": str(failure)}
+        if answer["status"] != "ok":
+            raise RuntimeError(f"sweep: {answer['status']}: {answer['reason']}")
+        return answer
+
+    def compare_fastest(self) -> None:
+        """Time the fastest and the shipped configuration once more, all in turns."""
+        sweep = self.file.sweep
+        keys = [row["key"] for row in sweep.timed[:_FINALISTS]]
+        if not keys or (sweep.finals and set(keys) <= set(sweep.finals[-1]["ms"])):
+            return
+        self._open()
+        configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
+        request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
+        try:
+            answer = self.child.ask(request, self.time_limit * len(configs))
+        except Failure as failure:
+            raise RuntimeError(f"sweep: {failure.kind} in the final: {failure}") from None
+        if answer.get("status", "ok") != "ok":
+            raise RuntimeError(f"sweep: {answer['status']} in the final: {answer['reason']}")
+        *ms, default_ms = answer["ms"]
+        row = {
+            "kind": "final",
+            "ms": dict(zip(keys, ms, strict=True)),
+            "default_ms": default_ms,
+            "clocks": answer.get("clocks"),
+        }
+        self.file.append([row])
+        self._tell("final", len(keys), len(keys))
+
+    def _tell(self, stage: str, done: int, total: int, row: Row | None = None) -> None:
+        if self.progress is not None:
+            timed = self.file.sweep.timed
+            self.progress(Progress(stage, done, total, row, timed[0] if timed else None))
+
+
+def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
+    """Name of the file for the sweep of a space: device, kernel, head sizes, mask."""
+    from cuflash._bench.machine import device_slug
+
+    work = chosen.workload
+    dims = str(work.head_dim)
+    if work.head_dim_v != work.head_dim:
+        dims += f"-{work.head_dim_v}"
+    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
+    words += ["causal"] * work.causal
+    words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
+    words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
+    words.append(f"{work.seqlen_q}x{work.seqlen_k}")
+    return Path(folder, "-".join(words).replace("_", "-") + ".jsonl")

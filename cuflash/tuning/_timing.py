@@ -1,0 +1,265 @@
+"""A process that checks and times configurations on the device: the child of ``_sweep.py``.
+
+It goes the library's own way, ``config=`` of the public functions. What it is asked:
+
+    {"do": "describe"}                          the device, the driver, NVRTC
+    {"do": "open", workload, kernel, default, check, budget_ms}
+    {"do": "time", config}                      checked, then timed in turns with the default
+    {"do": "final", configs}                    several and the default, in turns, more often
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cuflash._bench.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
+from cuflash._bench.machine import query_driver, read_clocks
+from cuflash._bench.peers import AGREEMENT, difference
+from cuflash._bench.workload import Workload
+from cuflash._config import TileConfig
+from cuflash._options import Options
+from cuflash.tuning import _checking
+from cuflash.tuning._compiling import first_error
+from cuflash.tuning._kernels import config_from_json
+from cuflash.tuning._processes import serve
+
+_DEFAULT = "the default"
+
+
+class Calls:
+    """One call for each set of inputs, its configuration given when it is made."""
+
+    def __init__(self, workload: Workload, kernel: str, copies: int = 1) -> None:
+        import cupy
+
+        self.workload, self.kernel = workload, kernel
+        self.inputs = workload.inputs(cupy, copies)
+        self.options = Options(**workload.score_options(cupy))
+        self.results = [self._allocated(*arrays) for arrays in self.inputs]
+        self.statistics: list[tuple[Any, Any]] = []
+        if not kernel.startswith("forward"):
+            self.statistics = [self._forward(*arrays[:3]) for arrays in self.inputs]
+
+    def _allocated(self, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Any]:
+        """Where the calls write, so that they can be captured in a graph."""
+        import cupy
+
+        if self.kernel.startswith("forward"):
+            return {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], np.float32)}
+        if "_dq_" in self.kernel:
+            return {"dq": cupy.empty_like(q)}
+        return {"dk": cupy.empty_like(k), "dv": cupy.empty_like(v)}
+
+    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        import cuflash
+
+        found = cuflash.attention(q, k, v, options=self.options, return_lse=True)
+        return found.out, found.lse
+
+    def of(self, config: TileConfig) -> list[Callable[[], None]]:
+        """The library's own calls with a configuration."""
+        return [self._call(number, config) for number in range(len(self.inputs))]
+
+    def _call(self, number: int, config: TileConfig) -> Callable[[], None]:
+        import cupy
+
+        import cuflash
+        from cuflash._launch import BackwardConfigs
+
+        q, k, v, dout = self.inputs[number]
+        results = self.results[number]
+        if self.kernel.startswith("forward"):
+            pair = (results["out"], results["lse"])
+
+            def forward() -> None:
+                cuflash.attention(
+                    q, k, v, options=self.options, return_lse=True, out=pair, config=config
+                )
+
+            return forward
+        out, lse = self.statistics[number]
+        size = cuflash.workspace_size(q, k, v, backward=True, options=self.options)
+        room = cupy.empty(size, np.uint8)
+        wrt = tuple(name.removeprefix("d") for name in results)
+        configs = BackwardConfigs(**{"q" if wrt == ("q",) else "kv": config})  # type: ignore[arg-type]
+        gradients = cuflash.Gradients(**results)
+
+        def backward() -> None:
+            cuflash.attention_backward(
+                dout, q, k, v, out, lse, wrt=wrt, grads_out=gradients, options=self.options,
+                workspace=room, config=configs,
+            )  # fmt: skip
+
+        return backward
+
+    def on_host(self) -> _checking.Results:
+        """The results of the first call, where NumPy reads them."""
+        return {name: _on_host(array) for name, array in self.results[0].items()}
+
+
+def _on_host(array: Any) -> np.ndarray:
+    import cupy
+
+    copied: np.ndarray = cupy.asnumpy(array.view(np.uint8)).view(array.dtype)
+    return copied
+
+
+class Bench:
+    """What is open: the problem, its checks and the clock."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.clock = DeviceClock()
+        workload, self.kernel = Workload.from_json(request["workload"]), request["kernel"]
+        self.dtype, self.budget_ms = workload.dtype, float(request["budget_ms"])
+        self.default = config_from_json(request["default"])
+        self.check = bool(request["check"])
+        with self.clock.scope():
+            self.calls = Calls(workload, self.kernel)
+            self._run(self.calls, self.default)
+            self.expected = {name: a.copy() for name, a in self.calls.results[0].items()}
+            self.graphs = False
+            first = self.clock.measure({_DEFAULT: self.calls.of(self.default)[0]}, 1.0)
+            if first[_DEFAULT].ms < SHORT_MS:
+                self.graphs = True
+                copies = self.clock.copies_to_leave_l2(workload.input_bytes("fwd"))
+                self.calls = Calls(workload, self.kernel, copies)
+            if self.check:
+                self._open_check(_checking.small(workload))
+
+    def _open_check(self, workload: Workload) -> None:
+        self.small = Calls(workload, self.kernel)
+        inputs = tuple(_on_host(array) for array in self.small.inputs[0])
+        self.truth = _checking.definition(workload, self.kernel, inputs)
+        self._run(self.small, self.default)
+        self.shipped = _checking.errors(self.small.on_host(), self.truth)
+        wrong = _checking.shipped_complaint(self.shipped, self.truth, self.dtype)
+        if wrong:
+            raise RuntimeError(wrong)
+
+    def _run(self, calls: Calls, config: TileConfig) -> None:
+        """One call of each copy, on results that hold nothing of the call before."""
+        for results in calls.results:
+            for array in results.values():
+                array.view(np.uint8).fill(0xFF)  # NaN in every dtype
+        for call in calls.of(config):
+            call()
+        self.clock.stream.synchronize()
+
+    def checked(self, config: TileConfig) -> dict[str, Any]:
+        """Errors on the small problem, and what is wrong; the same bits twice."""
+        self._run(self.small, config)
+        first = self.small.on_host()
+        found = _checking.errors(first, self.truth)
+        wrong = _checking.complaint(found, self.shipped, self.truth, self.dtype)
+        self._run(self.small, config)
+        for name, again in self.small.on_host().items():
+            if not wrong and first[name].tobytes() != again.tobytes():
+                wrong = f"{name}: other bits when it was run again"
+        return {"wrong": wrong, "errors": _checking.as_rows(found)}
+
+    def compared(self, config: TileConfig) -> str:
+        """What is wrong with the results of the problem that is timed; empty where nothing is."""
+        self._run(self.calls, config)
+        for name, expected in self.expected.items():
+            own = self.calls.results[0][name]
+            if name == "lse":  # -inf where nothing is visible, in both
+                own, expected = (np.exp(-abs(a)) for a in (own, expected))
+            gap = difference(own, expected)
+            if not gap <= AGREEMENT[self.dtype]:
+                return f"{name} of the timed problem differs by {gap:.3g} from the default's"
+        return ""
+
+    def time(self, config: TileConfig) -> dict[str, Any]:
+        """Check, then time in turns with the default."""
+        with self.clock.scope():
+            answer: dict[str, Any] = {"status": "ok"}
+            if self.check:
+                checked = self.checked(config)
+                wrong = checked["wrong"] or self.compared(config)
+                answer["check"] = checked["errors"]
+                if wrong:
+                    return answer | {"status": "wrong", "reason": wrong}
+            found = self._measured({"own": config, _DEFAULT: self.default}, self.budget_ms)
+        own, shipped = found["own"], found[_DEFAULT]
+        return answer | {
+            "ms": own.ms,
+            "default_ms": shipped.ms,
+            "relative": own.ms / shipped.ms,
+            "timing": own.timing,
+        }
+
+    def final(self, configs: list[TileConfig]) -> dict[str, Any]:
+        """Times of all in turns, and clocks while they last."""
+        named = {str(number): config for number, config in enumerate(configs)}
+        with self.clock.scope():
+            slowest = max(m.ms for m in self._measured(named, 1.0).values())
+            found = self._measured(named, 2 * ROUNDS[1] * slowest)
+        return {"ms": [found[name].ms for name in named], "clocks": read_clocks()}
+
+    def _measured(self, configs: dict[str, TileConfig], budget_ms: float) -> dict[str, Measurement]:
+        calls = {name: self.calls.of(config) for name, config in configs.items()}
+        if not self.graphs:
+            return self.clock.measure({name: own[0] for name, own in calls.items()}, budget_ms)
+        graphs = {name: (self.clock.capture(own), len(own)) for name, own in calls.items()}
+        return self.clock.measure_graphs(graphs, budget_ms)
+
+
+def described() -> dict[str, Any]:
+    """The device and what stands between it and this library."""
+    import cupy
+    from cupy_backends.cuda.libs import nvrtc
+
+    from cuflash._hardware import present
+
+    hardware = present()
+    if hardware is None:
+        return {"status": "error", "reason": "no NVIDIA device can be used"}
+    driver = query_driver("driver_version")
+    return {
+        "status": "ok",
+        "device": hardware.name,
+        "arch": hardware.arch,
+        "driver": driver[0] if driver else str(cupy.cuda.runtime.driverGetVersion()),
+        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+        "clocks": read_clocks(),
+    }
+
+
+def main() -> None:
+    """Answer until the parent is gone."""
+    opened: list[Bench] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if request["do"] == "describe":
+                return described()
+            if request["do"] == "open":
+                opened[:] = [Bench(request)]
+                return {"status": "ok", "clocks": read_clocks()}
+            if request["do"] == "final":
+                return opened[0].final([config_from_json(c) for c in request["configs"]])
+            return opened[0].time(config_from_json(request["config"]))
+        except Exception as error:
+            return {"status": _state_after(), "reason": first_error(f"{error}")[:300]}
+
+    serve(answer)
+
+
+def _state_after() -> str:
+    """Whether the device can still be used after an error."""
+    import cupy
+
+    try:
+        cupy.cuda.Device().synchronize()
+        cupy.zeros(1).get()
+    except Exception:
+        return "crash"
+    return "error"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Are the configurations of a space those that are legal, and are their facts the compiler's?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gen_wgmma
+import pytest
+
+from cuflash import _compile, _hardware, _kernel_store, tuning
+from cuflash.tuning import _kernels
+
+WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
+HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
+PORTABLE = [name for name in _kernels.KERNELS if name.endswith("sm80")]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    """Give every test a store of kernels of its own."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+
+
+def test_widths_are_those_that_can_be_multiplied():
+    assert gen_wgmma.SHARED_A == _kernels.WGMMA_WIDTHS
+
+
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_shipped_configuration_is_a_member(kernel, head_dim):
+    work = replace(WORK, head_dim=head_dim, head_dim_v=head_dim)
+    found = tuning.space(work, kernel, arch="sm_90a")
+    assert found.kernel == kernel
+    assert found.default_key in found
+    assert found.candidate(found.default_key).config == found.default
+
+
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize("arch", _hardware.ARCHITECTURES)
+def test_every_architecture_holds_every_legal_configuration(kernel, arch):
+    limits = _hardware.typical(arch).limits
+    found = tuning.space(WORK, kernel, arch=arch)
+    assert len(found) > 10
+    for candidate in found:
+        config = candidate.config
+        assert config.smem_bytes <= limits.block_smem
+        assert config.blocks_per_sm * (config.smem_bytes + 1024) <= limits.multiprocessor_smem
+        assert config.blocks_per_sm * config.num_threads <= limits.threads
+
+
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_every_other_combination_says_why_it_is_none(kernel):
+    found = tuning.space(WORK, kernel, arch="sm_90a")
+    refused = [c for c in found.candidates if c.config is None]
+    assert refused
+    assert all(c.refusal and "self." not in c.refusal for c in refused)
+    assert {c.key for c in refused}.isdisjoint(c.key for c in found)
+    assert len(refused) + len(found) == len(found.candidates)
+    keys = [c.key for c in found.candidates]
+    assert len(set(keys)) == len(keys)
+
+
+def test_two_hundred_configurations_of_hopper_at_head_size_128():
+    assert len(tuning.space(WORK, "forward_sm90", arch="sm_90a")) >= 200
+
+
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_configurations_travel_as_json(kernel):
+    import json
+
+    for candidate in tuning.space(WORK, kernel, arch="sm_90a"):
+        text = json.dumps(_kernels.config_as_json(candidate.config))
+        assert _kernels.config_from_json(json.loads(text)) == candidate.config
+        assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("kernel", "tried"),
+    [
+        ("forward_sm90", {"block_m": (128,), "block_n": (64,), "num_stages": (2,)}),
+        (
+            "forward_sm80",
+            {"block_m": (64,), "block_n": (16,), "num_warps": (4,)},
+        ),
+        ("backward_dq_sm90", {"block_m": (128,), "num_stages": (2,), "block_n": (48,)}),
+        ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
+        ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
+        ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
+    ],
+)
+def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, tried):
+    found = tuning.space(WORK, kernel, arch="sm_90a", parameters=tried)
+    assert len(found) >= 2
+    seen = []
+    facts = found.compile(processes=2, progress=lambda done, total: seen.append((done, total)))
+    assert [f.error for f in facts.values()] == [""] * len(found)
+    assert seen[-1] == (len(found), len(found))
+    candidate = next(iter(found))
+    arch = _compile.architecture(candidate.config, "90")
+    report = _compile.compile_static(candidate.config, arch)
+    own = facts[candidate.key]
+    assert (own.registers, own.spill_bytes) == (report.registers, report.spill_bytes)
+    assert own.smem_bytes == candidate.config.smem_bytes
+    assert own.blocks_per_multiprocessor >= 1
+    stored = _kernel_store.load(_compile.stored_name(candidate.config, arch))
+    assert stored == report.cubin
+
+
+@pytest.mark.nvrtc
+def test_facts_are_taken_from_the_store_the_second_time():
+    tried = {"block_m": (128,), "block_n": (96,), "num_stages": (2,), "overlap_quarters": (0,)}
+    first = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    facts = first.compile(processes=1)
+    again = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    seen = []
+    assert again.compile(progress=lambda done, total: seen.append(done)) == facts
+    assert seen == [len(facts)]
+
+
+@pytest.mark.nvrtc
+def test_what_does_not_compile_is_a_fact(monkeypatch):
+    tried = {"block_m": (128,), "block_n": (48,), "num_stages": (2,), "overlap_quarters": (0,)}
+    found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    candidate = next(iter(found))
+    # 32 keys: legal by its numbers, but there is no product of that width.
+    broken = replace(candidate, config=replace(candidate.config, block_n=32))
+    found.candidates[:] = [broken]
+    (facts,) = found.compile(processes=1).values()
+    assert "error: " in facts.error
+    assert facts.registers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": "forward_sm70"}, "kernel: got 'forward_sm70', expected one of forward_sm90"),
+        ({"arch": "sm_70"}, "arch: got 'sm_70', expected one of sm_80"),
+        ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
+        ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    with pytest.raises(ValueError, match="expected") as error:
+        tuning.space(WORK, **{"arch": "sm_90a", **change})
+    assert message in str(error.value)
+
+
+def test_illegal_tiles_are_named():
+    default = tuning.space(WORK, arch="sm_90a").default
+    with pytest.raises(ValueError, match="parameter: got 'block_k', expected one of block_m"):
+        _kernels.with_tile(default, {"block_k": 64})
+    with pytest.raises(ValueError, match="block_n = 100 must be a positive multiple of 16"):
+        _kernels.with_tile(default, {"block_n": 100})
+    with pytest.raises(ValueError, match="block_n: got '96', expected an int"):
+        _kernels.with_tile(default, {"block_n": "96"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch: got 0, expected a positive int"),
+        ({"heads_kv": 3}, "heads_kv: got 3, expected a divisor of 8"),
+        ({"dtype": "int8"}, "dtype: got 'int8', expected one of float16"),
+        ({"arrays": ("colour",)}, "arrays: got 'colour', expected names among bias"),
+    ],
+)
+def test_wrong_workloads_are_named(change, message):
+    with pytest.raises(ValueError, match="expected") as error:
+        replace(WORK, **change)
+    assert message in str(error.value)
+
+
+def test_occupancy_is_the_scarcest_of_three():
+    limits = _hardware.typical("sm_90").limits
+    assert _hardware.occupancy(limits, 128, 1024, 32) == 16  # threads
+    assert _hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # shared memory
+    assert _hardware.occupancy(limits, 128, 1024, 255) == 2  # registers
+    assert _hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
+
+
+@pytest.mark.gpu
+def test_the_table_of_limits_is_what_the_device_says():
+    found = _hardware.present()
+    assert found is not None
+    table = _hardware.typical(found.arch)
+    assert found.limits == table.limits
+    if found.name == table.name:
+        assert (found.multiprocessors, found.l2_bytes) == (table.multiprocessors, table.l2_bytes)
+        assert found.peak == table.peak

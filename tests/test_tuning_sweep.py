@@ -1,0 +1,291 @@
+"""Does a sweep survive what configurations do, and lose nothing when it is interrupted?
+
+Processes, pipes, signals and files are real; the device is ``support/simulated_device.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cuflash import tuning
+from cuflash.tuning import _processes, _rows
+from support import simulated_sweep
+from support.simulated_device import milliseconds
+from support.simulated_sweep import DEVICE, WORK, space_of
+
+SCRIPT = Path(simulated_sweep.__file__)
+
+
+@pytest.fixture
+def trouble(monkeypatch, tmp_path):
+    """Return a function that sets what goes wrong; what was timed is in ``tmp_path/log``."""
+    monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
+
+    def setting(kinds: dict[str, str]) -> None:
+        monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(kinds))
+
+    return setting
+
+
+def timed(tmp_path: Path) -> list[str]:
+    """Keys that the device was asked to time, in order."""
+    return [line for line in (tmp_path / "log").read_text().split() if line != "open"]
+
+
+def swept(tmp_path, found=None, **given):
+    return tuning.sweep(
+        WORK, found or space_of(), file=tmp_path / "rows.jsonl", device_command=DEVICE, **given
+    )
+
+
+def fastest(found) -> str:
+    named = {c.key: dict(zip(found.parameters, c.values, strict=True)) for c in found}
+    return min(named, key=lambda key: milliseconds(named[key]))
+
+
+def test_every_configuration_has_a_row_and_the_fastest_wins(tmp_path, trouble):
+    found = space_of()
+    result = swept(tmp_path, found)
+    assert [row["key"] for row in result.rows] == [c.key for c in found] == timed(tmp_path)
+    assert {row["status"] for row in result.rows} == {"ok"}
+    assert result.best["key"] == fastest(found)
+    row = result.best
+    flops = WORK.kernel_flops("forward_sm90")
+    assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9)
+    assert row["facts"]["registers"] == 168
+    assert list(row["values"]) == list(found.parameters)
+    assert ",".join(map(str, row["values"].values())) == row["key"]
+
+
+def test_the_file_says_what_was_measured_where(tmp_path, trouble):
+    result = swept(tmp_path)
+    read = tuning.load(tmp_path / "rows.jsonl")
+    assert (read.header, read.rows, read.finals) == (result.header, result.rows, result.finals)
+    header = read.header
+    assert (read.device, header["driver"], header["nvrtc"]) == ("simulated", "0", "0")
+    assert len(header["kernels"]) == 64
+    assert read.workload == WORK
+    assert header["default"] == space_of().default_key
+    (final,) = read.finals
+    assert len(final["ms"]) == 5
+    assert final["default_ms"] > min(final["ms"].values())
+
+
+def test_configurations_that_fail_cost_their_row_alone(tmp_path, trouble):
+    found = space_of()
+    keys = [c.key for c in found]
+    kinds = dict(zip(keys, ("exit", "error", "wrong", "crash", "hang"), strict=False))
+    trouble(kinds)
+    start = time.monotonic()
+    result = swept(tmp_path, found, time_limit=1.0)
+    assert time.monotonic() - start < 60
+    states = {row["key"]: row["status"] for row in result.rows}
+    expected = {key: {"exit": "crash"}.get(kind, kind) for key, kind in kinds.items()}
+    assert states == dict.fromkeys(keys, "ok") | expected
+    reasons = {row["key"]: row.get("reason", "") for row in result.rows}
+    assert "exit status 77" in reasons[keys[0]]
+    assert "no answer within 1 s" in reasons[keys[4]]
+    assert result.best["status"] == "ok"
+    # A new process was opened after the exit, the crash and the hang, and not after the others.
+    assert (tmp_path / "log").read_text().split().count("open") == 4
+
+
+def test_a_device_that_cannot_run_the_default_ends_the_sweep(tmp_path, trouble):
+    trouble({"open": "error"})
+    with pytest.raises(RuntimeError, match="as shipped: rms error 1"):
+        swept(tmp_path)
+    assert tuning.load(tmp_path / "rows.jsonl").rows == []
+
+
+def test_what_a_file_holds_is_not_measured_again(tmp_path, trouble):
+    found = space_of()
+    first = swept(tmp_path, found, budget=4)
+    assert len(timed(tmp_path)) == len(first.rows) == 4
+    result = swept(tmp_path, found)
+    assert timed(tmp_path) == [c.key for c in found]
+    again = swept(tmp_path, found)
+    assert timed(tmp_path) == [c.key for c in found]
+    assert again.rows == result.rows
+    assert len(again.finals) == len(result.finals) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_line_that_was_cut_off_is_measured_again(tmp_path, trouble, cut):
+    found = space_of()
+    swept(tmp_path, found, budget=3)
+    path = tmp_path / "rows.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4])[:-cut])
+    result = swept(tmp_path, found)
+    keys = [c.key for c in found]
+    assert sorted(timed(tmp_path)) == sorted([*keys, keys[2]])
+    assert [row["key"] for row in result.rows] == keys
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+def interrupted(tmp_path, how) -> tuple[subprocess.Popen, str]:
+    """Start a sweep, end it while its fourth configuration is being timed."""
+    key = [c.key for c in space_of()][3]
+    environment = os.environ | {
+        "SIMULATED_TROUBLE": json.dumps({key: "hang"}),
+        "SIMULATED_LOG": str(tmp_path / "log"),
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parents[1])]),
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(tmp_path / "rows.jsonl")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    for _ in range(600):
+        if (tmp_path / "log").exists() and key in timed(tmp_path):
+            break
+        time.sleep(0.1)
+    process.send_signal(how)
+    process.communicate(timeout=30)
+    return process, key
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_an_interruption_loses_the_configuration_being_timed_alone(tmp_path, monkeypatch, how):
+    process, key = interrupted(tmp_path, getattr(signal, how))
+    assert process.returncode != 0
+    found = space_of()
+    keys = [c.key for c in found]
+    assert [row["key"] for row in tuning.load(tmp_path / "rows.jsonl").rows] == keys[:3]
+    assert gone(tmp_path), "the process that owns the device outlived its parent"
+    monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
+    result = swept(tmp_path, found)
+    assert [row["key"] for row in result.rows] == keys
+    assert sorted(timed(tmp_path)) == sorted([*keys, key])
+
+
+def gone(tmp_path) -> bool:
+    """Whether no process that was told of this folder is left, after at most ten seconds."""
+    mark = str(tmp_path / "log").encode()
+    for _ in range(100):
+        alive = False
+        for folder in Path("/proc").glob("[0-9]*"):
+            if int(folder.name) == os.getpid():
+                continue
+            try:
+                alive = alive or mark in (folder / "environ").read_bytes()
+            except OSError:
+                continue
+        if not alive:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_random_draws_without_return_and_the_same_with_the_same_seed(tmp_path, trouble):
+    found = space_of(num_q_stages=(1, 2))
+    first = tuning.sweep(
+        WORK, found, file=tmp_path / "a", strategy="random", budget=6, seed=3, device_command=DEVICE
+    )
+    again = tuning.sweep(
+        WORK, found, file=tmp_path / "b", strategy="random", budget=6, seed=3, device_command=DEVICE
+    )
+    keys = [row["key"] for row in first.rows]
+    assert len(set(keys)) == 6
+    assert [row["key"] for row in again.rows] == keys
+    assert keys != [c.key for c in found][:6]
+
+
+def test_progress_shows_the_best_so_far(tmp_path, trouble):
+    seen = []
+    swept(tmp_path, progress=seen.append)
+    times = [now for now in seen if now.stage == "time"]
+    assert [now.done for now in times] == list(range(1, times[-1].total + 1))
+    best = [now.best["relative"] for now in times]
+    assert best == sorted(best, reverse=True)
+    assert seen[-1].stage == "final"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", None),
+        ("not a sweep\n", "line 1: no JSON"),
+        ('{"cache": {}}\n', 'line 1: not an object of kind "sweep"'),
+        ('{"kind": "sweep", "format": 1}\n', "line 1: no workload, kernel"),
+        ("HEADER{}\n", 'line 2: not kind "config"'),
+        ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "fine"}\n', "status 'fine'"),
+        ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok"}\n', "no ms, relative"),
+        ("HEADER{oh\nno}\n", "line 2: no JSON"),
+        ('{"kind": "sw', "no complete line"),
+        (b"\xff\xfe\x00", "bytes that are no text"),
+    ],
+)
+def test_corrupt_and_foreign_files_are_refused(tmp_path, trouble, content, message):
+    path = tmp_path / "rows.jsonl"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        swept(tmp_path, budget=1)
+        header = path.read_text().splitlines(keepends=True)[0]
+        path.write_text(content.replace("HEADER", header))
+    before = path.read_bytes()
+    if message is None:
+        assert len(swept(tmp_path, budget=1).rows) == 1
+        return
+    with pytest.raises(ValueError, match="expected the file of a sweep") as error:
+        swept(tmp_path)
+    assert message in str(error.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("SIMULATED_NAME", "another", 'device "simulated"'), ("SIMULATED_ARCH", "sm_80", "sm_80")],
+)
+def test_another_device_does_not_go_on(tmp_path, trouble, monkeypatch, name, value, message):
+    swept(tmp_path, budget=1)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="expected") as error:
+        swept(tmp_path)
+    assert message in str(error.value)
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="strategy: got 'best', expected one of exhaustive"):
+        swept(tmp_path, strategy="best")
+    with pytest.raises(ValueError, match="budget: got 0, expected a positive int"):
+        swept(tmp_path, budget=0)
+    with pytest.raises(ValueError, match="chosen: got a space of"):
+        tuning.sweep(replace(WORK, causal=True), space_of(), file=tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_nothing_timed_is_no_best():
+    with pytest.raises(ValueError, match="none of them timed"):
+        _rows.Sweep({}).best  # noqa: B018
+
+
+def test_answers_come_from_several_processes_in_any_order(trouble):
+    requests = [{"do": "describe"} for _ in range(5)]
+    found = dict(_processes.ask_many(DEVICE, requests, 3, 30.0))
+    assert sorted(found) == list(range(5))
+    assert {answer["device"] for answer in found.values()} == {"simulated"}
+
+
+@pytest.mark.parametrize("strategy", ["genetic_algorithm", "simulated_annealing", "greedy_ils"])
+def test_searches_of_kernel_tuner_drive_a_sweep(tmp_path, trouble, strategy):
+    pytest.importorskip("kernel_tuner")
+    found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
+    before = random.getstate()
+    result = swept(tmp_path, found, strategy=strategy, budget=12)
+    assert random.getstate() == before
+    assert 3 <= len(result.rows) <= 12 < len(found)
+    assert {row["key"] for row in result.rows} <= {c.key for c in found}
+    assert result.rows == [row for row in result.rows if row["key"] in found]
