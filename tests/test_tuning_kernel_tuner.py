@@ -1,0 +1,145 @@
+"""Do we read what kernel-tuner wrote, and does kernel-tuner work on what we wrote?
+
+Its files are real: kernel-tuner itself tunes a loop in C on the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import tuning
+from support.simulated_sweep import DEVICE, WORK, space_of
+
+kernel_tuner = pytest.importorskip("kernel_tuner")
+pytestmark = pytest.mark.filterwarnings("default")  # those of kernel-tuner and what it imports
+
+LOOP = (Path(__file__).parent / "support" / "timed_loop.cpp").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Run every test in a folder of its own: kernel-tuner leaves its sources where it is."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """Return a sweep of a small space, one of whose configurations fails."""
+    found = space_of(num_q_stages=(1, 2))
+    key = next(iter(found)).key
+    monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps({key: "error"}))
+    return tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+
+
+def simulate(path, found, **given):
+    """Let kernel-tuner search our results, as if it measured them."""
+    parameters = {name: list(values) for name, values in found.header["parameters"].items()}
+    cache = json.loads(path.read_text())
+    return kernel_tuner.tune_kernel(
+        found.kernel, "", tuple(cache["problem_size"]), [], parameters, lang="CUDA",
+        simulation_mode=True, cache=str(path), quiet=True, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"strategy": "genetic_algorithm", "strategy_options": {"max_fevals": 60}},
+        {"strategy": "random_sample", "strategy_options": {"fraction": 1.0}},
+    ],
+)
+def test_kernel_tuner_simulates_on_our_sweeps(tmp_path, swept, given):
+    path = tmp_path / "cache.json"
+    tuning.write_cache(swept, path)
+    results, env = simulate(path, swept, **given)
+    assert env["device_name"] == "simulated"
+    measured = {row["key"]: row["ms"] for row in swept.timed}
+    for result in results:
+        key = ",".join(str(result[name]) for name in swept.header["parameters"])
+        if "__error__" in result:
+            assert key not in measured
+        else:
+            assert result["time"] == measured[key]
+    if not given:
+        best = min(measured, key=measured.get)
+        assert env["best_config"]["time"] == measured[best]
+        assert len([r for r in results if "__error__" not in r]) == len(measured)
+
+
+def test_our_sweep_comes_back_whole(tmp_path, swept):
+    path = tmp_path / "cache.json"
+    tuning.write_cache(swept, path)
+    read = tuning.read_cache(path)
+    assert (read.header, read.rows, read.finals) == (swept.header, swept.rows, swept.finals)
+
+
+def test_entries_have_what_kernel_tuner_gives_its_own(tmp_path, swept):
+    theirs = json.loads(tuned(tmp_path, (1, 2)).read_text())
+    path = tmp_path / "ours.json"
+    tuning.write_cache(swept, path)
+    ours = json.loads(path.read_text())
+    assert set(theirs) <= set(ours)
+    own = next(e for e in ours["cache"].values() if "__error__" not in e)
+    for entry in theirs["cache"].values():
+        assert set(entry) - {"block_m", "block_n"} <= set(own)
+    assert set(swept.header["parameters"]) <= set(own)
+
+
+def tuned(tmp_path, values):
+    """Return a cache file that kernel-tuner wrote, measuring."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    path = tmp_path / "theirs.json"
+    out = np.zeros(1000, np.float32)
+    parameters = {"block_m": list(values), "block_n": [1, 4]}
+    kernel_tuner.tune_kernel(
+        "add", LOOP, 1000, [out, np.int32(1000)], parameters, lang="C", cache=str(path), quiet=True,
+        compiler_options=["-O1"],
+    )  # fmt: skip
+    return path
+
+
+def test_files_of_kernel_tuner_are_read(tmp_path):
+    path = tuned(tmp_path, (1, 2))
+    read = tuning.read_cache(path)
+    raw = json.loads(path.read_text())["cache"]
+    assert read.kernel == "add"
+    assert {row["key"]: row["ms"] for row in read.timed} == {k: e["time"] for k, e in raw.items()}
+    assert read.best["key"] == min(raw, key=lambda key: raw[key]["time"])
+    assert read.best["relative"] == 1.0
+    assert set(read.best["values"]) == {"block_m", "block_n"}
+    # A file of somebody else's kernel can be written, too.
+    again = tmp_path / "again.json"
+    tuning.write_cache(read, again)
+    assert tuning.read_cache(again).rows == read.rows
+
+
+def test_a_file_that_an_interruption_left_open_is_read(tmp_path):
+    """The third row of tiles does not compile: kernel-tuner ends, and leaves its file open."""
+    with pytest.raises(subprocess.CalledProcessError):
+        tuned(tmp_path, (1, 2, 3))
+    path = tmp_path / "theirs.json"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(path.read_text())
+    keys = sorted(row["key"] for row in tuning.read_cache(path).rows)
+    assert keys == [
+        "1,1",
+        "1,4",
+        "2,1",
+        "2,4",
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"cache": {}}', '{"kind": "sweep"}\n{}\n'])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="expected a cache file of kernel-tuner, with device_name"):
+        tuning.read_cache(path)
