@@ -1,6 +1,7 @@
 """Exact, IO-aware attention on CuPy and NumPy arrays."""
 
 from cuflash import reference
+from cuflash._ahead import compile  # noqa: A004
 from cuflash._attention import attention, attention_backward, attention_vjp, workspace_size
 from cuflash._errors import CompileError
 from cuflash._merge import merge, merge_backward
@@ -25,6 +26,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",
+    "compile",
     "dropout_mask",
     "logsumexp",
     "logsumexp_backward",
@@ -32,6 +34,16 @@ __all__ = [
     "merge_backward",
     "reference",
     "show_config",
+    "tuning",
     "weights",
     "workspace_size",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import ``tuning`` where it is first asked for: a call of attention needs none of it."""
+    if name == "tuning":
+        import cuflash.tuning as found
+
+        return found
+    raise AttributeError(f"module 'cuflash' has no attribute {name!r}")

@@ -97,6 +97,12 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     source = source_of(config)
     arch = architecture(config, cupy.cuda.Device().compute_capability)
     options = (*OPTIONS, f"-arch={arch}")
+    shared = None
+    if _kernel_store.shared_folders():
+        shared = _kernel_store.load_shared(_kernel_store.name_of(source, *options))
+    if shared is not None:
+        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):  # a driver too old for it
+            return _loaded(cupy, shared, config)
     name = _stored_name(source, options, cupy.__version__)
     cubin = _kernel_store.load(name)
     if cubin is not None:
@@ -135,10 +141,21 @@ def stored_name(config: KernelConfig, arch: str) -> str:
     return _stored_name(source_of(config), (*OPTIONS, f"-arch={arch}"), cupy.__version__)
 
 
-def compile_ahead(config: KernelConfig, arch: str) -> Report:
-    """Compile for devices of ``arch``, with or without one at hand, and store it for a run."""
+def shared_name(config: KernelConfig, arch: str) -> str:
+    """Name of this kernel in a folder for others, whatever compiler they have."""
+    return _kernel_store.name_of(source_of(config), *OPTIONS, f"-arch={arch}")
+
+
+def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
+    """Compile for devices of ``arch``, with or without one at hand, and store it for a run.
+
+    ``shared`` is a folder for others, instead of one's own store.
+    """
     report = compile_static(config, arch)
-    _kernel_store.save(stored_name(config, arch), report.cubin)
+    if shared is None:
+        _kernel_store.save(stored_name(config, arch), report.cubin)
+    else:
+        _kernel_store.save_shared(shared, shared_name(config, arch), report.cubin)
     return report
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import tempfile
 import warnings
@@ -33,6 +32,44 @@ def name_of(*made_of: str) -> str:
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 
+def shared_folders() -> tuple[Path, ...]:
+    """Folders of kernels that were compiled ahead of time, in the variable CUFLASH_KERNELS."""
+    named = os.environ.get("CUFLASH_KERNELS", "")
+    return tuple(Path(part) for part in named.split(os.pathsep) if part)
+
+
+def load_shared(name: str) -> bytes | None:
+    """The cubin of this name in one of the shared folders, or None; no other is written to."""
+    for shared in shared_folders():
+        path = shared / f"{name}.cubin"
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        cubin = _checked(name, content)
+        if cubin is not None:
+            return cubin
+        _warn_of_shared(str(path))
+    return None
+
+
+def _checked(name: str, content: bytes) -> bytes | None:
+    cubin, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return cubin if digest == _digest(name, cubin) else None
+
+
+def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
+    """Put a cubin into a folder for others; an OSError where that cannot be written."""
+    path = shared / f"{name}.cubin"
+    _replace(path, cubin + _digest(name, cubin))
+    return path
+
+
+def verified(path: Path) -> bool:
+    """Whether a file of kernels is whole and has the name of what it holds."""
+    return _checked(path.stem, path.read_bytes()) is not None
+
+
 def load(name: str) -> bytes | None:
     """The cubin of this name, or None."""
     if _in_memory():
@@ -44,8 +81,7 @@ def load(name: str) -> bytes | None:
     except OSError:
         _warn_once(str(folder()))
         return None
-    cubin, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return cubin if digest == _digest(name, cubin) else None
+    return _checked(name, content)
 
 
 def save(name: str, cubin: bytes) -> None:
@@ -74,6 +110,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 def load_note(name: str) -> dict[str, Any] | None:
     """What was noted about a kernel, where that kernel is still here."""
+    import json
+
     if load(name) is None:
         return None
     try:
@@ -85,6 +123,8 @@ def load_note(name: str) -> dict[str, Any] | None:
 
 def save_note(name: str, note: dict[str, Any]) -> None:
     """Note something about a kernel that is here, beside it."""
+    import json
+
     if not _in_memory():
         with contextlib.suppress(OSError):
             _replace(_path(name).with_suffix(".json"), json.dumps(note).encode())
@@ -107,6 +147,15 @@ def _warn_once(where: str) -> None:
     warnings.warn(
         f"the kernel cache {where} cannot be read or written, or holds something else: kernels "
         "are compiled in memory",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_shared(path: str) -> None:
+    warnings.warn(
+        f"{path} is cut off, changed, or another kernel's: this kernel is compiled instead",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -179,7 +179,7 @@ def _plan_forward(
         _plan.smem_limit(device),
         _plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits),
     )
-    config = _select.overridden(chosen, config)
+    config = _select.overridden(chosen, config, device)
     return _plan.plan_launch(
         _params.FORWARD, config, problem, layouts, device,
         num_blocks=_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
@@ -200,7 +200,7 @@ def _plan_forward_sm90(
     chosen = _select.forward_sm90_config(problem, _launch_sm90.multiprocessors(device))
     if chosen is None:
         return None
-    config = _select.overridden(chosen, override)
+    config = _select.overridden(chosen, override, device)
     maps = _launch_sm90.tensor_maps(problem, layouts, config, pointers)
     if maps is None:
         return None
@@ -309,6 +309,12 @@ Steps = tuple[tuple[tuple[str, ...], Launch | MappedLaunch], ...]
 _backward_plans: dict[Any, tuple[Problem, Steps]] = {}
 
 
+def forget_plans() -> None:
+    """Choose anew for every call from now on."""
+    _forward_plans.clear()
+    _backward_plans.clear()
+
+
 def _workspace(problem: Problem, workspace: Array | None) -> Array:
     """Memory for the row statistics of a backward call."""
     size = workspace_size(problem, "backward")
@@ -357,7 +363,7 @@ def _plan_backward(
     hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
     if hopper is None:
         for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
-            kv_config = _select.overridden(chosen, config.kv)
+            kv_config = _select.overridden(chosen, config.kv, device)
             launch = _plan.plan_launch(
                 _params.BACKWARD, kv_config, problem, layouts, device,
                 num_blocks=_plan.num_tiles(problem, problem.seqlen_k, kv_config.block_n),
@@ -370,7 +376,7 @@ def _plan_backward(
     hopper = _plan_backward_sm90(problem, device, layouts, wanted & {"q"}, addresses, config)
     if hopper is None:
         chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
-        q_config = _select.overridden(chosen_q, config.q)
+        q_config = _select.overridden(chosen_q, config.q, device)
         launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,
             num_blocks=_plan.num_tiles(problem, problem.seqlen_q, q_config.block_m),
@@ -445,7 +451,7 @@ def _plan_gradient_sm90(
     """Prepare one launch; None where the device, the problem or a layout is not for it."""
     if chosen is None or not _launch_sm90.available(device):
         return None
-    config = _select.overridden(chosen, override)
+    config = _select.overridden(chosen, override, device)
     of_keys = isinstance(config, BackwardKVSm90Config)
     owned = problem.q
     if isinstance(config, BackwardKVSm90Config):

@@ -41,6 +41,11 @@ def remember(
     _known[_key(q, k, v, options, return_lse)] = repeat
 
 
+def forget() -> None:
+    """Know no call any more."""
+    _known.clear()
+
+
 def _key(q: Array, k: Array, v: Array, options: Options, return_lse: bool) -> Any:
     at_q, at_k, at_v = q.data, k.data, v.data
     return (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cuflash import _philox
+from cuflash import _philox, _tuned
 from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
@@ -373,10 +373,13 @@ def _kv_passes(problem: Problem, wanted: frozenset[str], fields: dict[str, Any])
     return [sums] if together and sums else [[name] for name in sums]
 
 
-def overridden(chosen: AnyTileConfig, config: Any) -> AnyTileConfig:
-    """The caller's tile in the chosen configuration: what follows from the problem stays."""
+def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig:
+    """The tile that the caller, or else a table in use for this device, wants instead.
+
+    What follows from the problem stays.
+    """
     if config is None:
-        return chosen
+        return _tuned.applied(chosen, _tuned.device_name(device)) if _tuned.in_use() else chosen
     if type(config) is not type(chosen):
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__

@@ -12,6 +12,7 @@ from cuflash.tuning._kernel_tuner import read_cache, write_cache
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._sweep import Progress, sweep
+from cuflash.tuning._table import save, use, user_table
 
 __all__ = [
     "Candidate",
@@ -22,7 +23,10 @@ __all__ = [
     "Workload",
     "load",
     "read_cache",
+    "save",
     "space",
     "sweep",
+    "use",
+    "user_table",
     "write_cache",
 ]

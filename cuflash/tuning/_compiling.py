@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 from cuflash import CompileError, _compile, _kernel_store
@@ -13,19 +15,29 @@ from cuflash.tuning._processes import serve
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Facts of one configuration; its kernel is in the store then."""
     config, arch = config_from_json(request["config"]), request["arch"]
+    shared = Path(request["folder"]) if request.get("folder") else None
     start = time.perf_counter()
     try:
-        report = _compile.compile_ahead(config, arch)
+        report = _compile.compile_ahead(config, arch, shared)
     except CompileError as error:
         return {"error": first_error(error.log)}
+    except OSError as error:
+        return {"error": f"{error}"}
     note = {
         "registers": report.registers,
         "spill_bytes": report.spill_bytes,
-        "warnings": list(report.warnings),
+        "warnings": [_shortened(text) for text in report.warnings],
         "seconds": round(time.perf_counter() - start, 3),
     }
-    _kernel_store.save_note(_compile.stored_name(config, arch), note)
+    if shared is None:
+        _kernel_store.save_note(_compile.stored_name(config, arch), note)
     return note
+
+
+def _shortened(warning: str) -> str:
+    """Its number, where ptxas gives one: C7512."""
+    number = re.search(r"\bC\d{4}\b", warning)
+    return number[0] if number else warning
 
 
 def first_error(log: str) -> str:

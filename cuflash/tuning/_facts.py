@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from cuflash import _compile, _kernel_store
-from cuflash._config import KernelConfig, TileConfig
+from cuflash._config import KernelConfig
 from cuflash._hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Failure, ask_many
@@ -40,27 +41,35 @@ class Facts:
 
 
 def compile_all(
-    configs: Iterable[TileConfig],
+    configs: Iterable[KernelConfig],
     hardware: Hardware,
     *,
     processes: int | None = None,
     time_limit: float = TIME_LIMIT,
     progress: Progress | None = None,
-) -> dict[TileConfig, Facts]:
-    """Compile on all cores what the store of kernels lacks, and tell the facts of each."""
+    shared: Path | None = None,
+) -> dict[Any, Facts]:
+    """Compile on all cores what the store of kernels lacks, and tell the facts of each.
+
+    Into the folder ``shared``, where there is one, everything is compiled anew.
+    """
     ordered = list(dict.fromkeys(configs))
-    found: dict[TileConfig, Facts] = {}
+    found: dict[KernelConfig, Facts] = {}
     missing = []
     for config in ordered:
         arch = _compile.architecture(config, hardware.capability)
-        note = _kernel_store.load_note(_compile.stored_name(config, arch))
+        name = None if shared else _compile.stored_name(config, arch)
+        note = None if name is None else _kernel_store.load_note(name)
         if note is None:
             missing.append((config, arch))
         else:
             found[config] = _facts(config, note, hardware)
     if progress:
         progress(len(found), len(ordered))
-    requests = [{"config": config_as_json(config), "arch": arch} for config, arch in missing]
+    requests = [
+        {"config": config_as_json(config), "arch": arch, "folder": str(shared) if shared else None}
+        for config, arch in missing
+    ]
     workers = processes or os.cpu_count() or 1
     for number, answer in ask_many(_COMMAND, requests, workers, time_limit):
         config = missing[number][0]

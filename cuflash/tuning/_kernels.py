@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from cuflash._config import (
@@ -11,11 +11,15 @@ from cuflash._config import (
     BackwardKVSm90Config,
     BackwardQConfig,
     BackwardQSm90Config,
+    BackwardScoreConfig,
+    DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
+    KernelConfig,
     TileConfig,
 )
 from cuflash._errors import problem_with
+from cuflash._tuned import with_values
 
 #: Widths of s that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
 WGMMA_WIDTHS = (48, 64, 80, 96, 112, 128)
@@ -52,7 +56,14 @@ KERNELS: dict[str, type[TileConfig]] = {
 }
 
 
-def kernel_name(config: TileConfig) -> str:
+#: Kernels that have no tile to choose travel, too.
+_ALL: dict[str, type[KernelConfig]] = {
+    **KERNELS,
+    **{kind.source.removesuffix(".cu"): kind for kind in (DeltaConfig, BackwardScoreConfig)},
+}
+
+
+def kernel_name(config: KernelConfig) -> str:
     """The source without its suffix: "forward_sm90"."""
     return config.source.removesuffix(".cu")
 
@@ -82,31 +93,19 @@ def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:
             )  # fmt: skip
         if not isinstance(value, int):
             raise problem_with(name, ValueError, got=repr(value), expected="an int")
-    changed: dict[str, Any] = dict(values)
-    if "scores_ahead" in changed:
-        changed["scores_ahead"] = bool(changed["scores_ahead"])
-    rows = _owned_rows(config)
-    if rows in changed:
-        changed["num_warps"] = changed[rows] // 16 + 4
-    return replace(config, **changed)
+    return with_values(config, values)
 
 
-def _owned_rows(config: TileConfig) -> str | None:
-    """The parameter that decides how many warps Hopper's kernels have."""
-    if isinstance(config, ForwardSm90Config | BackwardQSm90Config):
-        return "block_m"
-    return "block_n" if isinstance(config, BackwardKVSm90Config) else None
-
-
-def config_as_json(config: TileConfig) -> dict[str, Any]:
+def config_as_json(config: KernelConfig) -> dict[str, Any]:
     """All fields and the kernel's name."""
     named = {f.name: getattr(config, f.name) for f in fields(config)}
     return {"kernel": kernel_name(config), **named}
 
 
-def config_from_json(given: Mapping[str, Any]) -> TileConfig:
+def config_from_json(given: Mapping[str, Any]) -> Any:
     """The configuration of :func:`config_as_json`, after JSON made lists of tuples."""
     values = dict(given)
-    kind = kernel_type(values.pop("kernel"))
-    values["formulas"] = tuple((name, text) for name, text in values["formulas"])
+    kind = _ALL[values.pop("kernel")]
+    if "formulas" in values:
+        values["formulas"] = tuple((name, text) for name, text in values["formulas"])
     return kind(**values)

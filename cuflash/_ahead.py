@@ -1,0 +1,110 @@
+"""How are kernels compiled before they are needed, on a machine that need not have a GPU?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cuflash._errors import CompileError, problem_with
+
+if TYPE_CHECKING:
+    from cuflash._bench.workload import Workload
+    from cuflash._config import KernelConfig
+    from cuflash._hardware import Hardware
+
+
+def compile(  # noqa: A001  cuflash.compile, as re.compile
+    workloads: Workload | Iterable[Workload],
+    /,
+    *,
+    arch: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    backward: bool = False,
+    processes: int | None = None,
+) -> tuple[Path, ...]:
+    """Compile the kernels of problems ahead of time; needs NVRTC and no GPU.
+
+    Kernels depend on head sizes, dtype and on which options are present; of the lengths only the
+    number of tiles matters, and only where there are fewer than multiprocessors.
+
+    Parameters
+    ----------
+    workloads : Workload or iterable of Workload
+        The problems, see ``cuflash.tuning.Workload``; their arrays in C order.
+    arch : str, optional
+        ``"sm_80"``, ``"sm_90a"`` ...; default: that of the device at hand.
+    folder : path, optional
+        Put the kernels there, for machines whose variable ``CUFLASH_KERNELS`` names the folder.
+        Default: the store of this machine.
+    backward : bool
+        Also those of the gradients of q, k and v.
+    processes : int, optional
+        That compile side by side; default: one for each core.
+
+    Returns
+    -------
+    tuple of Path
+        The file of each kernel.
+
+    Raises
+    ------
+    ValueError
+        For an unknown architecture, or none where there is no device.
+    CompileError
+        For a kernel that does not compile, or a folder that cannot be written.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> work = cuflash.tuning.Workload(8, 16, 16, 4096, 4096, 128, 128, "bfloat16", causal=True)
+    >>> cuflash.compile(work, arch="sm_90a", folder="kernels", backward=True)  # doctest: +SKIP
+    (PosixPath('kernels/...cubin'), ...)
+    """
+    from cuflash import _compile, _kernel_store
+    from cuflash._bench.workload import Workload
+    from cuflash.tuning._facts import compile_all
+
+    hardware = _hardware_of(arch)
+    given = [workloads] if isinstance(workloads, Workload) else list(workloads)
+    configs = [c for work in given for c in kernels_of(work, hardware, backward=backward)]
+    shared = None if folder is None else Path(folder)
+    facts = compile_all(configs, hardware, processes=processes, shared=shared)
+    for config, found in facts.items():
+        if found.error:
+            raise CompileError(
+                f"{config.entry} did not compile: {found.error}",
+                config=config, log=found.error, source=None,
+            )  # fmt: skip
+    files = []
+    for config in facts:
+        own = _compile.architecture(config, hardware.capability)
+        if shared is None:
+            files.append(_kernel_store.folder() / f"{_compile.stored_name(config, own)}.cubin")
+        else:
+            files.append(shared / f"{_compile.shared_name(config, own)}.cubin")
+    return tuple(files)
+
+
+def _hardware_of(arch: str | None) -> Hardware:
+    from cuflash import _hardware
+
+    if arch is not None:
+        return _hardware.typical(arch)
+    found = _hardware.present()
+    if found is None:
+        raise problem_with(
+            "arch", ValueError, got="None, and no device is here",
+            expected=f"one of {', '.join(_hardware.ARCHITECTURES)}",
+        )  # fmt: skip
+    return found
+
+
+def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> Sequence[KernelConfig]:
+    """The kernels of one problem, in order of launch."""
+    from cuflash import _chosen
+
+    problem = work.problem()
+    found: list[KernelConfig] = [_chosen.forward(problem, hardware)]
+    return found + _chosen.backward(problem, hardware) if backward else found

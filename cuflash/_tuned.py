@@ -1,0 +1,218 @@
+"""Which measured tiles does this process use in place of the shipped ones?
+
+None, until somebody asks: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path of
+a file or "user" for this user's table. A file is JSON: {"format": ..., "tiles": [row, ...]}, and a
+row holds for one kernel, dtype, head sizes, set of options and device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cuflash._config import (
+    BackwardKVConfig,
+    BackwardKVSm90Config,
+    ForwardConfig,
+    KernelConfig,
+    TileConfig,
+)
+from cuflash._errors import problem_with
+
+FORMAT = "cuflash tiles 1"
+VARIABLE = "CUFLASH_TILES"
+AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
+
+
+class Key(NamedTuple):
+    """What a row holds for."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    options: str
+    device: str
+
+
+class Row(NamedTuple):
+    """A tile for a key, and where it was found."""
+
+    key: Key
+    values: tuple[tuple[str, int], ...]
+    measured: str = ""
+
+
+#: Fields that say what a kernel computes, and the word that stands for each in a key.
+_WORDS = {
+    "window_left": "window",
+    "window_right": "causal",
+    "softcap": "softcap",
+    "bias": "bias",
+    "alibi_slopes": "alibi_slopes",
+    "mask": "mask",
+    "segment_ids": "segment_ids",
+    "q_lengths": "q_lengths",
+    "kv_lengths": "kv_lengths",
+    "score_mod": "score_mod",
+    "mask_mod": "mask_mod",
+    "dropout": "dropout",
+    "cu_seqlens": "packed",
+    "sink": "sink",
+}
+
+
+def options_of(config: TileConfig) -> str:
+    """The options that are compiled into a kernel: "causal sink"; "plain" where there are none.
+
+    A measured tile is used for exactly the options that it was measured with: others take registers
+    of their own.
+    """
+    words = [
+        word for name, word in _WORDS.items() if getattr(config, name, False) not in (False, "none")
+    ]
+    plain = not {"softcap", "bias", "alibi_slopes", "score_mod"} & set(words)
+    if plain and not config.scale_in_exponent:
+        words.append("scaled")
+    if config.offset in ("int32", "int64"):
+        words.append("offset")
+    if isinstance(config, BackwardKVConfig | BackwardKVSm90Config):
+        words += [] if config.grad_k and config.grad_v else ["dk" if config.grad_k else "dv"]
+    if config.copy_bytes < 16:
+        words.append("narrow")
+    if isinstance(config, ForwardConfig) and config.out_dtype != config.dtype:
+        words.append(config.out_dtype)
+    return " ".join(words) or "plain"
+
+
+def key_of(config: TileConfig, device: str) -> Key:
+    """What a configuration is looked up by."""
+    kernel = config.source.removesuffix(".cu")
+    sizes = (config.head_dim, config.head_dim_v)
+    return Key(kernel, config.dtype, *sizes, options_of(config), device)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; a ValueError that names the place where it is no table of tiles."""
+    import json
+
+    expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        got = f"no JSON ({error})"
+        raise problem_with(str(path), ValueError, got=got, expected=expected) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise problem_with(str(path), ValueError, got="another format", expected=expected)
+    tiles = content.get("tiles")
+    if not isinstance(tiles, list):
+        raise problem_with(str(path), ValueError, got='no list "tiles"', expected=expected)
+    return [_row(path, number, given) for number, given in enumerate(tiles)]
+
+
+def _row(path: Path, number: int, given: Any) -> Row:
+    where = f"{path}: tiles[{number}]"
+    kinds = {name: int if name.startswith("head") else str for name in Key._fields}
+    if not isinstance(given, dict) or not isinstance(given.get("values"), dict):
+        raise problem_with(where, ValueError, got=repr(given)[:80], expected='a row with "values"')
+    for name, kind in kinds.items():
+        if not isinstance(given.get(name), kind):
+            raise problem_with(
+                where, ValueError, got=f"{name} {given.get(name)!r}", expected=f"{kind.__name__}"
+            )
+    values = given["values"]
+    if not all(isinstance(value, int) for value in values.values()):
+        raise problem_with(where, ValueError, got=f"values {values}", expected="integers")
+    key = Key(**{name: given[name] for name in Key._fields})
+    return Row(key, tuple(values.items()), str(given.get("measured", "")))
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write a file of tiles as a whole, in order of its keys."""
+    import json
+
+    ordered = sorted(rows, key=lambda row: row.key)
+    tiles = [
+        {**row.key._asdict(), "values": dict(row.values), "measured": row.measured}
+        for row in ordered
+    ]
+    lines = ",\n".join(json.dumps(tile) for tile in tiles)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(f'{{"format": "{FORMAT}", "tiles": [\n{lines}\n]}}\n', encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def user_file() -> Path:
+    """Table of this user, in the platform's folder for caches."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+    elif sys.platform == "darwin":
+        base = os.path.expanduser("~/Library/Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "cuflash", "tiles.json")
+
+
+#: What is in use: None before the variable was looked at, empty where nothing is.
+_in_use: dict[Key, Row] | None = None
+
+
+def in_use() -> Mapping[Key, Row]:
+    """The rows in use, those of the variable unless :func:`replace_rows` was called."""
+    global _in_use
+    if _in_use is None:
+        named = os.environ.get(VARIABLE, "")
+        path = user_file() if named == "user" else Path(named)
+        rows = read(path) if named and (named != "user" or path.exists()) else []
+        _in_use = {row.key: row for row in rows}
+    return _in_use
+
+
+def replace_rows(rows: Mapping[Key, Row] | None) -> None:
+    """Use these rows from now on; None: those of the variable."""
+    global _in_use
+    _in_use = None if rows is None else dict(rows)
+
+
+def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
+    """The configuration with the tile in use for it; as it is where there is none."""
+    row = in_use().get(key_of(chosen, device))
+    return chosen if row is None else with_values(chosen, dict(row.values))
+
+
+def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConfig:
+    """The configuration with another tile; a ValueError for what is no field or not legal."""
+    known = {f.name for f in fields(config)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise problem_with(
+            "parameter", ValueError, got=unknown[0], expected=f"a field of {type(config).__name__}"
+        )
+    changed: dict[str, Any] = dict(values)
+    if "scores_ahead" in changed:
+        changed["scores_ahead"] = bool(changed["scores_ahead"])
+    rows = _owned_rows(config)
+    if rows in changed:
+        changed["num_warps"] = changed[rows] // 16 + 4
+    return replace(config, **changed)
+
+
+def _owned_rows(config: KernelConfig) -> str | None:
+    """The parameter that decides how many warps Hopper's kernels have."""
+    if not config.source.endswith("_sm90.cu"):
+        return None
+    return "block_n" if isinstance(config, BackwardKVSm90Config) else "block_m"
+
+
+@functools.cache
+def device_name(device: int) -> str:
+    """Name of a device by its number."""
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(device)["name"].decode())

@@ -1,0 +1,152 @@
+"""How is what a sweep found put to use: for this process, or for this user?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from cuflash import _recall, _tuned
+from cuflash._errors import problem_with
+from cuflash._hardware import present, typical
+from cuflash.tuning._kernels import PARAMETERS, kernel_type
+from cuflash.tuning._rows import Sweep, load
+from cuflash.tuning._space import default_config
+
+
+class Use:
+    """Tiles in use; as a context manager, until its end."""
+
+    def __init__(self, before: dict[_tuned.Key, _tuned.Row]) -> None:
+        self._before = before
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _put(self._before)
+
+
+def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
+    """Use measured tiles in this process from now on, in place of the shipped ones.
+
+    Parameters
+    ----------
+    file : path, Sweep or None
+        The file of a sweep, a file of tiles, such as :func:`user_table`, or a result of
+        :func:`sweep`; None for the shipped tiles alone. Rows are added to those in use.
+
+    Returns
+    -------
+    Use
+        ``with cuflash.tuning.use(file): ...`` ends with the block.
+
+    Raises
+    ------
+    ValueError
+        For a file that is neither, a tile that is not legal, or one without a row for the device
+        at hand.
+
+    Notes
+    -----
+    A row is used for its kernel, dtype, padded head sizes, set of options and device, and for no
+    others. Tiles decide the order of sums: results keep within the same error, not the same bits.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> with tuning.use(None):
+    ...     pass  # calls here run with the shipped tiles
+    """
+    before = dict(_tuned.in_use())
+    if file is None:
+        _put({})
+        return Use(before)
+    if isinstance(file, Sweep):
+        rows, where = [best_row(file)], "sweep"
+    else:
+        rows, where = rows_of(Path(file)), str(file)
+    for row in rows:
+        _check(row, where)
+    device = present()
+    if device is not None and all(row.key.device != device.name for row in rows):
+        names = sorted({row.key.device for row in rows})
+        raise problem_with(
+            where, ValueError, got=f"tiles for {', '.join(names) or 'no device'}",
+            expected=f"some for the device here, {device.name}",
+        )  # fmt: skip
+    _put(before | {row.key: row for row in rows})
+    return Use(before)
+
+
+def _put(rows: dict[_tuned.Key, _tuned.Row]) -> None:
+    _tuned.replace_rows(rows)
+    _recall.forget()
+    launch = sys.modules.get("cuflash._launch")
+    if launch is not None:
+        launch.forget_plans()
+
+
+def rows_of(path: Path) -> list[_tuned.Row]:
+    """Rows of a file of tiles, or the best of the file of a sweep."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    if '"kind": "sweep"' in first:
+        return [best_row(load(path))]
+    return _tuned.read(path)
+
+
+def best_row(found: Sweep) -> _tuned.Row:
+    """The best of a sweep as a row: the shipped tile, where nothing was faster."""
+    header, best = found.header, found.best
+    hardware = typical(header["arch"])._replace(name=found.device)
+    config = default_config(found.workload, found.kernel, hardware)
+    values = dict(best["values"])
+    final = found.finals[-1] if found.finals else None
+    if final is not None and final["default_ms"] < final["ms"].get(best["key"], 0.0):
+        names = list(header["parameters"])
+        values = dict(zip(names, map(int, header["default"].split(",")), strict=True))
+    measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
+    return _tuned.Row(_tuned.key_of(config, found.device), tuple(values.items()), measured)
+
+
+def _check(row: _tuned.Row, where: str) -> None:
+    """Raise unless a tile is one that the kernel can have at these head sizes."""
+    kind = kernel_type(row.key.kernel)
+    unknown = sorted(set(dict(row.values)) - set(PARAMETERS[kind]))
+    if unknown:
+        raise problem_with(
+            where, ValueError, got=f"parameter {unknown[0]!r} of {row.key.kernel}",
+            expected=f"one of {', '.join(PARAMETERS[kind])}",
+        )  # fmt: skip
+    from cuflash._bench.workload import Workload
+
+    sizes = (row.key.head_dim, row.key.head_dim_v)
+    try:
+        work = Workload(1, 1, 1, 1024, 1024, *sizes, row.key.dtype)
+        _tuned.with_values(default_config(work, row.key.kernel, typical("sm_90")), dict(row.values))
+    except ValueError as error:
+        got = f"{row.key.kernel} with {dict(row.values)}"
+        raise problem_with(
+            where, ValueError, got=got, expected="a legal tile", fix=str(error).replace("self.", "")
+        ) from None
+
+
+def user_table() -> Path:
+    """Path of this user's table, which CUFLASH_TILES=user puts to use; it need not exist."""
+    return _tuned.user_file()
+
+
+def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
+    """Keep the best of a sweep in a file of tiles, this user's by default; return its path."""
+    path = user_table() if file is None else Path(file)
+    rows = {row.key: row for row in (_tuned.read(path) if path.exists() else [])}
+    row = best_row(found)
+    _tuned.write(path, (rows | {row.key: row}).values())
+    return path

@@ -1,0 +1,172 @@
+"""Are kernels that were compiled ahead of time those that run, and is a bad file noticed?
+
+The driver is simulated (``support/cacheless_device.py``): what it is given to load is compared.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import cuflash
+from cuflash import _compile, _hardware, _kernel_store, tuning
+from cuflash._ahead import kernels_of
+
+WORK = tuning.Workload(8, 16, 16, 1024, 1024, 64, 64, "float16")
+H100 = _hardware.typical("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    """Give every test a store of kernels of its own."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
+    _kernel_store._warn_of_shared.cache_clear()
+
+
+def test_kernels_of_a_gradient():
+    names = [c.source for c in kernels_of(WORK, H100, backward=True)]
+    assert names == [
+        "forward_sm90.cu", "backward_delta.cu", "backward_dkv_sm90.cu", "backward_dq_sm90.cu",
+    ]  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("backward", [False, True])
+def test_everything_that_a_call_needs_is_in_the_folder(tmp_path, backward):
+    work = replace(WORK, causal=True)
+    files = cuflash.compile(
+        work, arch="sm_80", folder=tmp_path / "shared", backward=backward, processes=2
+    )
+    configs = kernels_of(work, _hardware.typical("sm_80"), backward=backward)
+    names = [_compile.shared_name(c, "sm_80") for c in configs]
+    assert [path.stem for path in files] == names
+    assert all(path.is_file() and _kernel_store.verified(path) for path in files)
+    assert not list(_kernel_store.folder().glob("*"))
+
+
+@pytest.mark.nvrtc
+def test_without_a_folder_the_store_of_this_machine_is_filled():
+    (path,) = cuflash.compile([WORK, replace(WORK, batch=4)], arch="sm_90a", processes=1)
+    (config,) = kernels_of(WORK, H100, backward=False)
+    assert path.parent == _kernel_store.folder()
+    assert _kernel_store.load(_compile.stored_name(config, "sm_90a")) is not None
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """Return a folder that holds the portable forward for sm_80."""
+    folder = tmp_path / "shared"
+    cuflash.compile(WORK, arch="sm_80", folder=folder, processes=1)
+    monkeypatch.setenv("CUFLASH_KERNELS", str(folder))
+    return folder
+
+
+class Cupy:
+    """What the compiler's file needs of CuPy on an A100."""
+
+    __version__ = "of a node"
+
+    def __init__(self, refused=b""):
+        self.loaded = []
+        outer = self
+
+        class Module:
+            def load(self, cubin):
+                if cubin == refused:
+                    raise outer.cuda.driver.CUDADriverError(209)
+                outer.loaded.append(cubin)
+
+            def get_function(self, name):
+                return name
+
+        class Error(RuntimeError):
+            pass
+
+        class Device:
+            compute_capability = "80"
+
+        names = type("names", (), {})
+        self.cuda = names()
+        self.cuda.Device = Device
+        self.cuda.driver = names()
+        self.cuda.driver.CUDADriverError = Error
+        self.cuda.function = names()
+        self.cuda.function.Module = Module
+
+
+@pytest.mark.nvrtc
+def test_a_kernel_of_the_folder_is_loaded_whatever_compiler_a_node_has(shared, monkeypatch):
+    (config,) = kernels_of(WORK, _hardware.typical("sm_80"), backward=False)
+    monkeypatch.setattr(_compile, "_compiler_identity", lambda: pytest.fail("NVRTC was asked"))
+    monkeypatch.setattr(_compile, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
+    cupy = Cupy()
+    assert _compile._function(cupy, config)[0] == config.entry
+    (path,) = shared.glob("*.cubin")
+    assert path.read_bytes().startswith(cupy.loaded[0])
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("how", ["cut", "changed", "renamed", "driver", "arch"])
+def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):
+    (config,) = kernels_of(WORK, _hardware.typical("sm_80"), backward=False)
+    monkeypatch.setattr(_compile, "_nvrtc", lambda source, options: (b"compiled here", ""))
+    (path,) = shared.glob("*.cubin")
+    content, refused = path.read_bytes(), b""
+    if how == "cut":
+        path.write_bytes(content[:-100])
+    elif how == "changed":
+        path.write_bytes(b"x" + content[1:])
+    elif how == "renamed":  # another kernel under this name
+        other = cuflash.compile(replace(WORK, causal=True), arch="sm_80", folder=shared)[0]
+        shutil.copy(other, path)
+    elif how == "arch":  # that of another architecture under this name
+        (other,) = cuflash.compile(WORK, arch="sm_86", folder=shared)
+        shutil.copy(other, path)
+    else:
+        refused = content[:-32]
+    cupy = Cupy(refused)
+    if how == "driver":
+        _compile._function(cupy, config)
+    else:
+        with pytest.warns(RuntimeWarning, match="cut off, changed, or another kernel's"):
+            _compile._function(cupy, config)
+    assert cupy.loaded == [b"compiled here"]
+
+
+def test_wrong_arguments_are_named(monkeypatch):
+    with pytest.raises(ValueError, match="arch: got 'sm_60', expected one of sm_80"):
+        cuflash.compile(WORK, arch="sm_60")
+    monkeypatch.setattr(_hardware, "present", lambda device=None: None)
+    with pytest.raises(ValueError, match="arch: got None, and no device is here"):
+        cuflash.compile(WORK)
+
+
+@pytest.mark.nvrtc
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(cuflash.CompileError, match="cuflash_forward_sm90 did not compile"):
+        cuflash.compile(WORK, arch="sm_90a", folder=tmp_path / "file" / "folder", processes=1)
+
+
+@pytest.mark.gpu
+def test_a_call_runs_from_the_folder_alone(tmp_path, monkeypatch):
+    import cupy
+
+    work = replace(WORK, batch=1, heads_q=2, heads_kv=2, seqlen_q=300, seqlen_k=300)
+    q, k, v, dout = work.inputs(cupy)[0]
+    expected = cuflash.attention(q, k, v)
+    cuflash.compile(work, folder=tmp_path / "shared", backward=True)
+    monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path / "shared"))
+    monkeypatch.setattr(_compile, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
+    _compile.compile_kernel.cache_clear()
+    from cuflash import _launch, _recall
+
+    _launch.forget_plans()
+    _recall.forget()
+    out, pullback = cuflash.attention_vjp(q, k, v)
+    assert bool((out == expected).all())
+    assert pullback(dout).dq.shape == q.shape

@@ -1,0 +1,270 @@
+"""Are measured tiles used for what they were measured with, and for nothing else?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from cuflash import _chosen, _hardware, _select, _tuned, tuning
+from cuflash.tuning import _kernels
+from support.simulated_sweep import DEVICE, WORK, space_of
+
+H100 = _hardware.typical("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def shipped(monkeypatch, tmp_path):
+    """Start and end every test with the shipped tiles, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUFLASH_TILES", raising=False)
+    _tuned.replace_rows(None)
+    yield
+    _tuned.replace_rows(None)
+
+
+def row(**given):
+    """A row for the forward of Hopper at head size 128, as it stands in a file."""
+    base = {
+        "kernel": "forward_sm90", "dtype": "bfloat16", "head_dim": 128, "head_dim_v": 128,
+        "options": "plain", "device": H100.name,
+        "values": {"block_m": 128, "block_n": 96, "num_stages": 3},
+    }  # fmt: skip
+    return base | given
+
+
+def written(tmp_path, *rows, name="tiles.json"):
+    path = tmp_path / name
+    path.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": list(rows)}))
+    return path
+
+
+def chosen(work=WORK, device=H100.name):
+    return _tuned.applied(_chosen.forward(work.problem(), H100), device)
+
+
+def test_nothing_is_in_use_unless_asked_for(tmp_path):
+    written(tmp_path, row())
+    user = tuning.user_table()
+    user.parent.mkdir(parents=True)
+    user.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": [row()]}))
+    assert chosen() == _chosen.forward(WORK.problem(), H100)
+
+
+def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
+    tuning.use(written(tmp_path, row()))
+    default = _chosen.forward(WORK.problem(), H100)
+    assert chosen() == replace(default, block_n=96, num_stages=3)
+    assert chosen(replace(WORK, seqlen_q=77, batch=5)) == chosen()
+    for other in (
+        {"causal": True},
+        {"dtype": "float16"},
+        {"softcap": 20.0},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"arrays": ("sink",)},
+        {"window": (100, None)},
+    ):
+        work = replace(WORK, **other)
+        assert chosen(work) == _chosen.forward(work.problem(), H100), other
+    assert chosen(device="another") == default
+    portable = _chosen.forward(WORK.problem(), H100, portable=True)
+    assert _tuned.applied(portable, H100.name) == portable
+
+
+def test_use_ends_with_its_block(tmp_path):
+    default = chosen()
+    with tuning.use(written(tmp_path, row())):
+        first = chosen()
+        with tuning.use(None):
+            assert chosen() == default
+        assert chosen() == first != default
+    assert chosen() == default
+
+
+def test_more_rows_are_added_and_the_last_counts(tmp_path):
+    tuning.use(written(tmp_path, row()))
+    tuning.use(written(tmp_path, row(options="causal"), name="b.json"))
+    assert chosen().block_n == chosen(replace(WORK, causal=True)).block_n == 96
+    tuning.use(written(tmp_path, row(values={"block_n": 112}), name="c.json"))
+    assert chosen().block_n == 112
+
+
+@pytest.mark.parametrize("name", ["user", "path"])
+def test_the_variable_names_a_table(tmp_path, monkeypatch, name):
+    path = tuning.user_table() if name == "user" else tmp_path / "other.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": [row()]}))
+    monkeypatch.setenv("CUFLASH_TILES", "user" if name == "user" else str(path))
+    assert chosen().block_n == 96
+
+
+def test_the_table_of_a_user_need_not_exist(monkeypatch):
+    monkeypatch.setenv("CUFLASH_TILES", "user")
+    assert chosen() == _chosen.forward(WORK.problem(), H100)
+
+
+def test_the_callers_config_goes_before_a_table(tmp_path):
+    tuning.use(written(tmp_path, row()))
+    default = _chosen.forward(WORK.problem(), H100)
+    wanted = replace(default, block_n=64)
+    assert _select.overridden(default, wanted, 0) == wanted
+
+
+def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    found = space_of(num_q_stages=(1, 2))
+    result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    best = result.best["values"]
+    assert tuple(best.values()) != tuple(_kernels.tile_of(found.default).values())
+    for source in (tmp_path / "rows.jsonl", result, tuning.save(result)):
+        with tuning.use(source):
+            assert _kernels.tile_of(chosen()) == best
+    assert tuning.save(result) == tuning.user_table()
+    (kept,) = _tuned.read(tuning.user_table())
+    assert kept.key.device == H100.name
+    assert H100.name in kept.measured
+
+
+def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    found = space_of(block_n=(48,), num_stages=(2,))
+    result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    assert result.finals[-1]["default_ms"] < min(result.finals[-1]["ms"].values())
+    with tuning.use(result):
+        assert chosen() == _chosen.forward(WORK.problem(), H100)
+
+
+def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    path = written(tmp_path, row(options="causal"), row(values={"block_n": 64}))
+    result = tuning.sweep(WORK, space_of(), file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    tuning.save(result, path)
+    kept = {r.key.options: dict(r.values) for r in _tuned.read(path)}
+    assert kept == {"causal": row()["values"], "plain": result.best["values"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no JSON"),
+        ("{", "no JSON"),
+        ("[]", "another format"),
+        ('{"format": "cuflash tiles 0", "tiles": []}', "another format"),
+        ('{"format": "cuflash tiles 1"}', 'no list "tiles"'),
+        ('{"format": "cuflash tiles 1", "tiles": [1]}', "tiles[0]: got 1"),
+        (row(head_dim="128"), "tiles[0]: got head_dim '128'"),
+        (row(device=None), "tiles[0]: got device None"),
+        (row(values={"block_n": 96.5}), "expected integers"),
+        (row(kernel="forward_sm70"), "kernel: got 'forward_sm70'"),
+        (row(values={"block_k": 64}), "got parameter 'block_k' of forward_sm90"),
+        (row(values={"block_n": 100}), "block_n = 100 must be a positive multiple of 16"),
+        (row(values={"block_m": 64}), "must be 128 or 192"),
+    ],
+)
+def test_bad_files_are_refused_and_nothing_changes(tmp_path, content, message):
+    before = chosen()
+    path = tmp_path / "tiles.json"
+    if isinstance(content, dict):
+        written(tmp_path, content)
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match="expected") as error:
+        tuning.use(path)
+    assert message in str(error.value)
+    assert chosen() == before
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.json"):
+        tuning.use(tmp_path / "no.json")
+
+
+def test_tiles_of_another_device_are_refused(tmp_path, monkeypatch):
+    from cuflash.tuning import _table
+
+    monkeypatch.setattr(_table, "present", lambda: H100)
+    with pytest.raises(ValueError, match="got tiles for NVIDIA A100, expected some for the device"):
+        tuning.use(written(tmp_path, row(device="NVIDIA A100")))
+    tuning.use(written(tmp_path, row(device="NVIDIA A100"), row()))
+    assert chosen().block_n == 96
+
+
+def test_every_difference_in_code_beside_the_tile_is_in_the_key():
+    """Two configurations of one key differ by their tile alone, or by an option's integer width."""
+    works = [
+        replace(WORK, **given)
+        for given in (
+            {}, {"causal": True}, {"window": (5, 5)}, {"window": (5, None)}, {"softcap": 9.0},
+            {"dropout": 0.1}, *({"arrays": (name,)} for name in ("mask", "sink", "bias")),
+            {"arrays": ("kv_lengths",)}, {"arrays": ("q_lengths",)}, {"head_dim": 100},
+            {"arrays": ("alibi_slopes",)}, {"arrays": ("segment_ids",)},
+        )
+    ]  # fmt: skip
+    keys = [_tuned.key_of(_chosen.forward(w.problem(), H100, portable=True), "x") for w in works]
+    assert len(set(keys)) == len(keys)
+    gradients = [
+        _tuned.key_of(c, "x")
+        for wanted in ("k", "v", "kv")
+        for c in _chosen.backward(WORK.problem(), H100, frozenset(wanted))[1:]
+    ]
+    assert [key.options for key in gradients] == ["dk", "dv", "plain"]
+
+
+@pytest.mark.gpu
+def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
+    import cupy
+
+    import cuflash
+    from cuflash import _plan
+
+    device = _hardware.present()
+    q = cupy.random.standard_normal((2, 300, 128), dtype=cupy.float32).astype(cupy.float16)
+    work = tuning.Workload(1, 2, 2, 300, 300, 128, 128, "float16")
+    default = _chosen.forward(work.problem(), device)
+    other = next(
+        c.values for c in tuning.space(work) if c.config.block_n != default.block_n
+    )  # fmt: skip
+    values = dict(zip(_kernels.PARAMETERS[type(default)], other, strict=True))
+    seen = []
+    compiled = _plan.compile_kernel
+    monkeypatch.setattr(_plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
+    tiles = row(
+        kernel=_kernels.kernel_name(default), dtype="float16", device=device.name, values=values
+    )
+    expected = cuflash.attention(q, q, q)
+    cuflash.attention(q, q, q)  # recalled from here on
+    with tuning.use(written(tmp_path, tiles)):
+        found = cuflash.attention(q, q, q)
+    again = cuflash.attention(q, q, q)
+    assert [_kernels.tile_of(c) for c in seen][-2:] == [values, _kernels.tile_of(default)]
+    assert bool((again == expected).all())
+    assert float(abs(found - expected).max()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"causal": True}, {"arrays": ("bias",)}, {"head_dim": 100}, {"head_dim_v": 64},
+        {"dropout": 0.25}, {"softcap": 20.0, "arrays": ("mask",)}, {"heads_kv": 2},
+    ],
+)  # fmt: skip
+def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
+    import cupy
+
+    import cuflash
+    from cuflash import _plan
+    from cuflash._ahead import kernels_of
+
+    work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)
+    seen = []
+    compiled = _plan.compile_kernel
+    monkeypatch.setattr(_plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
+    ((q, k, v, dout),) = work.inputs(cupy)
+    options = cuflash.Options(**work.score_options(cupy))
+    out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    if backward:
+        cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
+    assert seen == list(kernels_of(work, _hardware.present(), backward=backward))
