@@ -18,7 +18,7 @@ from cuflash._bench.peers import (
     Unsupported,
     difference,
 )
-from cuflash._bench.report import describe, first_line, shape_text
+from cuflash._bench.report import first_line, shape_text
 from cuflash._bench.workload import Workload
 
 
@@ -103,7 +103,7 @@ def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
     prepared: dict[str, Any] = {}
     truth = None
     for implementation in run.implementations:
-        cell = f"{implementation.name} {pass_} {work.dtype} {describe(work)}"
+        cell = f"{implementation.name} {pass_} {work.dtype} {work}"
         try:
             candidate = implementation.prepare(work, pass_, inputs)
             result = candidate.result()
@@ -153,7 +153,7 @@ def measure_short(run: Run, work: Workload, pass_: str, names: set[str]) -> dict
             held.append(candidate)  # a graph does not keep the arrays of its calls alive
         except Exception as error:
             run.note(
-                f"{name} {pass_} {describe(work)}: no CUDA graph, timed by events "
+                f"{name} {pass_} {work}: no CUDA graph, timed by events "
                 f"({type(error).__name__}: {first_line(error)})"
             )
     found = clock.measure_graphs(graphs, run.budget_ms)

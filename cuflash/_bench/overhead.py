@@ -18,7 +18,7 @@ import numpy as np
 from cuflash._bench.cells import Run, free_memory, measure_cell
 from cuflash._bench.clock import Measurement, host_microseconds
 from cuflash._bench.peers import Implementation
-from cuflash._bench.report import describe, first_line
+from cuflash._bench.report import first_line
 from cuflash._bench.workload import Workload, square, training
 
 SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
@@ -123,10 +123,10 @@ def note_memory(run: Run, implementation: Implementation, work: Workload, pass_:
         try:
             peak = peak_bytes(lambda: implementation.prepare(work, pass_, inputs).calls[0]())
         except Exception as error:
-            run.note(f"{implementation.name} {pass_} {describe(work)}: {first_line(error)}")
+            run.note(f"{implementation.name} {pass_} {work}: {first_line(error)}")
             return
     run.note(
-        f"memory beyond the inputs: {implementation.name} {pass_} {work.dtype} {describe(work)}: "
+        f"memory beyond the inputs: {implementation.name} {pass_} {work.dtype} {work}: "
         f"{peak / 1e9:.3f} GB"
     )
     free_memory(run.xp)

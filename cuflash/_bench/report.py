@@ -13,21 +13,6 @@ from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.workload import Workload
 
 
-def describe(work: Workload) -> str:
-    """A shape in a few words."""
-    heads = (
-        str(work.heads_q) if work.heads_q == work.heads_kv else f"{work.heads_q}/{work.heads_kv}"
-    )
-    dims = str(work.head_dim)
-    if work.head_dim_v != work.head_dim:
-        dims += f"/{work.head_dim_v}"
-    return (
-        f"b{work.batch} h{heads} {work.seqlen_q}x{work.seqlen_k} d{dims} "
-        f"{'causal' if work.causal else 'full'}"
-        f"{'' if work.window is None else f' window {work.window}'}"
-    )
-
-
 def shape_text(row: dict[str, Any]) -> str:
     """The same of a result row."""
     fields = {
@@ -35,7 +20,7 @@ def shape_text(row: dict[str, Any]) -> str:
         for name in Workload.__dataclass_fields__
         if name in row and name != "window"
     }
-    return describe(Workload(**fields, window=row["window"]))
+    return str(Workload(**fields, window=row["window"]))
 
 
 def first_line(error: BaseException) -> str:

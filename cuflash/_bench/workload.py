@@ -165,6 +165,20 @@ class Workload:
         v = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
         return describe(q, k, v, Options(**self.score_options()))
 
+    def __str__(self) -> str:
+        heads = str(self.heads_q)
+        if self.heads_q != self.heads_kv:
+            heads += f"/{self.heads_kv}"
+        dims = str(self.head_dim)
+        if self.head_dim_v != self.head_dim:
+            dims += f"/{self.head_dim_v}"
+        words = [f"b{self.batch}", f"h{heads}", f"{self.seqlen_q}x{self.seqlen_k}", f"d{dims}"]
+        words.append("causal" if self.causal else "full")
+        words += [] if self.window is None else [f"window {self.window}"]
+        words += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        return " ".join((*words, *self.arrays))
+
     def as_json(self) -> dict[str, Any]:
         """The fields, in values that JSON knows."""
         return json.loads(json.dumps(asdict(self)))

@@ -1,0 +1,67 @@
+"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cuflash._bench.workload import Workload
+
+#: Metric of ncu for each row that is reported.
+METRICS = {
+    "device memory read": "dram__bytes_read.sum",
+    "device memory write": "dram__bytes_write.sum",
+    "L2 to processors": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "processors to L2": "l1tex__m_l1tex2xbar_write_bytes.sum",
+}
+_TIME_LIMIT = 120.0
+_UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
+
+
+class NotProfiled(Exception):
+    """There is no profiler, or it may not count here; the text says which."""
+
+
+def moved_bytes(work: Workload) -> dict[str, float]:
+    """Bytes of one forward call, by the counters of the device."""
+    program = shutil.which("ncu")
+    if program is None:
+        raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
+    package = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
+    command = [
+        program, "--csv", "--page", "raw", "--kernel-name", "regex:cuflash_forward",
+        "--launch-skip", "1", "--launch-count", "1", "--metrics", ",".join(METRICS.values()),
+        sys.executable, "-m", "cuflash._bench.one_call", json.dumps(work.as_json()),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=_TIME_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        raise NotProfiled(f"ncu took longer than {_TIME_LIMIT:g} s") from None
+    return read_counters(done.stdout)
+
+
+def read_counters(text: str) -> dict[str, float]:
+    """The table that ncu prints: names, units, then one row for the kernel."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None or len(lines) < start + 3:
+        said = [line for line in lines if "==ERROR==" in line] or lines[-1:] or ["nothing"]
+        raise NotProfiled(f"ncu says: {said[0].removeprefix('==ERROR== ')}")
+    names, units, values = csv.reader(io.StringIO("\n".join(lines[start : start + 3])))
+    column = {name: number for number, name in enumerate(names)}
+    found = {}
+    for label, metric in METRICS.items():
+        number = column.get(metric)
+        if number is None:
+            raise NotProfiled(f"ncu does not know {metric} of this device")
+        found[label] = float(values[number].replace(",", "")) * _UNITS[units[number]]
+    return found

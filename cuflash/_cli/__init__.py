@@ -1,0 +1,57 @@
+"""What can be asked for on the command line? One file for each command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cuflash import __version__
+from cuflash._cli import bench, cache, explain, info, tune
+from cuflash._errors import CompileError
+
+#: Exit statuses beside 0: something was wrong with what was found, or with what was asked for.
+FOUND_WRONG, ASKED_WRONG, INTERRUPTED = 1, 2, 130
+_COMMANDS = (info, bench, tune, cache, explain)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m cuflash",
+        description="Exact attention on arrays: what is here, how fast it is, which tiles to take.",
+        epilog="exit status: 0 done, 1 something was found wrong, 2 a wrong argument or file, "
+        "130 interrupted",
+    )
+    p.add_argument("--version", action="version", version=f"cuflash {__version__}")
+    commands = p.add_subparsers(required=True, metavar="command")
+    for module in _COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        own = commands.add_parser(
+            name, help=module.SUMMARY, description=module.SUMMARY, epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        module.add_arguments(own)
+        own.set_defaults(run=module.run)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
+        print(f"cuflash: {error}", file=sys.stderr)
+        return ASKED_WRONG
+    except (RuntimeError, CompileError, ImportError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FOUND_WRONG
+        print(f"cuflash: {error}", file=sys.stderr)
+        return FOUND_WRONG
+    except KeyboardInterrupt:
+        print("cuflash: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status

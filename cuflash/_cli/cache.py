@@ -1,0 +1,116 @@
+"""Which compiled kernels are kept, are they whole, and which are needed?"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "list, verify, warm or clear the store of compiled kernels"
+EXAMPLES = """\
+examples:
+  python -m cuflash cache list
+  python -m cuflash cache verify --folder /shared/kernels
+  python -m cuflash cache warm --arch sm_90a --head-dims 64,128 --backward --folder /shared/kernels
+  CUFLASH_KERNELS=/shared/kernels python train.py     # the kernels of a folder, on every node
+  python -m cuflash cache clear
+
+warm compiles without a GPU: every dtype and head size named, full and causal.
+"""
+_FILE = re.compile(r"[0-9a-f]{64}\.(cubin|json)")
+_ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    from cuflash._cli.problem_arguments import listed
+
+    p.add_argument("action", choices=("list", "verify", "warm", "clear"))
+    p.add_argument("--folder", type=Path, help="another folder than the store of this machine")
+    p.add_argument("--arch", help="warm: for devices of this architecture (default: the one here)")
+    p.add_argument("--head-dims", type=listed(int), default=[64, 128], help="warm: default 64,128")
+    p.add_argument("--dtypes", type=listed(str), default=["bfloat16", "float16"], help="warm")
+    p.add_argument("--backward", action="store_true", help="warm: gradients, too")
+    p.add_argument("--processes", type=int, help="warm: default one for each core")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what is asked for."""
+    from cuflash import _kernel_store
+
+    folder = arguments.folder or _kernel_store.folder()
+    if arguments.action == "warm":
+        return _warm(arguments)
+    rows = _rows(folder)
+    if arguments.action == "clear":
+        return _clear(arguments, folder, rows)
+    wrong = [row for row in rows if not row["whole"]]
+    if arguments.json:
+        print(json.dumps({"folder": str(folder), "kernels": rows}, indent=1))
+    else:
+        if arguments.action == "list":
+            for row in rows:
+                print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
+        for row in wrong:
+            print(f"{row['name']}: cut off, changed, or under the name of another")
+        total = sum(row["bytes"] for row in rows)
+        print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} not whole")
+    return 1 if wrong and arguments.action == "verify" else 0
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    from cuflash import _kernel_store
+
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    rows = []
+    for path in files:
+        if path.suffix != ".cubin" or not _FILE.fullmatch(path.name):
+            continue
+        entry = _ENTRY.search(path.read_bytes())
+        changed = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.UTC)
+        rows.append({
+            "name": path.stem,
+            "entry": entry[1].decode() if entry else "unknown",
+            "bytes": path.stat().st_size,
+            "date": changed.isoformat(sep=" ", timespec="minutes"),
+            "whole": _kernel_store.verified(path),
+        })  # fmt: skip
+    return rows
+
+
+def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Remove our files, and no others."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _FILE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    if arguments.json:
+        print(json.dumps({"folder": str(folder), "removed": len(rows)}))
+    else:
+        print(f"{folder}: {len(rows)} kernels removed")
+    return 0
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    import cuflash
+    from cuflash._bench.workload import Workload
+
+    works = [
+        Workload(16, 16, 16, 4096, 4096, d, d, dtype, causal=causal)
+        for d in arguments.head_dims
+        for dtype in arguments.dtypes
+        for causal in (False, True)
+    ]
+    files = cuflash.compile(
+        works, arch=arguments.arch, folder=arguments.folder, backward=arguments.backward,
+        processes=arguments.processes,
+    )  # fmt: skip
+    unique = sorted({str(path) for path in files})
+    if arguments.json:
+        print(json.dumps({"files": unique}, indent=1))
+    else:
+        print(f"{Path(unique[0]).parent}: {len(unique)} kernels are ready")
+    return 0

@@ -1,0 +1,120 @@
+"""Which kernel runs for a call, why this one, and what bounds its time?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from cuflash._cli.problem_arguments import add_problem, problem_of
+
+SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
+EXAMPLES = """\
+examples:
+  python -m cuflash explain --head-dim 128 --causal
+  python -m cuflash explain --arrays bias --arch sm_90a       # why not Hopper's kernel?
+  python -m cuflash explain --seqlen 16384 --io               # bytes, predicted and, by ncu, moved
+  python -m cuflash explain --backward --json
+"""
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    add_problem(p)
+    p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
+    p.add_argument("--backward", action="store_true", help="the kernels of the gradient, too")
+    p.add_argument("--io", action="store_true", help="bytes of the forward by the IO model")
+    p.add_argument("--no-compile", action="store_true", help="no registers: no NVRTC is needed")
+    p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain one call."""
+    from cuflash._explained import explain
+
+    found = explain(
+        problem_of(arguments), arch=arguments.arch, backward=arguments.backward,
+        compiled=not arguments.no_compile,
+    )  # fmt: skip
+    if arguments.io:
+        found["io"] = _io(arguments, found)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print("\n".join(_lines(found)))
+    return 0
+
+
+def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    from cuflash import _hardware
+    from cuflash._bench import io_model, profiler
+
+    work = problem_of(arguments)
+    tile, smem = found["kernels"][0]["tile"], found["kernels"][0]["smem_bytes"]
+    model = io_model.forward(work, tile["block_m"], tile["block_n"], smem)
+    table: dict[str, Any] = {
+        "read_once": model.read_once,
+        "loaded": model.loaded,
+        "stored": model.stored,
+        "unfused": model.unfused,
+        "asymptotic": model.asymptotic,
+    }
+    if arguments.arch is None and _hardware.present() is not None:
+        try:
+            table["measured"] = profiler.moved_bytes(work)
+        except profiler.NotProfiled as reason:
+            print(f"cuflash: not measured: {reason}", file=sys.stderr)
+    return table
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"{found['problem']}", f"for {found['device']} ({found['arch']})"]
+    for own in found["kernels"]:
+        lines += ["", own["kernel"]]
+        if own["why"]:
+            lines.append(f"  why             {own['why']}")
+        tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())
+        lines.append(f"  tile            {tile or 'fixed'}")
+        lines.append(f"  shared memory   {own['smem_bytes'] / 1024:.1f} KiB a block")
+        if "registers" in own:
+            threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"
+            lines.append(
+                f"  registers       {own['registers']} a thread, {own['spill_bytes']} bytes "
+                f"spilled; {threads} a multiprocessor"
+            )
+        if "tflop" in own:
+            lines.append(
+                f"  work            {own['tflop']:.4g} TFLOP on {own['once'] / 1e6:.4g} MB: "
+                f"{own['intensity']:.4g} FLOP/byte"
+            )
+        if "bound_ms" in own:
+            lines.append(
+                f"  roofline        {own['bound_ms']:.4g} ms at least, by {own['bound_by']} "
+                f"({own['bound_tflops']:.4g} TFLOP/s)"
+            )
+    if "io" in found:
+        lines += ["", *_io_lines(found["io"])]
+    return lines
+
+
+def _io_lines(io: dict[str, Any]) -> list[str]:
+    rows = [
+        ("q, k and v once", io["read_once"], "the least that device memory is read"),
+        ("loaded by tiles", io["loaded"], "q once, k and v once for each tile of queries"),
+        ("stored", io["stored"], "out and lse"),
+        ("unfused", io["unfused"], "device memory, with scores and weights as arrays"),
+        ("N^2 d^2 / M", io["asymptotic"], "the theorem, without its constant"),
+    ]
+    lines = ["bytes of the forward (IO model)"]
+    lines += [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
+    predicted = {
+        "device memory read": "read_once",
+        "device memory write": "stored",
+        "L2 to processors": "loaded",
+        "processors to L2": "stored",
+    }
+    for name, value in io.get("measured", {}).items():
+        share = value / io[predicted[name]]
+        lines.append(f"  {name:<20} {value / 1e6:12.2f} MB  by ncu, {share:.3f} of the model's")
+    return lines

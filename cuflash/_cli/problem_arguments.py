@@ -1,0 +1,77 @@
+"""How is a problem spelled on the command line?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from cuflash._bench.workload import ARRAY_OPTIONS, DTYPES, Workload
+
+Value = TypeVar("Value")
+
+
+def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    """An argparse type: values between commas."""
+
+    def parse(text: str) -> list[Value]:
+        try:
+            return [kind(part) for part in text.split(",") if part]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected values between commas"
+            ) from None
+
+    return parse
+
+
+def sides(text: str) -> tuple[int | None, int | None]:
+    """A window: "512,0", one side empty for no bound."""
+    parts = text.split(",")
+    try:
+        left, right = (int(part) if part else None for part in parts)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected LEFT,RIGHT, an empty side for no bound"
+        ) from None
+    return left, right
+
+
+def add_problem(p: argparse.ArgumentParser) -> None:
+    """The shape, dtype and options of one problem."""
+    group = p.add_argument_group("problem")
+    group.add_argument("--batch", type=int, default=2, help="default: 2")
+    group.add_argument("--heads", type=int, default=16, help="query heads (default: 16)")
+    group.add_argument("--heads-kv", type=int, help="default: as many as query heads")
+    group.add_argument("--seqlen", type=int, default=8192, help="queries (default: 8192)")
+    group.add_argument("--seqlen-k", type=int, help="keys (default: as many as queries)")
+    group.add_argument("--head-dim", type=int, default=128, help="default: 128")
+    group.add_argument("--head-dim-v", type=int, help="default: that of q")
+    group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    group.add_argument("--causal", action="store_true")
+    group.add_argument("--window", type=sides, metavar="LEFT,RIGHT")
+    group.add_argument("--softcap", type=float)
+    group.add_argument("--dropout", type=float, default=0.0)
+    group.add_argument(
+        "--arrays", type=listed(str), default=[], metavar="NAMES",
+        help=f"options given as arrays: {', '.join(ARRAY_OPTIONS)}",
+    )  # fmt: skip
+
+
+def problem_of(arguments: argparse.Namespace) -> Workload:
+    """The problem that :func:`add_problem` describes."""
+    return Workload(
+        batch=arguments.batch,
+        heads_q=arguments.heads,
+        heads_kv=arguments.heads_kv or arguments.heads,
+        seqlen_q=arguments.seqlen,
+        seqlen_k=arguments.seqlen_k or arguments.seqlen,
+        head_dim=arguments.head_dim,
+        head_dim_v=arguments.head_dim_v or arguments.head_dim,
+        dtype=arguments.dtype,
+        causal=arguments.causal,
+        window=arguments.window,
+        softcap=arguments.softcap,
+        dropout=arguments.dropout,
+        arrays=tuple(arguments.arrays),
+    )

@@ -1,0 +1,181 @@
+"""Which tiles are fastest for a problem, here?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cuflash._cli.problem_arguments import add_problem, listed, problem_of
+
+SUMMARY = "sweep the configurations of a kernel, and keep the fastest"
+EXAMPLES = """\
+examples:
+  python -m cuflash tune --head-dim 128 --causal                  # everything that is legal
+  python -m cuflash tune --budget 40 --strategy random
+  python -m cuflash tune --parameters block_m=128 block_n=96,112,128 --file h100.jsonl
+  python -m cuflash tune --kernel backward_dkv_sm90 --strategy genetic_algorithm --budget 60
+  python -m cuflash tune --list --arch sm_80                      # no GPU: registers, spills
+  python -m cuflash tune --save                                   # into the table of this user
+
+Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is
+listed and compiled. The strategies of kernel-tuner come with pip install "cuflash[tune]".
+"""
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    from cuflash.tuning._kernels import KERNELS
+
+    add_problem(p)
+    group = p.add_argument_group("sweep")
+    group.add_argument("--kernel", choices=tuple(KERNELS), help="default: the forward that runs")
+    group.add_argument(
+        "--parameters", nargs="+", default=[], metavar="NAME=VALUES",
+        help="values to try instead of all: block_n=96,128",
+    )  # fmt: skip
+    group.add_argument("--strategy", default="exhaustive", help="exhaustive (default), random, ...")
+    group.add_argument("--budget", type=int, help="how many configurations to time at most")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--file", type=Path, help="rows, one JSON object a line (default: named)")
+    group.add_argument("--no-check", action="store_true", help="do not compare with the definition")
+    group.add_argument("--time-limit", type=float, default=30.0, help="seconds a configuration has")
+    group.add_argument("--processes", type=int, help="that compile (default: one for each core)")
+    group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
+    group.add_argument("--list", action="store_true", help="list and compile, time nothing")
+    group.add_argument("--save", action="store_true", help="keep the best in this user's table")
+    group.add_argument("--kernel-tuner", type=Path, metavar="JSON", help="write its format, too")
+    group.add_argument("--json", action="store_true", help="print JSON, progress to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sweep, or list where nothing can be timed."""
+    from cuflash import _hardware, tuning
+
+    work = problem_of(arguments)
+    found = tuning.space(
+        work, arguments.kernel, arch=arguments.arch, parameters=_parameters(arguments.parameters)
+    )
+    present = _hardware.present()
+    if arguments.list or arguments.arch or present is None:
+        _list(found, arguments)
+        if arguments.list or arguments.arch:
+            return 0
+        print(
+            "nothing was timed: no NVIDIA device can be used here; the same command on a machine "
+            "with one finds what was compiled, if the store of kernels is shared",
+            file=sys.stderr,
+        )
+        return 1
+    from cuflash.tuning._sweep import default_file
+
+    file = arguments.file or default_file(found)
+    result = tuning.sweep(
+        work, found, file=file, strategy=arguments.strategy, budget=arguments.budget,
+        check=not arguments.no_check, seed=arguments.seed, time_limit=arguments.time_limit,
+        processes=arguments.processes, progress=Shown(),
+    )  # fmt: skip
+    if arguments.kernel_tuner:
+        tuning.write_cache(result, arguments.kernel_tuner)
+    if arguments.save:
+        print(f"kept in {tuning.save(result)}", file=sys.stderr)
+    _report(result, file, arguments)
+    return 0
+
+
+def _parameters(given: list[str]) -> dict[str, list[int]]:
+    found = {}
+    for text in given:
+        name, sign, values = text.partition("=")
+        try:
+            found[name] = listed(int)(values)
+        except argparse.ArgumentTypeError:
+            sign = ""
+        if not sign or not found[name]:
+            raise ValueError(f"parameters: got {text!r}, expected NAME=VALUE,VALUE")
+    return found
+
+
+class Shown:
+    """Progress, a line for each configuration, with the best so far."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, now: Any) -> None:
+        """Print what has just been done."""
+        spent = f"{time.monotonic() - self.start:6.1f} s"
+        if now.stage == "compile":
+            end = "\n" if now.done == now.total else ""
+            print(f"\r{spent}  {now.done} of {now.total} compiled", end=end, file=sys.stderr)
+            return
+        if now.row is None:
+            print(f"{spent}  the fastest {now.total} compared once more", file=sys.stderr)
+            return
+        row, best = now.row, now.best
+        text = row.get("reason", "")[:70]
+        if row["status"] == "ok":
+            text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
+        leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
+        print(
+            f"{spent}  {now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
+            f"{text}{leader}",
+            file=sys.stderr,
+        )
+
+
+def _list(found: Any, arguments: argparse.Namespace) -> None:
+    chosen = list(found)[: arguments.budget]
+    facts = found.compile(
+        chosen, processes=arguments.processes,
+        progress=lambda done, total: print(
+            f"\r{done} of {total} compiled", end="\n" if done == total else "", file=sys.stderr
+        ),
+    )  # fmt: skip
+    if arguments.json:
+        print(json.dumps({
+            "kernel": found.kernel,
+            "device": found.hardware.name,
+            "arch": found.hardware.arch,
+            "default": found.default_key,
+            "configs": [
+                {"key": c.key, "values": dict(zip(found.parameters, c.values, strict=True)),
+                 **facts[c.key].as_json()}
+                for c in chosen
+            ],
+            "refused": {c.key: c.refusal for c in found.candidates if c.config is None},
+        }))  # fmt: skip
+        return
+    work = f"{found.workload} {found.workload.dtype}"
+    print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
+    print(f"{'  '.join(found.parameters)}   shared memory, registers, spills, blocks a processor")
+    for c in chosen:
+        own = facts[c.key]
+        mark = "  <- shipped" if c.key == found.default_key else ""
+        text = own.error or (
+            f"{own.smem_bytes / 1024:6.1f} KiB  {own.registers:3}  {own.spill_bytes:4}  "
+            f"{own.blocks_per_multiprocessor}  {' '.join(own.warnings)}"
+        )
+        print(f"{c.key:<20} {text}{mark}")
+    refused = len(found.candidates) - len(found)
+    print(f"{len(found)} legal, {refused} combinations are not (--json says why)")
+
+
+def _report(result: Any, file: Path, arguments: argparse.Namespace) -> None:
+    best = result.best
+    states: dict[str, int] = {}
+    for row in result.rows:
+        states[row["status"]] = states.get(row["status"], 0) + 1
+    final = result.finals[-1] if result.finals else None
+    if arguments.json:
+        print(json.dumps({"file": str(file), "best": best, "states": states, "final": final}))
+        return
+    print(f"{file}: {', '.join(f'{count} {state}' for state, count in sorted(states.items()))}")
+    print(f"default {result.header['default']}")
+    print(f"best    {best['key']}  {best['values']}")
+    if final and best["key"] in final["ms"]:
+        ms = final["ms"][best["key"]]
+        print(f"{ms:.4g} ms against {final['default_ms']:.4g} ms of the default, all in turns")

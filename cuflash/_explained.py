@@ -1,0 +1,85 @@
+"""Which kernels run for a problem, why these, and what bounds their time?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash import _chosen, _hardware
+from cuflash._ahead import kernels_of
+from cuflash._bench import io_model
+from cuflash._bench.workload import Workload
+from cuflash._config import KernelConfig, TileConfig
+from cuflash.tuning._facts import Facts, compile_all
+from cuflash.tuning._kernels import PARAMETERS, kernel_name, tile_of
+
+
+def explain(
+    work: Workload, *, arch: str | None = None, backward: bool = False, compiled: bool = True
+) -> dict[str, Any]:
+    """Describe the kernels of one problem in values that JSON knows.
+
+    ``compiled``: with registers and what follows from them, for which NVRTC is needed.
+    """
+    hardware = _hardware.typical(arch) if arch else _hardware.present()
+    hardware = hardware or _hardware.typical("sm_90")
+    configs = kernels_of(work, hardware, backward=backward)
+    facts = compile_all(configs, hardware) if compiled else {}
+    return {
+        "problem": f"{work} {work.dtype}",
+        "workload": work.as_json(),
+        "device": hardware.name,
+        "arch": hardware.arch,
+        "kernels": [_described(work, config, hardware, facts.get(config)) for config in configs],
+    }
+
+
+def _described(
+    work: Workload, config: KernelConfig, hardware: _hardware.Hardware, facts: Facts | None
+) -> dict[str, Any]:
+    name = kernel_name(config)
+    found: dict[str, Any] = {
+        "kernel": name,
+        "why": _why(work, name, hardware),
+        "tile": {},
+        "num_threads": config.num_threads,
+        "smem_bytes": config.smem_bytes,
+    }
+    if facts is not None:
+        found |= {
+            "registers": facts.registers,
+            "spill_bytes": facts.spill_bytes,
+            "blocks_per_multiprocessor": facts.blocks_per_multiprocessor,
+        }
+        if facts.error:
+            found["error"] = facts.error
+    if not isinstance(config, TileConfig) or type(config) not in PARAMETERS:
+        return found
+    found["tile"] = tile_of(config)
+    once = io_model.least_bytes(work, name)
+    flops = work.kernel_flops(name)
+    found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
+    if hardware.peak is not None:
+        found |= _roofline(flops, once, hardware.peak)
+    return found
+
+
+def _roofline(flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:
+    """The least time by the data sheet: of the products, or of the bytes."""
+    compute_ms, memory_ms = flops / peak.tflops / 1e9, once / peak.gbytes / 1e6
+    bound = max(compute_ms, memory_ms)
+    return {
+        "bound_ms": bound,
+        "bound_by": "products" if compute_ms >= memory_ms else "device memory",
+        "bound_tflops": flops / bound / 1e9,
+    }
+
+
+def _why(work: Workload, kernel: str, hardware: _hardware.Hardware) -> str:
+    if kernel == "backward_delta":
+        return "rowsum(dout * out), which both passes read"
+    problem = work.problem()
+    if kernel.startswith("forward"):
+        portable = _chosen.why_portable(problem, hardware)
+    else:
+        portable = _chosen.why_portable_gradient(problem, hardware)
+    return portable or "Hopper's instructions serve this problem"

@@ -1,0 +1,282 @@
+"""Does ``python -m cuflash`` do what it says, with statuses that a script can trust?
+
+Commands run in this process, but those that have to show the real start.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cuflash import _chosen, _cli, _explained, _hardware, _kernel_store, _select, tuning
+from cuflash._bench import io_model, profiler
+
+H100 = _hardware.typical("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    """Give every test a store of kernels of its own."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    """Hide the device, where there is one."""
+    from cuflash.tuning import _space
+
+    monkeypatch.setattr(_hardware, "present", lambda device=None: None)
+    monkeypatch.setattr(_space, "present", lambda device=None: None)
+
+
+def command(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error."""
+    capsys.readouterr()
+    try:
+        status = _cli.main(list(words))
+    except SystemExit as end:
+        status = end.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_real_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "cuflash", "info", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
+
+
+def test_commands_are_listed_and_each_has_examples(capsys):
+    status, out, _ = command(capsys, "--help")
+    assert status == 0
+    for module in _cli._COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        assert f"    {name} " in out
+        status, own, _ = command(capsys, name, "--help")
+        assert status == 0
+        assert f"python -m cuflash {name}" in own.partition("examples:")[2]
+
+
+def test_every_example_of_the_help_can_be_parsed(capsys):
+    import shlex
+
+    parser = _cli.parser()
+    tried = 0
+    for module in _cli._COMMANDS:
+        _, text, _ = command(capsys, module.__name__.rpartition(".")[2], "--help")
+        for line in text.splitlines():
+            _, found, words = line.partition("python -m cuflash ")
+            if found and not line.startswith("usage"):
+                parser.parse_args(shlex.split(words, comments=True))
+                tried += 1
+    assert tried >= 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", "--heads", "3", "--heads-kv", "2"], "heads_kv: got 2, expected a divisor"),
+        (["explain", "--arch", "sm_70"], "arch: got 'sm_70', expected one of sm_80"),
+        (["explain", "--dtype", "float32"], "float32 on a GPU"),
+        (["explain", "--arrays", "colour"], "arrays: got 'colour', expected names among"),
+        (["explain", "--window", "3"], "expected LEFT,RIGHT"),
+        (["tune", "--parameters", "block_k=1", "--list"], "parameters: got 'block_k'"),
+        (["tune", "--parameters", "block_n", "--list"], "expected NAME=VALUE,VALUE"),
+        (["tune", "--parameters", "block_n=a", "--list"], "expected NAME=VALUE,VALUE"),
+        (["tune", "--kernel", "forward"], "invalid choice: 'forward'"),
+        (["cache", "burn"], "invalid choice: 'burn'"),
+        (["cache", "warm", "--dtypes", "int8", "--arch", "sm_80"], "dtype: got 'int8'"),
+        (["bench", "--set", "everything"], "expected one or more of portable"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_wrong_arguments_have_status_2_and_are_named(capsys, words, message):
+    status, out, err = command(capsys, *words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_interruption_has_status_130(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_explained, "explain", interrupted)
+    status, _, err = command(capsys, "explain")
+    assert (status, err) == (130, "cuflash: interrupted\n")
+
+
+def test_explain_says_what_was_chosen(capsys):
+    words = ["explain", "--arch", "sm_90a", "--causal", "--no-compile"]
+    status, out, _ = command(capsys, *words, "--json")
+    found = json.loads(out)
+    (own,) = found["kernels"]
+    assert status == 0
+    assert (own["kernel"], own["tile"]["block_m"]) == ("forward_sm90", 128)
+    work = tuning.Workload.from_json(found["workload"])
+    config = _chosen.forward(work.problem(), H100)
+    assert own["smem_bytes"] == config.smem_bytes
+    assert own["bound_by"] == "products"
+    assert own["bound_ms"] == pytest.approx(own["tflop"] / 989.4 * 1e3)
+    assert own["intensity"] == pytest.approx(own["tflop"] * 1e12 / own["once"])
+    _, text, _ = command(capsys, *words)
+    assert "Hopper's instructions serve this problem" in text
+    assert "b2 h16 8192x8192 d128 causal bfloat16" in text
+
+
+@pytest.mark.nvrtc
+def test_explain_compiles_for_registers(capsys):
+    status, out, _ = command(capsys, "explain", "--arch", "sm_80", "--backward", "--json")
+    found = json.loads(out)["kernels"]
+    assert status == 0
+    assert [own["kernel"] for own in found] == [
+        "forward_sm80", "backward_delta", "backward_dkv_sm80", "backward_dq_sm80",
+    ]  # fmt: skip
+    assert all(own["registers"] > 0 and own["blocks_per_multiprocessor"] > 0 for own in found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"causal": True}, {"arrays": ("bias",)}, {"head_dim": 100}, {"head_dim_v": 36},
+        {"dropout": 0.1}, {"softcap": 5.0}, {"arrays": ("mask", "sink", "segment_ids")},
+        {"head_dim": 64, "head_dim_v": 32}, {"arrays": ("alibi_slopes", "q_lengths")},
+    ],
+)  # fmt: skip
+def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
+    from dataclasses import replace
+
+    problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
+    forward = _chosen.forward(problem, H100).source == "forward_sm90.cu"
+    assert forward == (_chosen.why_portable(problem, H100) == "")
+    assert not forward or _select.forward_sm90_config(problem) is not None
+    gradient = [c.source for c in _chosen.backward(problem, H100)][1:]
+    hopper = all(source.endswith("_sm90.cu") for source in gradient)
+    assert hopper == (_chosen.why_portable_gradient(problem, H100) == "")
+    assert _chosen.why_portable(problem, _hardware.typical("sm_80"))
+
+
+def test_the_io_model_of_a_tile_counted_by_hand():
+    # Two heads, 4 tiles of 64 queries, each loading all of 256 keys: d = 32, d_v = 16, 2 bytes.
+    work = tuning.Workload(1, 2, 2, 256, 256, 32, 16, "bfloat16")
+    found = io_model.forward(work, 64, 64, 48 * 1024)
+    assert found.loaded == 2 * (256 * 32 + 4 * 256 * (32 + 16)) * 2
+    assert found.stored == 2 * (256 * 16 * 2 + 256 * 4)
+    assert found.read_once == 2 * (256 * 32 + 256 * (32 + 16)) * 2
+    assert (
+        found.unfused == 2 * 2 * (256 * (32 + 16) + 256 * (32 + 16)) * 2 // 2 + 2 * 4 * 256**2 * 2
+    )
+    assert found.asymptotic == 2 * 256**2 * 32 * 16 / (24 * 1024) * 2
+
+
+def test_the_io_model_walks_the_blocks_that_are_visible():
+    work = tuning.Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", causal=True)
+    assert list(io_model._keys_of_tiles(work, 64, 64)) == [64, 128, 192, 256]
+    assert list(io_model._keys_of_tiles(work, 64, 128)) == [128, 128, 256, 256]
+    window = tuning.Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", window=(0, 0))
+    assert list(io_model._keys_of_tiles(window, 64, 64)) == [64, 64, 64, 64]
+    cut = tuning.Workload(1, 1, 1, 100, 300, 32, 32, "bfloat16")
+    assert list(io_model._keys_of_tiles(cut, 64, 128)) == [300, 300]
+    late = tuning.Workload(1, 1, 1, 100, 50, 32, 32, "bfloat16", causal=True)
+    assert list(io_model._keys_of_tiles(late, 32, 16)) == [0, 16, 48, 50]
+
+
+def test_explain_shows_the_io_model(capsys):
+    words = ["explain", "--arch", "sm_90a", "--no-compile", "--io", "--batch", "1"]
+    status, out, _ = command(capsys, *words, "--json")
+    io = json.loads(out)["io"]
+    assert status == 0
+    # As ncu counted on an H100, 2026-11-21: 4,328,554,496 bytes from L2, without lse 33,587,200 to
+    # it, 101,276,416 read from device memory.
+    assert io["loaded"] == pytest.approx(4_328_554_496, rel=1e-4)
+    assert io["read_once"] == pytest.approx(101_276_416, rel=0.01)
+    assert io["stored"] - 4 * 16 * 8192 == pytest.approx(33_587_200, rel=0.001)
+    assert io["unfused"] > 4 * io["loaded"] / 2
+    assert "loaded by tiles" in command(capsys, *words)[1]
+
+
+NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
+==PROF== Disconnected from process 738
+"ID","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
+"","byte","Mbyte","byte","Gbyte"
+"0","101,276,416","25.978880","33,587,200","4.328554496"
+""".format(
+    writes='"l1tex__m_l1tex2xbar_write_bytes.sum"', reads='"l1tex__m_xbar2l1tex_read_bytes.sum"'
+)
+
+
+def test_what_ncu_prints_is_read():
+    assert profiler.read_counters(NCU) == pytest.approx({
+        "device memory read": 101_276_416, "device memory write": 25_978_880,
+        "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ncu says: ERR_NVGPUCTRPERM"),
+        ("", "ncu says: nothing"),
+        (NCU.replace("dram__bytes_read.sum", "other"), "ncu does not know dram__bytes_read.sum"),
+    ],
+)
+def test_what_ncu_refuses_is_said(text, message):
+    with pytest.raises(profiler.NotProfiled, match=message):
+        profiler.read_counters(text)
+
+
+@pytest.mark.nvrtc
+def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, no_device):
+    words = ["tune", "--parameters", "block_m=128", "block_n=48,64", "num_stages=2",
+             "num_q_stages=1", "overlap_quarters=0", "--processes", "2"]  # fmt: skip
+    status, out, err = command(capsys, *words)
+    assert status == 1
+    assert "nothing was timed: no NVIDIA device can be used here" in err
+    assert "2 of 2 compiled" in err
+    lines = [line for line in out.splitlines() if line.startswith("128,")]
+    assert [line.split()[0] for line in lines] == ["128,48,2,1,0", "128,64,2,1,0"]
+    assert all("168" in line for line in lines)
+    status, out, _ = command(capsys, *words, "--list", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
+    assert found["configs"][0]["spill_bytes"] == 0
+    assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
+
+
+@pytest.mark.nvrtc
+def test_the_store_is_warmed_listed_verified_and_cleared(capsys, tmp_path):
+    folder = tmp_path / "shared"
+    words = ["--folder", str(folder)]
+    status, out, _ = command(
+        capsys, "cache", "warm", "--arch", "sm_90a", "--head-dims", "64", "--dtypes", "float16",
+        "--processes", "2", "--json", *words,
+    )  # fmt: skip
+    files = json.loads(out)["files"]
+    assert (status, len(files)) == (0, 2)  # full and causal
+    status, out, _ = command(capsys, "cache", "list", "--json", *words)
+    rows = json.loads(out)["kernels"]
+    assert status == 0
+    assert {row["entry"] for row in rows} == {"cuflash_forward_sm90"}
+    assert command(capsys, "cache", "verify", *words)[0] == 0
+    (folder / "notes.txt").write_text("not ours")
+    with open(files[0], "r+b") as file:
+        file.write(b"changed")
+    status, out, _ = command(capsys, "cache", "verify", *words)
+    assert status == 1
+    assert "1 not whole" in out
+    status, out, _ = command(capsys, "cache", "clear", *words)
+    assert (status, sorted(path.name for path in folder.iterdir())) == (0, ["notes.txt"])
+    assert command(capsys, "cache", "list", *words)[0] == 0
+
+
+def test_a_store_that_is_not_there_is_empty(capsys, tmp_path):
+    status, out, _ = command(capsys, "cache", "list", "--folder", str(tmp_path / "no"))
+    assert status == 0
+    assert "0 kernels" in out
