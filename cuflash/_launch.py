@@ -206,7 +206,7 @@ def _plan_forward_sm90(
         return None
     launch = _plan.plan_launch(
         _params.FORWARD_SM90, config, problem, layouts, device,
-        num_blocks=-(-problem.seqlen_q // config.block_m),
+        num_blocks=_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
     )  # fmt: skip
     params = bytes(launch.pointers.size) + launch.params
     return _launch_sm90.persistent(launch.kernel, params, maps, problem, config, device)

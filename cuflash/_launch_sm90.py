@@ -16,6 +16,7 @@ from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel
 from cuflash._config import BackwardSm90Config, ForwardSm90Config
 from cuflash._grid import Grid, Layout, even_sections, plan_grid
+from cuflash._plan import num_tiles
 from cuflash._problem import Problem
 from cuflash._tensor_map import Maps
 
@@ -126,7 +127,9 @@ def multiprocessors(device: int) -> int:
 def keys_to_load(problem: Problem) -> int:
     """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
     length = problem.kv_length_value
-    return problem.seqlen_k if length is None else max(length, 1)
+    if length is None or problem.cu_seqlens_k is not None:
+        return problem.seqlen_k
+    return max(length, 1)
 
 
 def tensor_maps(
@@ -139,7 +142,7 @@ def tensor_maps(
     addresses = pointers[:_MAPPED]
     absent = Layout(1, (0,) * len(problem.batch))
     strides = [layouts.get(name, absent).batch for name in _NAMES]
-    num_blocks = -(-problem.seqlen_q // config.block_m)
+    num_blocks = num_tiles(problem, problem.seqlen_q, config.block_m)
     grid = plan_grid(problem.batch, strides, (False,) * len(problem.batch), num_blocks)
     if grid.peeled or grid.num_owners * num_blocks > _INDEX_LIMIT:
         return None
@@ -205,6 +208,19 @@ def _encoded(
     return maps
 
 
+def _owners_side_by_side(
+    problem: Problem, config: ForwardSm90Config, num_blocks: int, processors: int
+) -> int:
+    """How many owners may start their heaviest tiles together: see docs/forward-sm90.md."""
+    if problem.cu_seqlens_q is not None:  # each of them leaves eight tiles that share keys
+        return processors // 8
+    if not config.window_right:
+        return 1
+    # As many as 8 MiB hold, but as many as give each processor a tile, or 16.
+    streamed_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return max((8 << 20) // streamed_bytes, min(16, -(-processors // num_blocks)))
+
+
 def persistent(
     kernel: Kernel,
     params: bytes,
@@ -218,12 +234,8 @@ def persistent(
     filled = np.frombuffer(bytearray(params), _params.FORWARD_SM90)[0]
     filled["score"]["seqlen_k"] = keys_to_load(problem)
     owners, num_blocks = int(filled["grid"]["num_owners"]), int(filled["grid"]["num_blocks"])
-    if config.window_right:
-        # As many owners start their heaviest tiles together as 8 MiB hold, but as many as give
-        # each processor a tile, or 16: docs/forward-sm90.md.
-        streamed_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-        limit = max((8 << 20) // streamed_bytes, min(16, -(-processors // num_blocks)))
-        filled["grid"]["owners_per_section"] = even_sections(owners, limit)
+    limit = _owners_side_by_side(problem, config, num_blocks, processors)
+    filled["grid"]["owners_per_section"] = even_sections(owners, limit)
     return Sm90Launch(
         kernel=kernel,
         grid=min(owners * num_blocks, processors),

@@ -220,7 +220,6 @@ def forward_sm90_config(
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * where out has another dtype than q: its tile would not fit where q's was;
     * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
-    * for packed sequences: the rows of a tile past the end of one belong to the next;
     * with the caller's formulas: nobody knows how many registers they take.
     """
     if (
@@ -229,7 +228,6 @@ def forward_sm90_config(
         or problem.head_dim_v % 8
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
         or not problem.seqlen_k  # a map holds at least one row
-        or problem.cu_seqlens_q is not None
         or problem.formulas is not None
     ):
         return None
@@ -240,7 +238,7 @@ def forward_sm90_config(
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
     else:
-        if fields["q_lengths"] != "none" or fields["kv_lengths"] != "none":
+        if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
             tiles = tiles | _FORWARD_SM90_LENGTHS
         few = math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
         if few or not fields["scale_in_exponent"]:

@@ -66,6 +66,18 @@ struct Packing {
   __device__ __forceinline__ int begin(int sequence) const {
     return static_cast<int>(clamp(read_integer<Config::cu_seqlens>(ends, sequence), 0, total));
   }
+
+  __device__ __forceinline__ int rows(int sequence) const {
+    return max(begin(sequence + 1) - begin(sequence), 0);
+  }
+
+  // Ranks are dealt out so that the host need not know where sequences end: sequence i owns those
+  // from (rows before it) / block + i on, up to the next's. They are as many as it has tiles, or
+  // one more.
+  template <int block>
+  __device__ __forceinline__ int first_rank(int sequence) const {
+    return (begin(sequence) - begin(0)) / block + sequence;
+  }
 };
 
 // A tile's rows of one sequence. Without packing a whole array is sequence 0.
@@ -74,29 +86,23 @@ struct Place {
   int block;
 };
 
-// Ranks are dealt out so that the host need not know where sequences end: sequence i owns those
-// from (rows before it) / block + i on, up to the next's. They are as many as it has tiles, or one
-// more, whose rows lie past its end.
+// A sequence's last rank may be one whose rows lie past its end.
 template <int block>
 __device__ __forceinline__ Place place_of(const Packing& packing, int rank) {
   if constexpr (Config::cu_seqlens == Dtype::none) {
     return {0, rank};
   } else {
-    const int origin = packing.begin(0);
-    const auto first_rank = [&](int sequence) {
-      return (packing.begin(sequence) - origin) / block + sequence;
-    };
     int low = 0, high = packing.num_sequences - 1;
 #pragma unroll 1
     while (low < high) {
       const int middle = (low + high + 1) / 2;
-      if (first_rank(middle) <= rank) {
+      if (packing.first_rank<block>(middle) <= rank) {
         low = middle;
       } else {
         high = middle - 1;
       }
     }
-    return {low, max(rank - first_rank(low), 0)};
+    return {low, max(rank - packing.first_rank<block>(low), 0)};
   }
 }
 

@@ -27,8 +27,8 @@ struct Seqlen {
       const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
       first_q = queries.begin(entry.sequence());
       first_k = keys.begin(entry.sequence());
-      rows_q = max(queries.begin(entry.sequence() + 1) - first_q, 0);
-      rows_k = max(keys.begin(entry.sequence() + 1) - first_k, 0);
+      rows_q = queries.rows(entry.sequence());
+      rows_k = keys.rows(entry.sequence());
       q = min(q, rows_q);
       k = min(k, rows_k);
     }

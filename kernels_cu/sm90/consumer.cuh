@@ -285,7 +285,7 @@ struct Consumer {
       stage_rows(params, work, smem.q[stage], tile_row, o_acc, broken);
       arrive_as_warp(smem.o_full[stage][warpgroup]);
     } else {
-      store_rows(params, work, warp_row, o_acc, broken);
+      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken);
     }
     // The first lane of a quad has the upper row, the second the lower.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
@@ -294,8 +294,9 @@ struct Consumer {
         end_of_row(score, work.entry, lower ? softmax.row_max[0][1] : softmax.row_max[0][0],
                    lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0]);
     const float value = (lower ? hidden[1] : hidden[0]) ? score.sink(work.entry) : end.lse;
-    float* at = params.lse + work.entry * params.lse_layout.batch + q_idx * params.lse_layout.row;
-    if (params.lse != nullptr && lane % 4 < 2 && q_idx < params.score.seqlen_q) *at = value;
+    float* at = params.lse + work.entry * params.lse_layout.batch +
+                (score.seqlen.first_q + q_idx) * params.lse_layout.row;
+    if (params.lse != nullptr && lane % 4 < 2 && q_idx < score.seqlen.rows_q) *at = value;
     __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
   }
 };

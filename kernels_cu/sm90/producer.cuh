@@ -15,37 +15,40 @@ struct Producer {
   Ring<Config::num_stages> k_ring, v_ring;
   Ring<2> work_ring;
   Ring<1> raw_ring;
+  TileOrder order;
+  int turn;  // counts draws
 
   // All tiles of this block of threads; the whole warp comes along, its first lane issues.
   __device__ __forceinline__ void run() {
     if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
-    Work work(params, blockIdx.x);
+    Work work = work_of(blockIdx.x);
     publish(work);
 #pragma unroll 1
     while (work.first_row >= 0) {
       const Score score(params.score, work.entry);
       const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
-      const Range seen = score.kv_range(0, params.score.seqlen_q);  // by any row of this entry
+      const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
+      const int first_row = score.seqlen.first_q + work.first_row, first_k = score.seqlen.first_k;
       int block = blocks.end - 1;
       // A single q is free only when the tile before is done, a second one long before k.
-      if constexpr (stages_out) load_q(work);
-      if (block >= blocks.begin) load_k(work, block);
-      if constexpr (!stages_out) load_q(work);
+      if constexpr (stages_out) load_q(work.entry, first_row);
+      if (block >= blocks.begin) load_k(work.entry, first_k, block);
+      if constexpr (!stages_out) load_q(work.entry, first_row);
 #pragma unroll 1
       for (; block > blocks.begin + draws_early; --block) {
-        load_k(work, block - 1);
-        load_v(work, block, seen);
+        load_k(work.entry, first_k, block - 1);
+        load_v(work.entry, first_k, block, seen);
       }
       const int drawn = draw();
       if (draws_early && block > blocks.begin) {
-        load_k(work, block - 1);
-        load_v(work, block, seen);
+        load_k(work.entry, first_k, block - 1);
+        load_v(work.entry, first_k, block, seen);
         --block;
       }
-      if (!draws_early && block >= blocks.begin) load_v(work, block, seen);
-      const Work next(params, __shfl_sync(0xffffffff, drawn, 0));
+      if (!draws_early && block >= blocks.begin) load_v(work.entry, first_k, block, seen);
+      const Work next = work_of(__shfl_sync(0xffffffff, drawn, 0));
       publish(next);
-      if (draws_early && block >= blocks.begin) load_v(work, block, seen);
+      if (draws_early && block >= blocks.begin) load_v(work.entry, first_k, block, seen);
       work = next;
     }
   }
@@ -63,8 +66,20 @@ struct Producer {
     work_ring.advance();
   }
 
+  // The tile of an index, or of the first one drawn next that has rows.
+  __device__ __forceinline__ Work work_of(int index) {
+    Work work(params, index, order);
+    if constexpr (is_packed) {
+#pragma unroll 1
+      while (warp_agrees(work.first_row >= 0 && !work.exists())) {
+        work = Work(params, __shfl_sync(0xffffffff, draw(), 0), order);
+      }
+    }
+    return work;
+  }
+
   // In lane 0.
-  __device__ __forceinline__ int draw() const {
+  __device__ __forceinline__ int draw() {
     if (lane_index() != 0) return 0;
     if (params.tile_counter != nullptr) {
       // Every block of threads draws once past the end, as many in all as there are tiles: the last
@@ -72,35 +87,37 @@ struct Producer {
       return atomicInc(params.tile_counter, Work::num_tiles(params) - 1) + gridDim.x;
     }
     // Back and forth over the longest-first list, which evens out what falls along it.
-    const int turn = work_ring.uses;
+    ++turn;
     return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
-  __device__ __forceinline__ void load_q(const Work& work) {
+  __device__ __forceinline__ void load_q(const BatchIndex& entry, int first_row) {
     const int stage = q_ring.stage();
     wait(smem.q_empty[stage], q_ring.empty_parity());
-    load(smem.q[stage], params.q_map, params.q_layout, smem.q_full[stage], work, work.first_row);
+    load(smem.q[stage], params.q_map, params.q_layout, smem.q_full[stage], entry, first_row);
     q_ring.advance();
   }
 
-  __device__ __forceinline__ void load_k(const Work& work, int block) {
+  // A block of keys of an entry whose first is row `first_k` of the array.
+  __device__ __forceinline__ void load_k(const BatchIndex& entry, int first_k, int block) {
     const int stage = k_ring.stage();
     wait(smem.k_empty[stage], k_ring.empty_parity());
-    load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], work,
-         block * Config::block_n);
+    load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
+         first_k + block * Config::block_n);
     k_ring.advance();
   }
 
   // Rows outside `seen` must not reach p v, where 0 * NaN would count. Past the end of the tensor
   // TMA brings zeros; what lies before it is cleared here.
-  __device__ __forceinline__ void load_v(const Work& work, int block, Range seen) {
+  __device__ __forceinline__ void load_v(const BatchIndex& entry, int first_k, int block,
+                                         Range seen) {
     const int stage = v_ring.stage(), first_key = block * Config::block_n;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
-    const int loaded = min(Config::block_n, params.score.seqlen_k - first_key);
+    const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
     const bool clears = kept.begin > 0 || kept.end < loaded;
     wait(smem.v_empty[stage], v_ring.empty_parity());
     load(smem.v[stage], params.v_map, params.v_layout, clears ? smem.v_raw : smem.v_full[stage],
-         work, first_key);
+         entry, first_k + first_key);
     if (clears) {
       wait(smem.v_raw, raw_ring.full_parity());
       raw_ring.advance();
@@ -114,10 +131,10 @@ struct Producer {
 
   template <typename Tile>
   __device__ __forceinline__ void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
-                                       uint64_t& full, const Work& work, int first_row) {
+                                       uint64_t& full, const BatchIndex& entry, int first_row) {
     if (lane_index() == 0) {
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
-      start_load(tile, map, layout, work.entry, first_row, full);
+      start_load(tile, map, layout, entry, first_row, full);
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
   }

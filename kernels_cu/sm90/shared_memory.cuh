@@ -19,6 +19,7 @@
 #include "scheduler.cuh"
 #include "score.cuh"
 #include "sm90/barrier.cuh"
+#include "sm90/tile_order.cuh"
 #include "tile/matmul_sm90.cuh"
 
 namespace cuflash {
@@ -32,24 +33,27 @@ static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgr
 
 // One tile of queries.
 struct Work {
-  int first_row;  // negative: no tile is left
+  int first_row;  // of its sequence; negative: no tile is left
   BatchIndex entry;
 
-  __device__ __forceinline__ Work(const ForwardSm90Params& params, int index)
-      : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1))) {
+  __device__ __forceinline__ Work(const ForwardSm90Params& params, int index, TileOrder& order)
+      : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1)), order) {
     if (index >= num_tiles(params)) first_row = -1;
   }
+
+  // Are there rows of this index?
+  __device__ __forceinline__ bool exists() const { return !is_packed || entry.sequence() >= 0; }
 
   __device__ __forceinline__ static int num_tiles(const ForwardSm90Params& params) {
     return params.grid.num_blocks * params.grid.num_owners;
   }
 
  private:
-  __device__ __forceinline__ Work(const ForwardSm90Params& params, const Tile& tile)
-      : first_row(
-            (Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block) *
-            Config::block_m),
-        entry(params.batch, tile.owner) {}
+  __device__ __forceinline__ Work(const ForwardSm90Params& params, const Tile& tile,
+                                  TileOrder& order)
+      : Work(params, tile.owner, order.place_of(params, tile.block)) {}
+  __device__ __forceinline__ Work(const ForwardSm90Params& params, int owner, const Place& place)
+      : first_row(place.block * Config::block_m), entry(params.batch, owner, place.sequence) {}
 };
 
 struct SharedMemory {

@@ -53,6 +53,28 @@ __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, cons
   ptx::fence_async_proxy();  // TMA will read what this thread wrote
 }
 
+// Writes rows of a box that holds rows of the next packed sequence, too. By a warp.
+__device__ __forceinline__ void write_rows(const ForwardSm90Params& params, const BatchIndex& entry,
+                                           const SharedMemory::QTile& tile, int tile_row,
+                                           int out_row, int num_rows) {
+  const int lane = lane_index(), chunk = lane % 8;
+  Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
+#pragma unroll 1
+  for (int first = 0; warp_agrees(first < num_rows); first += 4) {
+    const int row = first + lane / 8;
+    Element* to = out + (out_row + row) * params.out_layout.row;
+#pragma unroll
+    for (int panel = 0; panel < SharedMemory::VTile::num_panels; ++panel) {
+      const int offset = tile.chunk_offset(tile_row + row, chunk);
+      if (row < num_rows && 64 * panel + 8 * chunk < params.head_dim_v) {
+        *reinterpret_cast<uint4*>(to + 64 * panel) =
+            *reinterpret_cast<const uint4*>(tile.data[panel][0] + offset / 2);
+      }
+    }
+    __syncwarp();
+  }
+}
+
 // The store warp: sends the staged rows of each warpgroup on their way, hands q back to the
 // producer.
 __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, SharedMemory& smem) {
@@ -63,16 +85,25 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
     const Work work = receive_work(smem, Ring<2>{tiles});
     if (work.first_row < 0) break;
     map_coordinates(batch, work.entry, params.out_layout);
+    const Seqlen seqlen(params.score, work.entry);
     const int stage = q_ring.stage();
 #pragma unroll 1
     for (int w = 0; w < consumers; ++w) {
       wait(smem.o_full[stage][w], q_ring.full_parity());
       __syncwarp();  // no lane may be left two phases behind in a wait
+      const int q_idx = work.first_row + 64 * w, out_row = seqlen.first_q + q_idx;
+      if constexpr (is_packed) {
+        const int num_rows = seqlen.rows_q - q_idx;
+        if (warp_agrees(num_rows < 64)) {
+          write_rows(params, work.entry, smem.q[stage], 64 * w, out_row, num_rows);
+          continue;
+        }
+      }
       if (lane_index() != 0) continue;
 #pragma unroll
       for (int panel = 0; panel < SharedMemory::VTile::num_panels; ++panel) {
         ptx::tma_store(params.out_map, ptx::shared_address(smem.q[stage].data[panel][64 * w]),
-                       64 * panel, work.first_row + 64 * w, batch);
+                       64 * panel, out_row, batch);
       }
       ptx::tma_store_commit();
     }
@@ -98,11 +129,12 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 
 // Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
 // four lanes of a quad trade places, so that each stores eight neighbouring columns.
-__device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const Work& work,
-                                           int first_row, const float (&o_acc)[1][o_tiles][4],
-                                           uint32_t broken) {
+__device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
+                                           const Seqlen& seqlen, int first_row,
+                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken) {
   const int quad_lane = lane_index() % 4;
-  Element* out = static_cast<Element*>(params.out) + work.entry * params.out_layout.batch;
+  Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
+                 seqlen.first_q * params.out_layout.row;
 #pragma unroll
   for (int t = 0; t < o_tiles; t += 4) {
 #pragma unroll
@@ -115,14 +147,14 @@ __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, cons
       transpose_quad(x);
       const int q_idx = first_row + fragment_row(0, 2 * half);
       const int column = 8 * (t + quad_lane);
-      if (q_idx < params.score.seqlen_q && column < params.head_dim_v) {
+      if (q_idx < seqlen.rows_q && column < params.head_dim_v) {
         *reinterpret_cast<uint4*>(out + q_idx * params.out_layout.row + column) =
             make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }
   __syncwarp();  // a row was written by four lanes, and an exact one by all
-  for_each_bit(broken, [&](int bit) { exact_out(params, work.entry, first_row + bit); });
+  for_each_bit(broken, [&](int bit) { exact_out(params, entry, first_row + bit); });
 }
 
 }  // namespace cuflash

@@ -1,0 +1,65 @@
+// Which rows a rank stands for, heaviest tiles first.
+#pragma once
+
+#include "exact.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+
+namespace cuflash {
+
+constexpr bool is_packed = Config::cu_seqlens != Dtype::none;
+
+// Of one array, or of packed sequences those with most keys first, among 32 neighbours: each lane
+// has one of them, and knows how many tiles come before its own. By a whole warp.
+struct TileOrder {
+  int group_begin = 0, group_end = 0;  // ranks of the 32 sequences at hand
+  int sequence, first_rank, num_tiles;
+
+  // A negative sequence: no rows are left for this rank, see Packing::first_rank.
+  __device__ __forceinline__ Place place_of(const ForwardParams& params, int rank) {
+    if constexpr (!is_packed) {
+      return {0, Score::last_rows_see_most ? params.grid.num_blocks - 1 - rank : rank};
+    } else {
+      if (warp_agrees(rank < group_begin || rank >= group_end)) sort_group_of(params.score, rank);
+      const int own = rank - group_begin - first_rank;
+      const uint32_t owner = __ballot_sync(0xffffffff, own >= 0 && own < num_tiles);
+      const int block = Score::last_rows_see_most ? num_tiles - 1 - own : own;
+      const int lane = __ffs(owner) - 1;
+      const int found = __shfl_sync(0xffffffff, sequence, lane);
+      return {owner == 0 ? -1 : found, __shfl_sync(0xffffffff, block, lane)};
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void sort_group_of(const ScoreParams& params, int rank) {
+    const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
+    int low = 0, high = (queries.num_sequences - 1) / 32;
+#pragma unroll 1
+    while (warp_agrees(low < high)) {
+      const int middle = (low + high + 1) / 2;
+      if (warp_agrees(queries.first_rank<Config::block_m>(32 * middle) <= rank)) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    const int next = 32 * low + 32;
+    group_begin = queries.first_rank<Config::block_m>(32 * low);
+    group_end = next < queries.num_sequences ? queries.first_rank<Config::block_m>(next) : 1 << 30;
+    sequence = 32 * low + lane_index();
+    const int counted = min(sequence, queries.num_sequences - 1);
+    const int rows = sequence == counted ? queries.rows(counted) : 0;
+    const int length = keys.rows(counted);
+    num_tiles = (rows + Config::block_m - 1) / Config::block_m;
+    first_rank = 0;
+#pragma unroll 4
+    for (int lane = 0; lane < 32; ++lane) {
+      const int other = __shfl_sync(0xffffffff, length, lane);
+      const int tiles = __shfl_sync(0xffffffff, num_tiles, lane);
+      const bool sooner = other > length || (other == length && lane < lane_index());
+      first_rank += sooner ? tiles : 0;
+    }
+  }
+};
+
+}  // namespace cuflash
