@@ -23,6 +23,7 @@ from cuflash._config import BackwardSm90Config, ForwardSm90Config
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
+PACKED = {"cu_seqlens": np.int64, "mask": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": CAUSAL,
@@ -36,17 +37,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "negative scale": {**CAUSAL, "scale": -0.5},
     "negative scale, window, lengths": {**WINDOW, **LENGTHS, "scale": -0.5},
     "all": ALL,
-}
-#: What Hopper's kernel takes at any value of the other options.
-SERVED = {"bias": None, "out_dtype": None, "cu_seqlens": None}
-#: The same for its gradient, and options beside those above.
-SERVED_GRADIENT = {"bias": None, "out_dtype": None, "dropout": 0.0}
-PACKED = {"cu_seqlens": np.int64, "mask": False}
-GRADIENT_OPTIONS = OPTIONS | {
-    "slopes": {**CAUSAL, "alibi_slopes": np.float32},
-    "packed": {**CAUSAL, **PACKED},
+    "packed": PACKED,
+    "packed causal": {**CAUSAL, **PACKED},
+    "packed window": {**WINDOW, **PACKED},
     "all, packed": {**ALL, **PACKED},
 }
+#: What Hopper's kernel takes at any value of the other options.
+SERVED = {"bias": None, "out_dtype": None}
+#: The same for its gradient, and options beside those above.
+SERVED_GRADIENT = {"bias": None, "out_dtype": None, "dropout": 0.0}
+GRADIENT_OPTIONS = OPTIONS | {"slopes": {**CAUSAL, "alibi_slopes": np.float32}}
 
 
 #: Of a device that is too small for the smaller tiles, and of one that is large enough.

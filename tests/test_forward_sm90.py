@@ -14,6 +14,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import _select
+from cuflash._packing import describe_packed
 from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
@@ -53,6 +54,41 @@ def attend(q, k, v, multiprocessors=132, **keywords):
     config = forced(q, k, v, options, multiprocessors)
     cuflash.attention(q, k, v, options=options, return_lse=True, out=(out, lse), config=config)
     return out, lse
+
+
+def attend_packed(q, k, v, ends_q, ends_k, **keywords):
+    """The same for packed sequences; the configuration, too."""
+    options = cuflash.Options(**keywords)
+    ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
+    problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
+    config = _select.forward_sm90_config(problem)
+    assert config is not None
+    found = cuflash.attention_varlen(
+        q, k, v, *ends.values(), options=options, return_lse=True, config=config
+    )
+    return (found.out, found.lse), config
+
+
+def check_each_sequence(call, ends_q, ends_k, out, lse, block_n):
+    """Each has the bits that it has alone, and other rows belong to no sequence."""
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    options = cuflash.Options(**call.options)
+    spans = zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True)
+    for a, b, c, d in spans:
+        rows, keys = slice(a, b), slice(c, d)
+        own = q[..., rows, :], k[..., keys, :], v[..., keys, :]
+        if a == b:
+            continue
+        if c == d:
+            assert not out[..., rows, :].any()
+            assert (lse[..., rows] == -np.inf).all()
+            continue
+        config = replace(forced(*own, options), block_n=block_n)
+        alone = cuflash.attention(*own, options=options, return_lse=True, config=config)
+        assert_same_bits(alone, (out[..., rows, :], lse[..., rows]))
+    for rows in (slice(0, ends_q[0]), slice(ends_q[-1], None)):
+        assert not out[..., rows, :].any()
+        assert (lse[..., rows] == -np.inf).all()
 
 
 def check(call):
@@ -229,6 +265,71 @@ def test_a_map_is_never_stale():
     for shape in [((2, 3), 77, 130), ((2, 3), 130, 77), ((3, 2), 77, 130)] * 2:
         for dtype in (np.float16, bfloat16):
             check(make((64, 64), shape, {}, dtype))
+
+
+PACKED = [{}, {"causal": True}, {"window": (70, 20)}, {"causal": True, "offset": -3}]
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_packed_sequences(head_dims, options):
+    """Whatever the neighbours hold."""
+    call = make(head_dims, ((2,), 900, 1000), options, np.float16)
+    ends_q = np.array([7, 77, 77, 333, 461, 462, 890])
+    ends_k = np.array([0, 200, 230, 230, 400, 527, 960])
+    arrays = [upload(call.array(name)) for name in "qkv"]
+    (out, lse), config = attend_packed(*arrays, ends_q, ends_k, **options)
+    check_each_sequence(call, ends_q, ends_k, out, lse, config.block_n)
+    for i in range(ends_q.size - 1):
+        q, k, v = (call.array(name).copy() for name in "qkv")
+        inside = np.s_[:, ends_q[i] : ends_q[i + 1]]
+        q[:, ends_q[i + 1] :], q[:, : ends_q[i]] = np.nan, np.inf
+        k[:, ends_k[i + 1] :], k[:, : ends_k[i]] = np.nan, np.nan
+        v[:, ends_k[i + 1] :], v[:, : ends_k[i]] = np.inf, np.nan
+        beside, _ = attend_packed(*map(upload, (q, k, v)), ends_q, ends_k, **options)
+        assert_same_bits([x[inside] for x in beside], (out[inside], lse[inside]))
+
+
+@pytest.mark.parametrize("options", PACKED[:3], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_more_packed_sequences_than_a_warp_has_lanes(head_dims, options):
+    """Many of them empty, none, a few or all keys of a block; drawn in another order each time."""
+    rng = np.random.default_rng(11)
+    ends = []
+    for total in (6000, 7000):
+        lengths = rng.choice([0, 1, 30, 64, 128, 190, 256], 70)
+        ends.append(np.cumsum([5, *lengths]))
+        assert ends[-1][-1] < total
+    call = make(head_dims, ((3,), 6000, 7000), options)
+    arrays = [upload(call.array(name)) for name in "qkv"]
+    want, config = attend_packed(*arrays, *ends, **options)
+    check_each_sequence(call, *ends, *want, config.block_n)
+    for _ in range(10):
+        assert_same_bits(attend_packed(*arrays, *ends, **options)[0], want)
+
+
+PACKED_LENGTHS = {
+    "q_lengths": np.array([[60], [0], [200]]),
+    "kv_lengths": np.array([[50], [9], [0]]),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {**PACKED_LENGTHS, "causal": True}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences_within_budget(head_dim, options):
+    call = make((head_dim, head_dim), ((2,), 600, 700), {})
+    ends_q, ends_k = np.array([0, 100, 130, 580]), np.array([0, 300, 310, 700])
+    given = {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    arrays = [upload(call.array(name)) for name in "qkv"]
+    (out, lse), _ = attend_packed(*arrays, ends_q, ends_k, **given)
+    for i in range(3):
+        rows, keys = slice(*ends_q[i : i + 2]), slice(*ends_k[i : i + 2])
+        own = {n: x[i] if isinstance(x, np.ndarray) else x for n, x in options.items()}
+        part = call.but(
+            q=call.q[:, rows], k=call.k[:, keys], v=call.v[:, keys], dout=call.dout[:, rows],
+            options=own,
+        )  # fmt: skip
+        Budget(part).check_forward(out[:, rows].get(), lse[:, rows].get())
 
 
 def captured(stream, launch):
