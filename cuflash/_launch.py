@@ -38,6 +38,7 @@ from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
 from cuflash._results import AttentionResult
 from cuflash._score_gradients import ScoreSums
+from cuflash._shared_keys import with_shared_rows
 
 _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
@@ -163,6 +164,7 @@ def _plan_forward(
     config: ForwardConfig | ForwardSm90Config | None,
 ) -> Launch | Sm90Launch:
     layouts = _forward_layouts(problem, lse_strides) | _score_params.layouts(problem)
+    problem, layouts = with_shared_rows(problem, layouts)
     if not isinstance(config, ForwardConfig):
         launch = _plan_forward_sm90(problem, device, pointers, layouts, config)
         if launch is not None:

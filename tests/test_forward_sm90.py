@@ -205,6 +205,29 @@ def test_grouped_heads_and_broadcast_values(head_dim):
     check(call)
 
 
+DECODED = [
+    (1, {"causal": True}),
+    (1, {"causal": True, "kv_lengths": np.array([[300], [0], [77], [128]])}),
+    (5, {"softcap": 2.0, "kv_lengths": 200}),
+    (40, {}),
+]
+
+
+@pytest.mark.parametrize(("rows", "options"), DECODED, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_query_heads_of_a_group_in_one_tile(head_dim, rows, options):
+    """Within the budget, and with the bits of each head alone."""
+    call = problems.make_call(
+        "normal", 3, bfloat16, (4, 6, rows, head_dim), (4, 2, 300, head_dim),
+        (4, 2, 300, head_dim), options={**options, "enable_gqa": True},
+    )  # fmt: skip
+    q, k, v, given, out, lse = check(call)
+    for head in range(6):
+        own = slice(head, head + 1), slice(head // 3, head // 3 + 1)
+        alone = attend(q[:, own[0]], k[:, own[1]], v[:, own[1]], **given)
+        assert_same_bits(alone, (out[:, own[0]], lse[:, own[0]]))
+
+
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
     call = make(head_dims, ((2, 3), 200, 333), {"causal": True})

@@ -16,7 +16,7 @@ import pytest
 
 import cuflash
 from cuflash._problem import describe
-from support import covering
+from support import covering, problems
 from support.budget import Budget
 from support.problems import Call
 
@@ -104,3 +104,17 @@ def test_packed_sequences(kind: str) -> None:
         return np.asarray(out), np.asarray(lse), plain
 
     test_varlen.check_sequences(np.float16, "mixed", kind, attend)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {"causal": True, "kv_lengths": np.array([[50], [0]])}), (5, {"softcap": 2.0})],
+    ids=str,
+)
+def test_query_heads_of_a_group_in_one_tile(rows: int, options: dict[str, Any]) -> None:
+    shapes = (2, 6, rows, 32), (2, 2, 60, 32), (2, 2, 60, 32)
+    call = problems.make_call(
+        "normal", 3, np.float16, *shapes, options={**options, "enable_gqa": True}
+    )
+    check(call, cuflash.Options(**call.options))
