@@ -75,7 +75,8 @@ def forward(
 ) -> None:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
-    A ``config`` decides which kernel runs, too.
+    A ``config`` decides which kernel runs, too. The portable one leaves out rows that belong to no
+    packed sequence.
     """
     problem, score_pointers, held = _score_params.arrays_of(problem, options, q, cu_seqlens)
     lse_strides = None if lse is None else lse.strides
@@ -97,6 +98,10 @@ def forward(
             launch = _plan_forward(problem, device, pointers, lse_strides, config)
             plan = _remember(_forward_plans, key, (problem, launch))
         stream = cupy.cuda.get_current_stream()
+        if cu_seqlens and isinstance(plan[1], Launch):
+            out.fill(0)
+            if lse is not None:
+                lse.fill(-np.inf)
         plan[1].run(pointers, stream.ptr, stream.is_capturing())
     del held  # no sooner: another thread could be given its memory on this stream
 

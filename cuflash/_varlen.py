@@ -142,10 +142,11 @@ def attention_varlen(
     if xp is not np:
         common: dict[str, Any] = {"axes": axes, "precision": precision, "out": out}
         problem = describe_packed(q, k, v, chosen, ends, **common)
-        out.fill(0)
-        lse.fill(-np.inf)
         if count:
             run_forward(problem, q, k, v, chosen, out, lse, workspace, config, cu_seqlens=ends)
+        else:
+            out.fill(0)
+            lse.fill(-np.inf)
         return AttentionResult(out, lse) if return_lse else out
     calls = _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v, out=out)
     out.fill(0)

@@ -23,6 +23,7 @@
 #include "sm90/producer.cuh"
 #include "sm90/consumer.cuh"
 #include "sm90/store.cuh"
+#include "sm90/unowned_rows.cuh"
 
 namespace cuflash {
 
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     ptx::give_registers<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
     if (stages_out && warp == 1) send_tiles(params, smem);
+    if (is_packed && warp == 2) clear_unowned_rows(params);
   } else {
     ptx::take_registers<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();

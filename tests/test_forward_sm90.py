@@ -57,16 +57,18 @@ def attend(q, k, v, multiprocessors=132, **keywords):
 
 
 def attend_packed(q, k, v, ends_q, ends_k, **keywords):
-    """The same for packed sequences; the configuration, too."""
+    """The same for packed sequences, all of whose rows are written; the configuration, too."""
     options = cuflash.Options(**keywords)
     ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
     problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
     config = _select.forward_sm90_config(problem)
     assert config is not None
-    found = cuflash.attention_varlen(
-        q, k, v, *ends.values(), options=options, return_lse=True, config=config
+    out = upload(np.full(problem.out_shape, np.nan, q.dtype))
+    lse = cupy.full(problem.lse_shape, np.nan, np.float32)
+    cuflash.attention_varlen(
+        q, k, v, *ends.values(), options=options, return_lse=True, out=(out, lse), config=config
     )
-    return (found.out, found.lse), config
+    return (out, lse), config
 
 
 def check_each_sequence(call, ends_q, ends_k, out, lse, block_n):

@@ -1,0 +1,33 @@
+// What rows get that belong to no packed sequence: those before the first and after the last.
+#pragma once
+
+#include "exact.cuh"
+#include "params.cuh"
+#include "scheduler.cuh"
+
+namespace cuflash {
+
+// out 0 and lse -inf. By one warp of each block of threads.
+__device__ __forceinline__ void clear_unowned_rows(const ForwardSm90Params& params) {
+  const Packing queries = Packing::of_queries(params.score);
+  const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);
+  const int rows = begin + queries.total - end, lane = lane_index();
+  const int64_t count = int64_t(rows) * params.grid.num_owners;
+#pragma unroll 1
+  for (int64_t i = ptx::block_index(); warp_agrees(i < count); i += gridDim.x) {
+    const int owner = static_cast<int>(i / rows),
+              rank = static_cast<int>(i - int64_t(owner) * rows);
+    const int row = rank < begin ? rank : rank - begin + end;
+    const BatchIndex entry(params.batch, owner);
+    Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
+                   row * params.out_layout.row;
+    float* lse = params.lse + entry * params.lse_layout.batch + row * params.lse_layout.row;
+    if (8 * lane < params.head_dim_v) {
+      *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
+    }
+    if (lane == 0 && params.lse != nullptr) *lse = -infinity();
+    __syncwarp();
+  }
+}
+
+}  // namespace cuflash
