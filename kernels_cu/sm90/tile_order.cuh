@@ -24,9 +24,10 @@ struct TileOrder {
       const int own = rank - group_begin - first_rank;
       const uint32_t owner = __ballot_sync(0xffffffff, own >= 0 && own < num_tiles);
       const int block = Score::last_rows_see_most ? num_tiles - 1 - own : own;
-      const int lane = __ffs(owner) - 1;
-      const int found = __shfl_sync(0xffffffff, sequence, lane);
-      return {owner == 0 ? -1 : found, __shfl_sync(0xffffffff, block, lane)};
+      const int lane = owner == 0 ? 0 : __ffs(owner) - 1;
+      const Place found{__shfl_sync(0xffffffff, sequence, lane),
+                        __shfl_sync(0xffffffff, block, lane)};
+      return owner == 0 ? Place{-1, 0} : found;
     }
   }
 
