@@ -9,6 +9,7 @@ namespace cuflash {
 struct BatchIndex {
   int axis[max_batch_axes];
 
+  BatchIndex() = default;
   __device__ __forceinline__ BatchIndex(const BatchAxes& axes, int flat, int sequence = 0) {
 #pragma unroll
     for (int i = max_batch_axes - 1; i > 0; --i) {

@@ -17,39 +17,45 @@ struct Producer {
   Ring<1> raw_ring;
   TileOrder order;
   int turn;  // counts draws
+  Work work;
+
+  // Needs no barrier.
+  __device__ __forceinline__ void find_first_tile() {
+    if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
+    work = work_of(blockIdx.x);
+  }
 
   // All tiles of this block of threads; the whole warp comes along, its first lane issues.
   __device__ __forceinline__ void run() {
-    if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
-    Work work = work_of(blockIdx.x);
-    publish(work);
+    // A single q is free only when the tile before is done, a second one long before k.
+    if (stages_out && work.first_row >= 0) load_q();
+    publish();
 #pragma unroll 1
     while (work.first_row >= 0) {
       const Score score(params.score, work.entry);
       const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
       const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
-      const int first_row = score.seqlen.first_q + work.first_row, first_k = score.seqlen.first_k;
+      const BatchIndex entry = work.entry;
+      const int first_k = score.seqlen.first_k;
       int block = blocks.end - 1;
-      // A single q is free only when the tile before is done, a second one long before k.
-      if constexpr (stages_out) load_q(work.entry, first_row);
-      if (block >= blocks.begin) load_k(work.entry, first_k, block);
-      if constexpr (!stages_out) load_q(work.entry, first_row);
+      if (block >= blocks.begin) load_k(entry, first_k, block);
+      if constexpr (!stages_out) load_q();
 #pragma unroll 1
       for (; block > blocks.begin + draws_early; --block) {
-        load_k(work.entry, first_k, block - 1);
-        load_v(work.entry, first_k, block, seen);
+        load_k(entry, first_k, block - 1);
+        load_v(entry, first_k, block, seen);
       }
       const int drawn = draw();
       if (draws_early && block > blocks.begin) {
-        load_k(work.entry, first_k, block - 1);
-        load_v(work.entry, first_k, block, seen);
+        load_k(entry, first_k, block - 1);
+        load_v(entry, first_k, block, seen);
         --block;
       }
-      if (!draws_early && block >= blocks.begin) load_v(work.entry, first_k, block, seen);
-      const Work next = work_of(__shfl_sync(0xffffffff, drawn, 0));
-      publish(next);
-      if (draws_early && block >= blocks.begin) load_v(work.entry, first_k, block, seen);
-      work = next;
+      if (!draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen);
+      work = work_of(__shfl_sync(0xffffffff, drawn, 0));
+      publish();
+      if (draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen);
+      if (stages_out && work.first_row >= 0) load_q();
     }
   }
 
@@ -58,7 +64,7 @@ struct Producer {
   // tile has to be known when the last v is loaded, so that its q and k follow at once.
   static constexpr bool draws_early = Config::num_stages == 2;
 
-  __device__ __forceinline__ void publish(const Work& work) {
+  __device__ __forceinline__ void publish() {
     const int stage = work_ring.stage();
     wait(smem.work_empty[stage], work_ring.empty_parity());
     if (lane_index() == 0) smem.work[stage] = work;
@@ -68,14 +74,14 @@ struct Producer {
 
   // The tile of an index, or of the first one drawn next that has rows.
   __device__ __forceinline__ Work work_of(int index) {
-    Work work(params, index, order);
+    Work found(params, index, order);
     if constexpr (is_packed) {
 #pragma unroll 1
-      while (warp_agrees(work.first_row >= 0 && !work.exists())) {
-        work = Work(params, __shfl_sync(0xffffffff, draw(), 0), order);
+      while (warp_agrees(found.first_row >= 0 && !found.exists())) {
+        found = Work(params, __shfl_sync(0xffffffff, draw(), 0), order);
       }
     }
-    return work;
+    return found;
   }
 
   // In lane 0.
@@ -91,10 +97,14 @@ struct Producer {
     return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
-  __device__ __forceinline__ void load_q(const BatchIndex& entry, int first_row) {
+  __device__ __forceinline__ void load_q() {
     const int stage = q_ring.stage();
+    int first_row = work.first_row;
+    if constexpr (is_packed) {
+      first_row += Packing::of_queries(params.score).begin(work.entry.sequence());
+    }
     wait(smem.q_empty[stage], q_ring.empty_parity());
-    load(smem.q[stage], params.q_map, params.q_layout, smem.q_full[stage], entry, first_row);
+    load(smem.q[stage], params.q_map, params.q_layout, smem.q_full[stage], work.entry, first_row);
     q_ring.advance();
   }
 

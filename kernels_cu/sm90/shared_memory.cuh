@@ -36,6 +36,7 @@ struct Work {
   int first_row;  // of its sequence; negative: no tile is left
   BatchIndex entry;
 
+  Work() = default;
   __device__ __forceinline__ Work(const ForwardSm90Params& params, int index, TileOrder& order)
       : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1)), order) {
     if (index >= num_tiles(params)) first_row = -1;

@@ -110,7 +110,6 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
     if (lane_index() == 0) ptx::tma_store_wait_read();
     arrive_as_warp(smem.q_empty[stage]);
   }
-  if (lane_index() == 0) ptx::tma_store_wait();  // shared memory ends with this block of threads
 }
 
 // ----------------------------------------------------------------------------- from registers
