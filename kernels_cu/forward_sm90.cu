@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     if (stages_out && warp == 1) send_tiles(params, smem);
     if (is_packed && warp == 2) clear_unowned_rows(params);
   } else {
-    __syncthreads();
+    __syncthreads();  // the same barriers
     ptx::take_registers<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();
   }
