@@ -14,8 +14,15 @@ namespace cuflash {
 // full one: it leaves none.
 enum class Edge { none, first, last, both };
 
+// Which keys of a block are multiplied with. The others are hidden from all 64 rows.
+enum class Keys { all, lower_half, upper_half };
+
 struct Consumer {
   static constexpr int s_tiles = Config::block_n / 8;
+  // Bounds that move with the rows leave 64 of them half a block at an end, every other time.
+  static constexpr bool halves = Config::block_n == 128 && Score::is_plain;
+  static constexpr bool halves_last = halves && Score::last_rows_see_most;
+  static constexpr bool halves_first = halves && Score::masks_before_full;
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -43,13 +50,18 @@ struct Consumer {
   // The key blocks of a tile, and of the rows that this warpgroup has of it.
   struct Rows {
     int first_row;
-    BlockRanges tile, own;  // own.end is tile.begin where these rows see nothing
+    BlockRanges tile, own;       // own.end is tile.begin where these rows see nothing
+    bool half_first, half_last;  // is only half of the keys seen in the first or last own block?
 
     __device__ __forceinline__ Rows(const Score& score, const Work& work, int warpgroup)
         : first_row(work.first_row + 64 * warpgroup),
           tile(score.kv_blocks(work.first_row, work.first_row + Config::block_m)),
           own(score.kv_blocks(first_row, first_row + 64)) {
       if (own.begin >= own.end) own = BlockRanges{tile.begin, tile.begin, tile.begin, tile.begin};
+      const Range keys = score.kv_range(first_row, first_row + 64);
+      constexpr int half = Config::block_n / 2;
+      half_first = halves_first && warp_agrees(keys.begin - own.begin * Config::block_n >= half);
+      half_last = halves_last && warp_agrees(own.end * Config::block_n - keys.end >= half);
     }
   };
 
@@ -63,7 +75,15 @@ struct Consumer {
 #pragma unroll 1
     for (; block >= own.end; --block) skip_block();
     if (own.begin < own.end) {
-      first_block(score, rows);
+      if constexpr (halves_last) {
+        if (rows.half_last) {
+          first_block<Keys::lower_half>(score, rows);
+        } else {
+          first_block<Keys::all>(score, rows);
+        }
+      } else {
+        first_block<Keys::all>(score, rows);
+      }
       --block;
       if constexpr (Score::masks_before_full) {
         if (!own.has_full()) {
@@ -79,9 +99,20 @@ struct Consumer {
       for (; block >= own.full_begin; --block) next_block<Edge::none>(score, rows, block);
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
-        for (; block >= own.begin; --block) next_block<Edge::first>(score, rows, block);
+        for (; block >= own.begin + rows.half_first; --block) {
+          next_block<Edge::first>(score, rows, block);
+        }
       }
-      last_product();
+      if constexpr (halves_first) {
+        if (rows.half_first && block == own.begin) {
+          next_block<Edge::first, Keys::upper_half>(score, rows, block--);
+          last_product<Keys::upper_half>();
+        } else {
+          last_product<Keys::all>();
+        }
+      } else {
+        last_product<Keys::all>();
+      }
     } else {
       release_q(true);
     }
@@ -90,42 +121,44 @@ struct Consumer {
   }
 
   // s of the last block that these rows see.
+  template <Keys keys>
   __device__ __forceinline__ void first_block(const Score& score, const Rows& rows) {
-    float s_acc[1][s_tiles][4];
+    float s_acc[1][count_of(keys)][4];
     const int first_key = (rows.own.end - 1) * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
     take_turn();
-    start_scores(s_acc);
+    start_scores<keys>(s_acc);
     pass_turn();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     release_q(rows.own.begin + 1 == rows.own.end);
-    if (!rows.own.masked(rows.own.end - 1)) {
+    if (keys == Keys::all && !rows.own.masked(rows.own.end - 1)) {
       weigh<Edge::none>(s_acc, score, rows.first_row, first_key);
     } else if (Score::masks_before_full && !rows.own.has_full()) {
       weigh<Edge::both>(s_acc, score, rows.first_row, first_key);
     } else {
       weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
     }
-    to_operand(p_frag, s_acc);
+    keep_weights<keys>(s_acc);
   }
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
-  template <Edge edge>
+  template <Edge edge, Keys keys = Keys::all>
   __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block) {
-    float s_acc[1][s_tiles][4];
-    const Ring<Config::num_stages> before = start_both(s_acc);
+    float s_acc[1][count_of(keys)][4];
+    const Ring<Config::num_stages> before = start_both<keys>(s_acc);
     release_q(block == rows.own.begin);
-    weigh<edge>(s_acc, score, rows.first_row, block * Config::block_n);
+    weigh<edge>(s_acc, score, rows.first_row, block * Config::block_n + 8 * first_of(keys));
     end_product(before);
-    to_operand(p_frag, s_acc);
+    keep_weights<keys>(s_acc);
     softmax.rescale_rows(o_acc);
   }
 
   // p v of the first block that these rows see.
+  template <Keys keys>
   __device__ __forceinline__ void last_product() {
-    start_product_with(ring);
+    start_product_with<keys>(ring);
     end_product(ring);
     ring.advance();
   }
@@ -145,13 +178,14 @@ struct Consumer {
 
   // Starts q k^T of the ring's next block and p v of the one before, which it returns; the scores
   // are there at the end.
-  __device__ __forceinline__ Ring<Config::num_stages> start_both(float (&s_acc)[1][s_tiles][4]) {
+  template <Keys keys, int tiles>
+  __device__ __forceinline__ Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4]) {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
     take_turn();
-    start_scores(s_acc);
-    start_product_with(before);
+    start_scores<keys>(s_acc);
+    start_product_with<Keys::all>(before);
     pass_turn();
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
@@ -171,33 +205,63 @@ struct Consumer {
   }
 
   // Raw products become weights, relative to the rows' reference.
-  template <Edge edge>
-  __device__ __forceinline__ void weigh(float (&s_acc)[1][s_tiles][4], const Score& score,
+  template <Edge edge, int tiles>
+  __device__ __forceinline__ void weigh(float (&s_acc)[1][tiles][4], const Score& score,
                                         int first_row, int first_key) {
     apply_score<edge>(s_acc, score, first_row, first_key);
     softmax.find_maximum(s_acc, score);
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
-    constexpr int tied = s_tiles * Config::overlap_quarters / 4;
+    constexpr int tied = tiles * Config::overlap_quarters / 4;
     softmax.exponentiate<0, tied>(s_acc, score);
     if constexpr (tied > 0) {
       const float sum = softmax.block_sum[0] + softmax.block_sum[1];
       arrive_if(smem.never, __float_as_uint(sum) == 0xffffffffu);
     }
-    softmax.exponentiate<tied, s_tiles>(s_acc, score);
+    softmax.exponentiate<tied, tiles>(s_acc, score);
     softmax.add_block();
     drop_weights(s_acc, score, first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
   }
 
-  __device__ __forceinline__ void start_scores(float (&s_acc)[1][s_tiles][4]) {
-    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
-        s_acc, smem.q[q_ring.stage()].summed_over_columns(64 * warpgroup),
-        smem.k[ring.stage()].summed_over_columns());
+  // Tiles of 8 keys.
+  __device__ __forceinline__ static constexpr int first_of(Keys keys) {
+    return keys == Keys::upper_half ? s_tiles / 2 : 0;
+  }
+  __device__ __forceinline__ static constexpr int count_of(Keys keys) {
+    return keys == Keys::all ? s_tiles : s_tiles / 2;
   }
 
+  // Weights become the operand of p v, 0 for the other keys of the block.
+  template <Keys keys>
+  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][count_of(keys)][4]) {
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t) {
+      const int own = t - first_of(keys);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
+        if (own >= 0 && own < count_of(keys)) {
+          pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
+        } else {
+          pair = 0;
+        }
+      }
+    }
+  }
+
+  template <Keys keys, int tiles>
+  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4]) {
+    start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
+        s_acc, smem.q[q_ring.stage()].summed_over_columns(64 * warpgroup),
+        smem.k[ring.stage()].summed_over_columns(8 * first_of(keys)));
+  }
+
+  template <Keys keys>
   __device__ __forceinline__ void start_product_with(const Ring<Config::num_stages>& at) {
+    constexpr int first = first_of(keys) / 2, count = count_of(keys) / 2;
     wait(smem.v_full[at.stage()], at.full_parity());
-    start_product<SharedMemory::VTile>(o_acc, p_frag, smem.v[at.stage()].summed_over_rows());
+    start_product<SharedMemory::VTile, first, count>(o_acc, p_frag,
+                                                     smem.v[at.stage()].summed_over_rows());
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -209,8 +273,8 @@ struct Consumer {
   }
 
   // Raw products become logits, what is invisible -inf.
-  template <Edge edge>
-  __device__ __forceinline__ void apply_score(float (&s_acc)[1][s_tiles][4], const Score& score,
+  template <Edge edge, int tiles>
+  __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
                                               int first_row, int first_key) const {
     if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
       const int thread = ptx::thread_index(), lane = thread % 32;
@@ -222,9 +286,9 @@ struct Consumer {
         const Range keys = score.kv_range_from(lane_key, q_idx);
         ColumnBits segment;
         if constexpr (edge != Edge::none)
-          segment = score.segment_of_row<s_tiles>(q_idx, lane_key, keys);
+          segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
-        for (int t = 0; t < s_tiles; ++t) {
+        for (int t = 0; t < tiles; ++t) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& value = s_acc[0][t][2 * half + i];

@@ -45,11 +45,11 @@ __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);
 }
 
-// Starts acc = A . B^T.
+// Starts acc = A . B^T, of as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
 __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a,
                                                          uint64_t b) {
-  static_assert(tiles == BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
+  static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
 #pragma unroll
@@ -62,8 +62,8 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
   ptx::pin(flat(acc));
 }
 
-// Starts acc += A . B, A in registers.
-template <typename BTile, int tiles, int steps>
+// Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.
+template <typename BTile, int first = 0, int count = BTile::rows / 16, int tiles, int steps>
 __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
                                               uint32_t (&a_frag)[1][steps][4], uint64_t b) {
   static_assert(tiles == BTile::columns / 8 && steps == BTile::rows / 16, "shapes");
@@ -72,7 +72,7 @@ __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < steps; ++k) {
+  for (int k = first; k < first + count; ++k) {
     // 16 rows are 2048 bytes of every panel.
     ptx::wgmma_registers<Config::dtype>(flat(acc), a_frag[0][k], b + k * 128, 1);
   }
