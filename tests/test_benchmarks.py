@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cuflash import reference
-from cuflash._bench import cells, command, machine, overhead, peers, report, workload
+from cuflash._bench import cells, command, machine, overhead, packed, peers, report, workload
 from cuflash._bench import clock as timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,8 +145,8 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     for row in result["rows"]:
         assert set(row) == {
             "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q",
-            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "options", "layout",
-            "deterministic", "timing", "ms", "tflops",
+            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "seqlens",
+            "options", "layout", "deterministic", "timing", "ms", "tflops",
         }  # fmt: skip
         flops = 2 * 2 * 4 * 33 * 33 * 32 * (0.5 if row["causal"] else 1)
         flops *= 2.5 if row["pass"] == "bwd" else 1
@@ -157,6 +157,21 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     assert table.count("| b2 h4/2 33x33 d16 causal |") == 2
     assert command.main(["--render", str(path)]) == 0
     assert capsys.readouterr().out.endswith(table)
+
+
+def test_packed_sequences(run):
+    work = replace(TINY, batch=1, seqlen_q=40, seqlen_k=40, seqlens=(33, 7), causal=True)
+    cells.measure_cell(run, work, "fwd")
+    [row] = run.rows
+    assert row["tflops"] == pytest.approx(2 * 4 * (33**2 + 7**2) / 2 * 32 / row["ms"] / 1e9)
+    assert str(report.workload_of(row)) == "b1 h4 40x40 d16 causal in 2 sequences"
+    assert report.workload_of(json.loads(json.dumps(row))).visible_pairs() == work.visible_pairs()
+    assert any("naive: no packed sequences" in note for note in run.notes)
+
+
+def test_as_many_tiles():
+    assert packed.tiles(packed.PACKED) == packed.tiles(packed.AS_MANY_TILES) == 16 * 2379
+    assert sum(packed.SEQLENS) == packed.PACKED.seqlen_q
 
 
 def test_wrong_result_is_not_timed(run, monkeypatch):

@@ -63,6 +63,7 @@ class Run:
             "head_dim_v": work.head_dim_v,
             "causal": work.causal,
             "window": work.window,
+            "seqlens": work.seqlens,
             "options": options,
             "layout": work.layout,
             "deterministic": impl is None or pass_ in impl.deterministic,
@@ -105,7 +106,10 @@ def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
     for implementation in run.implementations:
         cell = f"{implementation.name} {pass_} {work.dtype} {work}"
         try:
-            candidate = implementation.prepare(work, pass_, inputs)
+            if work.seqlens:
+                candidate = implementation.prepare_packed(work, pass_, inputs)
+            else:
+                candidate = implementation.prepare(work, pass_, inputs)
             result = candidate.result()
             if truth is None:
                 truth = result.copy()

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,18 @@ from cuflash._bench.cells import Run, measure_shapes
 from cuflash._bench.clock import DeviceClock, HostClock
 from cuflash._bench.machine import describe_machine, gpu_module, read_clocks
 from cuflash._bench.overhead import CPU_SHAPES, measure_first_calls, measure_host, measure_naive
+from cuflash._bench.packed import measure_packed
 from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.report import markdown, write
-from cuflash._bench.workload import DTYPES, PASSES, Workload, square, training
+from cuflash._bench.workload import (
+    DTYPES,
+    MODEL_WIDTH,
+    PASSES,
+    TOKENS,
+    Workload,
+    square,
+    training,
+)
 
 EXAMPLES = """\
 examples:
@@ -55,6 +65,19 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
                 Workload(2, 32, 8, 4096, 4096, 128, 128, "bfloat16", causal=True),
                 Workload(2, 16, 16, 4096, 4096, 192, 128, "bfloat16", causal=True),
                 Workload(4, 32, 32, 1000, 3000, 96, 96, "bfloat16"),
+            ]
+        ),
+    ),
+    "packed": (
+        "16 packed sequences of 65 to 4096 at head_dim 128, and dense calls, by executed tile",
+        measure_packed,
+    ),
+    "window": (
+        "window of 1024 at seqlen 16384, head_dim 64 and 128",
+        measure_shapes(
+            [
+                replace(square(1, MODEL_WIDTH // d, TOKENS, d, causal=False), window=(1024, 0))
+                for d in (64, 128)
             ]
         ),
     ),

@@ -58,6 +58,20 @@ class Implementation:
         """Build one call for each set of inputs; raise Unsupported."""
         raise NotImplementedError
 
+    def prepare_packed(
+        self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]
+    ) -> Prepared:
+        """Do so for packed sequences."""
+        if pass_ != "fwd" or not inputs:
+            raise Unsupported("only the forward of packed sequences is measured")
+        return Prepared(*self.packed_calls(work, inputs))
+
+    def packed_calls(
+        self, work: Workload, inputs: Sequence[tuple[Array, ...]]
+    ) -> tuple[list[Call], Callable[[], Array], Callable[[Any, Sequence[Call]], Call]]:
+        """Build the fields of :class:`Prepared`; raise Unsupported."""
+        raise Unsupported(f"no packed sequences, {len(inputs)} x {work}")
+
 
 def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
@@ -114,6 +128,24 @@ class Cuflash(Implementation):
             calls.append(backward)
             results.append(backward)
         return Prepared(calls, results[0], _capture_with_cupy)
+
+    def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
+        """Build the fields of :class:`Prepared`."""
+        options = cuflash.Options(**work.score_options())
+        calls: list[Call] = []
+        for q, k, v, _ in inputs:
+            xp = _module_of(q)
+            ends = xp.asarray(np.cumsum((0, *work.seqlens)))
+            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+
+            def forward(q=q, k=k, v=v, ends=ends, out=out, lse=lse) -> Array:
+                return cuflash.attention_varlen(
+                    q, k, v, ends, ends, options=options, return_lse=True, out=(out, lse)
+                ).out
+
+            calls.append(forward)
+        return calls, calls[0], _capture_with_cupy
 
 
 def _first_of(call: Call) -> Array:
@@ -244,6 +276,24 @@ class Torch(Implementation):
             calls.append(backward)
         return Prepared(calls, lambda: _array(self.arrange(calls[0]())), self._capture)
 
+    def packed_function(self, work: Workload, ends: Any) -> Callable[..., Any]:
+        """Return f(q, k, v) -> out for tensors (total, heads, dim) of sequences up to ``ends``."""
+        raise Unsupported(f"no packed sequences, {len(ends)} ends, {work}")
+
+    def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
+        """Build the fields of :class:`Prepared`; raise Unsupported."""
+        import torch
+
+        if work.dtype not in self.dtypes:
+            raise Unsupported(f"no {work.dtype}")
+        ends = torch.tensor(np.cumsum((0, *work.seqlens)), dtype=torch.int32, device="cuda")
+        function = self.packed_function(work, ends)
+        calls: list[Call] = []
+        for arrays in inputs:
+            q, k, v = (_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
+            calls.append(functools.partial(function, q, k, v))
+        return calls, lambda: _array(calls[0]().transpose(0, 1)[None].contiguous()), self._capture
+
     def _capture(self, clock: Any, calls: Sequence[Call]) -> Call:
         import torch
 
@@ -278,6 +328,16 @@ class ScaledDotProduct(Torch):
                 )
 
         return call
+
+    def packed_function(self, work: Workload, ends: Any) -> Callable[..., Any]:
+        import torch
+
+        if self.name != "fa2":
+            return super().packed_function(work, ends)
+        longest, kernel = max(work.seqlens), torch.ops.aten._flash_attention_forward
+        return lambda q, k, v: kernel(
+            q, k, v, ends, ends, longest, longest, 0.0, work.causal, False
+        )[0]
 
 
 class Flex(Torch):
@@ -315,6 +375,17 @@ class FlashAttention4(Torch):
 
         def call(q: Any, k: Any, v: Any) -> Any:
             out = flash_attn_func(q, k, v, causal=work.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return call
+
+    def packed_function(self, work: Workload, ends: Any) -> Callable[..., Any]:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            out = flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=work.causal
+            )
             return out[0] if isinstance(out, tuple) else out
 
         return call

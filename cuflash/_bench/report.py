@@ -15,12 +15,12 @@ from cuflash._bench.workload import Workload
 
 def shape_text(row: dict[str, Any]) -> str:
     """The same of a result row."""
-    fields = {
-        name: row[name]
-        for name in Workload.__dataclass_fields__
-        if name in row and name != "window"
-    }
-    return str(Workload(**fields, window=row["window"]))
+    return str(workload_of(row))
+
+
+def workload_of(row: dict[str, Any]) -> Workload:
+    """What a result row was measured on."""
+    return Workload(**{name: row[name] for name in Workload.__dataclass_fields__ if name in row})
 
 
 def first_line(error: BaseException) -> str:

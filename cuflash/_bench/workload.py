@@ -47,6 +47,7 @@ class Workload:
     softcap: float | None = None
     dropout: float = 0.0
     arrays: tuple[str, ...] = ()  # options given as arrays, of ARRAY_OPTIONS
+    seqlens: tuple[int, ...] = ()  # of packed sequences: seqlen_q and seqlen_k are their sum
 
     def __post_init__(self) -> None:
         sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
@@ -69,12 +70,18 @@ class Workload:
                     expected=f"names among {', '.join(ARRAY_OPTIONS)}",
                 )  # fmt: skip
 
+    def sequences(self) -> list[Workload]:
+        """Every packed sequence as a call of its own."""
+        return [dataclasses.replace(self, seqlen_q=n, seqlen_k=n, seqlens=()) for n in self.seqlens]
+
     def visible_pairs(self) -> float:
         """Query-key pairs that the call has to look at, per head.
 
         Causal over equal lengths counts as one half, as publications do; every other mask by the
         pairs themselves.
         """
+        if self.seqlens:
+            return sum(alone.visible_pairs() for alone in self.sequences())
         if self.window is None and not self.causal:
             return float(self.seqlen_q * self.seqlen_k)
         if self.window is None and self.seqlen_q == self.seqlen_k:
@@ -177,6 +184,7 @@ class Workload:
         words += [] if self.window is None else [f"window {self.window}"]
         words += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += [f"in {len(self.seqlens)} sequences"] if self.seqlens else []
         return " ".join((*words, *self.arrays))
 
     def as_json(self) -> dict[str, Any]:
@@ -194,7 +202,7 @@ class Workload:
                 expected=f"fields among {', '.join(sorted(known))}",
             )  # fmt: skip
         given = dict(fields)
-        for name in ("window", "arrays"):
+        for name in ("window", "arrays", "seqlens"):
             if given.get(name) is not None:
                 given[name] = tuple(given[name])
         return cls(**given)
