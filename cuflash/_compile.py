@@ -22,7 +22,7 @@ from cuflash._config import (
     TileConfig,
 )
 from cuflash._errors import CompileError
-from cuflash._params import STRUCTS
+from cuflash._params import STRUCTS, with_reals
 from cuflash._source import flatten
 
 #: ``-default-device``: lambdas are device functions.
@@ -66,8 +66,9 @@ def source_of(config: KernelConfig) -> str:
     """Self-contained source text of a kernel."""
     struct = params_struct(config)
     defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
+    size = with_reals(STRUCTS[struct], config.real_bytes).itemsize
     pinned = (
-        f"static_assert(sizeof(cuflash::{struct}) == {STRUCTS[struct].itemsize}, "
+        f"static_assert(sizeof(cuflash::{struct}) == {size}, "
         f'"cuflash/_params.py mirrors {struct}");\n'
     )
     texts = config.formulas if isinstance(config, TileConfig) else ()

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-Half = Literal["float16", "bfloat16"]
+#: Of q, k and v, or of results.
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+#: Of products of float32.
+Precision = Literal["ieee", "tf32"]
 #: Of an option's array; "none" where there is none.
 Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
 Integers = Literal["none", "int32", "int64"]
@@ -25,7 +28,7 @@ SumsTo = Literal["pairs", "keys", "queries"]
 #: What a padded tile width may be.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
-_ELEMENT_BYTES = 2
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +38,31 @@ class KernelConfig:
     source: ClassVar[str]
     entry: ClassVar[str]
 
-    dtype: Half
-    out_dtype: Literal["float16", "bfloat16", "float32"]
-    copy_bytes: int  # widest copy that strides and alignment of every operand allow; 2: one element
+    dtype: Dtype
+    out_dtype: Dtype
+    copy_bytes: int  # widest copy that strides and alignment of every operand allow
     head_dim_v: int
     num_warps: int
 
     def __post_init__(self) -> None:
         if self.copy_bytes not in (2, 4, 8, 16):
             raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
+        if self.copy_bytes < self.element_bytes:
+            raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
         if self.head_dim_v not in HEAD_DIMS:
             raise ValueError(f"{self.head_dim_v=} must be one of {HEAD_DIMS}")
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def real_bytes(self) -> int:
+        """Bytes of a score, a statistic or a sum."""
+        return max(4, self.element_bytes)
 
     @property
     def num_threads(self) -> int:
@@ -81,10 +96,13 @@ class DeltaConfig(KernelConfig):
 class TileConfig(KernelConfig):
     """A kernel that computes scores tile by tile."""
 
+    precision: Precision
+    wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
     head_dim: int
     block_m: int
     block_n: int
     blocks_per_sm: int
+    column_parts: int  # blocks of threads that share a tile, each with its own columns
     window_left: bool  # is that side bounded? the bound itself is a run-time parameter
     window_right: bool  # causal is window_right with bound 0
     scale_in_exponent: bool
@@ -109,6 +127,8 @@ class TileConfig(KernelConfig):
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):
             if value <= 0 or value % 16:
                 raise ValueError(f"{name} = {value} must be a positive multiple of 16")
+        if self.result_columns % (16 * self.column_parts):
+            raise ValueError(f"{self.result_columns} columns, {self.column_parts=}: not by 16")
         if self.rows % (16 * self.num_warps):
             raise ValueError(f"{self.rows} rows must be split evenly over {self.num_warps=} by 16")
         plain = self.bias == self.alibi_slopes == "none" and not (self.softcap or self.score_mod)
@@ -122,6 +142,11 @@ class TileConfig(KernelConfig):
         """Rows that the warps of a block divide among themselves."""
         return self.block_m
 
+    @property
+    def result_columns(self) -> int:
+        """Columns of the result, which blocks of threads may share."""
+        return self.head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig(TileConfig):
@@ -133,10 +158,15 @@ class ForwardConfig(TileConfig):
     sink: Floats
 
     @property
+    def result_columns(self) -> int:
+        """Those of out."""
+        return self.head_dim_v
+
+    @property
     def smem_bytes(self) -> int:
         """The q tile, two stages of k and v."""
-        streamed = 2 * self.block_n * (self.head_dim + self.head_dim_v)
-        return _ELEMENT_BYTES * (self.block_m * self.head_dim + streamed)
+        streamed = 2 * self.block_n * (self.head_dim + self.head_dim_v // self.column_parts)
+        return self.element_bytes * (self.block_m * self.head_dim + streamed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +203,7 @@ class ForwardSm90Config(TileConfig):
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         rows = self.num_q_stages * self.block_m * panels
         rows += self.num_stages * self.block_n * (panels + panels_v)
-        return _ELEMENT_BYTES * 64 * rows + 1024
+        return self.element_bytes * 64 * rows + 1024
 
 
 class BackwardQConfig(TileConfig):
@@ -186,7 +216,7 @@ class BackwardQConfig(TileConfig):
     def smem_bytes(self) -> int:
         """Tiles of q and dout, two stages of k and v."""
         rows = self.block_m + 2 * self.block_n
-        return _ELEMENT_BYTES * rows * (self.head_dim + self.head_dim_v)
+        return self.element_bytes * rows * (self.head_dim + self.head_dim_v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +236,11 @@ class BackwardKVConfig(TileConfig):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
 
     @property
+    def result_columns(self) -> int:
+        """Those of dk, or of dv alone; both are split alike."""
+        return self.head_dim if self.grad_k else self.head_dim_v
+
+    @property
     def rows(self) -> int:
         """A block owns keys and streams queries."""
         return self.block_n
@@ -215,7 +250,7 @@ class BackwardKVConfig(TileConfig):
         """Tiles of k and v; two stages of q, dout and the pairs (lse, delta)."""
         kept = self.block_n * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
-        return _ELEMENT_BYTES * (kept + streamed) + 2 * 8 * self.block_m
+        return self.element_bytes * (kept + streamed) + 4 * self.real_bytes * self.block_m
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +267,8 @@ class BackwardScoreConfig(TileConfig):
     def smem_bytes(self) -> int:
         """Tiles of q, dout, k and v; a sum of each column for each warp."""
         rows = self.block_m + self.block_n
-        tiles = _ELEMENT_BYTES * rows * (self.head_dim + self.head_dim_v)
-        return -(-(tiles + 4 * self.num_warps * self.block_n) // 128) * 128
+        tiles = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return -(-(tiles + self.real_bytes * self.num_warps * self.block_n) // 128) * 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +297,7 @@ class BackwardSm90Config(TileConfig):
 
     def _panel_bytes(self, rows: int, *head_dims: int) -> int:
         """Tiles in panels of 64 columns."""
-        return _ELEMENT_BYTES * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
+        return self.element_bytes * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
 
 
 @dataclass(frozen=True, kw_only=True)

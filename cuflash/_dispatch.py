@@ -9,9 +9,9 @@ import numpy as np
 
 from cuflash import _host
 from cuflash._arrays import Array, array_module, is_cupy, native, same_module
-from cuflash._errors import not_yet, problem_with
+from cuflash._errors import problem_with
 from cuflash._options import Options
-from cuflash._problem import HALVES, Problem, common_dtype
+from cuflash._problem import Problem, common_dtype
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
@@ -70,7 +70,6 @@ def run_forward(
         if lse is not None:
             lse.fill(-np.inf)
     elif is_cupy(q):
-        require_kernels(problem)
         own = {"workspace": workspace, "config": config, **of_packed}
         launch().forward(problem, q, k, v, options, out, lse, **own)
     else:
@@ -102,7 +101,6 @@ def run_backward(
     path: Any = _host
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
-        require_kernels(problem)
         path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
@@ -111,13 +109,6 @@ def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
     no_scores = problem.seqlen_k == 0 and problem.sink is None
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
-
-
-def require_kernels(problem: Problem) -> None:
-    """Refuse what the CPU path serves and the kernels do not yet."""
-    instead = "cupy.asnumpy moves the arrays to the CPU path, which serves it"
-    if problem.dtype not in HALVES:
-        raise not_yet(f"q: {problem.dtype} on a GPU", "the float32 and float64 kernels", instead)
 
 
 def launch() -> Any:

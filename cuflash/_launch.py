@@ -43,7 +43,6 @@ from cuflash._shared_keys import with_shared_rows
 _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
-_STATISTICS_BYTES = 8  # of one query
 
 
 class BackwardConfigs(NamedTuple):
@@ -117,6 +116,7 @@ class RepeatedForward(NamedTuple):
     out_shape: tuple[int, ...]
     dtype: np.dtype[Any]
     lse_shape: tuple[int, ...] | None  # None: no lse
+    lse_dtype: np.dtype[Any]
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:
         """Compute, or return None: on another device, or where nothing can be allocated."""
@@ -124,7 +124,7 @@ class RepeatedForward(NamedTuple):
         if runtime.getDevice() != self.device or stream.is_capturing():
             return None
         out = cupy.ndarray(self.out_shape, self.dtype)
-        lse = None if self.lse_shape is None else cupy.ndarray(self.lse_shape, np.float32)
+        lse = None if self.lse_shape is None else cupy.ndarray(self.lse_shape, self.lse_dtype)
         addresses = (
             q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
             *_score_params.NOTHING,
@@ -144,13 +144,15 @@ def repeated_forward(
     if plan is None:
         return None
     lse_shape = None if lse is None else problem.lse_shape
-    return RepeatedForward(device, plan[1], problem.out_shape, problem.dtype, lse_shape)
+    return RepeatedForward(
+        device, plan[1], problem.out_shape, problem.dtype, lse_shape, problem.lse_dtype
+    )
 
 
 def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
     if lse_strides is not None:
-        layouts["lse"] = _plan.row_layout(problem, 4, lse_strides)
+        layouts["lse"] = _plan.row_layout(problem, problem.lse_dtype.itemsize, lse_strides)
     return layouts
 
 
@@ -190,7 +192,7 @@ def _plan_forward(
     return _plan.plan_launch(
         _params.FORWARD, config, problem, layouts, device,
         num_blocks=_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
-        streamed_bytes=2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v),
+        streamed_bytes=problem.seqlen_k * _row_bytes(problem),
     )  # fmt: skip
 
 
@@ -219,14 +221,24 @@ def _plan_forward_sm90(
     return _launch_sm90.persistent(launch.kernel, params, maps, problem, config, device)
 
 
+def statistics_bytes(problem: Problem) -> int:
+    """Bytes of what the backward keeps of one query."""
+    return 2 * problem.lse_dtype.itemsize
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Bytes of one key and its value, or of one query and its gradient."""
+    return problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+
+
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    The backward keeps lse in units of log 2 and delta, two float32 for each query.
+    The backward keeps lse and delta of each query.
     """
     if pass_name == "forward":
         return 0
-    return _STATISTICS_BYTES * math.prod(problem.batch) * problem.seqlen_q
+    return statistics_bytes(problem) * math.prod(problem.batch) * problem.seqlen_q
 
 
 def backward(
@@ -253,9 +265,11 @@ def backward(
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
         dout = dout.astype(problem.dtype, copy=False)
-        out = out.astype(np.float32) if out.dtype == np.float64 else out
-        lse = lse.astype(np.float32, copy=False)
-        dlse = None if dlse is None else dlse.astype(np.float32, copy=False)
+        real = problem.lse_dtype
+        if np.float64 in (real, out.dtype):
+            out = out.astype(real, copy=False)
+        lse = lse.astype(real, copy=False)
+        dlse = None if dlse is None else dlse.astype(real, copy=False)
         rows = _workspace(problem, workspace)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
@@ -272,7 +286,7 @@ def backward(
         }
         if plans or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
-        sums = {name: cupy.zeros(plan.shape, np.float32) for name, plan in plans.items()}
+        sums = {name: cupy.zeros(plan.shape, real) for name, plan in plans.items()}
         addresses |= {_sums_of(name): array.data.ptr for name, array in sums.items()}
         aligned = (a for name, a in addresses.items() if name not in _score_params.NUMBERS)
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
@@ -288,10 +302,10 @@ def backward(
             layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
             layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
             layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
-            layouts["lse"] = _plan.row_layout(problem, 4, lse.strides)
-            layouts["rows"] = _plan.row_layout(problem, _STATISTICS_BYTES, None)
+            layouts["lse"] = _plan.row_layout(problem, real.itemsize, lse.strides)
+            layouts["rows"] = _plan.row_layout(problem, statistics_bytes(problem), None)
             if dlse is not None:
-                layouts["dlse"] = _plan.row_layout(problem, 4, dlse.strides)
+                layouts["dlse"] = _plan.row_layout(problem, real.itemsize, dlse.strides)
             for name in {"q", "k", "v"} & set(gradients):
                 operand = gradient_operand(problem, name, gradients[name])
                 layouts[f"d{name}"] = Layout.of(operand)
@@ -324,13 +338,13 @@ def forget_plans() -> None:
 
 def _workspace(problem: Problem, workspace: Array | None) -> Array:
     """Memory for the row statistics of a backward call."""
-    size = workspace_size(problem, "backward")
+    size, own = workspace_size(problem, "backward"), statistics_bytes(problem)
     if workspace is not None:
-        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % 8:
+        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % own:
             raise problem_with(
                 "workspace", ValueError,
                 got=f"{workspace.nbytes} bytes at strides {workspace.strides}",
-                expected=f"at least {size} contiguous bytes, aligned to 8",
+                expected=f"at least {size} contiguous bytes, aligned to {own}",
             )  # fmt: skip
         return workspace
     refuse_capture("workspace", f"a uint8 array of {size} bytes that outlives the graph")
@@ -352,7 +366,7 @@ def _plan_backward(
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
     copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
-    row_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    row_bytes = _row_bytes(problem)
     out_bits = (address_bits | addresses["out"]) & 15
     delta = _select.delta_config(
         problem, out_dtype, _plan.copy_bytes(problem, layouts, ("dout", "out"), out_bits),

@@ -53,8 +53,9 @@ class ScoreMod(_Modifier):
     Parameters
     ----------
     expression : str
-        CUDA C++ expression of ``score`` (float), ``b``, ``h``, ``q``, ``k`` (int: batch entry,
-        head, query, key) and the names in ``arrays``, as in :class:`cupy.ElementwiseKernel`.
+        CUDA C++ expression of ``score`` (float, or double for float64), ``b``, ``h``, ``q``, ``k``
+        (int: batch entry, head, query, key) and the names in ``arrays``, as in
+        :class:`cupy.ElementwiseKernel`.
     grad : str
         Its derivative with respect to ``score``, of the same names.
     arrays : mapping of str to array, optional

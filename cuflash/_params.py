@@ -6,6 +6,7 @@ Pointers come first in each struct, so that a launch patches one contiguous run 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,20 @@ SCORE = _struct(
     ("dropout_threshold", np.uint32),
     ("kept_scale", np.float32),
 )
+
+
+@functools.cache
+def with_reals(params: np.dtype[Any], real_bytes: int) -> np.dtype[Any]:
+    """``params``, or what they are where scores are of 8 bytes."""
+    if real_bytes == 4:
+        return params
+    return _struct(*((name, _widened(params[name])) for name in params.names or ()))
+
+
+def _widened(field: np.dtype[Any]) -> np.dtype[Any]:
+    if field == SCORE:
+        return with_reals(SCORE, 8)
+    return np.dtype(np.float64) if field == np.float32 else field
 
 
 def _kernel(
@@ -155,7 +170,7 @@ def pointer_names(params: np.dtype[Any]) -> tuple[str, ...]:
         field = params[name]
         if field == np.dtype(_POINTER):
             names.append(name)
-        elif field == SCORE:
+        elif field in (SCORE, with_reals(SCORE, 8)):
             names += SCORE_POINTERS
         else:
             break

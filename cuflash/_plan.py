@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from cuflash import _params, _score_params
+from cuflash import _params, _score_params, _select
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import BackwardKVSm90Config, KernelConfig, TileConfig
@@ -51,15 +51,19 @@ def plan_launch(
     summed: tuple[bool, ...] | None = None,
 ) -> Launch:
     """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    config = _select.for_architecture(config, capability)
+    params = _params.with_reals(params, config.real_bytes)
     names = _params.pointer_names(params)
     packed = problem.cu_seqlens_q is not None
     absent = Layout(1, (0,) * len(problem.batch))
     ordered = [layouts.get(name, absent) for name in names]
+    parts = config.column_parts if isinstance(config, TileConfig) else 1
     grid = plan_grid(
         problem.batch,
         [layout.batch for layout in ordered],
         summed or (False,) * len(problem.batch),
-        num_blocks,
+        num_blocks * parts,
         _params.MAX_BATCH_AXES - packed,
     )
     section = 1
@@ -92,7 +96,7 @@ def plan_launch(
     pointers = struct.Struct(f"<{len(names)}Q")
     return Launch(
         kernel=compile_kernel(config, device),
-        grid=num_blocks * grid.num_owners,
+        grid=num_blocks * grid.num_owners * parts,
         pointers=pointers,
         params=filled.tobytes()[pointers.size :],
         offsets=grid.offsets(),

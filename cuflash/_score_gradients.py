@@ -18,7 +18,7 @@ SUMMED: tuple[GradOf, ...] = ("bias", "alibi_slopes", "scale")
 
 
 class ScoreSums(NamedTuple):
-    """What a kernel writes for one gradient: float32 sums, C-contiguous.
+    """What a kernel writes for one gradient: sums in the dtype of lse, C-contiguous.
 
     Their axes are sequences, where they are packed and have a bias, batch, queries, keys; with
     extent 1 where the input is broadcast.
@@ -28,15 +28,16 @@ class ScoreSums(NamedTuple):
     shape: tuple[int, ...]
     summed: tuple[bool, ...]  # batch axes that the kernel adds up
     sequences: int  # with sums of their own; 0: no such axis
+    itemsize: int
 
     def layout(self) -> Layout:
         """Where the sums of a batch entry lie."""
-        steps = [4 * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        steps = [self.itemsize * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         sequence = steps.pop(0) if self.sequences else 0
         batch = tuple(0 if own else s for s, own in zip(steps, self.summed, strict=False))
         row = steps[len(batch)] if self.sums_to != "keys" else 0
         column = 0 if self.sums_to == "queries" else steps[-1]
-        return Layout(4, batch, row, column, sequence if self.sequences > 1 else 0)
+        return Layout(self.itemsize, batch, row, column, sequence if self.sequences > 1 else 0)
 
     def tiles(self, problem: Problem, block_m: int, block_n: int) -> int:
         """Tiles of one owner."""
@@ -50,23 +51,23 @@ class ScoreSums(NamedTuple):
 
 def score_sums(problem: Problem, name: GradOf, shape: tuple[int, ...]) -> ScoreSums:
     """The sums for the gradient of an input of this ``shape``."""
-    packed = problem.cu_seqlens_q is not None
+    packed, itemsize = problem.cu_seqlens_q is not None, problem.lse_dtype.itemsize
     summed = (True,) * len(problem.batch)
     if name != "scale":
         summed = getattr(problem, name).summed[packed:]
     kept = tuple(1 if own else n for n, own in zip(problem.batch, summed, strict=True))
     if name != "bias":
-        return ScoreSums("queries", (*kept, problem.seqlen_q), summed, 0)
+        return ScoreSums("queries", (*kept, problem.seqlen_q), summed, 0, itemsize)
     rows, columns = _extents(problem)
     sums_to: SumsTo = "queries"
     extents: tuple[int, ...] = (rows,)
     if shape[-1] != 1:
         sums_to, extents = ("keys", (columns,)) if shape[-2] == 1 else ("pairs", (rows, columns))
     if not packed:
-        return ScoreSums(sums_to, kept + extents, summed, 0)
+        return ScoreSums(sums_to, kept + extents, summed, 0, itemsize)
     bias: Operand = getattr(problem, name)
     sequences = 1 if bias.summed[0] else bias.shape[0]
-    return ScoreSums(sums_to, (sequences, *kept, *extents), summed, sequences)
+    return ScoreSums(sums_to, (sequences, *kept, *extents), summed, sequences, itemsize)
 
 
 def write(
@@ -99,12 +100,14 @@ def write_sink(
     problem: Problem, rows: Array, sink: Array, gradient: Array, ends: Array | None
 ) -> None:
     """Write the gradient of the sink, from lse and delta of every query."""
-    statistics = rows[: 8 * math.prod(problem.batch) * problem.seqlen_q].view(np.float32)
+    dtype = problem.lse_dtype
+    count = 2 * math.prod(problem.batch) * problem.seqlen_q
+    statistics = rows[: dtype.itemsize * count].view(dtype)
     lse, delta = cupy.moveaxis(statistics.reshape(*problem.batch, problem.seqlen_q, 2), -1, 0)
-    if sink.dtype == np.float64:  # what is finite stays so
+    if sink.dtype == np.float64 != dtype:  # what is finite stays so
         limit = float(np.finfo(np.float32).max)
         sink = cupy.where(cupy.isinf(sink), sink, cupy.clip(sink, -limit, limit))
-    score = _canonical(problem, sink, ())[1].astype(np.float32)
+    score = _canonical(problem, sink, ())[1].astype(dtype)
     operand, view = _canonical(problem, gradient, ())
     if ends is None:
         view[...] = _added(-(cupy.exp(score[..., None] - lse) * delta).sum(-1), operand.summed)

@@ -32,7 +32,8 @@ _PACKING = ("cu_seqlens_q", "cu_seqlens_k")
 _INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
-_NO_CAP = 2.0**60  # changes no product of 16-bit operands, and its inverse is a normal number
+#: Caps that change no score of which tanh is to be taken, and whose inverse is a normal number.
+_NO_CAP = {"float32": 2.0**60, "float64": 2.0**900}
 
 
 def fill(score: Any, problem: Problem) -> None:
@@ -58,7 +59,7 @@ def fill(score: Any, problem: Problem) -> None:
     score["dropout_threshold"] = _philox.threshold(problem.dropout)
     score["kept_scale"] = _philox.kept_scale(problem.dropout)
     if problem.softcap is not None:
-        softcap = min(problem.softcap, _NO_CAP)
+        softcap = min(problem.softcap, _NO_CAP[problem.lse_dtype.name])
         score["softcap"] = softcap
         score["inverse_softcap"] = problem.scale / softcap
 

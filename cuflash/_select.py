@@ -24,23 +24,16 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     GradOf,
+    KernelConfig,
+    Precision,
     SumsTo,
     TileConfig,
 )
 from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
+from cuflash._tiles import FLOAT32, FLOAT64, Tables, Tile, Tiles
 
-
-class Tile(NamedTuple):
-    """One row of a table: the tile and how many blocks of threads share a multiprocessor."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    blocks_per_sm: int
-
-
-Tiles = dict[int, tuple[Tile, ...]]
+AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 
 # Rows are keyed by the larger padded head size. Of a row's tiles the first is taken that leaves
@@ -105,6 +98,19 @@ _BACKWARD_SCORE: Tiles = {
     **{width: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)) for width in (32, 64, 96, 128)},
     **{width: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)) for width in (192, 256)},
 }
+_HALF = Tables(
+    _FORWARD,
+    _FORWARD_GENERAL,
+    _BACKWARD_Q,
+    _BACKWARD_Q_GENERAL,
+    _BACKWARD_KV,
+    _BACKWARD_KV_GENERAL,
+    _BACKWARD_SCORE,
+    widest_pair=128,
+    own_columns=256,
+    own_columns_backward=256,
+)
+_TABLES = {"float16": _HALF, "bfloat16": _HALF, "float32": FLOAT32, "float64": FLOAT64}
 
 
 class Sm90Tile(NamedTuple):
@@ -208,7 +214,9 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
     general = _is_general(problem) or not fields["scale_in_exponent"]
-    tiles = _FORWARD_GENERAL if general else _FORWARD
+    tables = _TABLES[problem.dtype.name]
+    tiles = tables.forward_general if general else tables.forward
+    fields["column_parts"] = _parts(fields["head_dim_v"], tables.own_columns)
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
@@ -217,13 +225,15 @@ def forward_sm90_config(
 ) -> ForwardSm90Config | None:
     """Choose the forward kernel of Hopper; None where the portable one serves, that is
 
+    * for float32 and float64;
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * where out has another dtype than q: its tile would not fit where q's was;
     * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
     * with the caller's formulas: nobody knows how many registers they take.
     """
     if (
-        problem.bias is not None
+        problem.dtype not in HALVES
+        or problem.bias is not None
         or problem.out.dtype != problem.dtype
         or problem.head_dim_v % 8
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
@@ -244,7 +254,7 @@ def forward_sm90_config(
         if few or not fields["scale_in_exponent"]:
             tiles = tiles | _FORWARD_SM90_FEW
     fields |= _sm90_row(tiles, problem)
-    return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
+    return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 
 
 def _sm90_row(
@@ -257,12 +267,14 @@ def _sm90_row(
         for key, tile in tiles.items()
         if problem.head_dim <= key[0] and problem.head_dim_v <= key[1]
     )
-    return {"head_dim": head_dim, "head_dim_v": head_dim_v, **tile._asdict()}
+    widths = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    return {**widths, **tile._asdict(), "blocks_per_sm": 1, "column_parts": 1}
 
 
 def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     """Choose Hopper's kernel of dq; None where the portable one serves, that is
 
+    * for float32 and float64;
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * with dropout or formulas, which take registers, too;
     * where q is broadcast: its gradient is a sum over batch entries.
@@ -273,7 +285,7 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     if problem.window_right is not None:
         tiles = tiles | _BACKWARD_Q_SM90_CAUSAL
     fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
-    return BackwardQSm90Config(num_warps=fields["block_m"] // 16 + 4, blocks_per_sm=1, **fields)
+    return BackwardQSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 
 
 def backward_kv_sm90_configs(
@@ -296,7 +308,6 @@ def backward_kv_sm90_configs(
     return tuple(
         BackwardKVSm90Config(
             num_warps=fields["block_n"] // 16 + 4,
-            blocks_per_sm=1,
             grad_k="k" in names,
             grad_v="v" in names,
             **fields,
@@ -307,7 +318,8 @@ def backward_kv_sm90_configs(
 
 def _gradient_is_for_sm90(problem: Problem) -> bool:
     return (
-        problem.bias is None
+        problem.dtype in HALVES
+        and problem.bias is None
         and problem.formulas is None
         and _philox.threshold(problem.dropout) == 0
         and problem.seqlen_k > 0  # a map holds at least one row
@@ -318,7 +330,9 @@ def _gradient_is_for_sm90(problem: Problem) -> bool:
 def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:
     """Choose the kernel of dq."""
     fields = _fields(problem, copy_bytes, problem.dtype)
-    tiles = _BACKWARD_Q_GENERAL if _is_general(problem) else _BACKWARD_Q
+    tables = _TABLES[problem.dtype.name]
+    tiles = tables.backward_q_general if _is_general(problem) else tables.backward_q
+    fields["column_parts"] = _parts(fields["head_dim"], tables.own_columns_backward)
     return _fitting([BackwardQConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
@@ -331,7 +345,8 @@ def backward_kv_configs(
     queries for both, and if registers hold both sums.
     """
     fields = _fields(problem, copy_bytes, problem.dtype)
-    tiles = _BACKWARD_KV_GENERAL if _is_general(problem) else _BACKWARD_KV
+    tables = _TABLES[problem.dtype.name]
+    tiles = tables.backward_kv_general if _is_general(problem) else tables.backward_kv
     rows = _rows(tiles, fields)
     return tuple(
         _fitting(
@@ -339,6 +354,10 @@ def backward_kv_configs(
                 BackwardKVConfig(
                     **fields,
                     **tile,
+                    column_parts=_parts(
+                        fields["head_dim" if "k" in names else "head_dim_v"],
+                        tables.own_columns_backward,
+                    ),
                     shared_keys=_shares_keys(problem, names),
                     grad_k="k" in names,
                     grad_v="v" in names,
@@ -356,8 +375,8 @@ def backward_score_config(
 ) -> BackwardScoreConfig:
     """Choose the kernel of the gradients of bias, slopes and scale."""
     fields = _fields(problem, copy_bytes, problem.dtype)
-    fields |= {"grad_of": grad_of, "sums_to": sums_to}
-    rows = _rows(_BACKWARD_SCORE, fields)
+    fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
+    rows = _rows(_TABLES[problem.dtype.name].backward_score, fields)
     return _fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
 
 
@@ -366,7 +385,7 @@ def _kv_passes(problem: Problem, wanted: frozenset[str], fields: dict[str, Any])
     sums: list[str] = [name for name in ("k", "v") if name in wanted]
     together = (
         problem.k.summed == problem.v.summed
-        and max(fields["head_dim"], fields["head_dim_v"]) <= 128
+        and max(fields["head_dim"], fields["head_dim_v"]) <= _TABLES[problem.dtype.name].widest_pair
     )
     return [sums] if together and sums else [[name] for name in sums]
 
@@ -386,6 +405,11 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
         f.name for f in fields(config)
     }
     return replace(chosen, **{name: getattr(config, name) for name in names})
+
+
+def _parts(columns: int, own: int) -> int:
+    """Into how many parts of at most ``own`` the columns of a result are split."""
+    return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
 
 
 def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -421,7 +445,7 @@ def delta_config(
     fields: dict[str, Any] = {"dtype": problem.dtype.name, "out_dtype": out_dtype.name}
     return DeltaConfig(
         **fields,
-        copy_bytes=16 if copy_bytes == 16 else 2,
+        copy_bytes=16 if copy_bytes == 16 else problem.dtype.itemsize,
         head_dim_v=padded(problem.head_dim_v),
         num_warps=4,
         block_m=64,
@@ -433,6 +457,8 @@ def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict
     return {
         "dtype": problem.dtype.name,
         "out_dtype": out_dtype.name,
+        "precision": _precision(problem),
+        "wide_float64": False,
         "copy_bytes": copy_bytes,
         "head_dim": padded(problem.head_dim),
         "head_dim_v": padded(problem.head_dim_v),
@@ -440,13 +466,20 @@ def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict
     }
 
 
+def for_architecture(config: AnyConfig, capability: int) -> AnyConfig:
+    """The configuration with what the device decides, of compute capability 90 for sm_90."""
+    if not isinstance(config, TileConfig) or config.dtype != "float64":
+        return config
+    return replace(config, wide_float64=capability >= 90)
+
+
+def _precision(problem: Problem) -> Precision:
+    """TF32 is a permission that only float32 can take."""
+    return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
+
+
 def score_fields(problem: Problem) -> dict[str, Any]:
     """The configuration fields that say which score options are present."""
-    if problem.dtype not in HALVES:
-        raise not_yet(
-            f"dtype {problem.dtype} on a GPU", "the release that adds it",
-            "float16 and bfloat16 work",
-        )  # fmt: skip
     if max(problem.seqlen_q, problem.seqlen_k) >= 1 << 29:
         raise problem_with(
             "q, k", ValueError, got=f"{problem.seqlen_q} queries, {problem.seqlen_k} keys",

@@ -21,7 +21,6 @@ from cuflash._destinations import check_destination
 from cuflash._dispatch import (
     check_common,
     operands,
-    require_kernels,
     run_backward,
     run_forward,
 )
@@ -124,8 +123,6 @@ def attention_varlen(
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
-    if xp is not np:
-        require_kernels(whole)
     if out is not None:
         check_destination("out", out, **inputs)
     if lse is not None:
@@ -223,8 +220,6 @@ def attention_varlen_backward(
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
-    if xp is not np:
-        require_kernels(whole)
     for name, array, shape in (
         ("dout", dout, whole.out_shape),
         ("out", out, whole.out_shape),

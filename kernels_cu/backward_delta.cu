@@ -15,9 +15,9 @@ constexpr int lanes_per_row = chunks > 16 ? 32 : (chunks > 8 ? 16 : (chunks > 4 
 constexpr int rows_per_step = Config::num_threads / lanes_per_row;
 static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
 
-// Eight columns of a row as float32, zeros past the true width.
+// Eight columns of a row, zeros past the true width.
 template <Dtype dtype>
-__device__ __forceinline__ void read_chunk(float (&values)[8], const void* array, int64_t offset,
+__device__ __forceinline__ void read_chunk(Real (&values)[8], const void* array, int64_t offset,
                                            int64_t column_stride, int column, int num_columns) {
   using Value = typename Storage<dtype>::type;
   const Value* from = static_cast<const Value*>(array) + offset + column * column_stride;
@@ -29,24 +29,24 @@ __device__ __forceinline__ void read_chunk(float (&values)[8], const void* array
         reinterpret_cast<uint4*>(chunk)[i] = reinterpret_cast<const uint4*>(from)[i];
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = to_float<dtype>(chunk[i]);
+      for (int i = 0; i < 8; ++i) values[i] = to_real<dtype>(chunk[i]);
       return;
     }
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    values[i] = column + i < num_columns ? to_float<dtype>(from[i * column_stride]) : 0.0f;
+    values[i] = column + i < num_columns ? to_real<dtype>(from[i * column_stride]) : 0;
   }
 }
 
 __device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params,
                                                        const BatchIndex& entry, int q_idx,
                                                        int lane) {
-  const float lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
+  const Real lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
   const bool hidden = lse == -infinity();
-  float delta = 0.0f;
+  Real delta = 0;
   if (!hidden) {
-    float dout[8], out[8];
+    Real dout[8], out[8];
     const Layout& dout_layout = params.dout_layout;
     const Layout& out_layout = params.out_layout;
     read_chunk<Config::dtype>(dout, params.dout,
@@ -56,7 +56,7 @@ __device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params
                                   entry * out_layout.batch + q_idx * out_layout.row,
                                   out_layout.column, 8 * lane, params.head_dim_v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) delta += out[i] == 0.0f ? 0.0f : dout[i] * out[i];
+    for (int i = 0; i < 8; ++i) delta += out[i] == 0 ? 0 : dout[i] * out[i];
   }
 #pragma unroll
   for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {

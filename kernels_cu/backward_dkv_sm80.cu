@@ -48,10 +48,15 @@ constexpr int slices = Config::block_n / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
 static_assert(Config::block_m <= Config::num_threads, "a thread copies the statistics of one row");
 
-// What a warp sums: its keys' rows of dk and dv.
+// What a warp sums: its keys' rows of dk and dv, or of one of them.
+constexpr int dk_columns = Config::grad_k ? Config::head_dim / Config::column_parts : 16;
+constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / Config::column_parts : 16;
+static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
+static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
+
 struct Gradients {
-  float dk[slices][Config::head_dim / 8][4];
-  float dv[slices][Config::head_dim_v / 8][4];
+  Real dk[slices][dk_columns / 8][4];
+  Real dv[slices][dv_columns / 8][4];
 };
 
 // The tile of this block of threads, as often as it is asked for.
@@ -61,7 +66,7 @@ struct Work {
   int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
+    const Tile tile = tile_of(params.grid, tile_index());
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
     return {place.block * Config::block_n, tile.owner, place.sequence};
@@ -99,17 +104,22 @@ __device__ __forceinline__ void clear_hidden_rows(SharedMemory& smem, int stage)
   __syncthreads();  // the rows are cleared before any warp reads them
 }
 
+// Of two neighbouring columns, read at once.
+struct alignas(16) TwoRows {
+  Real first_lse, first_delta, second_lse, second_delta;
+};
+
 // s^T becomes p^T, dp^T becomes ds^T.
 template <bool masked, int tiles>
-__device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
-                                             float (&dp_acc)[slices][tiles][4],
+__device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
+                                             Real (&dp_acc)[slices][tiles][4],
                                              const RowStatistics (&rows)[Config::block_m],
                                              const Score& score, int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);
   const KeptBits<slices, tiles> kept(score, first_row, first_key);
-  const float scale = kept_scale(score.params);
+  const Real scale = kept_scale(score.params);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -121,26 +131,26 @@ __device__ __forceinline__ void compute_p_ds(float (&s_acc)[slices][tiles][4],
       if constexpr (masked) segment = score.segment_of_key<tiles>(kv_idx, lane_row, seeing);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
-        const float4 pair = *reinterpret_cast<const float4*>(&rows[fragment_column(t, 0, lane)]);
+        const TwoRows pair = *reinterpret_cast<const TwoRows*>(&rows[fragment_column(t, 0, lane)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float lse = i == 0 ? pair.x : pair.z;
-          float& value = s_acc[s][t][2 * half + i];
-          const float product = value;
+          const Real lse = i == 0 ? pair.first_lse : pair.second_lse;
+          Real& value = s_acc[s][t][2 * half + i];
+          const Real product = value;
           const int q_idx = lane_row + 8 * t + i;
           const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
-          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          value = ptx::exp2_approx(score.probability_exponent(logit, lse));
+          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          value = power_of_two(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {
-            const float delta = i == 0 ? pair.y : pair.w;
-            float& ds = dp_acc[s][t][2 * half + i];
-            const float dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0.0f;
+            const Real delta = i == 0 ? pair.first_delta : pair.second_delta;
+            Real& ds = dp_acc[s][t][2 * half + i];
+            const Real dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0;
             ds = value * (dp - delta) * score.derivative(product, q_idx, kv_idx);
             // An invisible value may be NaN: zero times it would not do.
-            if (masked && logit == -infinity()) ds = 0.0f;
+            if (masked && logit == -infinity()) ds = 0;
           }
-          if (!kept.contains(s, t, 2 * half + i)) value = 0.0f;
+          if (!kept.contains(s, t, 2 * half + i)) value = 0;
         }
       }
     }
@@ -198,8 +208,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     if constexpr (Score::may_hide_rows) clear_hidden_rows(smem, stage);
     if (m_block + 1 < blocks.end) load_block(m_block + 1, stage ^ 1);
 
-    float s_acc[slices][Config::block_m / 8][4];
-    float dp_acc[slices][Config::block_m / 8][4];
+    Real s_acc[slices][Config::block_m / 8][4];
+    Real dp_acc[slices][Config::block_m / 8][4];
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(smem.q[stage]));
     if constexpr (Config::grad_k) {
@@ -212,14 +222,14 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     }
     if constexpr (Config::grad_v) {
-      uint32_t p_frag[slices][Config::block_m / 16][4];
+      Register p_frag[slices][Config::block_m / product_step][4];
       to_operand(p_frag, s_acc);
-      multiply(acc.dv, p_frag, read_rows(smem.dout[stage]));
+      multiply(acc.dv, p_frag, read_sums(smem.dout[stage], first_own_column(Config::head_dim_v)));
     }
     if constexpr (Config::grad_k) {
-      uint32_t ds_frag[slices][Config::block_m / 16][4];
+      Register ds_frag[slices][Config::block_m / product_step][4];
       to_operand(ds_frag, dp_acc);
-      multiply(acc.dk, ds_frag, read_rows(smem.q[stage]));
+      multiply(acc.dk, ds_frag, read_sums(smem.q[stage], first_own_column(Config::head_dim)));
     }
     stage ^= 1;
   }
@@ -228,7 +238,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
 // One result of this warp's keys.
 template <int tiles>
 __device__ __forceinline__ void store_rows(const RowTarget& target, int first_key, int num_keys,
-                                           float factor, const float (&acc)[slices][tiles][4]) {
+                                           Real factor, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -251,11 +261,13 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& params,
   const Seqlen seqlen(params.score, entry);
   const int first_k = seqlen.first_k, num_keys = seqlen.rows_k;
   if constexpr (Config::grad_k) {
-    store_rows(RowTarget(params.dk, params.dk_layout, entry, first_k, params.head_dim),
-               work.first_key, num_keys, params.score.scale, acc.dk);
+    store_rows(
+        RowTarget(params.dk, params.dk_layout, entry, first_k, params.head_dim, Config::head_dim),
+        work.first_key, num_keys, params.score.scale, acc.dk);
   }
   if constexpr (Config::grad_v) {
-    store_rows(RowTarget(params.dv, params.dv_layout, entry, first_k, params.head_dim_v),
+    store_rows(RowTarget(params.dv, params.dv_layout, entry, first_k, params.head_dim_v,
+                         Config::head_dim_v),
                work.first_key, num_keys, kept_scale(params.score), acc.dv);
   }
 #pragma unroll

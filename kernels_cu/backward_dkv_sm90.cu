@@ -434,12 +434,14 @@ struct Consumer {
     const int num_keys = min(max(seqlen.rows_k - first_key, 0), 16);
     uint32_t broken = 0;
     if constexpr (Config::grad_k) {
-      store_slice(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim),
+      store_slice(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim,
+                            Config::head_dim),
                   first_key, num_keys, params.score.scale, dk_acc[0]);
       broken |= non_finite_rows(dk_acc[0]);
     }
     if constexpr (Config::grad_v) {
-      store_slice(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v),
+      store_slice(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v,
+                            Config::head_dim_v),
                   first_key, num_keys, 1.0f, dv_acc[0]);
       broken |= non_finite_rows(dv_acc[0]);
     }

@@ -51,7 +51,7 @@ struct Work {
   int sequence;
 
   __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
+    const Tile tile = tile_of(params.grid, tile_index());
     const int rank =
         Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
     const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
@@ -75,15 +75,15 @@ __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = first_row + fragment_row(s, 2 * half);
-      rows[s][half] = q_idx < seqlen.q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+      rows[s][half] = q_idx < seqlen.q ? from[q_idx] : RowStatistics{infinity(), 0};
     }
   }
 }
 
 // s becomes ds.
 template <bool masked, int tiles>
-__device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
-                                           const float (&dp_acc)[slices][tiles][4],
+__device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
+                                           const Real (&dp_acc)[slices][tiles][4],
                                            const RowStatistics (&rows)[slices][2],
                                            const Score& score, int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
@@ -102,17 +102,17 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float& value = s_acc[s][t][2 * half + i];
-          const float product = value;
+          Real& value = s_acc[s][t][2 * half + i];
+          const Real product = value;
           const int kv_idx = lane_key + 8 * t + i;
           const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
-          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[s][half].lse));
-          const float ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
+          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const Real p = power_of_two(score.probability_exponent(logit, rows[s][half].lse));
+          const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
           value = ds * score.derivative(product, q_idx, kv_idx);
           // An invisible value may be NaN: zero times it would not do.
-          if (masked && logit == -infinity()) value = 0.0f;
+          if (masked && logit == -infinity()) value = 0;
         }
       }
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void compute_ds(float (&s_acc)[slices][tiles][4],
 template <int dq_tiles>
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
                                            int index, int& stage,
-                                           float (&dq_acc)[slices][dq_tiles][4]) {
+                                           Real (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;
@@ -159,8 +159,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     __syncthreads();  // this stage is there; every warp is done with the other
     if (n_block + 1 < blocks.end) load_block(n_block + 1, stage ^ 1);
 
-    float s_acc[slices][Config::block_n / 8][4];
-    float dp_acc[slices][Config::block_n / 8][4];
+    Real s_acc[slices][Config::block_n / 8][4];
+    Real dp_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
     clear(dp_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
@@ -171,20 +171,21 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     }
-    uint32_t ds_frag[slices][Config::block_n / 16][4];
+    Register ds_frag[slices][Config::block_n / product_step][4];
     to_operand(ds_frag, s_acc);
-    multiply(dq_acc, ds_frag, read_rows(smem.k[stage]));
+    multiply(dq_acc, ds_frag, read_sums(smem.k[stage], first_own_column(Config::head_dim)));
     stage ^= 1;
   }
 }
 
 template <int dq_tiles>
 __device__ __forceinline__ void store_rows(const BackwardParams& params,
-                                           const float (&dq_acc)[slices][dq_tiles][4]) {
+                                           const Real (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
-  const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim);
+  const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
+                     Config::head_dim);
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -217,7 +218,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  float dq_acc[slices][Config::head_dim / 8][4];
+  constexpr int own_columns = Config::head_dim / Config::column_parts;
+  static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
+  Real dq_acc[slices][own_columns / 8][4];
   clear(dq_acc);
   int stage = 0;
 #pragma unroll 1

@@ -349,7 +349,8 @@ struct Consumer {
     const BatchIndex entry = work.entry(params);
     const Seqlen seqlen(params.score, entry);
     const int num_rows = min(max(seqlen.rows_q - first_row, 0), 16);
-    store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim),
+    store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
+                          Config::head_dim),
                 first_row, num_rows, params.score.scale, dq_acc[0]);
     __syncwarp();  // a row was written by four lanes, and an exact one by all
     for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1),

@@ -34,7 +34,7 @@ struct SharedMemory {
   DoutTile dout;
   KTile k;
   VTile v;
-  float column_sums[Config::num_warps][Config::block_n];
+  Real column_sums[Config::num_warps][Config::block_n];
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardScoreConfig.smem_bytes counts this struct");
@@ -94,8 +94,8 @@ struct Work {
 };
 
 // What a pair adds to the result, from the gradient of its score.
-__device__ __forceinline__ float contribution(const Score& score, float ds, float product,
-                                              int q_idx, int kv_idx) {
+__device__ __forceinline__ Real contribution(const Score& score, Real ds, Real product, int q_idx,
+                                             int kv_idx) {
   if constexpr (Config::grad_of == GradOf::alibi_slopes) {
     return -ds * score.formula_slope(product, q_idx, kv_idx) * score.distance(q_idx, kv_idx);
   } else if constexpr (Config::grad_of == GradOf::scale) {
@@ -107,9 +107,9 @@ __device__ __forceinline__ float contribution(const Score& score, float ds, floa
 
 // Adds the pairs of one block.
 template <bool masked>
-__device__ __forceinline__ void add_pairs(float (&acc)[slices][tiles][4],
-                                          const float (&s_acc)[slices][tiles][4],
-                                          const float (&dp_acc)[slices][tiles][4],
+__device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
+                                          const Real (&s_acc)[slices][tiles][4],
+                                          const Real (&dp_acc)[slices][tiles][4],
                                           const RowStatistics* statistics, const Score& score,
                                           int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void add_pairs(float (&acc)[slices][tiles][4],
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane_row + 16 * s + 8 * half;
       const RowStatistics row =
-          q_idx < score.seqlen.q ? statistics[q_idx] : RowStatistics{infinity(), 0.0f};
+          q_idx < score.seqlen.q ? statistics[q_idx] : RowStatistics{infinity(), 0};
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
       ColumnBits segment;
@@ -130,13 +130,13 @@ __device__ __forceinline__ void add_pairs(float (&acc)[slices][tiles][4],
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float product = s_acc[s][t][2 * half + i];
+          const Real product = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
           const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
-          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const float p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
-          const float ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
+          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const Real p = power_of_two(score.probability_exponent(logit, row.lse));
+          const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
           // An invisible value may be NaN: zero times it would not do.
           if (!masked || logit != -infinity()) {
             acc[s][t][2 * half + i] += contribution(score, ds, product, q_idx, kv_idx);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_pairs(float (&acc)[slices][tiles][4],
 __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMemory& smem,
                                           const BatchIndex& entry, const Score& score,
                                           int first_row, int first_key, bool masked,
-                                          float (&acc)[slices][tiles][4]) {
+                                          Real (&acc)[slices][tiles][4]) {
   const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
@@ -168,7 +168,7 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
   __syncthreads();  // all four are there
 
   const int warp_row = warp_index() * 16 * slices;
-  float s_acc[slices][tiles][4], dp_acc[slices][tiles][4];
+  Real s_acc[slices][tiles][4], dp_acc[slices][tiles][4];
   clear(s_acc);
   multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k));
   clear(dp_acc);
@@ -184,8 +184,7 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
 
 // Adds the blocks of the owner's `index`-th batch entry.
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int sequence,
-                                           float (&acc)[slices][tiles][4]) {
+                                           int index, int sequence, Real (&acc)[slices][tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
@@ -205,9 +204,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   }
 }
 
-__device__ __forceinline__ void store_pairs(const BackwardParams& params, float* sums,
-                                            const Work& work,
-                                            const float (&acc)[slices][tiles][4]) {
+__device__ __forceinline__ void store_pairs(const BackwardParams& params, Real* sums,
+                                            const Work& work, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -225,14 +223,14 @@ __device__ __forceinline__ void store_pairs(const BackwardParams& params, float*
   }
 }
 
-__device__ __forceinline__ void store_queries(const BackwardParams& params, float* sums,
+__device__ __forceinline__ void store_queries(const BackwardParams& params, Real* sums,
                                               const Work& work, int num_rows,
-                                              const float (&acc)[slices][tiles][4]) {
+                                              const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = 0.0f;
+      Real sum = 0;
 #pragma unroll
       for (int t = 0; t < tiles; ++t) sum += acc[s][t][2 * half] + acc[s][t][2 * half + 1];
       sum = quad_sum(sum);
@@ -246,13 +244,13 @@ __device__ __forceinline__ void store_queries(const BackwardParams& params, floa
 }
 
 __device__ __forceinline__ void store_keys(const BackwardParams& params, SharedMemory& smem,
-                                           float* sums, const Work& work,
-                                           const float (&acc)[slices][tiles][4]) {
+                                           Real* sums, const Work& work,
+                                           const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int t = 0; t < tiles; ++t) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sum = 0.0f;
+      Real sum = 0;
 #pragma unroll
       for (int s = 0; s < slices; ++s) sum += acc[s][t][i] + acc[s][t][i + 2];
 #pragma unroll
@@ -264,7 +262,7 @@ __device__ __forceinline__ void store_keys(const BackwardParams& params, SharedM
   }
   __syncthreads();  // the sums of every warp are there
   for (int column = threadIdx.x; column < Config::block_n; column += Config::num_threads) {
-    float sum = 0.0f;
+    Real sum = 0;
 #pragma unroll
     for (int warp = 0; warp < Config::num_warps; ++warp) sum += smem.column_sums[warp][column];
     const int kv_idx = work.n_block * Config::block_n + column;
@@ -281,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
   const Work work = Work::of_this_block(params);
-  float acc[slices][tiles][4];
+  Real acc[slices][tiles][4];
   clear(acc);
 #pragma unroll 1
   for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
@@ -291,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     }
   }
   const BatchIndex entry = work.entry(params, 0, work.sequences.begin);
-  float* sums = params.sums + entry * params.sums_layout.batch;
+  Real* sums = params.sums + entry * params.sums_layout.batch;
   if constexpr (Config::sums_to == SumsTo::pairs) store_pairs(params, sums, work, acc);
   if constexpr (Config::sums_to == SumsTo::keys) store_keys(params, smem, sums, work, acc);
   if constexpr (Config::sums_to == SumsTo::queries) {

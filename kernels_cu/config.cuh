@@ -6,6 +6,12 @@
 #ifndef CUFLASH_DTYPE
 #define CUFLASH_DTYPE bfloat16
 #endif
+#ifndef CUFLASH_PRECISION
+#define CUFLASH_PRECISION ieee
+#endif
+#ifndef CUFLASH_WIDE_FLOAT64
+#define CUFLASH_WIDE_FLOAT64 false
+#endif
 #ifndef CUFLASH_OUT_DTYPE
 #define CUFLASH_OUT_DTYPE bfloat16
 #endif
@@ -26,6 +32,9 @@
 #endif
 #ifndef CUFLASH_BLOCKS_PER_SM
 #define CUFLASH_BLOCKS_PER_SM 1
+#endif
+#ifndef CUFLASH_COLUMN_PARTS
+#define CUFLASH_COLUMN_PARTS 1
 #endif
 #ifndef CUFLASH_SMEM_BYTES
 #define CUFLASH_SMEM_BYTES 0
@@ -123,6 +132,9 @@ using int64_t = long long;
 
 enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
 
+// Of float32 products: that of float32, or that of TF32.
+enum class Precision { ieee, tf32 };
+
 // Where the causal offset of a batch entry comes from: one value of the launch, the difference of
 // the entry's own lengths, or an array.
 enum class Offset { value, lengths, int32, int64 };
@@ -133,7 +145,9 @@ enum class GradOf { bias, alibi_slopes, scale };
 enum class SumsTo { pairs, keys, queries };
 
 struct Config {
-  static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;          // of q, k, v and the products
+  static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;  // of q, k, v and the products
+  static constexpr Precision precision = Precision::CUFLASH_PRECISION;
+  static constexpr bool wide_float64 = CUFLASH_WIDE_FLOAT64;  // products of sm_90 and later?
   static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
   static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
   static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters
@@ -142,8 +156,10 @@ struct Config {
   static constexpr int num_warps = CUFLASH_NUM_WARPS;
   static constexpr int num_threads = 32 * num_warps;
   static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
-  static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;        // 0: compiled without Python
-  static constexpr int copy_bytes = CUFLASH_COPY_BYTES;        // widest legal copy of every operand
+  // Blocks of threads that share a tile of rows, each with its own columns of the result.
+  static constexpr int column_parts = CUFLASH_COLUMN_PARTS;
+  static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;  // 0: compiled without Python
+  static constexpr int copy_bytes = CUFLASH_COPY_BYTES;  // widest legal copy of every operand
 
   static constexpr int num_stages = CUFLASH_NUM_STAGES;      // buffers of k and of v
   static constexpr int num_q_stages = CUFLASH_NUM_Q_STAGES;  // buffers of q

@@ -14,8 +14,8 @@
 namespace cuflash {
 
 // What a sum of weights is multiplied by: 1, divided by the share of weights that are kept.
-__device__ __forceinline__ float kept_scale(const ScoreParams& params) {
-  return Config::dropout ? params.kept_scale : 1.0f;
+__device__ __forceinline__ Real kept_scale(const ScoreParams& params) {
+  return Config::dropout ? params.kept_scale : 1;
 }
 
 // The bits of 16 queries from 16 * q_block on and of 16 keys from 16 * k_block on, for the query
@@ -94,22 +94,22 @@ __device__ __forceinline__ void for_each_kept_transposed(const Score& score, int
 
 // Drops weights before they are multiplied with values.
 template <int slices, int tiles>
-__device__ __forceinline__ void drop_weights(float (&p_acc)[slices][tiles][4], const Score& score,
+__device__ __forceinline__ void drop_weights(Real (&p_acc)[slices][tiles][4], const Score& score,
                                              int first_row, int first_key) {
   if constexpr (Config::dropout) {
     for_each_kept<slices, tiles>(score, first_row, first_key, [&](int s, int t, int i, bool kept) {
-      if (!kept) p_acc[s][t][i] = 0.0f;
+      if (!kept) p_acc[s][t][i] = 0;
     });
   }
 }
 
 // Drops gradients of weights.
 template <int slices, int tiles>
-__device__ __forceinline__ void drop_gradients(float (&dp_acc)[slices][tiles][4],
-                                               const Score& score, int first_row, int first_key) {
+__device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score& score,
+                                               int first_row, int first_key) {
   if constexpr (Config::dropout) {
     for_each_kept<slices, tiles>(score, first_row, first_key, [&](int s, int t, int i, bool kept) {
-      dp_acc[s][t][i] = kept ? dp_acc[s][t][i] * score.params.kept_scale : 0.0f;
+      dp_acc[s][t][i] = kept ? dp_acc[s][t][i] * score.params.kept_scale : 0;
     });
   }
 }

@@ -21,11 +21,11 @@ template <int width>
 struct LaneColumns {
   static constexpr int count = (width + 31) / 32;
 
-  float value[count];
+  Real value[count];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < count; ++i) value[i] = 0.0f;
+    for (int i = 0; i < count; ++i) value[i] = 0;
   }
 
   // A row of an operand; zeros past its true width.
@@ -33,27 +33,29 @@ struct LaneColumns {
     const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
-      value[i] = lane_index() + 32 * i < from.num_columns ? to_float<Config::dtype>(*at) : 0.0f;
+      value[i] = lane_index() + 32 * i < from.num_columns ? to_real<Config::dtype>(*at) : 0;
     }
   }
 
-  __device__ __forceinline__ void store(const RowTarget& to, int row, float factor) const {
-    auto* at = to.data + row * to.row_stride + lane_index() * to.column_stride;
+  __device__ __forceinline__ void store(const RowTarget& to, int row, Real factor) const {
+    const int first = lane_index() - to.first_column;
+    auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
-      if (lane_index() + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
+      const bool is_own = Config::column_parts == 1 || first + 32 * i >= 0;
+      if (is_own && first + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
     }
   }
 
-  __device__ __forceinline__ void add(float factor, const LaneColumns& other) {
+  __device__ __forceinline__ void add(Real factor, const LaneColumns& other) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) value[i] = fmaf(factor, other.value[i], value[i]);
+    for (int i = 0; i < count; ++i) value[i] = fma(factor, other.value[i], value[i]);
   }
 
-  __device__ __forceinline__ float dot(const LaneColumns& other) const {
-    float sum = 0.0f;
+  __device__ __forceinline__ Real dot(const LaneColumns& other) const {
+    Real sum = 0;
 #pragma unroll
-    for (int i = 0; i < count; ++i) sum = fmaf(value[i], other.value[i], sum);
+    for (int i = 0; i < count; ++i) sum = fma(value[i], other.value[i], sum);
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, distance);
@@ -73,18 +75,18 @@ __device__ __forceinline__ bool warp_agrees(bool condition) {
 
 // Bit r says whether row r of a slice of 16 rows holds anything non-finite.
 template <int tiles>
-__device__ __forceinline__ uint32_t non_finite_rows(const float (&acc)[tiles][4]) {
-  float poison[2] = {0.0f, 0.0f};
+__device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
+  Real poison[2] = {0, 0};
 #pragma unroll
   for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) poison[i / 2] = fmaf(acc[t][i], 0.0f, poison[i / 2]);
+    for (int i = 0; i < 4; ++i) poison[i / 2] = fma(acc[t][i], Real(0), poison[i / 2]);
   }
   uint32_t rows = 0;
-  if (warp_agrees(poison[0] + poison[1] != 0.0f)) {
+  if (warp_agrees(poison[0] + poison[1] != 0)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t lanes = __ballot_sync(0xffffffff, poison[half] != 0.0f);
+      const uint32_t lanes = __ballot_sync(0xffffffff, poison[half] != 0);
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
         if (lanes >> (4 * r) & 15) rows |= 1u << (8 * half + r);
@@ -103,14 +105,14 @@ __device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
 
 // What the gradient needs of one pair that sees each other.
 struct ExactPair {
-  float p;   // probability, 0 if it is dropped
-  float ds;  // gradient of scale * q.k
+  Real p;   // probability, 0 if it is dropped
+  Real ds;  // gradient of scale * q.k
 
-  __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, float product,
-                                       float dp, int q_idx, int kv_idx) {
-    const float logit = score.apply(product, q_idx, kv_idx);
-    p = ptx::exp2_approx(score.probability_exponent(logit, row.lse));
-    const float kept = keeps_pair(score, q_idx, kv_idx) ? 1.0f : 0.0f;
+  __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, Real product,
+                                       Real dp, int q_idx, int kv_idx) {
+    const Real logit = score.apply(product, q_idx, kv_idx);
+    p = power_of_two(score.probability_exponent(logit, row.lse));
+    const Real kept = keeps_pair(score, q_idx, kv_idx) ? 1 : 0;
     ds = p * (dp * kept * kept_scale(score.params) - row.delta) *
          score.derivative(product, q_idx, kv_idx);
     p *= kept;
@@ -120,9 +122,10 @@ struct ExactPair {
 // Where exact_out puts a row: into the caller's array.
 struct CallersRow {
   __device__ __forceinline__ void store(const ForwardParams& params, const BatchIndex& entry,
-                                        int q_idx, const VColumns& o, float factor) const {
+                                        int q_idx, const VColumns& o, Real factor) const {
     const Seqlen seqlen(params.score, entry);
-    o.store(RowTarget(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v),
+    o.store(RowTarget(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v,
+                      Config::head_dim_v),
             q_idx, factor);
   }
 };
@@ -139,27 +142,27 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
   VColumns v, o;
   q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
   o.clear();
-  float row_max = -infinity(), row_sum = 0.0f;
+  Real row_max = -infinity(), row_sum = 0;
   const Range keys = score.kv_range(q_idx, q_idx + 1);
 #pragma unroll 1
   for (int kv_idx = keys.begin; warp_agrees(kv_idx < keys.end); ++kv_idx) {
     if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
     k.load(k_rows, kv_idx);
     v.load(v_rows, kv_idx);
-    const float logit = score.apply(q.dot(k), q_idx, kv_idx);
-    const float new_max = fmaxf(row_max, logit);
-    const float shift = new_max == -infinity() ? 0.0f : score.reference(new_max);
-    const float rescale = ptx::exp2_approx(score.exponent_between(score.reference(row_max), shift));
-    const float p = ptx::exp2_approx(score.exponent(logit, shift));
+    const Real logit = score.apply(q.dot(k), q_idx, kv_idx);
+    const Real new_max = fmax(row_max, logit);
+    const Real shift = new_max == -infinity() ? 0 : score.reference(new_max);
+    const Real rescale = power_of_two(score.exponent_between(score.reference(row_max), shift));
+    const Real p = power_of_two(score.exponent(logit, shift));
     row_max = new_max;
     row_sum = row_sum * rescale + p;
 #pragma unroll
     for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
-    o.add(keeps_pair(score, q_idx, kv_idx) ? p : 0.0f, v);
+    o.add(keeps_pair(score, q_idx, kv_idx) ? p : 0, v);
   }
   const RowEnd end = end_of_row(score, entry, row_max, row_sum);
-  const float factor = kept_scale(params.score) * end.weight / end.sum;
-  to.store(params, entry, q_idx, o, row_sum == 0.0f ? 0.0f : factor);
+  const Real factor = kept_scale(params.score) * end.weight / end.sum;
+  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
 }
 
 // One row of dq, summed over the batch entries of its owner.
@@ -191,8 +194,9 @@ __device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, i
   }
   const BatchIndex entry(params.batch, first_entry, sequence);
   const Seqlen seqlen(params.score, entry);
-  dq.store(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim), q_idx,
-           params.score.scale);
+  dq.store(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
+                     Config::head_dim),
+           q_idx, params.score.scale);
 }
 
 // One row of dk and dv, summed over the batch entries of its owner.
@@ -227,11 +231,13 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
   const BatchIndex entry(params.batch, first_entry, sequence);
   const Seqlen seqlen(params.score, entry);
   if constexpr (Config::grad_k) {
-    dk.store(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim), kv_idx,
-             params.score.scale);
+    dk.store(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k, params.head_dim,
+                       Config::head_dim),
+             kv_idx, params.score.scale);
   }
   if constexpr (Config::grad_v) {
-    dv.store(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v),
+    dv.store(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k, params.head_dim_v,
+                       Config::head_dim_v),
              kv_idx, kept_scale(params.score));
   }
 }

@@ -27,15 +27,15 @@ struct Formulas : FormulaArrays {
   __device__ __forceinline__ Formulas(const ScoreParams& params, int entry, int head)
       : FormulaArrays{params}, b(entry), h(head) {}
 
-  __device__ __forceinline__ float formula_score(float score, int q, int k) const {
-    return static_cast<float>(
+  __device__ __forceinline__ Real formula_score(Real score, int q, int k) const {
+    return static_cast<Real>(
 #include "formulas/score_mod.expression"
     );
   }
 
   // d formula_score / d score
-  __device__ __forceinline__ float formula_grad(float score, int q, int k) const {
-    return static_cast<float>(
+  __device__ __forceinline__ Real formula_grad(Real score, int q, int k) const {
+    return static_cast<Real>(
 #include "formulas/score_mod.grad"
     );
   }

@@ -26,10 +26,13 @@
 
 namespace cuflash {
 
+constexpr int own_columns = Config::head_dim_v / Config::column_parts;
+static_assert(own_columns % 16 == 0, "one product has 16 columns");
+
 struct SharedMemory {
   using QTile = SmemTile<Config::block_m, Config::head_dim>;
   using KTile = SmemTile<Config::block_n, Config::head_dim>;
-  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+  using VTile = SmemTile<Config::block_n, own_columns>;
 
   QTile q;
   KTile k[2];
@@ -43,7 +46,7 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 
 // Scores of one block of keys: raw products become logits, what is invisible -inf.
 template <bool masked, int tiles>
-__device__ __forceinline__ void apply_score(float (&s_acc)[slices][tiles][4], const Score& score,
+__device__ __forceinline__ void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score,
                                             int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
@@ -61,7 +64,7 @@ __device__ __forceinline__ void apply_score(float (&s_acc)[slices][tiles][4], co
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float& value = s_acc[s][t][2 * half + i];
+          Real& value = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
           const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
@@ -78,7 +81,7 @@ struct Work {
   BatchIndex entry;
 
   __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
+    const Tile tile = tile_of(params.grid, tile_index());
     const int rank =
         Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
     const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
@@ -90,11 +93,12 @@ struct Work {
 template <int out_tiles>
 __device__ __forceinline__ void store_rows(const ForwardParams& params,
                                            OnlineSoftmax<slices>& softmax,
-                                           const float (&o_acc)[slices][out_tiles][4]) {
+                                           const Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int first_q = score.seqlen.first_q;
-  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v);
+  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
+                      Config::head_dim_v);
   const int64_t lse_offset = work.entry * params.lse_layout.batch + first_q * params.lse_layout.row;
   softmax.finish();
 #pragma unroll
@@ -103,16 +107,17 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
       if (q_idx >= score.seqlen.rows_q) continue;
-      const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0.0f;
+      const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0;
       const RowEnd end =
           end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
-      const float factor = kept_scale(params.score) * end.weight / end.sum;
+      const Real factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
-        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0.0f : o_acc[s][t][2 * half] * factor,
-                       hidden ? 0.0f : o_acc[s][t][2 * half + 1] * factor);
+        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
+                       hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
       }
-      if (params.lse != nullptr && lane_index() % 4 == 0) {
+      const bool has_lse = params.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
+      if (has_lse && lane_index() % 4 == 0) {
         params.lse[lse_offset + q_idx * params.lse_layout.row] =
             hidden ? score.sink(work.entry) : end.lse;
       }
@@ -131,7 +136,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params,
 template <int out_tiles>
 __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
                                        OnlineSoftmax<slices>& softmax,
-                                       float (&o_acc)[slices][out_tiles][4]) {
+                                       Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int warp_row = warp_index() * 16 * slices;
@@ -142,7 +147,8 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
   const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
-  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v);
+  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v,
+                    first_own_column(Config::head_dim_v));
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
   load_tile(smem.k[0], k, blocks.begin * Config::block_n, keys);
@@ -161,7 +167,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     }
     ptx::cp_async_commit();
 
-    float s_acc[slices][Config::block_n / 8][4];
+    Real s_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     if (blocks.masked(n_block)) {
@@ -172,9 +178,9 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
 
     softmax.update(s_acc, o_acc, score);
     drop_weights(s_acc, score, work.first_row + warp_row, first_key);
-    uint32_t p_frag[slices][Config::block_n / 16][4];
+    Register p_frag[slices][Config::block_n / product_step][4];
     to_operand(p_frag, s_acc);
-    multiply(o_acc, p_frag, read_rows(smem.v[stage]));
+    multiply(o_acc, p_frag, read_sums(smem.v[stage]));
     stage ^= 1;
   }
 }
@@ -187,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   OnlineSoftmax<slices> softmax;
-  float o_acc[slices][Config::head_dim_v / 8][4];
+  Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);
   attend(params, *reinterpret_cast<SharedMemory*>(smem_bytes), softmax, o_acc);
   store_rows(params, softmax, o_acc);

@@ -2,17 +2,10 @@
 #pragma once
 
 #include "config.cuh"
+#include "exp64.cuh"
 #include "ptx/arithmetic.cuh"
 
 namespace cuflash {
-
-using Element = uint16_t;  // storage of the 16-bit operands; Config::dtype says how to read it
-
-constexpr float log2_e = 1.4426950408889634f;
-constexpr float ln_2 = 0.6931471805599453f;
-constexpr float largest_float = 3.4028234663852886e38f;
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 template <Dtype dtype>
 struct Storage {
@@ -39,23 +32,44 @@ struct Storage<Dtype::int64> {
   using type = int64_t;
 };
 
+// Of q, k and v: 16-bit elements are bits that Config::dtype says how to read.
+using Element = Storage<Config::dtype>::type;
+
+// Of scores, statistics and sums: float32, for float64 inputs float64.
+constexpr bool is_double = Config::dtype == Dtype::float64;
+using Real = Storage<is_double ? Dtype::float64 : Dtype::float32>::type;
+
+constexpr Real log2_e = static_cast<Real>(1.4426950408889634);
+constexpr Real ln_2 = static_cast<Real>(0.6931471805599453);
+constexpr float largest_float = 3.4028234663852886e38f;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// A product that is not contracted with a sum.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
+// 2^x.
+__device__ __forceinline__ float power_of_two(float x) { return ptx::exp2_approx(x); }
+__device__ __forceinline__ double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }
+
 template <Dtype dtype>
-__device__ __forceinline__ float to_float(typename Storage<dtype>::type x) {
+__device__ __forceinline__ Real to_real(typename Storage<dtype>::type x) {
   if constexpr (dtype == Dtype::float16) {
     return ptx::float16_to_float(x);
   } else if constexpr (dtype == Dtype::bfloat16) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
   } else {
-    return static_cast<float>(x);
+    return static_cast<Real>(x);
   }
 }
 
 // One number of an option's array. What is finite stays so.
 template <Dtype dtype>
-__device__ __forceinline__ float read_float(const void* array, int64_t index) {
+__device__ __forceinline__ Real read_real(const void* array, int64_t index) {
   const auto x = static_cast<const typename Storage<dtype>::type*>(array)[index];
-  const float rounded = to_float<dtype>(x);
-  if constexpr (dtype == Dtype::float64) {
+  const Real rounded = to_real<dtype>(x);
+  if constexpr (dtype == Dtype::float64 && !is_double) {
     const bool overflowed = fabsf(rounded) == infinity() && fabs(x) != infinity();
     return overflowed ? copysignf(largest_float, rounded) : rounded;
   } else {
@@ -75,14 +89,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 // Sum and maximum over the four lanes that share a row of an accumulator fragment.
-__device__ __forceinline__ float quad_sum(float x) {
+template <typename Value>
+__device__ __forceinline__ Value quad_sum(Value x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+template <typename Value>
+__device__ __forceinline__ Value quad_max(Value x) {
+  x = fmax(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmax(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 }  // namespace cuflash

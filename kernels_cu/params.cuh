@@ -2,7 +2,7 @@
 // elements.
 #pragma once
 
-#include "config.cuh"
+#include "numeric.cuh"
 #include "ptx/tma.cuh"
 
 namespace cuflash {
@@ -69,12 +69,12 @@ struct ScoreParams {
   int32_t num_heads;
   int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
-  float scale;
-  float scale_log2;  // scale * log2(e)
-  float softcap;
-  float inverse_softcap;       // scale / softcap
+  Real scale;
+  Real scale_log2;  // scale * log2(e)
+  Real softcap;
+  Real inverse_softcap;        // scale / softcap
   uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
-  float kept_scale;            // of the others
+  Real kept_scale;             // of the others
 };
 
 // Tiles of one launch in the order of scheduler.cuh.
@@ -90,7 +90,7 @@ struct ForwardParams {
   const void* k;
   const void* v;
   void* out;
-  float* lse;  // may be null
+  Real* lse;  // may be null
   ScoreParams score;
   Layout q_layout;
   Layout k_layout;
@@ -106,8 +106,8 @@ struct ForwardParams {
 // What the backward passes need to know of a query: lse, +inf for a row that saw nothing (its
 // probabilities then are zero), and delta = rowsum(dout * out) - dlse.
 struct RowStatistics {
-  float lse;
-  float delta;
+  Real lse;
+  Real delta;
 };
 
 struct ForwardSm90Params : ForwardParams {
@@ -121,8 +121,8 @@ struct ForwardSm90Params : ForwardParams {
 struct DeltaParams {
   const void* dout;
   const void* out;
-  const float* lse;
-  const float* dlse;  // null unless Config::grad_lse
+  const Real* lse;
+  const Real* dlse;  // null unless Config::grad_lse
   RowStatistics* rows;
   Layout dout_layout;
   Layout out_layout;
@@ -144,7 +144,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  float* sums;  // of the scores' gradient
+  Real* sums;  // of the scores' gradient
   ScoreParams score;
   Layout dout_layout;
   Layout q_layout;

@@ -3,6 +3,7 @@
 
 #include "numeric.cuh"
 #include "params.cuh"
+#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -34,6 +35,14 @@ struct BatchIndex {
     return offset;
   }
 };
+
+// Index of the tile of this block of threads, and which of its result's columns are its own.
+__device__ __forceinline__ int tile_index() { return ptx::block_index() / Config::column_parts; }
+
+__device__ __forceinline__ int first_own_column(int width) {
+  if constexpr (Config::column_parts == 1) return 0;
+  return ptx::block_index() % Config::column_parts * (width / Config::column_parts);
+}
 
 struct Tile {
   int block;  // rank of the tile within its owner, heaviest first

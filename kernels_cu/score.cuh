@@ -66,9 +66,9 @@ struct Score {
   const Formulas formulas;
   int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset;
   uint64_t entry_number;  // number of this entry
-  float slope;
-  int near_offset;   // the causal offset is near_offset, or lies far_offset farther off, which is
-  float far_offset;  // farther than any key
+  Real slope;
+  int near_offset;  // the causal offset is near_offset, or lies far_offset farther off, which is
+  Real far_offset;  // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   __device__ __forceinline__ Score(const ScoreParams& score_params, const BatchIndex& entry)
@@ -98,11 +98,11 @@ struct Score {
       ids_k_offset = entry * params.segment_ids_k_strides;
     }
     if constexpr (Config::alibi_slopes != Dtype::none) {
-      slope = read_float<Config::alibi_slopes>(params.alibi_slopes,
-                                               entry * params.alibi_slopes_strides);
+      slope =
+          read_real<Config::alibi_slopes>(params.alibi_slopes, entry * params.alibi_slopes_strides);
       const int64_t near = clamp(seqlen.offset, -farthest, farthest);
       near_offset = static_cast<int>(near);
-      far_offset = fabsf(static_cast<float>(seqlen.offset - near));
+      far_offset = fabs(static_cast<Real>(seqlen.offset - near));
     }
   }
 
@@ -152,8 +152,8 @@ struct Score {
   }
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
-  __device__ __forceinline__ float apply(float score, int q_idx, int kv_idx) const {
-    const float logit = before_formula(score, q_idx, kv_idx);
+  __device__ __forceinline__ Real apply(Real score, int q_idx, int kv_idx) const {
+    const Real logit = before_formula(score, q_idx, kv_idx);
     if constexpr (Config::score_mod) {
       // A bias of -inf hides the pair, whatever the formula makes of it.
       if (Config::bias != Dtype::none && logit == -infinity()) return logit;
@@ -164,75 +164,75 @@ struct Score {
   }
 
   // What a slope multiplies.
-  __device__ __forceinline__ float distance(int q_idx, int kv_idx) const {
-    return static_cast<float>(abs(near_offset + q_idx - kv_idx)) + far_offset;
+  __device__ __forceinline__ Real distance(int q_idx, int kv_idx) const {
+    return static_cast<Real>(abs(near_offset + q_idx - kv_idx)) + far_offset;
   }
 
   // d apply / d(bias), for visible pairs.
-  __device__ __forceinline__ float formula_slope(float score, int q_idx, int kv_idx) const {
+  __device__ __forceinline__ Real formula_slope(Real score, int q_idx, int kv_idx) const {
     if constexpr (Config::score_mod) {
       return formulas.formula_grad(before_formula(score, q_idx, kv_idx), q_idx, kv_idx);
     } else {
-      return 1.0f;
+      return 1;
     }
   }
 
   // d apply / d(scale * q.k), for visible pairs; the factor `scale` is left to the end of a
   // gradient's sum.
-  __device__ __forceinline__ float derivative(float score, int q_idx, int kv_idx) const {
-    const float slope = formula_slope(score, q_idx, kv_idx);
+  __device__ __forceinline__ Real derivative(Real score, int q_idx, int kv_idx) const {
+    const Real slope = formula_slope(score, q_idx, kv_idx);
     if constexpr (Config::softcap) {
-      const float t = capped(score);
-      return slope * ((1.0f - t) * (1.0f + t));
+      const Real t = capped(score);
+      return slope * ((1 - t) * (1 + t));
     } else {
       return slope;
     }
   }
 
-  __device__ __forceinline__ float unit() const {
-    return Config::scale_in_exponent ? params.scale : 1.0f;
+  __device__ __forceinline__ Real unit() const {
+    return Config::scale_in_exponent ? params.scale : 1;
   }
 
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge.
-  __device__ __forceinline__ float reference(float maximum) const {
-    return Config::scale_in_exponent ? __fmul_rn(maximum, params.scale_log2) : maximum;
+  __device__ __forceinline__ Real reference(Real maximum) const {
+    return Config::scale_in_exponent ? rounded_product(maximum, params.scale_log2) : maximum;
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
   // comes first: a bias may be as large as float32 goes.
-  __device__ __forceinline__ float exponent(float value, float reference) const {
-    return Config::scale_in_exponent ? fmaf(value, params.scale_log2, -reference)
+  __device__ __forceinline__ Real exponent(Real value, Real reference) const {
+    return Config::scale_in_exponent ? fma(value, params.scale_log2, -reference)
                                      : (value - reference) * log2_e;
   }
 
   // log2 of exp(from - to), of two references.
-  __device__ __forceinline__ float exponent_between(float from, float to) const {
+  __device__ __forceinline__ Real exponent_between(Real from, Real to) const {
     return Config::scale_in_exponent ? from - to : (from - to) * log2_e;
   }
 
   // lse of a row from the reference of its maximum and its sum of exponentials.
-  __device__ __forceinline__ float lse(float reference, float sum) const {
-    return Config::scale_in_exponent ? fmaf(reference, ln_2, logf(sum)) : reference + logf(sum);
+  __device__ __forceinline__ Real lse(Real reference, Real sum) const {
+    return Config::scale_in_exponent ? fma(reference, ln_2, log(sum)) : reference + log(sum);
   }
 
   // One more score of every row of an entry, of a key without a value.
-  __device__ __forceinline__ float sink(const BatchIndex& entry) const {
+  __device__ __forceinline__ Real sink(const BatchIndex& entry) const {
     if constexpr (has_sink) {
-      return read_float<Config::sink>(params.sink, entry * params.sink_strides);
+      return read_real<Config::sink>(params.sink, entry * params.sink_strides);
     } else {
       return -infinity();
     }
   }
 
   // The sink as a reference.
-  __device__ __forceinline__ float sink_reference(const BatchIndex& entry) const {
-    return Config::scale_in_exponent ? __fmul_rn(sink(entry), log2_e) : sink(entry);
+  __device__ __forceinline__ Real sink_reference(const BatchIndex& entry) const {
+    return Config::scale_in_exponent ? rounded_product(sink(entry), log2_e) : sink(entry);
   }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
-  __device__ __forceinline__ float probability_exponent(float value, float lse) const {
-    return fmaf(value, unit(), -lse) * log2_e;
+  __device__ __forceinline__ Real probability_exponent(Real value, Real lse) const {
+    return fma(value, unit(), -lse) * log2_e;
   }
 
   // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
@@ -294,20 +294,20 @@ struct Score {
     }
   }
 
-  __device__ __forceinline__ float before_formula(float score, int q_idx, int kv_idx) const {
+  __device__ __forceinline__ Real before_formula(Real score, int q_idx, int kv_idx) const {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
       // Roundings are written out: the compiler may contract a product and a sum in one register
       // and not in another, and a row's bits would depend on its place in the tile.
-      const float factor = Config::softcap ? params.softcap : params.scale;
-      const float x = Config::softcap ? capped(score) : score;
+      const Real factor = Config::softcap ? params.softcap : params.scale;
+      const Real x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
         // A bias of -inf hides the pair, whatever its product is.
-        const float b = bias(q_idx, kv_idx);
-        return b == -infinity() ? b : with_alibi(fmaf(factor, x, b), q_idx, kv_idx);
+        const Real b = bias(q_idx, kv_idx);
+        return b == -infinity() ? b : with_alibi(fma(factor, x, b), q_idx, kv_idx);
       } else {
-        return with_alibi(__fmul_rn(factor, x), q_idx, kv_idx);
+        return with_alibi(rounded_product(factor, x), q_idx, kv_idx);
       }
     }
   }
@@ -341,22 +341,22 @@ struct Score {
     return {bits};
   }
 
-  __device__ __forceinline__ float with_alibi(float logit, int q_idx, int kv_idx) const {
+  __device__ __forceinline__ Real with_alibi(Real logit, int q_idx, int kv_idx) const {
     if constexpr (Config::alibi_slopes != Dtype::none) {
-      return fmaf(-slope, distance(q_idx, kv_idx), logit);
+      return fma(-slope, distance(q_idx, kv_idx), logit);
     } else {
       return logit;
     }
   }
 
-  __device__ __forceinline__ float capped(float score) const {
-    return tanhf(__fmul_rn(score, params.inverse_softcap));
+  __device__ __forceinline__ Real capped(Real score) const {
+    return tanh(rounded_product(score, params.inverse_softcap));
   }
 
-  __device__ __forceinline__ float bias(int q_idx, int kv_idx) const {
+  __device__ __forceinline__ Real bias(int q_idx, int kv_idx) const {
     const Layout& layout = params.bias_layout;
-    return read_float<Config::bias>(params.bias,
-                                    bias_offset + q_idx * layout.row + kv_idx * layout.column);
+    return read_real<Config::bias>(params.bias,
+                                   bias_offset + q_idx * layout.row + kv_idx * layout.column);
   }
 
   template <int block>

@@ -9,21 +9,21 @@ namespace cuflash {
 
 // What the sums of a row come to: out is weight / sum times the sum of its values.
 struct RowEnd {
-  float weight, sum, lse;
+  Real weight, sum, lse;
 };
 
 // From the maximum and the sum of exponentials of a row that saw some key.
 __device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
-                                             float maximum, float sum) {
-  const float reference = score.reference(maximum);
+                                             Real maximum, Real sum) {
+  const Real reference = score.reference(maximum);
   if constexpr (!Score::has_sink) {
-    return {1.0f, sum, score.lse(reference, sum)};
+    return {1, sum, score.lse(reference, sum)};
   } else {
-    const float sink = score.sink_reference(entry);
-    const float larger = fmaxf(reference, sink);
-    const float weight = ptx::exp2_approx(score.exponent_between(reference, larger));
-    const float added = ptx::exp2_approx(score.exponent_between(sink, larger));
-    const float total = fmaf(sum, weight, added);
+    const Real sink = score.sink_reference(entry);
+    const Real larger = fmax(reference, sink);
+    const Real weight = power_of_two(score.exponent_between(reference, larger));
+    const Real added = power_of_two(score.exponent_between(sink, larger));
+    const Real total = fma(sum, weight, added);
     return {weight, total, score.lse(larger, total)};
   }
 }
@@ -32,42 +32,42 @@ __device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchInde
 // are in units of Score::unit(), which is positive.
 template <int slices>
 struct OnlineSoftmax {
-  float row_max[slices][2];
-  float row_sum[slices][2];  // of this lane's columns only, until `finish`
+  Real row_max[slices][2];
+  Real row_sum[slices][2];  // of this lane's columns only, until `finish`
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
       row_max[s][0] = row_max[s][1] = -infinity();
-      row_sum[s][0] = row_sum[s][1] = 0.0f;
+      row_sum[s][0] = row_sum[s][1] = 0;
     }
   }
 
   // Scores become exp(score - row_max); what was summed under the old maximum is rescaled.
   template <int tiles, int out_tiles>
-  __device__ __forceinline__ void update(float (&s_acc)[slices][tiles][4],
-                                         float (&o_acc)[slices][out_tiles][4], const Score& score) {
+  __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
+                                         Real (&o_acc)[slices][out_tiles][4], const Score& score) {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float block_max = row_max[s][half];
+        Real block_max = row_max[s][half];
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
-          block_max = fmaxf(block_max, fmaxf(s_acc[s][t][2 * half], s_acc[s][t][2 * half + 1]));
+          block_max = fmax(block_max, fmax(s_acc[s][t][2 * half], s_acc[s][t][2 * half + 1]));
         }
         block_max = quad_max(block_max);
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
-        const float shift = block_max == -infinity() ? 0.0f : score.reference(block_max);
-        const float rescale =
-            ptx::exp2_approx(score.exponent_between(score.reference(row_max[s][half]), shift));
+        const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
+        const Real rescale =
+            power_of_two(score.exponent_between(score.reference(row_max[s][half]), shift));
         row_max[s][half] = block_max;
-        float sum = __fmul_rn(row_sum[s][half], rescale);
+        Real sum = rounded_product(row_sum[s][half], rescale);
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s_acc[s][t][i] = ptx::exp2_approx(score.exponent(s_acc[s][t][i], shift));
+            s_acc[s][t][i] = power_of_two(score.exponent(s_acc[s][t][i], shift));
             sum += s_acc[s][t][i];
           }
         }

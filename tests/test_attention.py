@@ -456,6 +456,23 @@ def test_tf32_permission_is_harmless_on_the_host() -> None:
     np.testing.assert_array_equal(plain, allowed)
 
 
+@pytest.mark.gpu
+def test_tf32_is_taken_on_a_gpu() -> None:
+    """Rounding to 11 bits explains the error, of which float32 has but a thousandth."""
+    import cupy
+
+    call = make_call("normal", 14, np.float32, *[(2, 70, 64)] * 3)
+    q, k, v = map(cupy.asarray, (call.q, call.k, call.v))
+    exact = reference.attention(*(a.astype(np.float64) for a in (call.q, call.k, call.v)))
+
+    def error(precision: str | None) -> float:
+        out = cuflash.attention(q, k, v, precision=precision).get()
+        return float(np.linalg.norm(out - exact) / np.linalg.norm(exact))
+
+    assert 2.0**-15 < error("tf32") < 2.0**-10
+    assert error(None) < 2.0**-20
+
+
 # Weights.
 
 

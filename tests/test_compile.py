@@ -29,6 +29,7 @@ from cuflash._select import (
     backward_q_config,
     backward_score_config,
     delta_config,
+    for_architecture,
     forward_config,
 )
 from cuflash._source import flatten, kernels_dir
@@ -84,7 +85,7 @@ SPILLS = {
 }
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "dtype": (bfloat16, np.float16),
+    "dtype": (bfloat16, np.float16, np.float32, np.float64),
     "head_dims": ((64, 64), (128, 128), (32, 32), (96, 64), (192, 128), (256, 256), (20, 33)),
     "out_dtype": (None, np.float32),
     "window": ((None, None), (None, 0), (7, None), (7, 3)),
@@ -133,7 +134,9 @@ def problem_of(case: dict[str, Any]) -> Problem:
         seed=1,
         **per_entry,
     )
-    out = None if case["out_dtype"] is None else np.zeros((2, m, d_v), case["out_dtype"])
+    out = None
+    if case["out_dtype"] is not None and q.itemsize == 2:  # wider ones have but one
+        out = np.zeros((2, m, d_v), case["out_dtype"])
     if case["cu_seqlens"] is None:
         return describe(q, k, v, options, out=out)
     ends = {name: np.zeros(3, case["cu_seqlens"]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
@@ -142,7 +145,7 @@ def problem_of(case: dict[str, Any]) -> Problem:
 
 def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:
     """Return every kernel that forward and backward of this case would launch."""
-    problem, copy_bytes = problem_of(case), case["copy_bytes"]
+    problem, copy_bytes = problem_of(case), _copy_bytes(case)
     return [
         forward_config(problem, smem_limit, copy_bytes),
         delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"]),
@@ -152,11 +155,16 @@ def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:
     ]
 
 
+def _copy_bytes(case: dict[str, Any]) -> int:
+    """Never less than an element."""
+    return max(case["copy_bytes"], np.dtype(case["dtype"]).itemsize)
+
+
 def score_configs(case: dict[str, Any], problem: Problem, smem_limit: int) -> list[KernelConfig]:
     """Return those of the gradients of options."""
     of_slopes = [("alibi_slopes", "queries")] if case["alibi_slopes"] is not None else []
     return [
-        backward_score_config(problem, smem_limit, case["copy_bytes"], *sums)
+        backward_score_config(problem, smem_limit, _copy_bytes(case), *sums)
         for sums in (case["sums"], *of_slopes)
     ]
 
@@ -165,6 +173,14 @@ def rows() -> Iterator[dict[str, Any]]:
     """Yield each row of the tables, without options and with all of them."""
     for head_dim, base in itertools.product(HEAD_DIMS, (PLAIN, ALL)):
         yield {**base, "head_dims": (head_dim, head_dim)}
+
+
+def wide_rows(arch: str) -> Iterator[dict[str, Any]]:
+    """Yield rows of float32 and float64, where registers and shared memory are scarcest."""
+    base = {"sm_90": ALL, "sm_86": PLAIN}.get(arch)
+    if base is not None:
+        for dtype, head_dim in itertools.product((np.float32, np.float64), (64, 256)):
+            yield {**base, "dtype": dtype, "head_dims": (head_dim, head_dim)}
 
 
 def pairwise() -> list[dict[str, Any]]:
@@ -199,7 +215,9 @@ def gate(arch: str) -> set[KernelConfig]:
         cases = [*rows(), *pairwise()]
     else:
         cases = [{**PLAIN, "head_dims": (head_dim, head_dim)} for head_dim in HEAD_DIMS]
-    return {c for case in cases for c in configs_of(case, LIMITS[arch])}
+    cases += wide_rows(arch)
+    found = (c for case in cases for c in configs_of(case, LIMITS[arch]))
+    return {for_architecture(c, int(arch.removeprefix("sm_"))) for c in found}
 
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, int]:

@@ -42,7 +42,8 @@ SCORE = {
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {
     **COMMON, **SCORE, "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
-    "blocks_per_sm": 2,
+    "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
+    "wide_float64": False,
 }  # fmt: skip
 CONFIGS: tuple[KernelConfig, ...] = (
     ForwardConfig(**TILE, sink="none"),
@@ -101,6 +102,8 @@ def test_a_configuration_is_a_key() -> None:
     ("change", "named"),
     [
         ({"copy_bytes": 3}, "copy_bytes=3"),
+        ({"copy_bytes": 2, "dtype": "float32"}, "copy_bytes=2"),
+        ({"column_parts": 3}, "column_parts=3"),
         ({"head_dim": 40}, "head_dim=40"),
         ({"head_dim_v": 512}, "head_dim_v=512"),
         ({"block_m": 72}, "block_m = 72"),
@@ -134,6 +137,9 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
+    wide = {"dtype": "float64", "column_parts": 2}
+    assert replace(CONFIGS[0], **wide).smem_bytes == 8 * (64 * 96 + 2 * 128 * (96 + 32))
+    assert replace(CONFIGS[2], **wide).smem_bytes == 8 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 16
     assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128
     assert CONFIGS[4].smem_bytes == 2 * (2 * 128 * 128 + 3 * 128 * (128 + 64)) + 1024
     assert CONFIGS[6].smem_bytes == 2 * (128 + 3 * 128) * (128 + 64) + 1024

@@ -13,7 +13,7 @@ import pytest
 from support import covering
 from support.budget import Budget
 from support.model_flash import final_scores
-from support.problems import DTYPES, run
+from support.problems import run
 
 ROWS = covering.rows()
 #: Calls for each row, with values of different families.
@@ -48,11 +48,8 @@ def test_row(number: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "number", [n for n, row in enumerate(ROWS) if DTYPES[row["dtype"]].itemsize == 2]
-)
+@pytest.mark.parametrize("number", range(len(ROWS)))
 def test_row_on_a_gpu(number: int) -> None:
-    """The rows of 16 bits."""
     import cupy
 
     call = covering.call_of(ROWS[number], number)

@@ -29,7 +29,8 @@ CONFIG = ForwardConfig(
     block_n=64, num_warps=4, blocks_per_sm=2, window_left=False, window_right=False,
     scale_in_exponent=True, softcap=False, bias="none", mask=False, offset="value",
     q_lengths="none", kv_lengths="none", alibi_slopes="none", segment_ids="none", dropout=False,
-    cu_seqlens="none", score_mod=False, mask_mod=False, formulas=(), sink="none",
+    cu_seqlens="none", score_mod=False, mask_mod=False, formulas=(), sink="none", precision="ieee",
+    column_parts=1, wide_float64=False,
 )  # fmt: skip
 OTHER = dataclasses.replace(CONFIG, head_dim=128)
 #: A folder that exists and in which not even root can create a file.
@@ -264,7 +265,8 @@ def changed_fields():
         "bias": "float32", "mask": True, "offset": "int32", "q_lengths": "int32",
         "kv_lengths": "int64", "alibi_slopes": "float32", "segment_ids": "int32", "score_mod": True,
         "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
-        "dropout": True, "cu_seqlens": "int64", "sink": "float32",
+        "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
+        "column_parts": 2, "wide_float64": True,
     }  # fmt: skip
     names = [field.name for field in dataclasses.fields(CONFIG)]
     assert sorted(names) == sorted(other), "a new field needs a line here"

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import reference
 from cuflash._problem import describe
 from support import covering, problems
 from support.budget import Budget
-from support.problems import Call
+from support.problems import Call, make_call
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 import test_modifiers
 import test_varlen
 
-from cuflash import _launch
+from cuflash import _launch, _select
 from cuflash._packing import describe_packed
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
@@ -44,13 +45,15 @@ def full_of_nan(shape: tuple[int, ...], dtype: Any) -> Any:
     return on_device(np.full(shape, np.nan, dtype))
 
 
-def results(call: Call, options: cuflash.Options) -> tuple[Any, Any, dict[str, Any]]:
+def results(
+    call: Call, options: cuflash.Options, precision: str | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
     """Out, lse and the gradients by input name."""
     options_on_device(options)
     dout, q, k, v = (on_device(call.array(name)) for name in ("dout", "q", "k", "v"))
-    problem = describe(q, k, v, options)
+    problem = describe(q, k, v, options, precision=precision)
     out = full_of_nan(problem.out_shape, problem.dtype)
-    lse = full_of_nan(problem.lse_shape, np.float32)
+    lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
     _launch.forward(problem, q, k, v, options, out, lse)
     gradients = {n: full_of_nan(call.array(n).shape, call.array(n).dtype) for n in call.wrt}
     dlse = None if call.dlse is None else on_device(call.dlse)
@@ -60,6 +63,14 @@ def results(call: Call, options: cuflash.Options) -> tuple[Any, Any, dict[str, A
     )  # fmt: skip
 
 
+def reference_results(call: Call, options: cuflash.Options) -> dict[str, Any]:
+    """Of the definition in float64, by name."""
+    q, k, v, dout = (call.array(name).astype(np.float64) for name in ("q", "k", "v", "dout"))
+    out, lse = reference.attention(q, k, v, options=options, return_lse=True)
+    grads = reference.attention_backward(dout, q, k, v, out, lse, options=options)
+    return {"out": out, "q": grads.dq, "k": grads.dk, "v": grads.dv}
+
+
 def check(call: Call, options: cuflash.Options) -> None:
     out, lse, gradients = results(call, options)
     budget = Budget(call)
@@ -67,11 +78,43 @@ def check(call: Call, options: cuflash.Options) -> None:
     budget.check_backward(gradients, given=(out, lse))
 
 
+@pytest.mark.parametrize("dtype", covering.FACTORS["dtype"])
 @pytest.mark.parametrize("number", ROWS)
-def test_rows_of_the_covering_array(device: HostDevice, number: int) -> None:
-    call = covering.call_of(covering.rows()[number], number).but(axes=None, placements={})
+def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str) -> None:
+    row = covering.rows()[number] | {"dtype": dtype}
+    call = covering.call_of(row, number).but(axes=None, placements={})
     check(call, cuflash.Options(**call.options))
     assert {"cuflash_forward_sm80", "cuflash_backward_dscore_sm80"} <= set(device.launched)
+
+
+@pytest.mark.usefixtures("device")
+def test_tf32_rounds_operands_and_nothing_else() -> None:
+    """Results are off by what rounding to 11 bits explains, and by no less than a tenth of it."""
+    call = make_call("normal", 0, np.dtype(np.float32), (40, 64), (50, 64), (50, 32))
+    options = cuflash.Options(causal=True)
+    out, _, gradients = results(call, options, "tf32")
+    expected = reference_results(call, options)
+    step = 2.0**-11
+    for name, result in {"out": out, **gradients}.items():
+        error = np.linalg.norm(result - expected[name]) / np.linalg.norm(expected[name])
+        assert step / 10 < error < 2 * step, name
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(200, 180), (20, 200), (200, 40)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
+    """Of wide results each block of threads computes some columns, of a row of NaN too."""
+    call = make_call(
+        "normal", 0, np.dtype(dtype), (20, head_dim), (35, head_dim), (35, head_dim_v),
+        options={"causal": True},
+    )  # fmt: skip
+    problem = describe(call.q, call.k, call.v, cuflash.Options(causal=True))
+    parts = _select.forward_config(problem, 227 << 10, 16).column_parts
+    assert (parts > 1) == (head_dim_v > 128)
+    v = call.v.copy()
+    v[30, 35 if head_dim_v == 40 else 170] = np.nan
+    check(call.but(v=v), cuflash.Options(causal=True))
 
 
 @pytest.mark.usefixtures("device")

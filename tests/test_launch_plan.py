@@ -201,9 +201,3 @@ def test_a_head_too_wide_is_named(head_dim: int) -> None:
     problem = replace(base_problem(), head_dim=head_dim)
     with pytest.raises(NotImplementedError, match=f"head_dim {head_dim}"):
         _select.forward_config(problem, SMEM_LIMITS[0], 16)
-
-
-def test_other_dtypes_are_named() -> None:
-    problem = replace(base_problem(), dtype=np.dtype(np.float32))
-    with pytest.raises(NotImplementedError, match="float32"):
-        _select.forward_config(problem, SMEM_LIMITS[0], 16)

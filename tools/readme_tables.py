@@ -30,9 +30,8 @@ def support() -> str:
     widest = _config.HEAD_DIMS[-1]
     lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
     every = ", ".join(dtype.name for dtype in _problem.FLOATS)
-    halves = ", ".join(dtype.name for dtype in _problem.HALVES)
     lines.append(f"| NumPy | {every} | any | CPU |")
-    lines.append(f"| CuPy | {halves} | 1 to {widest} each | compute capability 8.0 and above |")
+    lines.append(f"| CuPy | {every} | 1 to {widest} each | compute capability 8.0 and above |")
     names = ", ".join(f"`{name}`" for name in _options.OPTION_NAMES)
     lines += ["", f"Score options, on both: {names}."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-// Warp-wide 16-bit matrix instructions of sm_80: fragment loads and the product itself.
+// Warp-wide matrix instructions of sm_80: fragment loads and the products themselves.
 #pragma once
 
 #include "config.cuh"
@@ -40,6 +40,59 @@ __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// A float32 as TF32, rounded to nearest, ties away from zero: its last 13 bits are zero.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t round_tf32(float x) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+  return rounded;
+}
+
+// acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4],
+                                                 uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// acc (8x8, float64) += a (8x4) . b (4x8).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-884
+__device__ __forceinline__ void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(acc0), "+d"(acc1)
+      : "d"(a), "d"(b));
+}
+
+// acc (16x8, float64) += a (16x8) . b (8x8), from sm_90 on.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
+__device__ __forceinline__ void mma_m16n8k8_float64(double (&acc)[4], const double (&a)[4],
+                                                    double b0, double b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(acc[0]), "+d"(acc[1]), "+d"(acc[2]), "+d"(acc[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+}
+
+// One element of shared memory, or two neighbours.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+template <typename Value>
+__device__ __forceinline__ Value load_shared(uint32_t smem) {
+  Value x;
+  if constexpr (sizeof(Value) == 4) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
+  } else {
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(smem));
+  }
+  return x;
+}
+
+__device__ __forceinline__ void load_shared(double& first, double& second, uint32_t smem) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(first), "=d"(second) : "r"(smem));
 }
 
 }  // namespace cuflash::ptx

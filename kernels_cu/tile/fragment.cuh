@@ -7,11 +7,30 @@
 //      row 0      t0    t1    t2    t3        registers 0, 1: row t/4
 //      row 1      t4    t5    t6    t7        registers 2, 3: row t/4 + 8
 //      ...
+//
+// A product of fragments sums 16 columns of 16-bit elements, eight of wider ones. Lane t gives it
+// of rows t/4 and t/4 + 8 of the left operand, and of column t/4 of the right one:
+//
+//      16-bit     columns 2 (t%4) and the next, and those plus 8, in pairs: the order of memory
+//      wider      columns t%4 and t%4 + 4. Sums may be taken in any order: where the left operand
+//                 is an accumulator, these stand for 2 (t%4) and the next, which the lane has
 #pragma once
 
 #include "numeric.cuh"
 
 namespace cuflash {
+
+// What a lane holds of an operand in one register, and how many columns one product sums.
+template <int element_bytes>
+struct OperandRegister {
+  using type = Element;
+};
+template <>
+struct OperandRegister<2> {
+  using type = uint32_t;  // two of them
+};
+using Register = OperandRegister<sizeof(Element)>::type;
+constexpr int product_step = sizeof(Element) == 2 ? 16 : 8;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
@@ -25,27 +44,35 @@ __device__ __forceinline__ int fragment_column(int tile, int i, int lane = lane_
 }
 
 template <int slices, int tiles>
-__device__ __forceinline__ void clear(float (&acc)[slices][tiles][4]) {
+__device__ __forceinline__ void clear(Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[s][t][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) acc[s][t][i] = 0;
     }
   }
 }
 
-// Two neighbouring 16x8 accumulators, rounded once, are one 16x16 A operand.
+// Two neighbouring 16x8 accumulators of 16-bit elements, rounded once, are one 16x16 A operand. One
+// of wider elements is a 16x8 operand.
 template <int slices, int tiles>
-__device__ __forceinline__ void to_operand(uint32_t (&frag)[slices][tiles / 2][4],
-                                           const float (&acc)[slices][tiles][4]) {
+__device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles * 8 / product_step][4],
+                                           const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
-      frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
-      frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
+      if constexpr (sizeof(Element) == 2) {
+        frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
+        frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
+      } else {
+        frag[s][t][0] = acc[s][t][0];
+        frag[s][t][1] = acc[s][t][2];
+        frag[s][t][2] = acc[s][t][1];
+        frag[s][t][3] = acc[s][t][3];
+      }
     }
   }
 }

@@ -3,14 +3,15 @@
 
 #include "params.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
 #include "score.cuh"
 #include "tile/smem_tile.cuh"
 
 namespace cuflash {
 
-// One operand of one batch entry, from `first_row` of its matrix on: `num_columns` true columns,
-// rows at any stride.
+// One operand of one batch entry, from `first_row` and `first_column` of its matrix on:
+// `num_columns` true columns, rows at any stride.
 struct RowSource {
   const Element* data;
   int64_t row_stride;
@@ -18,11 +19,13 @@ struct RowSource {
   int num_columns;
 
   __device__ __forceinline__ RowSource(const void* array, const Layout& layout,
-                                       const BatchIndex& entry, int first_row, int columns)
-      : data(static_cast<const Element*>(array) + entry * layout.batch + first_row * layout.row),
+                                       const BatchIndex& entry, int first_row, int columns,
+                                       int first_column = 0)
+      : data(static_cast<const Element*>(array) + entry * layout.batch + first_row * layout.row +
+             first_column * layout.column),
         row_stride(layout.row),
         column_stride(layout.column),
-        num_columns(columns) {}
+        num_columns(columns - first_column) {}
 };
 
 // Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
@@ -51,19 +54,21 @@ __device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, i
                            static_cast<uint32_t>(valid.end - valid.begin);
 #pragma unroll(Config::copy_bytes >= 4 ? Tile::num_panels : 1)
     for (int panel = 0; panel < Tile::num_panels; ++panel) {
-      const int column = panel * Tile::panel_columns + 8 * chunk;
+      const int column = panel * Tile::panel_columns + Tile::chunk_columns * chunk;
       const int offset = panel * Tile::panel_bytes + Tile::chunk_offset(tile_row, chunk);
       if constexpr (Config::copy_bytes >= 4) {
-        constexpr int copy_columns = Config::copy_bytes / 2;
+        constexpr int copy_columns = Config::copy_bytes / sizeof(Element);
+        const int64_t step = copy_columns == 1 ? source.column_stride : 1;
 #pragma unroll
-        for (int c = 0; c < 8; c += copy_columns) {
-          ptx::cp_async<Config::copy_bytes>(smem + offset + 2 * c, row_data + column + c,
+        for (int c = 0; c < Tile::chunk_columns; c += copy_columns) {
+          ptx::cp_async<Config::copy_bytes>(smem + offset + sizeof(Element) * c,
+                                            row_data + (column + c) * step,
                                             row_valid && column + c < source.num_columns);
         }
       } else {
-        Element* to = tile.data + offset / 2;
+        Element* to = tile.data + offset / sizeof(Element);
 #pragma unroll 4
-        for (int c = 0; c < 8; ++c) {
+        for (int c = 0; c < Tile::chunk_columns; ++c) {
           const bool is_valid = row_valid && column + c < source.num_columns;
           to[c] = is_valid ? row_data[(column + c) * source.column_stride] : Element(0);
         }

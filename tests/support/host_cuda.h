@@ -21,6 +21,15 @@ constexpr T max(T a, T b) {
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline int __double2loint(double x) { return static_cast<int>(__builtin_bit_cast(long long, x)); }
+inline int __double2hiint(double x) {
+  return static_cast<int>(__builtin_bit_cast(long long, x) >> 32);
+}
+inline double __hiloint2double(int high, int low) {
+  return __builtin_bit_cast(
+      double, static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low));
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
   unsigned result = 0;
@@ -28,6 +37,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     result |= static_cast<unsigned>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   }
   return result;
+}
+template <typename T>
+T __shfl_sync(unsigned, T x, int) {
+  return x;
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int) {

@@ -107,7 +107,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
                   "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
     cuda = SimpleNamespace(
         get_current_stream=lambda: stream,
-        Device=lambda _: SimpleNamespace(attributes=attributes),
+        Device=lambda _: SimpleNamespace(attributes=attributes, compute_capability="80"),
     )
     library = SimpleNamespace(
         cuda=cuda,

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -22,6 +23,11 @@
 #define __launch_bounds__(...)
 
 using std::copysign;
+using std::fabs;
+using std::fma;
+using std::fmax;
+using std::log;
+using std::tanh;
 struct float2 {
   float x, y;
 };
@@ -50,6 +56,7 @@ inline int __double2hiint(double x) { return static_cast<int>(std::bit_cast<uint
 inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | static_cast<uint64_t>(b) << 32;
@@ -95,7 +102,6 @@ struct Fiber {
 
 static ucontext_t scheduler;
 static std::vector<Fiber> fibers(max_threads);
-static std::vector<unsigned char> stacks(static_cast<size_t>(max_threads) * stack_bytes);
 static Warp warps[max_threads / 32];
 static Meeting block;
 static int votes[2][max_threads];
@@ -135,6 +141,9 @@ void run(unsigned blocks, int threads, const Kernel& kernel) {
   static const Kernel* running;
   running = &kernel;
   num_threads = threads;
+  // Not cleared, and given back: every kernel is a library of its own in one process.
+  const std::unique_ptr<unsigned char[]> stacks(
+      new unsigned char[static_cast<size_t>(threads) * stack_bytes]);
   gridDim.x = blocks;
   for (unsigned index = 0; index < blocks; ++index) {
     std::memset(smem_bytes, 0xff, sizeof smem_bytes);  // NaN in every format

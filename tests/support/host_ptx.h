@@ -92,6 +92,65 @@ inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, u
   });
 }
 
+inline uint32_t round_tf32(float x) { return (std::bit_cast<uint32_t>(x) + 0x1000) & 0xffffe000; }
+
+// acc (16x8) += a (16x8) . b (8x8): lane t has rows t/4 and t/4 + 8 and columns t%4 and t%4 + 4 of
+// a, the same rows and column t/4 of b.
+template <typename Real, typename Register, typename Value>
+inline void mma_m16n8k8(Real (&acc)[4], const Register (&a)[4], Register b0, Register b1,
+                        const Value& value) {
+  struct Operands {
+    Register a[4], b[2];
+  };
+  const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  host::gather(own, [&](const Operands* lanes) {
+    const int lane = host::current % 32;
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+      double sum = acc[i];
+      for (int k = 0; k < 8; ++k) {
+        sum += value(lanes[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) *
+               value(lanes[column * 4 + k % 4].b[k / 4]);
+      }
+      acc[i] = static_cast<Real>(sum);
+    }
+    return 0;
+  });
+}
+inline void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_m16n8k8(acc, a, b0, b1, [](uint32_t bits) {
+    return static_cast<double>(std::bit_cast<float>(bits & 0xffffe000));
+  });
+}
+inline void mma_m16n8k8_float64(double (&acc)[4], const double (&a)[4], double b0, double b1) {
+  mma_m16n8k8(acc, a, b0, b1, [](double x) { return x; });
+}
+// acc (8x8) += a (8x4) . b (4x8).
+inline void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
+  struct Operands {
+    double a, b;
+  };
+  host::gather(Operands{a, b}, [&](const Operands* lanes) {
+    const int lane = host::current % 32;
+    for (int k = 0; k < 4; ++k) {
+      acc0 += lanes[lane / 4 * 4 + k].a * lanes[lane % 4 * 8 + k].b;
+      acc1 += lanes[lane / 4 * 4 + k].a * lanes[lane % 4 * 8 + 4 + k].b;
+    }
+    return 0;
+  });
+}
+
+template <typename Value>
+inline Value load_shared(uint32_t smem) {
+  Value x;
+  std::memcpy(&x, smem_bytes + smem, sizeof x);
+  return x;
+}
+inline void load_shared(double& first, double& second, uint32_t smem) {
+  first = load_shared<double>(smem);
+  second = load_shared<double>(smem + 8);
+}
+
 // No tensor map is used here.
 struct TensorMap {
   alignas(64) unsigned char bytes[128];

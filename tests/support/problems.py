@@ -163,7 +163,7 @@ _HOST = Limits(
     gradients=("bias", "alibi_slopes", "sink", "scale"),
 )
 _DEVICE = Limits(
-    dtypes=HALVES,
+    dtypes=tuple(DTYPES),
     seqlens=(1, 2, 15, 17, 63, 64, 65, 127, 128, 129, 200, 0),
     head_dims=(40, 64),
     values_dims=(64,),

@@ -1,0 +1,130 @@
+"""Which tile does a portable kernel take for float32 and float64? Rows of tables, as in _select.
+
+Registers decide: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp, and of wide
+results a part of the columns. All rows are free of spills by NVRTC 12.9 and 13.5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """One row of a table: the tile and how many blocks of threads share a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    blocks_per_sm: int
+
+
+#: Keyed by the larger padded head size. Of a row's tiles the first is taken that leaves room in
+#: shared memory for its blocks_per_sm: the first serves sm_90, the last the 99 KiB of sm_86, sm_89
+#: and sm_120.
+Tiles = dict[int, tuple[Tile, ...]]
+
+
+class Tables(NamedTuple):
+    """The tables of one arithmetic; ``general`` ones where a score is more than a product."""
+
+    forward: Tiles
+    forward_general: Tiles
+    backward_q: Tiles
+    backward_q_general: Tiles
+    backward_kv: Tiles
+    backward_kv_general: Tiles
+    backward_score: Tiles
+    widest_pair: int  # padded head size up to which registers hold dk and dv in one pass
+    own_columns: int  # of a result that registers hold: of out, of a gradient
+    own_columns_backward: int
+
+
+_FORWARD_FLOAT32: Tiles = {
+    32: (Tile(64, 64, 4, 2),),
+    64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+    96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+}
+_BACKWARD_Q_FLOAT32: Tiles = {
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}
+_BACKWARD_KV_FLOAT32: Tiles = {
+    32: (Tile(32, 64, 4, 2),),
+    64: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
+    96: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
+    128: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
+    192: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
+    256: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+}
+_BACKWARD_SCORE_FLOAT32: Tiles = {
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+}
+FLOAT32 = Tables(
+    _FORWARD_FLOAT32,
+    _FORWARD_FLOAT32,
+    _BACKWARD_Q_FLOAT32,
+    _BACKWARD_Q_FLOAT32,
+    _BACKWARD_KV_FLOAT32,
+    _BACKWARD_KV_FLOAT32,
+    _BACKWARD_SCORE_FLOAT32,
+    widest_pair=64,
+    own_columns=128,
+    own_columns_backward=128,
+)
+
+_FORWARD_FLOAT64: Tiles = {
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}
+_BACKWARD_Q_FLOAT64: Tiles = {
+    32: (Tile(64, 16, 4, 2),),
+    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    96: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    128: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    192: (Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    256: (Tile(16, 16, 1, 1),),
+}
+_BACKWARD_KV_FLOAT64: Tiles = {
+    32: (Tile(16, 64, 4, 2),),
+    64: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
+    96: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+    128: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+    192: (Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+    256: (Tile(16, 16, 1, 1),),
+}
+_BACKWARD_SCORE_FLOAT64: Tiles = {
+    32: (Tile(64, 16, 4, 2),),
+    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    96: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    128: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    192: (Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    256: (Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}
+FLOAT64 = Tables(
+    _FORWARD_FLOAT64,
+    _FORWARD_FLOAT64,
+    _BACKWARD_Q_FLOAT64,
+    _BACKWARD_Q_FLOAT64,
+    _BACKWARD_KV_FLOAT64,
+    _BACKWARD_KV_FLOAT64,
+    _BACKWARD_SCORE_FLOAT64,
+    widest_pair=32,
+    own_columns=128,
+    own_columns_backward=64,
+)
