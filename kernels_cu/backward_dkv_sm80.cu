@@ -120,6 +120,7 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
   const int lane_row = first_row + fragment_column(0, 0, lane);
   const KeptBits<slices, tiles> kept(score, first_row, first_key);
   const Real scale = kept_scale(score.params);
+  const WarpPowers power;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -141,7 +142,7 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
           const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          value = power_of_two(score.probability_exponent(logit, lse));
+          value = power(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {
             const Real delta = i == 0 ? pair.first_delta : pair.second_delta;
             Real& ds = dp_acc[s][t][2 * half + i];
@@ -222,12 +223,12 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     }
     if constexpr (Config::grad_v) {
-      Register p_frag[slices][Config::block_m / product_step][4];
+      Register p_frag[slices][Config::block_m / 16][operand_registers];
       to_operand(p_frag, s_acc);
       multiply(acc.dv, p_frag, read_sums(smem.dout[stage], first_own_column(Config::head_dim_v)));
     }
     if constexpr (Config::grad_k) {
-      Register ds_frag[slices][Config::block_m / product_step][4];
+      Register ds_frag[slices][Config::block_m / 16][operand_registers];
       to_operand(ds_frag, dp_acc);
       multiply(acc.dk, ds_frag, read_sums(smem.q[stage], first_own_column(Config::head_dim)));
     }

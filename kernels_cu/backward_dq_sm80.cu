@@ -89,6 +89,7 @@ __device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
+  const WarpPowers power;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -108,7 +109,7 @@ __device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
           const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const Real p = power_of_two(score.probability_exponent(logit, rows[s][half].lse));
+          const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
           value = ds * score.derivative(product, q_idx, kv_idx);
           // An invisible value may be NaN: zero times it would not do.
@@ -171,7 +172,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     }
-    Register ds_frag[slices][Config::block_n / product_step][4];
+    Register ds_frag[slices][Config::block_n / 16][operand_registers];
     to_operand(ds_frag, s_acc);
     multiply(dq_acc, ds_frag, read_sums(smem.k[stage], first_own_column(Config::head_dim)));
     stage ^= 1;

@@ -115,6 +115,7 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
+  const WarpPowers power;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -135,7 +136,7 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
           const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
                                            score.unmasked(q_idx, kv_idx));
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const Real p = power_of_two(score.probability_exponent(logit, row.lse));
+          const Real p = power(score.probability_exponent(logit, row.lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);
           // An invisible value may be NaN: zero times it would not do.
           if (!masked || logit != -infinity()) {

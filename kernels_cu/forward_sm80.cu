@@ -178,7 +178,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
 
     softmax.update(s_acc, o_acc, score);
     drop_weights(s_acc, score, work.first_row + warp_row, first_key);
-    Register p_frag[slices][Config::block_n / product_step][4];
+    Register p_frag[slices][Config::block_n / 16][operand_registers];
     to_operand(p_frag, s_acc);
     multiply(o_acc, p_frag, read_sums(smem.v[stage]));
     stage ^= 1;

@@ -49,9 +49,30 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// 2^x.
+// 2^x, for any thread.
 __device__ __forceinline__ float power_of_two(float x) { return ptx::exp2_approx(x); }
 __device__ __forceinline__ double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }
+
+// The same for a warp whose lanes ask together: of float64 each holds an entry of a table.
+struct FloatPowers {
+  __device__ __forceinline__ float operator()(float x) const { return ptx::exp2_approx(x); }
+};
+
+struct DoublePowers {
+  LanePowers entries{static_cast<int>(threadIdx.x % 32)};
+
+  __device__ __forceinline__ double operator()(double x) const { return exp2_float64(x, entries); }
+};
+
+template <bool of_doubles>
+struct PowersOf {
+  using type = FloatPowers;
+};
+template <>
+struct PowersOf<true> {
+  using type = DoublePowers;
+};
+using WarpPowers = PowersOf<is_double>::type;
 
 template <Dtype dtype>
 __device__ __forceinline__ Real to_real(typename Storage<dtype>::type x) {

@@ -34,6 +34,7 @@ template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
   Real row_sum[slices][2];  // of this lane's columns only, until `finish`
+  WarpPowers power;
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -60,14 +61,14 @@ struct OnlineSoftmax {
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
         const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
         const Real rescale =
-            power_of_two(score.exponent_between(score.reference(row_max[s][half]), shift));
+            power(score.exponent_between(score.reference(row_max[s][half]), shift));
         row_max[s][half] = block_max;
         Real sum = rounded_product(row_sum[s][half], rescale);
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s_acc[s][t][i] = power_of_two(score.exponent(s_acc[s][t][i], shift));
+            s_acc[s][t][i] = power(score.exponent(s_acc[s][t][i], shift));
             sum += s_acc[s][t][i];
           }
         }

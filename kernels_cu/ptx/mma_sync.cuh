@@ -68,14 +68,16 @@ __device__ __forceinline__ void mma_m8n8k4_float64(double& acc0, double& acc1, d
       : "d"(a), "d"(b));
 }
 
-// acc (16x8, float64) += a (16x8) . b (8x8), from sm_90 on.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
-__device__ __forceinline__ void mma_m16n8k8_float64(double (&acc)[4], const double (&a)[4],
-                                                    double b0, double b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+// acc (16x8, float64) += a (16x16) . b (16x8), from sm_90 on; `b` points to four.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-f64
+__device__ __forceinline__ void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8],
+                                                     const double* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "
+      "{%0, %1, %2, %3};"
       : "+d"(acc[0]), "+d"(acc[1]), "+d"(acc[2]), "+d"(acc[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
+        "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 
 // One element of shared memory, or two neighbours.

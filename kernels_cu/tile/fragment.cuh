@@ -8,19 +8,20 @@
 //      row 1      t4    t5    t6    t7        registers 2, 3: row t/4 + 8
 //      ...
 //
-// A product of fragments sums 16 columns of 16-bit elements, eight of wider ones. Lane t gives it
-// of rows t/4 and t/4 + 8 of the left operand, and of column t/4 of the right one:
+// A product of fragments sums 16 columns of the left operand, rows of the right one. Lane t gives
+// it of rows t/4 and t/4 + 8 of the left operand, and of column t/4 of the right one:
 //
-//      16-bit     columns 2 (t%4) and the next, and those plus 8, in pairs: the order of memory
-//      wider      columns t%4 and t%4 + 4. Sums may be taken in any order: where the left operand
-//                 is an accumulator, these stand for 2 (t%4) and the next, which the lane has
+//      16-bit     elements 2 (t%4) and the next, and those plus 8, in pairs: the order of memory
+//      wider      of each eight elements t%4 and t%4 + 4. Sums may be taken in any order: where the
+//                 left operand is an accumulator, these stand for 2 (t%4) and the next, which the
+//                 lane has, and so they do for float64 throughout
 #pragma once
 
 #include "numeric.cuh"
 
 namespace cuflash {
 
-// What a lane holds of an operand in one register, and how many columns one product sums.
+// What a lane holds of an operand in one register, and how many of them.
 template <int element_bytes>
 struct OperandRegister {
   using type = Element;
@@ -30,7 +31,7 @@ struct OperandRegister<2> {
   using type = uint32_t;  // two of them
 };
 using Register = OperandRegister<sizeof(Element)>::type;
-constexpr int product_step = sizeof(Element) == 2 ? 16 : 8;
+constexpr int operand_registers = sizeof(Element) == 2 ? 4 : 8;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
@@ -55,10 +56,9 @@ __device__ __forceinline__ void clear(Real (&acc)[slices][tiles][4]) {
   }
 }
 
-// Two neighbouring 16x8 accumulators of 16-bit elements, rounded once, are one 16x16 A operand. One
-// of wider elements is a 16x8 operand.
+// Two neighbouring 16x8 accumulators are one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
-__device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles * 8 / product_step][4],
+__device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
                                            const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
@@ -68,10 +68,8 @@ __device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles * 8 / 
         frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
         frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
       } else {
-        frag[s][t][0] = acc[s][t][0];
-        frag[s][t][1] = acc[s][t][2];
-        frag[s][t][2] = acc[s][t][1];
-        frag[s][t][3] = acc[s][t][3];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) frag[s][t / 2][t % 2 * 4 + i] = acc[s][t][i % 2 * 2 + i / 2];
       }
     }
   }

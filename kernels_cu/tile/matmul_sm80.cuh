@@ -1,10 +1,12 @@
 // The two products of attention, warp by warp, from shared memory and registers.
 //
-// Tensor cores multiply 16-bit elements and float64 as they are. A float32 is the sum of two TF32
-// numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
-// below its rounding. Sums of these come out of the tensor cores truncated, not rounded: small
-// terms have accumulators of their own, and sums over many rows are taken block by block and added
-// in float32.
+// Tensor cores multiply 16-bit elements and float64 as they are. A float32 x is split into a TF32
+// number and a rest, at most 2^-12 of it, so that x y = high(x) high(y) + rest(x) y + x rest(y) but
+// for the product of the rests. The first term is a product of TF32. For the others, which are so
+// much smaller, bfloat16 will do, at twice the rate: they are off by some 2^-21 of x y.
+//
+// Sums come out of the tensor cores truncated, not rounded: small terms have accumulators of their
+// own, and sums over many rows are taken block by block and added in float32.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -16,51 +18,66 @@ namespace cuflash {
 constexpr bool splits_operands =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
 
-// acc += a . b of 16-bit elements, of TF32, of float64.
+// acc += a . b, of 16-bit elements, of TF32, of float64; `b` is one of two operands side by side.
 template <Dtype dtype = Config::dtype>
 __device__ __forceinline__ void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4],
-                                                   uint32_t b0, uint32_t b1) {
-  ptx::mma_m16n8k16<dtype>(acc, a, b0, b1);
+                                                   const uint32_t* b) {
+  ptx::mma_m16n8k16<dtype>(acc, a, b[0], b[1]);
 }
 
-__device__ __forceinline__ void multiply_fragments(float (&acc)[4], const float (&a)[4], float b0,
-                                                   float b1) {
-  const uint32_t rounded[4] = {ptx::round_tf32(a[0]), ptx::round_tf32(a[1]), ptx::round_tf32(a[2]),
-                               ptx::round_tf32(a[3])};
-  ptx::mma_m16n8k8_tf32(acc, rounded, ptx::round_tf32(b0), ptx::round_tf32(b1));
+__device__ __forceinline__ void multiply_fragments(float (&acc)[4], const float (&a)[8],
+                                                   const float* b) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t left[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) left[i] = ptx::round_tf32(a[4 * half + i]);
+    ptx::mma_m16n8k8_tf32(acc, left, ptx::round_tf32(b[2 * half]),
+                          ptx::round_tf32(b[2 * half + 1]));
+  }
 }
 
-__device__ __forceinline__ void multiply_fragments(double (&acc)[4], const double (&a)[4],
-                                                   double b0, double b1) {
+__device__ __forceinline__ void multiply_fragments(double (&acc)[4], const double (&a)[8],
+                                                   const double* b) {
   if constexpr (Config::wide_float64) {
-    ptx::mma_m16n8k8_float64(acc, a, b0, b1);
+    ptx::mma_m16n8k16_float64(acc, a, b);
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ptx::mma_m8n8k4_float64(acc[2 * half], acc[2 * half + 1], a[half], b0);
-      ptx::mma_m8n8k4_float64(acc[2 * half], acc[2 * half + 1], a[half + 2], b1);
+    for (int k = 0; k < 4; ++k) {
+      ptx::mma_m8n8k4_float64(acc[0], acc[1], a[2 * k], b[k]);
+      ptx::mma_m8n8k4_float64(acc[2], acc[3], a[2 * k + 1], b[k]);
     }
   }
 }
 
-// high is x rounded to the 11 significant bits of TF32, and tensor cores ignore the bits of low
-// that they have no room for. What overflows in rounding leaves an infinite low: no sum of it is
-// finite, and exact.cuh computes its row.
+// An operand of float32, left (8 elements to a lane) or right (4). Rounding x to the 11 significant
+// bits of TF32 leaves a rest; what overflows leaves an infinite one, and no sum of it is finite:
+// exact.cuh computes its row.
 template <int count>
 struct Split {
-  uint32_t high[count], low[count];
+  uint32_t high[count];                        // TF32
+  uint32_t whole[count / 2], rest[count / 2];  // pairs of bfloat16
 
   Split() = default;
-  __device__ __forceinline__ explicit Split(const float (&x)[count]) {
+  __device__ __forceinline__ explicit Split(const float* x) {
+    float low[count];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       high[i] = (__float_as_uint(x[i]) + 0x1000) & 0xffffe000;
-      low[i] = __float_as_uint(x[i] - __uint_as_float(high[i]));
+      low[i] = x[i] - __uint_as_float(high[i]);
+    }
+    // A product of 16-bit elements takes them in pairs: this lane's two of each eight of a row.
+    constexpr int rows = count / 4;
+#pragma unroll
+    for (int i = 0; i < count / 2; ++i) {
+      const int first = i / rows * 2 * rows + i % rows, second = first + rows;
+      whole[i] = pack<Dtype::bfloat16>(x[first], x[second]);
+      rest[i] = pack<Dtype::bfloat16>(low[first], low[second]);
     }
   }
 };
 
-// Accumulators of split products: terms with a low part, and the others.
+// Accumulators of split products: terms with a rest, and the others.
 template <int slices, int tiles>
 struct SplitSums {
   float large[slices][tiles][4], small[slices][tiles][4];
@@ -70,11 +87,15 @@ struct SplitSums {
     clear(small);
   }
 
-  __device__ __forceinline__ void add(int slice, int tile, const Split<4>& left,
-                                      const Split<2>& right) {
-    ptx::mma_m16n8k8_tf32(small[slice][tile], left.low, right.high[0], right.high[1]);
-    ptx::mma_m16n8k8_tf32(small[slice][tile], left.high, right.low[0], right.low[1]);
-    ptx::mma_m16n8k8_tf32(large[slice][tile], left.high, right.high[0], right.high[1]);
+  __device__ __forceinline__ void add(int slice, int tile, const Split<8>& a, const Split<4>& b) {
+    ptx::mma_m16n8k16<Dtype::bfloat16>(small[slice][tile], a.rest, b.whole[0], b.whole[1]);
+    ptx::mma_m16n8k16<Dtype::bfloat16>(small[slice][tile], a.whole, b.rest[0], b.rest[1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t left[4] = {a.high[4 * half], a.high[4 * half + 1], a.high[4 * half + 2],
+                                a.high[4 * half + 3]};
+      ptx::mma_m16n8k8_tf32(large[slice][tile], left, b.high[2 * half], b.high[2 * half + 1]);
+    }
   }
 
   // Added to `acc`, whose tiles from `first_tile` on are these.
@@ -100,41 +121,41 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
   if constexpr (splits_operands) {
     SplitSums<slices, BTile::rows / 8> sums;
 #pragma unroll
-    for (int k = 0; k < BTile::columns / product_step; ++k) {
-      Split<4> a_frag[slices];
+    for (int k = 0; k < BTile::columns / 16; ++k) {
+      Split<8> a_split[slices];
 #pragma unroll
       for (int s = 0; s < slices; ++s) {
-        float read[4];
-        a.read(read, s, k);
-        a_frag[s] = Split<4>(read);
+        float a_frag[8];
+        a.read(a_frag, s, k);
+        a_split[s] = Split<8>(a_frag);
       }
 #pragma unroll
       for (int n = 0; n < BTile::rows / 16; ++n) {
-        float b_frag[4];
+        float b_frag[8];
         b.read(b_frag, n, k);
-        const Split<2> left({b_frag[0], b_frag[1]}), right({b_frag[2], b_frag[3]});
+        const Split<4> left(b_frag), right(b_frag + 4);
 #pragma unroll
         for (int s = 0; s < slices; ++s) {
-          sums.add(s, 2 * n, a_frag[s], left);
-          sums.add(s, 2 * n + 1, a_frag[s], right);
+          sums.add(s, 2 * n, a_split[s], left);
+          sums.add(s, 2 * n + 1, a_split[s], right);
         }
       }
     }
     sums.add_to(acc, 0);
   } else {
 #pragma unroll
-    for (int k = 0; k < BTile::columns / product_step; ++k) {
-      Register a_frag[slices][4];
+    for (int k = 0; k < BTile::columns / 16; ++k) {
+      Register a_frag[slices][operand_registers];
 #pragma unroll
       for (int s = 0; s < slices; ++s) a.read(a_frag[s], s, k);
 #pragma unroll
       for (int n = 0; n < BTile::rows / 16; ++n) {
-        Register b_frag[4];
+        Register b_frag[operand_registers];
         b.read(b_frag, n, k);
 #pragma unroll
         for (int s = 0; s < slices; ++s) {
-          multiply_fragments(acc[s][2 * n], a_frag[s], b_frag[0], b_frag[1]);
-          multiply_fragments(acc[s][2 * n + 1], a_frag[s], b_frag[2], b_frag[3]);
+          multiply_fragments(acc[s][2 * n], a_frag[s], b_frag);
+          multiply_fragments(acc[s][2 * n + 1], a_frag[s], b_frag + operand_registers / 2);
         }
       }
     }
@@ -144,24 +165,25 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
 // acc += A . B: A in registers, the rows of B are summed; of its columns as many as acc has.
 template <int slices, int tiles, typename BTile>
 __device__ __forceinline__ void multiply(
-    Real (&acc)[slices][tiles][4], const Register (&a_frag)[slices][BTile::rows / product_step][4],
+    Real (&acc)[slices][tiles][4],
+    const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
     const SumReader<BTile>& b) {
-  constexpr int steps = BTile::rows / product_step;
+  constexpr int steps = BTile::rows / 16;
   if constexpr (splits_operands) {
-    Split<4> a_split[slices][steps];
+    Split<8> a_split[slices][steps];
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
-      for (int k = 0; k < steps; ++k) a_split[s][k] = Split<4>(a_frag[s][k]);
+      for (int k = 0; k < steps; ++k) a_split[s][k] = Split<8>(a_frag[s][k]);
     }
 #pragma unroll
     for (int n = 0; n < tiles / 2; ++n) {
       SplitSums<slices, 2> sums;
 #pragma unroll
       for (int k = 0; k < steps; ++k) {
-        float b_frag[4];
+        float b_frag[8];
         b.read(b_frag, k, n);
-        const Split<2> left({b_frag[0], b_frag[1]}), right({b_frag[2], b_frag[3]});
+        const Split<4> left(b_frag), right(b_frag + 4);
 #pragma unroll
         for (int s = 0; s < slices; ++s) {
           sums.add(s, 0, a_split[s][k], left);
@@ -175,12 +197,12 @@ __device__ __forceinline__ void multiply(
     for (int k = 0; k < steps; ++k) {
 #pragma unroll
       for (int n = 0; n < tiles / 2; ++n) {
-        Register b_frag[4];
+        Register b_frag[operand_registers];
         b.read(b_frag, k, n);
 #pragma unroll
         for (int s = 0; s < slices; ++s) {
-          multiply_fragments(acc[s][2 * n], a_frag[s][k], b_frag[0], b_frag[1]);
-          multiply_fragments(acc[s][2 * n + 1], a_frag[s][k], b_frag[2], b_frag[3]);
+          multiply_fragments(acc[s][2 * n], a_frag[s][k], b_frag);
+          multiply_fragments(acc[s][2 * n + 1], a_frag[s][k], b_frag + operand_registers / 2);
         }
       }
     }

@@ -1,9 +1,7 @@
-// How a lane reads the operands of a product of fragments, acc (16x8) += a (16 x step) . b (step x
-// 8), from shared memory.
+// How a lane reads the operands of a product of fragments, acc (16x8) += a (16x16) . b (16x8), from
+// shared memory: of a, or of two b side by side, `operand_registers`; see fragment.cuh.
 //
-// 16-bit elements, and float32 summed over columns, are read by ldmatrix. The other products of
-// wider elements sum columns (or rows) in an order of their own, which both operands share: see
-// fragment.cuh.
+// 16-bit elements, and float32 summed over columns, are read by ldmatrix.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -23,82 +21,107 @@ __device__ __forceinline__ uint32_t along_columns(uint32_t address, int index) {
          index / blocks_per_panel * Tile::panel_bytes;
 }
 
-// Four 8x8 matrices of 16-bit elements, or 8x4 of float32, as ldmatrix hands them out.
-__device__ __forceinline__ void read_matrices(uint32_t (&frag)[4], uint32_t address, int) {
-  ptx::ldmatrix_x4(frag, address);
-}
-
-__device__ __forceinline__ void read_matrices(float (&frag)[4], uint32_t address, int) {
-  uint32_t words[4];
-  ptx::ldmatrix_x4(words, address);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) frag[i] = __uint_as_float(words[i]);
-}
-
-// Two neighbouring columns of a row, and of the row eight rows below.
-__device__ __forceinline__ void read_matrices(double (&frag)[4], uint32_t address, int row_bytes) {
-  ptx::load_shared(frag[0], frag[1], address);
-  ptx::load_shared(frag[2], frag[3], address + 8 * row_bytes);
-}
-
 // The left operand: 16 rows of a matrix, whose columns are summed over.
 template <typename Tile>
 struct RowsReader {
-  static constexpr int block_bytes = product_step * sizeof(Element);
-
   uint32_t lane_address;
 
-  // Rows from 16 * row16 on, columns from product_step * k on.
-  __device__ __forceinline__ void read(Register (&frag)[4], int row16, int k) const {
-    const uint32_t address =
-        along_columns<Tile, block_bytes>(lane_address, k) + row16 * 16 * Tile::row_bytes;
-    read_matrices(frag, address, Tile::row_bytes);
-    if constexpr (is_double) {  // rows come first in a left operand
-      const Register column = frag[1];
-      frag[1] = frag[2];
-      frag[2] = column;
+  // Rows from 16 * row16 on, columns from 16 * k on.
+  __device__ __forceinline__ void read(uint32_t (&frag)[4], int row16, int k) const {
+    ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
+  }
+
+  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+      ptx::ldmatrix_x4(words,
+                       along_columns<Tile, 32>(lane_address, 2 * k + half) + row16 * row_block);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) frag[4 * half + i] = __uint_as_float(words[i]);
     }
   }
+
+  __device__ __forceinline__ void read(double (&frag)[8], int row16, int k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t address =
+          along_columns<Tile, 64>(lane_address, 2 * k + half) + row16 * row_block;
+      ptx::load_shared(frag[4 * half], frag[4 * half + 2], address);
+      ptx::load_shared(frag[4 * half + 1], frag[4 * half + 3], address + row_block / 2);
+    }
+  }
+
+ private:
+  static constexpr int row_block = 16 * Tile::row_bytes;
 };
 
 // Two right operands side by side, whose columns are 16 rows of a matrix: its columns are summed
 // over.
 template <typename Tile>
 struct ColumnsReader {
-  static constexpr int block_bytes = product_step * sizeof(Element);
-
   uint32_t lane_address;
 
-  // Rows from 16 * row16 on, columns from product_step * k on.
-  __device__ __forceinline__ void read(Register (&frag)[4], int row16, int k) const {
-    const uint32_t address =
-        along_columns<Tile, block_bytes>(lane_address, k) + row16 * 16 * Tile::row_bytes;
-    read_matrices(frag, address, Tile::row_bytes);
+  // Rows from 16 * row16 on, columns from 16 * k on.
+  __device__ __forceinline__ void read(uint32_t (&frag)[4], int row16, int k) const {
+    ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
+
+  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+      ptx::ldmatrix_x4(words,
+                       along_columns<Tile, 32>(lane_address, 2 * k + half) + row16 * row_block);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) frag[i / 2 * 4 + 2 * half + i % 2] = __uint_as_float(words[i]);
+    }
+  }
+
+  __device__ __forceinline__ void read(double (&frag)[8], int row16, int k) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t address =
+          along_columns<Tile, 64>(lane_address, 2 * k + half) + row16 * row_block;
+      ptx::load_shared(frag[2 * half], frag[2 * half + 1], address);
+      ptx::load_shared(frag[2 * half + 4], frag[2 * half + 5], address + row_block / 2);
+    }
+  }
+
+ private:
+  static constexpr int row_block = 16 * Tile::row_bytes;
 };
 
 // Two right operands side by side, 16 columns of a matrix whose rows are summed over.
 template <typename Tile>
 struct SumReader {
-  static constexpr int block_bytes = 16 * sizeof(Element);
-
   uint32_t lane_address;
 
-  // Rows from product_step * k on, columns from 16 * column16 on.
+  // Rows from 16 * k on, columns from 16 * column16 on.
+  __device__ __forceinline__ void read(uint32_t (&frag)[4], int k, int column16) const {
+    ptx::ldmatrix_x4_trans(frag, address(k, column16));
+  }
+
   template <typename Value>
-  __device__ __forceinline__ void read(Value (&frag)[4], int k, int column16) const {
-    const uint32_t address = along_columns<Tile, block_bytes>(lane_address, column16) +
-                             k * product_step * Tile::row_bytes;
-    if constexpr (sizeof(Element) == 2) {
-      ptx::ldmatrix_x4_trans(frag, address);
-    } else {
+  __device__ __forceinline__ void read(Value (&frag)[8], int k, int column16) const {
+    constexpr int eight_columns = 8 * sizeof(Value);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       // This lane's even row and the next, whose chunks lie elsewhere.
-      const uint32_t next = (address ^ (Tile::swizzle(1) << 4)) + Tile::row_bytes;
-      frag[0] = ptx::load_shared<Value>(address);
-      frag[1] = ptx::load_shared<Value>(next);
-      frag[2] = ptx::load_shared<Value>(address ^ (block_bytes / 2));
-      frag[3] = ptx::load_shared<Value>(next ^ (block_bytes / 2));
+      const uint32_t even = address(k, column16) + half * 8 * Tile::row_bytes;
+      const uint32_t odd = (even ^ (Tile::swizzle(1) << 4)) + Tile::row_bytes;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        frag[4 * side + 2 * half] = ptx::load_shared<Value>(even ^ (side * eight_columns));
+        frag[4 * side + 2 * half + 1] = ptx::load_shared<Value>(odd ^ (side * eight_columns));
+      }
     }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t address(int k, int column16) const {
+    return along_columns<Tile, 16 * sizeof(Element)>(lane_address, column16) +
+           k * 16 * Tile::row_bytes;
   }
 };
 

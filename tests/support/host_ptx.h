@@ -96,11 +96,12 @@ inline uint32_t round_tf32(float x) { return (std::bit_cast<uint32_t>(x) + 0x100
 
 // acc (16x8) += a (16x8) . b (8x8): lane t has rows t/4 and t/4 + 8 and columns t%4 and t%4 + 4 of
 // a, the same rows and column t/4 of b.
-template <typename Real, typename Register, typename Value>
-inline void mma_m16n8k8(Real (&acc)[4], const Register (&a)[4], Register b0, Register b1,
-                        const Value& value) {
+inline void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Operands {
-    Register a[4], b[2];
+    uint32_t a[4], b[2];
+  };
+  const auto value = [](uint32_t bits) {
+    return static_cast<double>(std::bit_cast<float>(bits & 0xffffe000));
   };
   const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
   host::gather(own, [&](const Operands* lanes) {
@@ -112,19 +113,13 @@ inline void mma_m16n8k8(Real (&acc)[4], const Register (&a)[4], Register b0, Reg
         sum += value(lanes[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) *
                value(lanes[column * 4 + k % 4].b[k / 4]);
       }
-      acc[i] = static_cast<Real>(sum);
+      acc[i] = static_cast<float>(sum);
     }
     return 0;
   });
 }
-inline void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  mma_m16n8k8(acc, a, b0, b1, [](uint32_t bits) {
-    return static_cast<double>(std::bit_cast<float>(bits & 0xffffe000));
-  });
-}
-inline void mma_m16n8k8_float64(double (&acc)[4], const double (&a)[4], double b0, double b1) {
-  mma_m16n8k8(acc, a, b0, b1, [](double x) { return x; });
-}
+// Of sm_90, where the host is an sm_80.
+void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8], const double* b);
 // acc (8x8) += a (8x4) . b (4x8).
 inline void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
   struct Operands {
