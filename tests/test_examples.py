@@ -20,6 +20,7 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import albert  # noqa: E402
+import array_device  # noqa: E402
 import atom_mapping  # noqa: E402
 import long_sequence  # noqa: E402
 import progress  # noqa: E402
@@ -66,7 +67,7 @@ def confidences(
     checkpoint: Checkpoint, texts: list[str], arithmetic: atom_mapping.Arithmetic = DOUBLE
 ) -> list[float]:
     batch = [reactions.read_reaction(text) for text in texts]
-    mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, atom_mapping.cpu())
+    mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, array_device.cpu())
     return [mapping.confidence for mapping in mappings]
 
 
@@ -97,7 +98,7 @@ def test_published_numbers_are_those_of_the_wheel(wheel: Path) -> None:
 
 def test_published_mappings(checkpoint: Checkpoint) -> None:
     batch = [reactions.read_reaction(text) for text in PUBLISHED_MAPPINGS]
-    mappings, _ = atom_mapping.map_batch(checkpoint, batch, DOUBLE, atom_mapping.cpu())
+    mappings, _ = atom_mapping.map_batch(checkpoint, batch, DOUBLE, array_device.cpu())
 
     def chain(text: str) -> str:
         return text.replace("(", "").replace(")", "")
@@ -435,14 +436,14 @@ def test_no_gpu_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "no GPU: CuPy is not installed" in atom_mapping.choose_device("auto").description
+    assert "no GPU: CuPy is not installed" in array_device.choose_device("auto").description
     assert atom_mapping.main(["--device", "gpu"]) == 2
     assert capsys.readouterr().err == "error: CuPy is not installed\n"
 
 
 @pytest.mark.gpu
 def test_the_model_on_a_gpu(checkpoint: Checkpoint) -> None:
-    device = atom_mapping.gpu()
+    device = array_device.gpu()
     batch = [reactions.read_reaction(text) for text in atom_mapping.PUBLISHED]
     [arithmetic] = [a for a in JUDGED if a.attention_dtype is np.float16]
     mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, device)
@@ -456,7 +457,7 @@ def test_the_model_on_a_gpu(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.gpu
 def test_the_long_sequence_on_a_gpu() -> None:
-    assert long_sequence.show_on_gpu(atom_mapping.gpu().xp, quick=True)
+    assert long_sequence.show_on_gpu(array_device.gpu().xp, quick=True)
 
 
 # --- progress ----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Probed(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "by_memory", "by_lanes")),
-        ("count", ctypes.c_int64),
+        ("count", ctypes.c_int),
     ]
 
 
@@ -145,6 +145,13 @@ def test_the_ends_of_the_range(evaluate: Evaluate) -> None:
     np.testing.assert_array_equal(evaluate(ones), np.ones((2, ones.size)))
     invalid = np.array([np.nan, -np.nan, np.inf])
     assert np.isnan(evaluate(invalid)).all()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_it_compiles_without_a_stack(arch: str) -> None:
+    _, log = _compile._nvrtc(source(), (*_compile.OPTIONS, f"-arch={arch}", "--ptxas-options=-v"))
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -8,16 +8,16 @@ struct Exp2Probe {
   const double* x;
   double* by_memory;
   double* by_lanes;
-  int64_t count;
+  int count;
 };
 
 }  // namespace cuflash
 
 extern "C" __global__ void probe(const cuflash::Exp2Probe probed) {
   const cuflash::LanePowers lanes(threadIdx.x % 32);
-  const int64_t warps = probed.count / 32;
-  for (int64_t warp = threadIdx.x / 32; warp < warps; ++warp) {
-    const int64_t at = 32 * warp + threadIdx.x % 32;
+  const int warps = probed.count / 32;
+  for (int warp = threadIdx.x / 32; warp < warps; ++warp) {
+    const int at = 32 * warp + threadIdx.x % 32;
     probed.by_memory[at] = cuflash::exp2_float64(probed.x[at], cuflash::MemoryPowers());
     probed.by_lanes[at] = cuflash::exp2_float64(probed.x[at], lanes);
   }
