@@ -10,7 +10,6 @@ and reproduces the confidences published with it. Then one long sequence shows t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import numpy as np
 import reactions
 import rxnmapper_weights
 from albert import Albert
+from array_device import Device, choose_device
 from progress import sign_of_life
 
 import cuflash
@@ -64,61 +64,6 @@ ARITHMETICS = (
     Arithmetic("float16 x 2", np.float32, np.float16, 2, 2e-5),
     Arithmetic("float16", np.float32, np.float16, 1, None),
 )
-
-
-class NoGpuError(RuntimeError):
-    """No GPU can be used; the message is one line that says why."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where arrays live: the array module and a line that describes the machine."""
-
-    xp: Any
-    description: str
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether arrays live on a GPU."""
-        return self.xp is not np
-
-    def synchronize(self) -> None:
-        """Wait until everything asked for is computed."""
-        if self.is_gpu:
-            self.xp.cuda.get_current_stream().synchronize()
-
-
-def cpu(remark: str = "") -> Device:
-    return Device(np, f"CPU, {os.cpu_count()} cores, NumPy {np.__version__}{remark}")
-
-
-def gpu() -> Device:
-    """Return the current GPU, if cuflash has kernels for it."""
-    try:
-        import cupy
-    except ImportError:
-        raise NoGpuError("CuPy is not installed") from None
-    try:
-        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise NoGpuError(f"CuPy finds none, {str(error).partition(':')[0]}") from None
-    probe = cupy.zeros((1, 16), dtype=cupy.float16)
-    try:
-        cuflash.attention(probe, probe, probe)
-    except NotImplementedError as error:
-        raise NoGpuError(f"not for {name} yet, {error}") from None
-    return Device(cupy, f"{name}, CuPy {cupy.__version__}")
-
-
-def choose_device(wanted: str) -> Device:
-    if wanted == "cpu":
-        return cpu()
-    try:
-        return gpu()
-    except NoGpuError as error:
-        if wanted == "gpu":
-            raise
-        return cpu(f" (no GPU: {error})")
 
 
 def token_batch(
