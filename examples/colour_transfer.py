@@ -1,0 +1,231 @@
+"""How would one photograph look in the colours of another? By optimal transport of every pixel.
+
+The pixels of scikit-learn's two photographs are two clouds of 273,280 colours. The optimal plan
+between them would be a matrix of 299 GB in float32; `optimal_transport` finds its potentials with
+`cuflash.logsumexp` and what it does to the colours with `cuflash.attention`, in O(pixels) memory.
+On a CPU a sample of the pixels finds the potentials, and all of them are painted.
+
+    python examples/colour_transfer.py
+    python examples/colour_transfer.py --pixels 10000 --epsilon 0.002
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_device import Device, choose_device, cpu
+from optimal_transport import DensePlan, Plan, first_plan, solve
+from progress import sign_of_life
+
+Array = Any
+
+PHOTOGRAPHS = ("china", "flower")
+RELAXATION = 1.8
+CHECKED_PIXELS = 400
+MEMORY_LIMIT = 10**9
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Two images (height, width, 3) of colours from 0 to 1, and the colour between their means.
+
+    Transport knows differences only: counted from that colour, products are small and so is what
+    they round.
+    """
+
+    images: tuple[np.ndarray, np.ndarray]
+    middle: np.ndarray
+
+    def clouds(self, xp: Any, pixels: int | None, seed: int) -> list[Array]:
+        """Colours (pixels, 3) of both, all or as many as wanted, in float32."""
+        rng = np.random.default_rng(seed)
+        clouds = []
+        for image in self.images:
+            colours = (image.reshape(-1, 3) - self.middle).astype(np.float32)
+            if pixels is not None:
+                colours = colours[rng.choice(len(colours), pixels, replace=False)]
+            clouds.append(xp.asarray(colours))
+        return clouds
+
+    def painted(self, device: Device, plan: Plan) -> list[np.ndarray]:
+        """Both images in the colours that the plan sends theirs to."""
+        xp = device.xp
+        found = []
+        for image, towards in zip(self.images, (plan, plan.transposed()), strict=True):
+            points = xp.asarray((image.reshape(-1, 3) - self.middle).astype(np.float32))
+            colours = device.to_host(towards.mean_for(points, towards.y))
+            found.append(np.clip(colours + self.middle, 0, 1).reshape(image.shape))
+        return found
+
+
+def load_photographs() -> Photographs:
+    """Read the two photographs that scikit-learn carries."""
+    try:
+        from sklearn.datasets import load_sample_image
+    except ImportError as error:
+        text = "the photographs are scikit-learn's: pip install 'cuflash[examples]'"
+        raise ImportError(text) from error
+    first, second = (load_sample_image(f"{name}.jpg") / 255 for name in PHOTOGRAPHS)
+    middle = (first.mean(axis=(0, 1)) + second.mean(axis=(0, 1))) / 2
+    return Photographs((first, second), middle)
+
+
+def check(device: Device, photographs: Photographs, epsilon: float, tolerance: float) -> bool:
+    """Compare the colours of a small sample with those of a dense solver in float64."""
+    x, y = photographs.clouds(device.xp, CHECKED_PIXELS, seed=1)
+    options = {"relaxation": RELAXATION, "tolerance": tolerance}
+    plans = list(solve(first_plan(x, y), epsilon, **options))
+    plan, _ = plans[-1]
+    x64, y64 = (device.to_host(z).astype(np.float64) for z in (x, y))
+    steps_at_last = sum(one.epsilon == epsilon for one, _ in plans) - 1
+    options |= {"tolerance": 0.0, "max_steps": steps_at_last}
+    *_, (dense, _) = solve(first_plan(x64, y64, kind=DensePlan), epsilon, **options)
+    off = np.abs(device.to_host(plan.mean_for(x, y)) - dense.mean_for(x64, y64)).max()
+    allowed = rounding(dense, len(plans))
+    verdict = "ok" if off <= allowed else "NOT THE SAME"
+    print(
+        f"  check     {CHECKED_PIXELS} pixels of each against a dense solver in float64:"
+        f"\n            colours differ by {off:.0e}, {allowed:.0e} are allowed: {verdict}"
+    )
+    return bool(off <= allowed)
+
+
+def rounding(plan: Plan, steps: int) -> float:
+    """What float32 may change in a colour after a number of steps.
+
+    A step rounds exponents of the size of their two terms, a random walk of such errors adds up in
+    the potentials, and a mean moves by the colours' diameter times what the exponents move.
+    """
+    radius = max(float(np.linalg.norm(z, axis=-1).max()) for z in (plan.x, plan.y))
+    largest = plan.scale * radius**2 + max(abs(plan.phi).max(), abs(plan.psi).max())
+    return float(2.0**-24 * largest * math.sqrt(steps) * 2 * radius)
+
+
+def find_plan(device: Device, x: Array, y: Array, epsilon: float, tolerance: float) -> Plan:
+    """Solve; say how well and how fast."""
+    start = time.perf_counter()
+    options = {"tolerance": tolerance, "relaxation": RELAXATION}
+    with sign_of_life(f"Sinkhorn's steps, {len(x):,} x {len(y):,} pixels"):
+        last = deque(enumerate(solve(first_plan(x, y), epsilon, **options), start=1), maxlen=1)
+    ((steps, (plan, error)),) = last
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    pairs = 2 * steps * len(x) * len(y)
+    print(
+        f"  plan      {len(x):,} x {len(y):,} pixels, epsilon {epsilon}: {steps} steps in"
+        f" {seconds:.1f} s\n            ({pairs / seconds / 1e9:.2f} billion pairs a second);"
+        f" {100 * error:.3f} % of the mass lies in the wrong columns"
+    )
+    return plan
+
+
+def show_memory(device: Device, pixels: int) -> bool:
+    """Say what a GPU's memory pool took in all; a CPU keeps no such record."""
+    if not device.is_gpu:
+        return True
+    taken = device.xp.get_default_memory_pool().total_bytes()
+    print(
+        f"  memory    {taken / 1e9:.2f} GB of the GPU in all;"
+        f" the plan as a matrix would take {4 * pixels**2 / 1e9:.0f} GB"
+    )
+    return bool(taken < MEMORY_LIMIT)
+
+
+def draw(photographs: Photographs, painted: Sequence[np.ndarray], path: Path) -> None:
+    """Draw both photographs and their colours, before and after."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 4, figsize=(12, 4.9), layout="constrained")
+    chosen = np.random.default_rng(0).choice(painted[0].size // 3, 3000, replace=False)
+    rows = zip(axes, PHOTOGRAPHS, photographs.images, painted, strict=True)
+    for (left, right, *scatters), name, before, after in rows:
+        for axis, image, title in ((left, before, name), (right, after, f"{name}, transported")):
+            axis.imshow(image)
+            axis.set_title(title, fontsize=10)
+            axis.set_axis_off()
+        for axis, image, title in (
+            (scatters[0], before, "its colours"), (scatters[1], after, "transported")
+        ):  # fmt: skip
+            colours = image.reshape(-1, 3)[chosen]
+            axis.scatter(colours[:, 0], colours[:, 2], s=2, c=colours)
+            axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="red", ylabel="blue")
+            axis.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Transports the colours of two photographs into each other, by attention."
+    )
+    parser.add_argument(
+        "--pixels",
+        type=int,
+        help="pixels of each that the plan is between (default: 4,000 on a CPU, all on a GPU)",
+    )
+    parser.add_argument(
+        "--epsilon", type=float, default=0.004, help="in squared colours from 0 to 1"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, help="mass that may lie in the wrong place"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where pictures are written")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; 0: it agrees with the dense solver, 1: not, 2: it cannot run as asked."""
+    arguments = parse(argv)
+    try:
+        return run(arguments)
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = choose_device(arguments.device)
+    if device.is_gpu and not device.serves(np.float32):
+        if arguments.device == "gpu":
+            raise RuntimeError("cuflash has no float32 kernels for this GPU")
+        device = cpu(" (no float32 kernels for this GPU)")
+    print(f"  device    {device.description}")
+    photographs = load_photographs()
+    pixels = arguments.pixels or (None if device.is_gpu else 4000)
+    agreed = check(device, photographs, arguments.epsilon, arguments.tolerance)
+    x, y = photographs.clouds(device.xp, pixels, seed=0)
+    plan = find_plan(device, x, y, arguments.epsilon, arguments.tolerance)
+    start = time.perf_counter()
+    with sign_of_life("painting every pixel"):
+        painted = photographs.painted(device, plan)
+    seconds = time.perf_counter() - start
+    print(f"  painted   2 x {painted[0].size // 3:,} pixels in {seconds:.1f} s")
+    agreed &= show_memory(device, len(x))
+    draw(photographs, painted, arguments.folder / "colour-transfer.png")
+    for name, image in zip(PHOTOGRAPHS, painted, strict=True):
+        save(image, arguments.folder / f"{name}-transported.png")
+    print(f"  pictures  in {arguments.folder.resolve()}")
+    return 0 if agreed else 1
+
+
+def save(image: np.ndarray, path: Path) -> None:
+    from matplotlib import image as files
+
+    files.imsave(path, image)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

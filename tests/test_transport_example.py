@@ -1,0 +1,140 @@
+"""Is the plan of the transport example optimal, and would its check notice if it were not?"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import array_device  # noqa: E402
+import colour_transfer  # noqa: E402
+import optimal_transport  # noqa: E402
+from optimal_transport import DensePlan, Plan, first_plan, sinkhorn_step, solve  # noqa: E402
+
+
+def clouds(n: int = 40, m: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return rng.random((n, 3)) - 0.4, 0.7 * rng.random((m, 3)) - 0.3
+
+
+def plan_matrix(plan: Plan) -> np.ndarray:
+    """P, rows and columns of which have to sum to 1/n and 1/m."""
+    exponents = plan.scale * plan.x @ plan.y.T - plan.phi[:, None] - plan.psi
+    return np.exp(exponents) / exponents.size
+
+
+def test_steps_are_those_of_the_textbook() -> None:
+    x, y = clouds()
+    rng = np.random.default_rng(2)
+    phi, psi = 3 * rng.standard_normal(len(x)), 3 * rng.standard_normal(len(y))
+    plan = Plan(x, y, 0.05, phi, psi)
+    dense = DensePlan(x, y, 0.05, phi, psi)
+    np.testing.assert_allclose(plan.phi_of_psi(), dense.phi_of_psi(), rtol=1e-11)
+    np.testing.assert_allclose(plan.psi_of_phi(), dense.psi_of_phi(), rtol=1e-11)
+    np.testing.assert_allclose(plan.mean_for(x, y), dense.mean_for(x, y), rtol=1e-11)
+    moved, error = sinkhorn_step(plan, 1.3)
+    wanted, wanted_error = sinkhorn_step(dense, 1.3)
+    np.testing.assert_allclose(moved.psi, wanted.psi, rtol=1e-11)
+    np.testing.assert_allclose(error, wanted_error, rtol=1e-10)
+
+
+@pytest.mark.parametrize("relaxation", [1.0, 1.7])
+def test_rows_and_columns_of_the_last_plan(relaxation: float) -> None:
+    x, y = clouds()
+    plans = list(solve(first_plan(x, y), 0.02, tolerance=1e-5, relaxation=relaxation))
+    plan, error = plans[-1]
+    p = plan_matrix(plan)
+    np.testing.assert_allclose(p.sum(axis=1), 1 / len(x), rtol=1e-12)
+    off = abs(p.sum(axis=0) - 1 / len(y)).sum()
+    np.testing.assert_allclose(off, error, rtol=1e-6)
+    assert 0 < error < 1e-4
+    before, row_error = plans[-3]
+    p = plan_matrix(before)
+    following_error = plans[-2][1]
+    np.testing.assert_allclose(abs(p.sum(axis=1) - 1 / len(x)).sum(), following_error, rtol=1e-6)
+    assert following_error < 1e-5 <= row_error
+
+
+def test_the_plan_is_nearly_the_best_assignment() -> None:
+    """Entropy costs at most epsilon log n (Peyre and Cuturi 2019, proposition 4.1)."""
+    from scipy.optimize import linear_sum_assignment
+
+    x, y = clouds(60, 60)
+    costs = ((x[:, None] - y) ** 2).sum(axis=-1)
+    least = costs[linear_sum_assignment(costs)].mean()
+    epsilon = 0.003
+    *_, (plan, _) = solve(first_plan(x, y), epsilon, tolerance=1e-4, relaxation=1.8)
+    found = (plan_matrix(plan) * costs).sum()
+    assert 0.99 * least < found < least + epsilon * math.log(60)
+
+
+def test_another_epsilon_keeps_the_potentials() -> None:
+    x, y = clouds()
+    plan = first_plan(x, y)
+    _, psi = plan.phi, plan.psi + 1
+    moved = replace(plan, psi=psi).at(0.5)
+    g = (y * y).sum(axis=-1) - 0.5 * moved.psi
+    np.testing.assert_allclose(g, -2.0, rtol=1e-12)
+
+
+def made_up_photographs() -> colour_transfer.Photographs:
+    rng = np.random.default_rng(3)
+    dark, light = rng.random((30, 40, 3)) * 0.5, 0.4 + rng.random((25, 48, 3)) * 0.6
+    middle = (dark.mean(axis=(0, 1)) + light.mean(axis=(0, 1))) / 2
+    return colour_transfer.Photographs((dark, light), middle)
+
+
+def test_painted_images_have_the_colours_of_the_other() -> None:
+    photographs = made_up_photographs()
+    x, y = photographs.clouds(np, 300, seed=0)
+    *_, (plan, _) = solve(first_plan(x, y), 0.01, tolerance=1e-3, relaxation=1.8)
+    painted = photographs.painted(array_device.cpu(), plan)
+    for before, after, other in zip(
+        photographs.images, painted, reversed(photographs.images), strict=True
+    ):
+        assert after.shape == before.shape
+        np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.02)
+
+
+def test_the_check_notices_wrong_potentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = array_device.cpu(), made_up_photographs(), 0.01, 1e-3
+    assert colour_transfer.check(*given)
+    right = optimal_transport.key_bias
+    monkeypatch.setattr(optimal_transport, "key_bias", lambda potential: right(0.999 * potential))
+    assert not colour_transfer.check(*given)
+    assert "NOT THE SAME" in capsys.readouterr().out
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
+    arguments = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
+    assert colour_transfer.main([*arguments, "--folder", str(tmp_path)]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.png"}
+    assert ": ok" in capsys.readouterr().out
+
+
+def test_photographs_without_scikit_learn_name_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert colour_transfer.main(["--device", "cpu"]) == 2
+    assert "cuflash[examples]" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_plan_on_the_gpu() -> None:
+    device = array_device.gpu()
+    if not device.serves(np.float32):
+        pytest.skip("no float32 kernels for this GPU")
+    assert colour_transfer.check(device, made_up_photographs(), 0.01, 1e-3)
