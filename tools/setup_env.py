@@ -43,7 +43,10 @@ class Task:
 TASKS = {
     "demo": Task(extras=("demo",), command=("examples/atom_mapping.py",), uses_gpu=True),
     "test": Task(
-        extras=("test", "demo"), command=("-m", "pytest"), uses_gpu=True, compiles_kernels=True
+        extras=("test", "demo", "examples"),
+        command=("-m", "pytest"),
+        uses_gpu=True,
+        compiles_kernels=True,
     ),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
 }
@@ -52,6 +55,8 @@ TASKS = {
 OPTIONAL = {
     "rdkit": "reactions other than the demo's own two (pip install rdkit)",
     "tqdm": "progress bars (pip install tqdm)",
+    "scikit-learn": "the examples' digits and photographs (pip install scikit-learn)",
+    "matplotlib": "the examples' pictures (pip install matplotlib)",
     "scipy": "comparisons with SciPy in the docs (pip install scipy)",
     "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }
