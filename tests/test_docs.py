@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from readme_tables import TABLES, filled
 
 import cuflash
 
@@ -55,8 +56,7 @@ def test_python_blocks_of_documents_run(path):
         pytest.skip(f"the rest passed; not installed: {', '.join(sorted(absent))}")
 
 
-def test_tables_of_the_readme_are_fresh():
-    from readme_tables import filled
-
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert filled(text) == text, "run python tools/readme_tables.py"
+@pytest.mark.parametrize("document", TABLES)
+def test_tables_are_fresh(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert filled(document, text) == text, "run python tools/readme_tables.py"

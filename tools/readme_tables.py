@@ -1,4 +1,4 @@
-"""Write the tables of README.md that follow from the code and from committed measurements.
+"""Write the tables of README.md and docs/accuracy.md that follow from code and measurements.
 
 python tools/readme_tables.py [--check]
 """
@@ -100,16 +100,30 @@ def speed() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"support": support, "speed": speed}
+def accuracy() -> str:
+    """Errors by dtype and family of inputs, of the newest committed run of each device."""
+    from benchmarks.accuracy import markdown
+
+    newest = {path.name.split("-")[0]: path for path in sorted(RESULTS.glob("*-accuracy-*.json"))}
+    return "\n\n".join(
+        markdown(json.loads(path.read_text(encoding="utf-8"))) for path in newest.values()
+    )
 
 
-def filled(text: str) -> str:
-    """``text`` with every table between its markers made anew."""
-    for name, table in TABLES.items():
+#: The tables of each document.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"support": support, "speed": speed},
+    "docs/accuracy.md": {"accuracy": accuracy},
+}
+
+
+def filled(document: str, text: str) -> str:
+    """``text`` with every table of the document between its markers made anew."""
+    for name, table in TABLES[document].items():
         begin, end = f"<!-- {name}: made by tools/readme_tables.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not pattern.search(text):
-            raise SystemExit(f"README.md has no markers of {name}")
+            raise SystemExit(f"{document} has no markers of {name}")
         new = f"{begin}\n{table()}\n{end}"
         text = pattern.sub(lambda _, new=new: new, text)
     return text
@@ -119,13 +133,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, fail if stale")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = filled(old)
-    if arguments.check:
-        return int(old != new)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    stale = False
+    for document in TABLES:
+        path = ROOT / document
+        old = path.read_text(encoding="utf-8")
+        new = filled(document, old)
+        stale |= old != new
+        if not arguments.check:
+            path.write_text(new, encoding="utf-8")
+    return int(stale and arguments.check)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,12 @@ class Implementation:
         """Build the fields of :class:`Prepared`; raise Unsupported."""
         raise Unsupported(f"no packed sequences, {len(inputs)} x {work}")
 
+    def results(
+        self, work: Workload, q: Array, k: Array, v: Array, dout: Array
+    ) -> dict[str, Array]:
+        """Compute out, dq, dk and dv once; raise Unsupported."""
+        raise NotImplementedError
+
 
 def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
@@ -147,6 +153,19 @@ class Cuflash(Implementation):
             calls.append(forward)
         return calls, calls[0], _capture_with_cupy
 
+    def results(
+        self, work: Workload, q: Array, k: Array, v: Array, dout: Array
+    ) -> dict[str, Array]:
+        """Compute out, dq, dk and dv once; raise Unsupported."""
+        out, pullback = cuflash.attention_vjp(
+            q, k, v,
+            options=cuflash.Options(**work.score_options(_module_of(q))),
+            precision="tf32" if work.precision == "tf32" else None,
+            deterministic=work.deterministic,
+        )  # fmt: skip
+        grads = pullback(dout)
+        return {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
 
 def _first_of(call: Call) -> Array:
     return call()[0]
@@ -185,6 +204,19 @@ class Naive(Implementation):
 
             calls.append(backward)
         return Prepared(calls, calls[0], _refuse_capture)
+
+    def results(
+        self, work: Workload, q: Array, k: Array, v: Array, dout: Array
+    ) -> dict[str, Array]:
+        """Compute out, dq, dk and dv once; raise Unsupported."""
+        if work.window is not None or work.causal or not work.plain:
+            raise Unsupported("full attention alone is compared")
+        scale = 1 / math.sqrt(work.head_dim)
+        out, p = naive_forward(q, k, v, None, scale)
+        found = (out, *naive_backward(dout, q, k, v, p, scale))
+        # NumPy's products of bfloat16 are float32.
+        rounded = (array.astype(q.dtype, copy=False) for array in found)
+        return dict(zip(("out", "dq", "dk", "dv"), rounded, strict=True))
 
 
 def naive_forward(
@@ -247,14 +279,7 @@ class Torch(Implementation):
         """Build one call for each set of inputs; raise Unsupported."""
         import torch
 
-        if work.dtype not in self.dtypes:
-            raise Unsupported(f"no {work.dtype}")
-        if work.window is not None:
-            raise Unsupported("no window")
-        if not work.plain:
-            raise Unsupported("causal masks alone are compared")
-        if work.causal and work.seqlen_q != work.seqlen_k:
-            raise Unsupported("its causal mask aligns at the first key")
+        self._refuse(work)
         function = self.function(work)
         calls: list[Call] = []
         for arrays in inputs:
@@ -293,6 +318,29 @@ class Torch(Implementation):
             q, k, v = (_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
             calls.append(functools.partial(function, q, k, v))
         return calls, lambda: _array(calls[0]().transpose(0, 1)[None].contiguous()), self._capture
+
+    def results(
+        self, work: Workload, q: Array, k: Array, v: Array, dout: Array
+    ) -> dict[str, Array]:
+        """Compute out, dq, dk and dv once; raise Unsupported."""
+        import torch
+
+        self._refuse(work)
+        leaves = [self.arrange(_tensor(a)).detach().requires_grad_() for a in (q, k, v)]
+        out = self.function(work)(*leaves)
+        grads = torch.autograd.grad(out, leaves, self.arrange(_tensor(dout)))
+        found = (_array(self.arrange(t)) for t in (out, *grads))
+        return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+
+    def _refuse(self, work: Workload) -> None:
+        if work.dtype not in self.dtypes:
+            raise Unsupported(f"no {work.dtype}")
+        if work.window is not None:
+            raise Unsupported("no window")
+        if not work.plain:
+            raise Unsupported("causal masks alone are compared")
+        if work.causal and work.seqlen_q != work.seqlen_k:
+            raise Unsupported("its causal mask aligns at the first key")
 
     def _capture(self, clock: Any, calls: Sequence[Call]) -> Call:
         import torch

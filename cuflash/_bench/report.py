@@ -80,8 +80,8 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
     return lines
 
 
-def write(result: dict[str, Any], folder: Path, topic: str) -> Path:
-    """Write JSON and Markdown; return the path of the JSON."""
+def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:
+    """Write a result, a line for each of its rows; return the path."""
     meta = result["meta"]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{device_slug(meta['device'])}-{topic}-{meta['date']}.json"
@@ -90,5 +90,11 @@ def write(result: dict[str, Any], folder: Path, topic: str) -> Path:
         f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n],\n'
         f'"notes": {json.dumps(result["notes"], indent=1)}}}\n'
     )
+    return path
+
+
+def write(result: dict[str, Any], folder: Path, topic: str) -> Path:
+    """Write JSON and Markdown; return the path of the JSON."""
+    path = write_json(result, folder, topic)
     path.with_suffix(".md").write_text(markdown(result))
     return path

@@ -1,0 +1,313 @@
+"""How far is each implementation from the exact result, by dtype and by kind of input?
+
+    python benchmarks/accuracy.py                                  # what fits this machine
+    python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
+    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-21.json
+    python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
+
+An error is the Frobenius norm of the difference to the exact result, relative to that of the exact
+result, for out and the gradients. Exact is dense attention of the same rounded inputs in float64,
+for float64 in 80-bit long double. A result is benchmarks/results/<device>-accuracy-<date>.json; the
+tables of docs/accuracy.md are made from it by tools/readme_tables.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from cuflash._bench.cells import Run, free_memory  # noqa: E402
+from cuflash._bench.command import names_of, open_run  # noqa: E402
+from cuflash._bench.machine import describe_machine  # noqa: E402
+from cuflash._bench.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
+from cuflash._bench.report import first_line, write_json  # noqa: E402
+from cuflash._bench.workload import DTYPES, PASSES, Workload, square  # noqa: E402
+from support import families  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+TENSORS = ("out", "dq", "dk", "dv")
+NOT_FINITE = "not finite"
+VANISHES = "vanishes"  # the exact result is smaller than one rounding of what it is a sum of
+LONG_DOUBLE_SEQLEN = 512  # it has no BLAS
+
+
+def values_plus_100(rng: np.random.Generator, q: Any, k: Any, v: Any) -> families.Inputs:
+    """Values of one large mean: what is left of dout v^T less its mean has lost seven bits."""
+    return rng.standard_normal(q), rng.standard_normal(k), 100 + rng.standard_normal(v)
+
+
+#: In the order of the tables.
+FAMILIES: dict[str, Callable[..., families.Inputs]] = {
+    **{
+        name: families.FAMILIES[name]
+        for name in ("normal", "uniform", "normal_times_3", "one_hot", *families.SHIFTS)
+    },
+    "values_plus_100": values_plus_100,
+}
+SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192)
+SCALES_OF_LOGITS = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of input: a family, or normal inputs whose logits have a standard deviation."""
+
+    sweep: str  # "family", "seqlen" or "logits"
+    family: str
+    seqlen: int
+    logits: float
+
+    def inputs(self, xp: ModuleType, work: Workload) -> tuple[Array, ...]:
+        """q, k, v and dout, (batch, heads, seqlen, head_dim), rounded to the dtype."""
+        rng = np.random.default_rng(0)
+        shape = (work.batch, work.heads_q, self.seqlen, work.head_dim)
+        q, k, v = FAMILIES[self.family](rng, shape, shape, shape)
+        arrays = (q * self.logits, k, v, rng.standard_normal(shape))
+        return tuple(xp.asarray(a.astype(DTYPES[work.dtype])) for a in arrays)
+
+
+def cells(longest: int) -> Iterator[Cell]:
+    """Every cell up to a seqlen."""
+    for family in FAMILIES:
+        yield Cell("family", family, min(1024, longest), 1.0)
+    for seqlen in SEQLENS:
+        if seqlen <= longest:
+            yield Cell("seqlen", "normal", seqlen, 1.0)
+    for logits in SCALES_OF_LOGITS:
+        yield Cell("logits", "normal", min(1024, longest), logits)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An exact result, and the size of what was summed up for it: what cancels leaves little."""
+
+    values: dict[str, Array]
+    summed: dict[str, float]  # Frobenius norms of the sums of absolute values
+
+
+def exact(q: Array, k: Array, v: Array, dout: Array) -> Exact:
+    """Dense attention and its gradient in a format with at least ten bits more."""
+    wide = np.float64
+    if q.dtype == np.float64:
+        q, k, v, dout = (a if isinstance(a, np.ndarray) else a.get() for a in (q, k, v, dout))
+        wide = np.longdouble
+    q, k, v, dout = (a.astype(wide) for a in (q, k, v, dout))
+    scale = 1 / np.sqrt(wide(q.shape[-1]))
+    p = q @ transposed(k)
+    p *= scale
+    p -= p.max(axis=-1, keepdims=True)
+    p = np.exp(p)
+    p /= p.sum(axis=-1, keepdims=True)
+    out = p @ v
+    dp = dout @ transposed(v)
+    delta = (dout * out).sum(axis=-1, keepdims=True)
+    ds = scale * p * (dp - delta)
+    values = {"out": out, "dq": ds @ k, "dk": transposed(ds) @ q, "dv": transposed(p) @ dout}
+    ds = scale * p * (abs(dp) + abs(delta))
+    summed = {
+        "out": p @ abs(v), "dq": ds @ abs(k), "dk": transposed(ds) @ abs(q),
+        "dv": transposed(p) @ abs(dout),
+    }  # fmt: skip
+    return Exact(values, {name: norm(array) for name, array in summed.items()})
+
+
+def transposed(matrix: Array) -> Array:
+    """With its last two axes swapped."""
+    return matrix.swapaxes(-1, -2)
+
+
+def norm(array: Array) -> float:
+    """Frobenius norm."""
+    return float(np.sqrt((array**2).sum()))
+
+
+def relative_error(found: Array, wanted: Exact, name: str, dtype: str) -> float | str:
+    """Norm of the difference relative to that of the exact result, or why there is none."""
+    values = wanted.values[name]
+    if norm(values) <= float(ml_dtypes.finfo(dtype).eps) * wanted.summed[name]:
+        return VANISHES
+    if isinstance(values, np.ndarray) and not isinstance(found, np.ndarray):
+        found = found.get()
+    error = norm(found.astype(values.dtype) - values) / norm(values)
+    return error if math.isfinite(error) else NOT_FINITE
+
+
+def measure(run: Run, work: Workload, cell: Cell) -> None:
+    """Add a row for each implementation that can do the cell."""
+    inputs = cell.inputs(run.xp, work)
+    wanted = exact(*inputs)
+    for implementation in run.implementations:
+        label = f"{implementation.name} {work.dtype} {cell.family} {cell.seqlen}"
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = implementation.results(work, *inputs)
+        except (Unsupported, NotImplementedError) as reason:
+            run.note(f"{implementation.name} {work.dtype}: {reason}")
+            continue
+        except Exception as error:
+            run.note(f"{label}: {type(error).__name__}: {first_line(error)}")
+            continue
+        errors = {n: relative_error(found[n], wanted, n, work.dtype) for n in TENSORS}
+        run.rows.append(
+            {
+                "impl": implementation.name,
+                "dtype": work.dtype,
+                "sweep": cell.sweep,
+                "family": cell.family,
+                "seqlen": cell.seqlen,
+                "head_dim": work.head_dim,
+                "logits": cell.logits,
+                **errors,
+            }
+        )
+        shown = " ".join(f"{name} {largest(errors, [name])}" for name in TENSORS)
+        print(f"{label:46} {cell.logits:6g}  {shown}", flush=True)
+
+
+# --- tables and pictures -------------------------------------------------------------------------
+
+
+def family_table(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
+    """One Markdown table: a row for each family, out and the largest gradient error by impl."""
+    rows = [row for row in rows if row["sweep"] == "family" and row["dtype"] == dtype]
+    names = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
+    header = ["inputs", *(f"{name} {what}" for what in ("out", "gradients") for name in names)]
+    lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
+    for family in FAMILIES:
+        found = {row["impl"]: row for row in rows if row["family"] == family}
+        texts = [family.replace("_", " ")]
+        for tensors in (("out",), TENSORS[1:]):
+            texts += [largest(found.get(name), tensors) for name in names]
+        lines.append("| " + " | ".join(texts) + " |")
+    return lines
+
+
+def largest(row: dict[str, Any] | None, tensors: Sequence[str]) -> str:
+    """The largest of some errors as a table shows it."""
+    if row is None:
+        return ""
+    errors = [row[name] for name in tensors if row[name] != VANISHES]
+    if NOT_FINITE in errors:
+        return NOT_FINITE
+    return f"{max(errors):.1e}" if errors else VANISHES
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Tables of a result by dtype."""
+    meta = result["meta"]
+    names = ", ".join(f"{key} {meta[key]}" for key in ("driver", "cupy", "nvrtc") if meta[key])
+    kind, _, digest = meta["commit"].rpartition(" ")
+    state = f"{kind or 'commit'} {digest[:9]}"
+    lines = [f"{meta['device']}, {meta['date']}; {names or 'NumPy'}; {state}."]
+    for dtype in DTYPES:
+        if any(row["dtype"] == dtype for row in result["rows"]):
+            lines += ["", f"**{dtype}**", "", *family_table(result["rows"], dtype)]
+    return "\n".join(lines)
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the error of out against seqlen and against the size of logits, by dtype."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for result in results for row in result["rows"]]
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    figure, axes = plt.subplots(
+        2, 2 * len(dtypes), figsize=(6.4 * len(dtypes), 6.0), squeeze=False, layout="constrained"
+    )
+    for number, dtype in enumerate(dtypes):
+        for line, tensor in enumerate(("out", "dq")):
+            for column, (sweep, x, label) in enumerate(
+                (("seqlen", "seqlen", "seqlen"),
+                 ("logits", "logits", "standard deviation of logits"))
+            ):  # fmt: skip
+                axis = axes[line, 2 * number + column]
+                for index, name in enumerate(IMPLEMENTATIONS):
+                    points = sorted(
+                        (row[x], row[tensor]) for row in rows
+                        if (row["impl"], row["dtype"], row["sweep"]) == (name, dtype, sweep)
+                        and not isinstance(row[tensor], str)
+                    )  # fmt: skip
+                    if points:
+                        style = {"linewidth": 2.5, "zorder": 3} if name == "cuflash" else {}
+                        axis.loglog(*zip(*points, strict=True), "o-", color=f"C{index}",
+                                    markersize=3, label=name, **style)  # fmt: skip
+                axis.set_title(f"{dtype}, {tensor}", fontsize=9)
+                axis.set_xlabel(label, fontsize=8)
+                axis.tick_params(labelsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative error", fontsize=8)
+    axes[0, 0].legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    p.add_argument("--dtype", type=names_of(DTYPES), default=list(DTYPES))
+    p.add_argument("--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
+    p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
+    p.add_argument("--head-dim", type=int, default=64)
+    p.add_argument("--longest", type=int, help="seqlen (default: 8192, on a CPU 512)")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        help="folder of the result file",
+    )
+    p.add_argument("--no-write", action="store_true", help="print only")
+    p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
+    p.add_argument("--draw", type=Path, metavar="JSON", nargs="+", help="draw result files")
+    p.add_argument("--picture", type=Path, help="where --draw writes")
+    p.set_defaults(passes=list(PASSES), budget_ms=0.0, json=False)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    arguments = parser().parse_args(argv)
+    if arguments.render:
+        print(markdown(json.loads(arguments.render.read_text())))
+        return 0
+    if arguments.draw:
+        draw([json.loads(path.read_text()) for path in arguments.draw], arguments.picture)
+        return 0
+    run = open_run(arguments)
+    on_gpu = run.xp is not np
+    shown = " ".join(sys.argv[1:] if argv is None else argv)
+    command = f"python benchmarks/accuracy.py {shown}".strip()
+    meta = describe_machine(run.xp, run.clock.device_name, command)
+    longest = arguments.longest or (SEQLENS[-1] if on_gpu else LONG_DOUBLE_SEQLEN)
+    for dtype in arguments.dtype:
+        limit = min(longest, LONG_DOUBLE_SEQLEN) if dtype == "float64" else longest
+        for cell in cells(limit):
+            shape = square(1, 2, cell.seqlen, arguments.head_dim, causal=False)
+            work = replace(shape, dtype=dtype)
+            with run.clock.scope():
+                measure(run, work, cell)
+            free_memory(run.xp)
+    result = {"meta": meta, "rows": run.rows, "notes": run.notes}
+    if not arguments.no_write:
+        write_json(result, arguments.out, "accuracy")
+    print(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Does the accuracy benchmark measure errors, and say where there is nothing to measure?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from benchmarks import accuracy
+from cuflash._bench.command import open_run
+from cuflash._bench.machine import META_KEYS
+from cuflash._bench.peers import IMPLEMENTATIONS
+from cuflash._bench.workload import square
+
+
+def arrays(dtype: Any, shape: tuple[int, ...] = (1, 2, 33, 16)) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_exact_is_the_definition(dtype: Any) -> None:
+    q, k, v, dout = arrays(dtype)
+    found = accuracy.exact(q, k, v, dout).values
+    wide = np.longdouble if dtype == np.float64 else np.float64
+    out = cuflash.reference.attention(q, k, v, dtype=wide)
+    grads = cuflash.reference.attention_backward(dout, q, k, v, dtype=wide)
+    for name, wanted in {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}.items():
+        assert found[name].dtype == wide
+        tolerance = 40 * np.finfo(wide).eps
+        assert accuracy.norm(found[name] - wanted) <= tolerance * accuracy.norm(wanted)
+
+
+def test_errors_by_hand() -> None:
+    exact = accuracy.Exact({"out": np.array([3.0, 4.0])}, {"out": 5.0})
+
+    def error(*found: float) -> float | str:
+        return accuracy.relative_error(np.float32(found), exact, "out", "float32")
+
+    assert error(3, 4.5) == 0.1
+    assert error(3, np.inf) == error(np.nan, 4) == accuracy.NOT_FINITE
+    cancelled = accuracy.Exact({"out": np.array([3.0, 4.0])}, {"out": 5e8})
+    found = accuracy.relative_error(np.zeros(2, np.float32), cancelled, "out", "float32")
+    assert found == accuracy.VANISHES
+
+
+def test_what_cancels_has_no_relative_error() -> None:
+    """All keys equal: the gradient of q is a sum that is exactly 0."""
+    q, k, v, dout = arrays(np.float32)
+    k[:] = k[..., :1, :]
+    exact = accuracy.exact(q, k, v, dout)
+    assert accuracy.relative_error(q, exact, "dq", "float32") == accuracy.VANISHES
+    assert accuracy.relative_error(q, exact, "dv", "float32") != accuracy.VANISHES
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    command = ["--device", "cpu", "--longest", "128", "--dtype", "float16,float32"]
+    assert accuracy.main([*command, "--impl", "cuflash,naive", "--out", str(folder)]) == 0
+    (path,) = folder.glob("cpu-accuracy-*.json")
+    return path
+
+
+def test_rows_of_a_run(result_file: Path) -> None:
+    result = json.loads(result_file.read_text())
+    assert set(result["meta"]) == set(META_KEYS)
+    rows = result["rows"]
+    number = len(accuracy.FAMILIES) + 1 + len(accuracy.SCALES_OF_LOGITS)
+    assert len(rows) == 2 * 2 * number
+    ours = {
+        (row["dtype"], row["family"]): row
+        for row in rows if row["impl"] == "cuflash" and row["sweep"] == "family"
+    }  # fmt: skip
+    assert 1e-8 < ours["float32", "normal"]["out"] < 1e-6
+    assert 1e-5 < ours["float16", "normal"]["out"] < 1e-3
+    # float16 keeps logits near -60000 apart by whole units of 32.
+    unfused = [r for r in rows if r["impl"] == "naive" and r["family"] == "lse_minus_60000"]
+    assert any(row["out"] == accuracy.NOT_FINITE or row["out"] > 0.1 for row in unfused)
+
+
+def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = IMPLEMENTATIONS["cuflash"].results
+
+    def wrong(*given: Any) -> dict[str, np.ndarray]:
+        found = right(*given)
+        return found | {"dk": found["dk"] * np.float32(1.001)}
+
+    arguments = accuracy.parser().parse_args(["--device", "cpu", "--impl", "cuflash"])
+    run = open_run(arguments)
+    monkeypatch.setattr(run.implementations[0], "results", wrong)
+    work = square(1, 2, 64, 16, causal=False)
+    work = accuracy.replace(work, dtype="float32")
+    accuracy.measure(run, work, accuracy.Cell("family", "normal", 64, 1.0))
+    (row,) = run.rows
+    assert abs(row["dk"] - 1e-3) < 1e-5
+    assert row["dq"] < 1e-6
+
+
+def test_tables_and_picture(
+    result_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accuracy.main(["--render", str(result_file)]) == 0
+    shown = capsys.readouterr().out
+    assert "**float16**" in shown
+    assert "| normal times 3 | " in shown
+    pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
+    picture = tmp_path / "accuracy.png"
+    assert accuracy.main(["--draw", str(result_file), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_peers_on_the_gpu() -> None:
+    names = "cuflash,naive,fa2,cudnn,eff"
+    arguments = accuracy.parser().parse_args(["--device", "gpu", "--impl", names])
+    run = open_run(arguments)
+    work = accuracy.replace(square(1, 2, 256, 64, causal=False), dtype="bfloat16")
+    with run.clock.scope():
+        accuracy.measure(run, work, accuracy.Cell("family", "normal", 256, 1.0))
+    assert {row["impl"] for row in run.rows} == {i.name for i in run.implementations}
+    for row in run.rows:
+        assert max(row[name] for name in accuracy.TENSORS) < 2e-2, row["impl"]
