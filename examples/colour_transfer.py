@@ -214,6 +214,7 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"  painted   2 x {painted[0].size // 3:,} pixels in {seconds:.1f} s")
     agreed &= show_memory(device, len(x))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     draw(photographs, painted, arguments.folder / "colour-transfer.png")
     for name, image in zip(PHOTOGRAPHS, painted, strict=True):
         save(image, arguments.folder / f"{name}-transported.png")
