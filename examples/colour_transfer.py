@@ -214,18 +214,22 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"  painted   2 x {painted[0].size // 3:,} pixels in {seconds:.1f} s")
     agreed &= show_memory(device, len(x))
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    draw(photographs, painted, arguments.folder / "colour-transfer.png")
-    for name, image in zip(PHOTOGRAPHS, painted, strict=True):
-        save(image, arguments.folder / f"{name}-transported.png")
-    print(f"  pictures  in {arguments.folder.resolve()}")
+    try:
+        write_pictures(photographs, painted, arguments.folder)
+    except ImportError:
+        print("  skipped   pictures, which are Matplotlib's: pip install 'cuflash[examples]'")
     return 0 if agreed else 1
 
 
-def save(image: np.ndarray, path: Path) -> None:
+def write_pictures(photographs: Photographs, painted: Sequence[np.ndarray], folder: Path) -> None:
+    """Write both photographs in the colours of the other, and the figure."""
     from matplotlib import image as files
 
-    files.imsave(path, image)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(photographs, painted, folder / "colour-transfer.png")
+    for name, image in zip(PHOTOGRAPHS, painted, strict=True):
+        files.imsave(folder / f"{name}-transported.png", image)
+    print(f"  pictures  in {folder.resolve()}")
 
 
 if __name__ == "__main__":

@@ -124,6 +124,17 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ": ok" in capsys.readouterr().out
 
 
+def test_pictures_are_optional(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(colour_transfer, "load_photographs", made_up_photographs)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
+    assert colour_transfer.main([*arguments, "--folder", str(tmp_path)]) == 0
+    assert "cuflash[examples]" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_photographs_without_scikit_learn_name_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
