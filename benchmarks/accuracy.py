@@ -218,42 +218,54 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+#: The columns of the picture: the sweep and its label, and which error is shown.
+COLUMNS = (
+    ("seqlen", "seqlen", "out"),
+    ("seqlen", "seqlen", "dq"),
+    ("logits", "standard deviation of logits", "out"),
+    ("logits", "standard deviation of logits", "dq"),
+)
+
+
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the error of out against seqlen and against the size of logits, by dtype."""
+    """Draw errors against seqlen and against the size of logits, a line of panels by dtype."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for result in results for row in result["rows"]]
-    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    panels = [
+        (result["meta"]["device"], dtype, [r for r in result["rows"] if r["dtype"] == dtype])
+        for dtype in DTYPES
+        for result in results
+        if any(row["dtype"] == dtype for row in result["rows"])
+    ]
     figure, axes = plt.subplots(
-        2, 2 * len(dtypes), figsize=(6.4 * len(dtypes), 6.0), squeeze=False, layout="constrained"
-    )
-    for number, dtype in enumerate(dtypes):
-        for line, tensor in enumerate(("out", "dq")):
-            for column, (sweep, x, label) in enumerate(
-                (("seqlen", "seqlen", "seqlen"),
-                 ("logits", "logits", "standard deviation of logits"))
-            ):  # fmt: skip
-                axis = axes[line, 2 * number + column]
-                for index, name in enumerate(IMPLEMENTATIONS):
-                    points = sorted(
-                        (row[x], row[tensor]) for row in rows
-                        if (row["impl"], row["dtype"], row["sweep"]) == (name, dtype, sweep)
-                        and not isinstance(row[tensor], str)
-                    )  # fmt: skip
-                    if points:
-                        style = {"linewidth": 2.5, "zorder": 3} if name == "cuflash" else {}
-                        axis.loglog(*zip(*points, strict=True), "o-", color=f"C{index}",
-                                    markersize=3, label=name, **style)  # fmt: skip
-                axis.set_title(f"{dtype}, {tensor}", fontsize=9)
-                axis.set_xlabel(label, fontsize=8)
-                axis.tick_params(labelsize=8)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("relative error", fontsize=8)
-    axes[0, 0].legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+        len(panels), len(COLUMNS), figsize=(13, 2.7 * len(panels)), sharey="row", sharex="col",
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for line, (device, dtype, rows) in zip(axes, panels, strict=True):
+        for axis, (sweep, label, tensor) in zip(line, COLUMNS, strict=True):
+            for index, name in enumerate(IMPLEMENTATIONS):
+                points = sorted(
+                    (row[sweep], row[tensor]) for row in rows
+                    if row["impl"] == name and row["sweep"] == sweep
+                    and not isinstance(row[tensor], str)
+                )  # fmt: skip
+                if points:
+                    width = 3.5 if name == "cuflash" else 1.2
+                    axis.loglog(*zip(*points, strict=True), "o-", color=f"C{index}", label=name,
+                                linewidth=width, markersize=width)  # fmt: skip
+            axis.set_title(f"{tensor}, {dtype}", fontsize=9)
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+            axis.set_xlabel(label, fontsize=9)
+            axis.label_outer()
+        low, high = line[0].get_ylim()
+        line[0].set_ylim(low / 3, 3 * high)
+        line[0].set_ylabel(f"relative error\n{device}", fontsize=8)
+        line[0].legend(fontsize=7, frameon=False, ncols=2)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
