@@ -212,10 +212,13 @@ NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 
 
 def test_what_ncu_prints_is_read():
-    assert profiler.read_counters(NCU) == pytest.approx({
+    two = NCU + NCU.splitlines()[-1].replace('"0"', '"1"', 1) + "\n"
+    expected = {
         "device memory read": 101_276_416, "device memory write": 25_978_880,
         "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
-    })  # fmt: skip
+    }  # fmt: skip
+    assert profiler.read_counters(NCU) == [pytest.approx(expected)]
+    assert profiler.read_counters(two) == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class DeviceClock:
         self._fills = 1
         with self.stream:
             self._flush()
-            self._fills = max(1, round(HEAD_START_MS / self._between_events(self._flush)))
+            self._fills = max(1, round(HEAD_START_MS / self.between_events(self._flush)))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -122,7 +122,7 @@ class DeviceClock:
     def once(self, call: Call) -> float:
         """Milliseconds of one call between two events, its inputs not in the L2 cache."""
         self._flush()
-        return self._between_events(call)
+        return self.between_events(call)
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
         """Median time of each call between events."""
@@ -174,9 +174,10 @@ class DeviceClock:
         return min(self.once(call) for _ in range(3))
 
     def _share_of(self, replay: Call, count: int) -> float:
-        return self._between_events(replay) / count
+        return self.between_events(replay) / count
 
-    def _between_events(self, call: Call) -> float:
+    def between_events(self, call: Call) -> float:
+        """Milliseconds of one call, its inputs wherever they are."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)
         call()

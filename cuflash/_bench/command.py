@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_shapes
 from cuflash._bench.clock import DeviceClock, HostClock
-from cuflash._bench.machine import describe_machine, gpu_module, read_clocks
+from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
 from cuflash._bench.overhead import CPU_SHAPES, measure_first_calls, measure_host, measure_naive
 from cuflash._bench.packed import measure_packed
 from cuflash._bench.peers import IMPLEMENTATIONS
@@ -39,6 +40,7 @@ examples:
   python -m cuflash bench                                     # what fits this machine
   python -m cuflash bench --set portable,short --impl cuflash,fa2,cudnn
   python -m cuflash bench --set host,compile --topic overhead --out results
+  python -m cuflash bench --memory                            # read, write, L2, latency
   python -m cuflash bench --render results/h100-portable-2026-11-21.json
 """
 SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
@@ -137,6 +139,8 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     p.add_argument(
         "--out", type=Path, default=results, help="folder of the result files (default: none)"
     )
+    p.add_argument("--memory", action="store_true", help="the device's memory, level by level")
+    p.add_argument("--io", action="store_true", help="bytes of forwards, by the model and by ncu")
     p.add_argument(
         "--json", action="store_true", help="print the result as JSON, remarks to stderr"
     )
@@ -177,8 +181,33 @@ def main(argv: Sequence[str] | None = None, results: Path | None = None) -> int:
     return measure(arguments, f"python benchmarks/bench.py {shown}".strip())
 
 
+def measure_levels(arguments: argparse.Namespace, command: str) -> int:
+    """Levels of memory, or bytes that forwards move."""
+    cupy = gpu_module()
+    if cupy is None:
+        raise RuntimeError("bench: no NVIDIA device can be used")
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    meta = describe_machine(cupy, name, command)
+    topic = "memory" if arguments.memory else "io"
+    if arguments.memory:
+        levels = memory.measure()
+        rows, text = [level.as_json() for level in levels], memory.table(levels)
+    else:
+        rows = io_grid.rows()
+        text = "\n".join(json.dumps(row) for row in rows)
+    result = {"meta": meta, "rows": rows}
+    if arguments.out is not None and not arguments.no_write:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"{device_slug(name)}-{topic}-{meta['date']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result) if arguments.json else text)
+    return 0
+
+
 def measure(arguments: argparse.Namespace, command: str) -> int:
     """Do what the arguments ask for; ``command`` is what the result says was run."""
+    if arguments.memory or arguments.io:
+        return measure_levels(arguments, command)
     if arguments.render:
         print(markdown(json.loads(arguments.render.read_text())), end="")
         return 0

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from cuflash._bench.workload import Workload
@@ -28,8 +29,11 @@ class NotProfiled(Exception):
     """There is no profiler, or it may not count here; the text says which."""
 
 
-def moved_bytes(work: Workload) -> dict[str, float]:
-    """Bytes of one forward call, by the counters of the device."""
+def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list[dict[str, float]]:
+    """Bytes that each forward call moves, by the counters of the device.
+
+    A call is a problem and its tile, None for the one that runs. Caches are emptied before each.
+    """
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
@@ -37,31 +41,40 @@ def moved_bytes(work: Workload) -> dict[str, float]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", "regex:cuflash_forward",
-        "--launch-skip", "1", "--launch-count", "1", "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._bench.one_call", json.dumps(work.as_json()),
+        "--metrics", ",".join(METRICS.values()),
+        sys.executable, "-m", "cuflash._bench.profiled_calls",
     ]  # fmt: skip
+    given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=_TIME_LIMIT
-        )
+            command, input=given, capture_output=True, text=True, env=environment,
+            timeout=_TIME_LIMIT,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise NotProfiled(f"ncu took longer than {_TIME_LIMIT:g} s") from None
-    return read_counters(done.stdout)
+    found = read_counters(done.stdout)
+    if len(found) != len(calls):
+        raise NotProfiled(f"ncu counted {len(found)} kernels of {len(calls)}")
+    return found
 
 
-def read_counters(text: str) -> dict[str, float]:
-    """The table that ncu prints: names, units, then one row for the kernel."""
+def read_counters(text: str) -> list[dict[str, float]]:
+    """The table that ncu prints: names, units, then a row for each kernel."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None or len(lines) < start + 3:
         said = [line for line in lines if "==ERROR==" in line] or lines[-1:] or ["nothing"]
         raise NotProfiled(f"ncu says: {said[0].removeprefix('==ERROR== ')}")
-    names, units, values = csv.reader(io.StringIO("\n".join(lines[start : start + 3])))
+    names, units, *rows = csv.reader(io.StringIO("\n".join(lines[start:])))
     column = {name: number for number, name in enumerate(names)}
-    found = {}
-    for label, metric in METRICS.items():
-        number = column.get(metric)
-        if number is None:
+    for metric in METRICS.values():
+        if metric not in column:
             raise NotProfiled(f"ncu does not know {metric} of this device")
-        found[label] = float(values[number].replace(",", "")) * _UNITS[units[number]]
-    return found
+    return [
+        {
+            label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
+            for label, metric in METRICS.items()
+        }
+        for row in rows
+        if len(row) == len(names)
+    ]

@@ -62,7 +62,7 @@ def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     }
     if arguments.arch is None and _hardware.present() is not None:
         try:
-            table["measured"] = profiler.moved_bytes(work)
+            (table["measured"],) = profiler.moved_bytes([(work, None)])
         except profiler.NotProfiled as reason:
             print(f"cuflash: not measured: {reason}", file=sys.stderr)
     return table

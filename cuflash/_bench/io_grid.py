@@ -1,0 +1,62 @@
+"""Which bytes do forwards of several lengths and tiles move, by the model and by the device?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cuflash import _chosen
+from cuflash._bench import io_model, profiler
+from cuflash._bench.workload import Workload
+from cuflash._config import TileConfig
+from cuflash._hardware import Hardware, present, typical
+from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
+_WORK = Workload(1, 16, 16, 1024, 1024, 128, 128, "bfloat16")
+#: Rows of queries for each kernel; other parameters are such that shared memory holds the tile.
+_TILES: dict[str, tuple[dict[str, int], ...]] = {
+    "forward_sm90": ({}, {"block_m": 192, "block_n": 80}),
+    "forward_sm80": ({"block_m": 32, "num_warps": 2}, {"block_m": 64}, {"block_m": 128}),
+}
+
+
+def rows(*, causal: bool = False) -> list[dict[str, Any]]:
+    """One row for each length and tile; measured where there is a device and a profiler."""
+    hardware = present()
+    planned = hardware or typical("sm_90")
+    cells = [
+        (replace(_WORK, seqlen_q=n, seqlen_k=n, causal=causal), config)
+        for n in SEQLENS
+        for config in configs(planned)
+    ]
+    found = [_row(work, config) for work, config in cells]
+    if hardware is not None:
+        counted = profiler.moved_bytes([(work, tile_of(config)) for work, config in cells])
+        for row, own in zip(found, counted, strict=True):
+            row["measured"] = own
+    return found
+
+
+def configs(hardware: Hardware) -> list[TileConfig]:
+    """The tiles that are compared on a device."""
+    found = []
+    for kernel, tiles in _TILES.items():
+        default = _chosen.forward(_WORK.problem(), hardware, portable=kernel == "forward_sm80")
+        if kernel_name(default) == kernel:
+            found += [with_tile(default, tile) for tile in tiles]
+    return found
+
+
+def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
+    model = io_model.forward(work, config.block_m, config.block_n, config.smem_bytes)
+    return {
+        "seqlen": work.seqlen_q,
+        "kernel": kernel_name(config),
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "read_once": model.read_once,
+        "loaded": model.loaded,
+        "stored": model.stored,
+        "unfused": model.unfused,
+    }
