@@ -312,6 +312,7 @@ ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cu
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
     "cuflash/tuning/_kernel_tuner.py": {"kernel_tuner"},
+    "cuflash/_bench/pictures.py": {"matplotlib"},
 }
 
 

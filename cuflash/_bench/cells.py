@@ -34,6 +34,7 @@ class Run:
     budget_ms: float
     notes: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)  # peaks: see overhead.py
     progress: TextIO | None = None  # None: standard output
 
     def note(self, text: str) -> None:

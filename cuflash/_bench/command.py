@@ -21,7 +21,13 @@ from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_shapes
 from cuflash._bench.clock import DeviceClock, HostClock
 from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
-from cuflash._bench.overhead import CPU_SHAPES, measure_first_calls, measure_host, measure_naive
+from cuflash._bench.overhead import (
+    CPU_SHAPES,
+    measure_first_calls,
+    measure_host,
+    measure_memory,
+    measure_naive,
+)
 from cuflash._bench.packed import measure_packed
 from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.report import markdown, write
@@ -86,6 +92,7 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "host": ("host time of one call, batch 1, 8 heads, 128 x 128, head_dim 64", measure_host),
     "compile": ("fresh processes: import, cold first call, warm from disk", measure_first_calls),
     "naive": ("factor and memory against unfused array operations", measure_naive),
+    "memory": ("peak beside the inputs, head_dim 128, seqlen 1024 to 16384", measure_memory),
     "cpu": (
         "batch 1, 8 heads, head_dim 64, seqlen 1024 and 2048, full and causal",
         measure_shapes(CPU_SHAPES),
@@ -214,7 +221,7 @@ def measure(arguments: argparse.Namespace, command: str) -> int:
     run = open_run(arguments)
     sets = arguments.set or ["cpu" if run.xp is np else "portable"]
     meta = describe_machine(run.xp, run.clock.device_name, command)
-    result = {"meta": meta, "rows": run.rows, "notes": run.notes}
+    result = {"meta": meta, "rows": run.rows, "notes": run.notes, "memory": run.memory}
     topic = arguments.topic or "-".join(sets)
     for name in sets:
         SETS[name][1](run)

@@ -108,12 +108,22 @@ def measure_naive(run: Run) -> None:
     shapes = training((64, 128), (2048, 8192)) if run.xp is not np else CPU_SHAPES
     chosen = [i for i in run.implementations if i.name in ("cuflash", "naive")]
     narrowed = replace(run, implementations=chosen)
-    narrowed.rows, narrowed.notes = run.rows, run.notes
+    narrowed.rows, narrowed.notes, narrowed.memory = run.rows, run.notes, run.memory
     for work, pass_ in run.workloads(shapes):
         measure_cell(narrowed, work, pass_)
         if run.xp is not np:
             for implementation in chosen:
                 note_memory(run, implementation, work, pass_)
+
+
+def measure_memory(run: Run) -> None:
+    """What every implementation holds beside the inputs, over lengths."""
+    if run.xp is np:
+        run.note("memory: it needs a GPU")
+        return
+    for work, pass_ in run.workloads(training((128,), (1024, 2048, 4096, 8192, 16_384))):
+        for implementation in run.implementations:
+            note_memory(run, implementation, work, pass_)
 
 
 def note_memory(run: Run, implementation: Implementation, work: Workload, pass_: str) -> None:
@@ -125,6 +135,8 @@ def note_memory(run: Run, implementation: Implementation, work: Workload, pass_:
         except Exception as error:
             run.note(f"{implementation.name} {pass_} {work}: {first_line(error)}")
             return
+    kept = {"impl": implementation.name, "pass": pass_, "bytes": peak}
+    run.memory.append({**work.as_json(), **kept})
     run.note(
         f"memory beyond the inputs: {implementation.name} {pass_} {work.dtype} {work}: "
         f"{peak / 1e9:.3f} GB"
@@ -133,7 +145,7 @@ def note_memory(run: Run, implementation: Implementation, work: Workload, pass_:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Most bytes of CuPy's pool that a call holds at one time, its results included."""
+    """Most bytes of CuPy's and torch's pools that a call holds, its results included."""
     import cupy
 
     class Peak(cupy.cuda.MemoryHook):
@@ -147,6 +159,12 @@ def peak_bytes(call: Callable[[], Any]) -> int:
         def free_postprocess(self, **event: int) -> None:
             self.now -= event["mem_size"]
 
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     with Peak() as hook:
         call()
-    return hook.most
+    if torch is None:
+        return hook.most
+    return hook.most + int(torch.cuda.max_memory_allocated()) - int(before)

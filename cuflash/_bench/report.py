@@ -86,8 +86,10 @@ def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{device_slug(meta['device'])}-{topic}-{meta['date']}.json"
     rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    held = ",\n".join(json.dumps(row) for row in result.get("memory", ()))
+    memory = f'"memory": [\n{held}\n],\n' if held else ""
     path.write_text(
-        f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n],\n'
+        f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{rows}\n],\n{memory}'
         f'"notes": {json.dumps(result["notes"], indent=1)}}}\n'
     )
     return path

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from cuflash import __version__
-from cuflash._cli import bench, cache, explain, info, tune
+from cuflash._cli import bench, cache, explain, info, plot, tune
 from cuflash._errors import CompileError
 
 #: Exit statuses beside 0: something was wrong with what was found, or with what was asked for.
 FOUND_WRONG, ASKED_WRONG, INTERRUPTED = 1, 2, 130
-_COMMANDS = (info, bench, tune, cache, explain)
+_COMMANDS = (info, bench, tune, plot, cache, explain)
 
 
 def parser() -> argparse.ArgumentParser:

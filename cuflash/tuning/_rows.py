@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,16 @@ class Sweep:
         """
         timed = [row for row in self.rows if row["status"] == "ok"]
         return sorted(timed, key=lambda row: (row["relative"], row["key"]))
+
+    def tflops(self, row: Row) -> float:
+        """Speed of a row at the clocks of the whole sweep.
+
+        From its time relative to the shipped configuration, in turns with which it was timed, and
+        the median time of that: what the clocks did meanwhile cancels.
+        """
+        shipped = [r["default_ms"] for r in self.rows if r["status"] == "ok" and "default_ms" in r]
+        ms = row["relative"] * statistics.median(shipped) if shipped else row["ms"]
+        return self.workload.kernel_flops(self.kernel) / float(ms) / 1e9
 
     @property
     def best(self) -> Row:

@@ -1,0 +1,379 @@
+"""Which pictures show a sweep, a comparison and the movement of bytes? By matplotlib (extra plot).
+
+Every function returns a figure; :func:`save` writes PNG and SVG.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash._bench import io_model
+from cuflash._errors import problem_with
+from cuflash._hardware import peak_of
+from cuflash.tuning._rows import Sweep
+from cuflash.tuning._space import space
+
+Figure = Any
+#: One colour for each implementation and level, told apart by all kinds of eyes (Okabe and Ito).
+_COLOURS = {
+    "cuflash": "#0072B2", "fa2": "#E69F00", "cudnn": "#009E73", "fa4": "#CC79A7",
+    "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
+}  # fmt: skip
+_LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+_NAMES = {
+    "fa2": "FlashAttention-2 (torch)", "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4",
+    "flex": "FlexAttention", "eff": "memory-efficient (torch)", "naive": "unfused",
+}  # fmt: skip
+_MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure as Drawn
+    except ImportError:
+        raise ImportError('matplotlib is not installed: pip install "cuflash[plot]"') from None
+    return Drawn(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Write a figure as PNG and SVG; their paths."""
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    # The same data give the same bytes: no date, no random names.
+    with rc_context({"svg.hashsalt": "cuflash", "svg.fonttype": "none"}):
+        figure.savefig(files[0], dpi=120, metadata={"Software": None})
+        figure.savefig(files[1], metadata={"Date": None})
+    return files
+
+
+def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> Figure:
+    """TFLOP/s of the best configuration of each tile; what cannot run says why."""
+    names = list(found.header["parameters"])
+    for name in (across, along):
+        if name not in names:
+            raise problem_with(
+                "heat map", ValueError, got=repr(name), expected=f"one of {', '.join(names)}"
+            )
+    columns, rows = (sorted(found.header["parameters"][name]) for name in (across, along))
+    others = [name for name in names if name not in (across, along)]
+    speed = np.full((len(rows), len(columns)), np.nan)
+    texts: dict[tuple[int, int], str] = {}
+    refusals = _refusals(found, across, along)
+    shipped = dict(zip(names, map(int, found.header["default"].split(",")), strict=True))
+    for y, value_y in enumerate(rows):
+        for x, value_x in enumerate(columns):
+            own = [
+                row for row in found.rows
+                if (row["values"][across], row["values"][along]) == (value_x, value_y)
+            ]  # fmt: skip
+            timed = [row for row in own if row["status"] == "ok"]
+            if timed:
+                best = min(timed, key=lambda row: float(row["relative"]))
+                speed[y, x] = found.tflops(best)
+                spilled = best.get("facts", {}).get("spill_bytes", 0)
+                texts[y, x] = f"{best['tflops']:.0f}" + (
+                    f"\n{spilled} B spilled" if spilled else ""
+                )
+            else:
+                reason = own[0]["status"].replace("_", " ") if own else ""
+                texts[y, x] = reason or refusals.get((value_x, value_y), "not tried")
+    figure = _figure(1.7 + 1.15 * len(columns), 1.9 + 0.8 * len(rows))
+    from matplotlib import colormaps
+
+    axes = figure.add_subplot()
+    colours = colormaps["viridis"].with_extremes(bad="#e8e8e8")
+    image = axes.imshow(speed, cmap=colours, aspect="auto", origin="lower")
+    middle = (np.nanmin(speed) + np.nanmax(speed)) / 2 if np.isfinite(speed).any() else 0.0
+    for (y, x), text in texts.items():
+        known = np.isfinite(speed[y, x])
+        colour = "black" if not known or speed[y, x] > middle else "white"
+        axes.text(
+            x, y, text if known else "\n".join(textwrap.wrap(text, 14)), ha="center", va="center",
+            color=colour, fontsize=9 if known else 6.5,
+        )  # fmt: skip
+    best_values = found.best["values"]
+    for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", "best")):
+        if values[across] in columns and values[along] in rows:
+            _frame(axes, columns.index(values[across]), rows.index(values[along]), colour, label)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(f"{across} (best over {', '.join(others)})")
+    axes.set_ylabel(along)
+    axes.set_title(f"{found.kernel}, {found.workload}\n{found.device}", fontsize=9)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, frameon=True, fontsize=8,
+        facecolor="#b0b0b0",
+    )  # fmt: skip
+    figure.colorbar(image, label="TFLOP/s")
+    return figure
+
+
+def _frame(axes: Any, x: int, y: int, colour: str, label: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    inset = 0.46 if label == "best" else 0.42
+    axes.add_patch(
+        Rectangle(
+            (x - inset, y - inset), 2 * inset, 2 * inset, fill=False, edgecolor=colour,
+            linewidth=2.5, label=label,
+        )
+    )  # fmt: skip
+
+
+def _refusals(found: Sweep, across: str, along: str) -> dict[tuple[int, int], str]:
+    """Why no configuration of a tile is legal, where none is."""
+    header = found.header
+    whole = space(
+        found.workload, found.kernel, arch=header["arch"], parameters=header["parameters"]
+    )
+    reasons: dict[tuple[int, int], str] = {}
+    legal = set()
+    for candidate in whole.candidates:
+        values = dict(zip(whole.parameters, candidate.values, strict=True))
+        place = (values[across], values[along])
+        if candidate.config is not None:
+            legal.add(place)
+        else:
+            reasons.setdefault(place, candidate.refusal)
+    return {place: text for place, text in reasons.items() if place not in legal}
+
+
+def parallel_coordinates(found: Sweep) -> Figure:
+    """A line for each configuration: through its parameters to its speed."""
+    names = list(found.header["parameters"])
+    timed = sorted(found.timed, key=lambda row: -row["relative"])
+    if not timed:
+        raise problem_with("sweep", ValueError, got="no timed row", expected="at least one")
+    speeds = np.array([found.tflops(row) for row in timed])
+    figure = _figure(1.6 * (len(names) + 1) + 1.2, 4.2)
+    axes = figure.add_subplot()
+    from matplotlib import colormaps
+
+    low, high = speeds.min(), speeds.max()
+    jitter = np.random.default_rng(0).uniform(-0.025, 0.025, (len(timed), len(names)))
+    positions = {
+        name: {value: i for i, value in enumerate(sorted({row["values"][name] for row in timed}))}
+        for name in names
+    }
+    for row, speed, shift in zip(timed, speeds, jitter, strict=True):
+        heights = [
+            (positions[name][row["values"][name]] + 0.5) / len(positions[name]) for name in names
+        ]
+        share = (speed - low) / max(high - low, 1e-9)
+        own = row["key"] == found.best["key"]
+        axes.plot(
+            [*(np.arange(len(names))), len(names)], [*(np.array(heights) + shift), share],
+            color="#ff4b00" if own else colormaps["viridis"](share), alpha=1.0 if own else 0.45,
+            linewidth=2.5 if own else 0.9, zorder=3 if own else 2, label="best" if own else None,
+        )  # fmt: skip
+    for x, name in enumerate(names):
+        axes.axvline(x, color="#808080", linewidth=0.8, zorder=1)
+        for value, place in positions[name].items():
+            height = (place + 0.5) / len(positions[name])
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.75}
+            axes.text(x + 0.03, height, str(value), fontsize=8, va="center", zorder=4, bbox=box)
+    axes.axvline(len(names), color="#808080", linewidth=0.8, zorder=1)
+    for share in np.linspace(0, 1, 5):
+        axes.text(len(names) + 0.04, share, f"{low + share * (high - low):.0f}", fontsize=8,
+                  va="center")  # fmt: skip
+    axes.set_xticks(range(len(names) + 1), [*names, "TFLOP/s"])
+    axes.set_yticks([])
+    axes.set_xlim(-0.2, len(names) + 0.35)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(f"{found.kernel}, {found.workload}: {len(timed)} configurations\n{found.device}",
+                   fontsize=9)  # fmt: skip
+    axes.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) -> Figure:
+    """Every measured configuration under the roofs of products, device memory and L2.
+
+    ``levels`` are the rows of ``bench --memory``; without them device memory has its data sheet's
+    speed and L2 no roof.
+    """
+    if not sweeps:
+        raise problem_with("roofline", ValueError, got="no sweep", expected="at least one")
+    peak = peak_of(sweeps[0].device)
+    if peak is None:
+        raise problem_with(
+            "roofline", ValueError, got=sweeps[0].device, expected="a device with a known peak"
+        )
+    speed = {row["name"]: float(row["value"]) for row in levels}
+    roofs = {"device memory": speed.get("device memory read", peak.gbytes)}
+    if "L2 read" in speed:
+        roofs["L2"] = speed["L2 read"]
+    figure = _figure(7.2, 4.8)
+    axes = figure.add_subplot()
+    reach = np.geomspace(8, 2e4, 200)
+    for (name, gbytes), style in zip(roofs.items(), ("-", "--"), strict=False):
+        heights = np.minimum(peak.tflops, reach * gbytes / 1e3)
+        axes.plot(reach, heights, style, color="#404040", linewidth=1.3,
+                  label=f"roof of {name}, {gbytes / 1e3:.2f} TB/s")  # fmt: skip
+    axes.text(2e4, peak.tflops * 1.04, f"{peak.tflops:.0f} TFLOP/s, data sheet", ha="right",
+              fontsize=8)  # fmt: skip
+    for number, found in enumerate(sweeps):
+        flops = found.workload.kernel_flops(found.kernel)
+        once = io_model.least_bytes(found.workload, found.kernel)
+        speeds = [found.tflops(row) for row in found.timed]
+        colour, label = _LEVELS[number % len(_LEVELS)], f"{found.kernel} {found.workload}"
+        axes.scatter([flops / once] * len(speeds), speeds, s=14, color=colour, alpha=0.6,
+                     label=f"{label}\n  over bytes of device memory")  # fmt: skip
+        if found.kernel.startswith("forward") and "L2" in roofs:
+            loaded = [
+                io_model.forward(
+                    found.workload, row["values"]["block_m"], row["values"]["block_n"],
+                    row["facts"]["smem_bytes"],
+                ).fused
+                for row in found.timed
+            ]  # fmt: skip
+            axes.scatter([flops / b for b in loaded], speeds, s=18, marker="x", color=colour,
+                         alpha=0.7, label="  over bytes from L2")  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(20, peak.tflops * 1.4)
+    axes.set_xlabel("FLOP per byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{sweeps[0].device}, 16-bit products", fontsize=9)
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    axes.legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
+    """TFLOP/s against length, ours and peers', a panel for each head size and mask."""
+    square = [r for r in result["rows"] if r["pass"] == pass_ and _is_square(r)]
+    lengths: dict[tuple[int, bool], set[int]] = {}
+    for r in square:
+        lengths.setdefault((r["head_dim"], r["causal"]), set()).add(r["seqlen_q"])
+    rows = [r for r in square if len(lengths[r["head_dim"], r["causal"]]) > 1]
+    return _panels(
+        rows, result["meta"], "tflops", "TFLOP/s", {"fwd": "forward", "bwd": "gradient"}[pass_]
+    )
+
+
+def _is_square(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one point of a line over lengths: self-attention of whole heads."""
+    pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
+    same = all(row[a] == row[b] for a, b in pairs)
+    return same and row["window"] is None and row["tflops"] is not None
+
+
+def memory(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
+    """Bytes that a call takes beside its inputs, against length."""
+    rows = [r for r in result.get("memory", ()) if r["pass"] == pass_]
+    name = {"fwd": "forward", "bwd": "forward and gradient"}[pass_]
+    return _panels(rows, result["meta"], "bytes", "bytes beside the inputs", name)
+
+
+def _panels(
+    rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], value: str, unit: str, name: str
+) -> Figure:
+    if not rows:
+        raise problem_with(
+            "result",
+            ValueError,
+            got=f"no row with {unit}",
+            expected="a result of bench that has it",
+        )
+    head_dims = sorted({row["head_dim"] for row in rows})
+    masks = sorted({row["causal"] for row in rows})
+    figure = _figure(2.9 * len(head_dims) + 0.9, 2.5 * len(masks) + 1.1)
+    grid = figure.subplots(len(masks), len(head_dims), squeeze=False, sharex=True, sharey=True)
+    drawn = {}
+    for y, causal in enumerate(masks):
+        for x, head_dim in enumerate(head_dims):
+            axes = grid[y][x]
+            own = [r for r in rows if (r["head_dim"], r["causal"]) == (head_dim, causal)]
+            for impl in dict.fromkeys(row["impl"] for row in rows):
+                points = sorted((r["seqlen_q"], r[value]) for r in own if r["impl"] == impl)
+                if points:
+                    (drawn[impl],) = axes.plot(
+                        *zip(*points, strict=True), "-o", markersize=3.5,
+                        color=_COLOURS.get(impl, "#000000"),
+                        linewidth=2.2 if impl == "cuflash" else 1.2,
+                    )  # fmt: skip
+            axes.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
+            axes.set_xscale("log", base=2)
+            lengths = sorted({row["seqlen_q"] for row in rows})
+            axes.set_xticks(lengths, [_short(n) for n in lengths], fontsize=8)
+            axes.grid(alpha=0.25)
+            if value == "bytes":
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
+    for row_of_axes in grid:
+        row_of_axes[0].set_ylabel(unit)
+    for axes in grid[-1]:
+        axes.set_xlabel("seqlen")
+    figure.suptitle(f"{name}, {rows[0]['dtype']}, {meta['device']}, {meta['date']}", fontsize=10)
+    figure.legend(
+        drawn.values(), [_NAMES.get(impl, impl) for impl in drawn], loc="outside lower center",
+        ncols=min(len(drawn), 4), fontsize=8,
+    )  # fmt: skip
+    return figure
+
+
+def _short(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def movement(result: Mapping[str, Any]) -> Figure:
+    """Bytes of forwards against length: the IO model as lines, what ncu counted as marks."""
+    rows = result["rows"]
+    tiles = sorted({(row["block_m"], row["kernel"]) for row in rows})
+    figure = _figure(7.2, 4.8)
+    axes = figure.add_subplot()
+
+    def line(name: str, own: Sequence[Mapping[str, Any]], **given: Any) -> None:
+        points = sorted({(row["seqlen"], row[name]) for row in own})
+        axes.plot(*zip(*points, strict=True), **given)
+
+    line("unfused", rows, color="#999999", linestyle=":", label="unfused, device memory")
+    for colour, (block_m, kernel) in zip(_LEVELS, tiles, strict=False):
+        own = [row for row in rows if (row["block_m"], row["kernel"]) == (block_m, kernel)]
+        line("loaded", own, color=colour, linewidth=1.2,
+             label=f"from L2, block_m {block_m} ({kernel})")  # fmt: skip
+        counted = [(r["seqlen"], r["measured"]["L2 to processors"]) for r in own if "measured" in r]
+        if counted:
+            axes.plot(*zip(*counted, strict=True), "x", color=colour, markersize=6)
+    line("read_once", rows, color="black", linewidth=1.2, label="q, k and v once")
+    counted = sorted(
+        (r["seqlen"], r["measured"]["device memory read"]) for r in rows if "measured" in r
+    )
+    if counted:
+        axes.plot(*zip(*counted, strict=True), "+", color="black", markersize=7)
+        axes.plot([], [], "x", color="#404040", label="counted by ncu: from L2")
+        axes.plot([], [], "+", color="black", label="counted by ncu: from device memory")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({row["seqlen"] for row in rows})
+    axes.set_xticks(lengths, [_short(n) for n in lengths])
+    ticks = axes.get_yticks()
+    axes.set_yticks(ticks, [_bytes(t) for t in ticks])
+    values = [row[name] for row in rows for name in ("unfused", "loaded", "read_once")]
+    axes.set_ylim(min(values) / 2, max(values) * 2)
+    axes.set_xlabel("seqlen")
+    axes.set_ylabel("bytes of one forward")
+    meta = result["meta"]
+    axes.set_title(
+        f"16 heads, head_dim 128, bfloat16, {meta['device']}, {meta['date']}", fontsize=9
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _bytes(count: float) -> str:
+    for size, unit in _MEMORY_UNITS:
+        if count >= size:
+            return f"{count / size:g} {unit}"
+    return f"{count:g} B"

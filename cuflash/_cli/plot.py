@@ -1,0 +1,80 @@
+"""Which picture shows what was measured?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "draw sweeps and benchmarks, PNG and SVG"
+EXAMPLES = """\
+examples:
+  python -m cuflash plot heatmap h100-forward-sm90-d128.jsonl
+  python -m cuflash plot heatmap sweep.jsonl --across num_stages --along block_n
+  python -m cuflash plot parallel h100-forward-sm90-d128.jsonl
+  python -m cuflash plot roofline sweep.jsonl other.jsonl --memory h100-memory-2026-11-21.json
+  python -m cuflash plot speed h100-training-2026-11-21.json --pass bwd --out pictures/gradient
+  python -m cuflash plot memory results.json
+  python -m cuflash plot io h100-io-2026-11-21.json
+
+heatmap, parallel and roofline take files of `tune`, the others those of `bench`. matplotlib comes
+with pip install "cuflash[plot]".
+"""
+_KINDS = ("heatmap", "parallel", "roofline", "speed", "memory", "io")
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    p.add_argument("kind", choices=_KINDS)
+    p.add_argument("files", nargs="+", type=Path, metavar="file")
+    p.add_argument("--out", type=Path, help="path without suffix (default: that of the file)")
+    p.add_argument("--across", default="block_n", help="heatmap: a parameter")
+    p.add_argument("--along", default="block_m", help="heatmap: a parameter")
+    p.add_argument("--memory", type=Path, help="roofline: a file of bench --memory, for its roofs")
+    p.add_argument("--pass", dest="pass_", choices=("fwd", "bwd"), default="fwd")
+    p.add_argument("--json", action="store_true", help="print the paths as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw one picture."""
+    from cuflash._bench import pictures
+
+    if arguments.kind != "roofline" and len(arguments.files) > 1:
+        raise ValueError(f"files: got {len(arguments.files)}, expected one for {arguments.kind}")
+    figure = _drawn(arguments)
+    first = arguments.files[0]
+    out = arguments.out or first.with_name(f"{first.stem}-{arguments.kind}")
+    files = pictures.save(figure, Path(f"{out}.png"))
+    print(json.dumps([str(f) for f in files]) if arguments.json else "\n".join(map(str, files)))
+    return 0
+
+
+def _drawn(arguments: argparse.Namespace) -> Any:
+    from cuflash._bench import pictures
+    from cuflash.tuning import load
+
+    kind, first = arguments.kind, arguments.files[0]
+    if kind == "heatmap":
+        return pictures.heat_map(load(first), arguments.across, arguments.along)
+    if kind == "parallel":
+        return pictures.parallel_coordinates(load(first))
+    if kind == "roofline":
+        levels = _result(arguments.memory)["rows"] if arguments.memory else []
+        return pictures.roofline([load(path) for path in arguments.files], levels)
+    result = _result(first)
+    if kind == "io":
+        return pictures.movement(result)
+    return (pictures.speed if kind == "speed" else pictures.memory)(result, arguments.pass_)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError):
+        raise ValueError(f"{path}: got no JSON, expected a result of bench") from None
+    if not isinstance(result, dict) or not {"meta", "rows"} <= set(result):
+        raise ValueError(
+            f'{path}: got something else, expected a result of bench, "meta" and "rows"'
+        )
+    return result

@@ -1,0 +1,138 @@
+"""Do pictures show what was measured? Drawn, and read back from what was drawn."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import _cli, tuning
+from cuflash._bench import io_grid
+from support.simulated_sweep import DEVICE, WORK, space_of
+
+matplotlib = pytest.importorskip("matplotlib")
+from cuflash._bench import pictures  # noqa: E402
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+pytestmark = pytest.mark.filterwarnings("default")  # those of matplotlib
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    """Return a sweep of tiles, one of which fails in every way that it is tried."""
+    whole = space_of(block_m=(128, 192), num_q_stages=(1, 2), num_stages=(2, 3))
+    wrong = {c.key: "wrong" for c in whole if c.key.startswith("128,48,")}
+    monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(wrong))
+    monkeypatch.setenv("SIMULATED_NAME", "NVIDIA H100 80GB HBM3")
+    return tuning.sweep(WORK, whole, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+
+
+def texts(axes) -> list[str]:
+    return [t.get_text() for t in axes.texts]
+
+
+def test_a_heat_map_shows_the_best_of_each_tile_and_why_others_are_none(found):
+    axes = pictures.heat_map(found).axes[0]
+    (image,) = axes.images
+    shown = np.ma.filled(image.get_array().astype(float), np.nan)
+    columns, rows = found.header["parameters"]["block_n"], found.header["parameters"]["block_m"]
+    assert shown.shape == (len(rows), len(columns))
+    for (y, x), value in np.ndenumerate(shown):
+        own = [
+            found.tflops(row) for row in found.timed
+            if (row["values"]["block_m"], row["values"]["block_n"]) == (rows[y], columns[x])
+        ]  # fmt: skip
+        assert np.isnan(value) if not own else value == pytest.approx(max(own))
+    words = [text.replace("\n", " ") for text in texts(axes)]
+    assert "wrong" in words
+    assert sum(np.isnan(shown.ravel())) == sum(not text[0].isdigit() for text in words)
+
+
+def test_a_tile_that_no_memory_holds_says_so(tmp_path):
+    whole = tuning.space(
+        WORK, "forward_sm90", arch="sm_90a",
+        parameters={"num_stages": (4,), "num_q_stages": (2,), "overlap_quarters": (1,)},
+    )  # fmt: skip
+    whole.compile = space_of().compile  # nothing is compiled
+    whole.facts = {c.key: tuning.Facts(0) for c in whole}
+    found = tuning.sweep(WORK, whole, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    words = " ".join(" ".join(texts(pictures.heat_map(found).axes[0])).split())
+    assert "KiB of shared memory" in words
+
+
+def test_a_line_of_parallel_coordinates_for_each_configuration(found):
+    axes = pictures.parallel_coordinates(found).axes[0]
+    long = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(long) == len(found.timed)
+    heights = sorted(line.get_ydata()[-1] for line in long)
+    assert (heights[0], heights[-1]) == (0.0, 1.0)
+
+
+def test_no_configuration_is_above_its_roof(found):
+    axes = pictures.roofline([found], [{"name": "L2 read", "value": 5500.0}]).axes[0]
+    dots = np.vstack([c.get_offsets() for c in axes.collections])
+    assert len(dots) == 2 * len(found.timed)
+    assert (dots[:, 1] <= 989.4).all()
+    with pytest.raises(ValueError, match="got no sweep"):
+        pictures.roofline([])
+
+
+def test_speed_has_a_panel_for_each_head_size_and_mask():
+    path = sorted(RESULTS.glob("h100-forward-*.json"))[-1]
+    result = json.loads(path.read_text())
+    figure = pictures.speed(result)
+    square = [r for r in result["rows"] if r["pass"] == "fwd" and pictures._is_square(r)]
+    cells = Counter((r["head_dim"], r["causal"]) for r in square if r["impl"] == "cuflash")
+    rows = [r for r in square if cells[r["head_dim"], r["causal"]] > 1]
+    head_dims, masks = ({r[name] for r in rows} for name in ("head_dim", "causal"))
+    assert len(figure.axes) == len(head_dims) * len(masks) >= 2
+    drawn = sum(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
+    assert drawn == len(rows)
+    with pytest.raises(ValueError, match="no row with bytes"):
+        pictures.memory(result)
+
+
+def test_movement_shows_the_model_and_the_counters(monkeypatch):
+    monkeypatch.setattr(io_grid, "present", lambda: None)
+    rows = io_grid.rows()
+    for row in rows:
+        row["measured"] = {"L2 to processors": row["loaded"], "device memory read": row["stored"]}
+    result = {"meta": {"device": "simulated", "date": "today"}, "rows": rows}
+    axes = pictures.movement(result).axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["q, k and v once"].get_xdata()) == list(io_grid.SEQLENS)
+    crosses = [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert len(crosses) == len(io_grid.configs(io_grid.typical("sm_90")))
+
+
+@pytest.mark.parametrize("kind", ["heatmap", "parallel", "roofline"])
+def test_files_are_written_and_the_same_every_time(found, tmp_path, capsys, kind):
+    source = tmp_path / "rows.jsonl"
+    assert _cli.main(["plot", kind, str(source), "--json"]) == 0
+    files = [Path(name) for name in json.loads(capsys.readouterr().out)]
+    assert [path.name for path in files] == [f"rows-{kind}.png", f"rows-{kind}.svg"]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    before = [path.read_bytes() for path in files]
+    assert _cli.main(["plot", kind, str(source)]) == 0
+    assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["heatmap", "none.jsonl"], "none.jsonl"),
+        (
+            ["heatmap", "rows.jsonl", "--across", "colour"],
+            "heat map: got 'colour', expected one of",
+        ),
+        (["speed", "rows.jsonl"], "got no JSON, expected a result of bench"),
+        (["parallel", "rows.jsonl", "rows.jsonl"], "files: got 2, expected one for parallel"),
+    ],
+)
+def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert _cli.main(["plot", *words]) == 2
+    assert message in capsys.readouterr().err
