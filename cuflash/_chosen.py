@@ -34,8 +34,9 @@ def backward(
     """The kernels of the gradients of q, k and v, in order of launch."""
     width, smem = _copy_bytes(problem), hardware.limits.block_smem
     hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
+    rows_v = Layout.of(problem.v).copy_bytes(problem.head_dim_v, 0)  # those of dout and out, too
     steps: list[KernelConfig] = [
-        _select.delta_config(problem, problem.dtype, width, grad_lse=False)
+        _select.delta_config(problem, problem.dtype, rows_v, grad_lse=False)
     ]
     of_keys = wanted & {"k", "v"}
     if of_keys:

@@ -168,6 +168,9 @@ def test_the_io_model_of_a_tile_counted_by_hand():
     found = io_model.forward(work, 64, 64, 48 * 1024)
     assert found.loaded == 2 * (256 * 32 + 4 * 256 * (32 + 16)) * 2
     assert found.stored == 2 * (256 * 16 * 2 + 256 * 4)
+    # Boxes of 96 rows and 80 keys: 3 tiles of 4 boxes.
+    boxed = io_model.forward(work, 96, 80, 48 * 1024, boxes=True)
+    assert boxed.loaded == 2 * (3 * 96 * 32 + 3 * 4 * 80 * (32 + 16)) * 2
     assert found.read_once == 2 * (256 * 32 + 256 * (32 + 16)) * 2
     assert (
         found.unfused == 2 * 2 * (256 * (32 + 16) + 256 * (32 + 16)) * 2 // 2 + 2 * 4 * 256**2 * 2

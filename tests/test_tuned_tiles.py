@@ -255,8 +255,11 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     import cupy
 
     import cuflash
-    from cuflash import _plan
+    from cuflash import _launch, _plan, _recall
     from cuflash._ahead import kernels_of
+
+    _launch.forget_plans()
+    _recall.forget()
 
     work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)
     seen = []

@@ -49,7 +49,8 @@ def configs(hardware: Hardware) -> list[TileConfig]:
 
 
 def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
-    model = io_model.forward(work, config.block_m, config.block_n, config.smem_bytes)
+    tile = config.block_m, config.block_n, config.smem_bytes
+    model = io_model.forward(work, *tile, boxes=kernel_name(config) == "forward_sm90")
     return {
         "seqlen": work.seqlen_q,
         "kernel": kernel_name(config),

@@ -39,18 +39,26 @@ class Traffic:
         return self.loaded + self.stored
 
 
-def forward(work: Workload, block_m: int, block_n: int, smem_bytes: int) -> Traffic:
-    """Bytes that a forward with these tiles moves."""
+def forward(
+    work: Workload, block_m: int, block_n: int, smem_bytes: int, *, boxes: bool = False
+) -> Traffic:
+    """Bytes that a forward with these tiles moves.
+
+    ``boxes``: TMA brings whole tiles, zeros past the end of an array included.
+    """
     size = DTYPES[work.dtype].itemsize
     heads = work.batch * work.heads_q
     d, d_v, m, n = work.head_dim, work.head_dim_v, work.seqlen_q, work.seqlen_k
     q, out = heads * m * d * size, heads * m * d_v * size
     lse = heads * m * _LSE_BYTES
-    keys = int(_keys_of_tiles(work, block_m, block_n).sum())
+    keys = _keys_of_tiles(work, block_m, block_n)
+    rows = m
+    if boxes:
+        keys, rows = -(-keys // block_n) * block_n, -(-m // block_m) * block_m
     pairs = heads * m * n * size
     return Traffic(
         read_once=least_bytes(work, "forward") - out - lse,
-        loaded=q + heads * keys * (d + d_v) * size,
+        loaded=heads * (rows * d + int(keys.sum()) * (d + d_v)) * size,
         stored=out + lse,
         unfused=q + heads * n * (d + d_v) * size + out + 4 * pairs,
         asymptotic=heads * m * n * d * d_v / (smem_bytes / size) * size,

@@ -56,6 +56,7 @@ class _Bench:
         self.cupy, self.hardware, self.clock = cupy, hardware, DeviceClock()
         self.blocks = hardware.multiprocessors * _BLOCKS_A_PROCESSOR
         self.sink = cupy.zeros(1, cupy.uint32)
+        self._round = 16 * _AT_ONCE * self.blocks * _THREADS  # bytes
 
     def _median_ms(self, call: Callable[[], Any], *, cold: bool) -> float:
         with self.clock.scope():
@@ -69,8 +70,7 @@ class _Bench:
 
     def _whole_rounds(self, size: int) -> int:
         """The bytes below ``size`` of which every thread moves as many: see ``read.cu``."""
-        a_round = 16 * _AT_ONCE * self.blocks * _THREADS
-        return size // a_round * a_round
+        return size // self._round * self._round
 
     def device_memory(self) -> list[Level]:
         """Read, write and copy arrays of a GiB, none of which lies in L2."""
@@ -97,8 +97,8 @@ class _Bench:
         ]
 
     def l2(self) -> list[Level]:
-        """Read a quarter of L2 again and again."""
-        size, repeats = self._whole_rounds(self.hardware.l2_bytes // 4), 40
+        """Read a quarter of L2, or what all threads read at once, again and again."""
+        size, repeats = max(self._whole_rounds(self.hardware.l2_bytes // 4), self._round), 40
         source = self.cupy.ones(size, self.cupy.uint8)
         read = self._kernel("read")
 

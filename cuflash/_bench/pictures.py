@@ -6,6 +6,7 @@ Every function returns a figure; :func:`save` writes PNG and SVG.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
             loaded = [
                 io_model.forward(
                     found.workload, row["values"]["block_m"], row["values"]["block_n"],
-                    row["facts"]["smem_bytes"],
+                    row["facts"]["smem_bytes"], boxes=found.kernel == "forward_sm90",
                 ).fused
                 for row in found.timed
             ]  # fmt: skip
@@ -251,6 +252,8 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
 def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
     """TFLOP/s against length, ours and peers', a panel for each head size and mask."""
     square = [r for r in result["rows"] if r["pass"] == pass_ and _is_square(r)]
+    work = Counter(_size(r) for r in square).most_common(1)
+    square = [r for r in square if _size(r) == work[0][0]]
     lengths: dict[tuple[int, bool], set[int]] = {}
     for r in square:
         lengths.setdefault((r["head_dim"], r["causal"]), set()).add(r["seqlen_q"])
@@ -265,6 +268,11 @@ def _is_square(row: Mapping[str, Any]) -> bool:
     pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
     same = all(row[a] == row[b] for a, b in pairs)
     return same and row["window"] is None and row["tflops"] is not None
+
+
+def _size(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens and width, which are the same along a line."""
+    return row["batch"] * row["seqlen_q"], row["heads_q"] * row["head_dim"]
 
 
 def memory(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
@@ -308,12 +316,12 @@ def _panels(
             axes.grid(alpha=0.25)
             if value == "bytes":
                 axes.set_yscale("log")
-            else:
-                axes.set_ylim(bottom=0)
     for row_of_axes in grid:
         row_of_axes[0].set_ylabel(unit)
     for axes in grid[-1]:
         axes.set_xlabel("seqlen")
+    if value != "bytes":
+        grid[0][0].set_ylim(bottom=0)
     figure.suptitle(f"{name}, {rows[0]['dtype']}, {meta['device']}, {meta['date']}", fontsize=10)
     figure.legend(
         drawn.values(), [_NAMES.get(impl, impl) for impl in drawn], loc="outside lower center",

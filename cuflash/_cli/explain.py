@@ -52,7 +52,10 @@ def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
     work = problem_of(arguments)
     tile, smem = found["kernels"][0]["tile"], found["kernels"][0]["smem_bytes"]
-    model = io_model.forward(work, tile["block_m"], tile["block_n"], smem)
+    model = io_model.forward(
+        work, tile["block_m"], tile["block_n"], smem,
+        boxes=found["kernels"][0]["kernel"] == "forward_sm90",
+    )  # fmt: skip
     table: dict[str, Any] = {
         "read_once": model.read_once,
         "loaded": model.loaded,
