@@ -5,8 +5,8 @@ The same choices as ``_launch.py`` makes with the arrays before it, for arrays i
 
 from __future__ import annotations
 
-from cuflash import _philox, _select
-from cuflash._config import KernelConfig, TileConfig
+from cuflash import _philox, _select, _tuned
+from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
 from cuflash._problem import Problem
@@ -17,11 +17,12 @@ _TMA_BYTES = 16
 def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> TileConfig:
     """The forward kernel; ``portable``: the one that every architecture has."""
     width = _copy_bytes(problem)
+    chosen: ForwardConfig | ForwardSm90Config | None = None
     if hardware.arch == "sm_90" and width == _TMA_BYTES and not portable:
         chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
-        if chosen is not None:
-            return chosen
-    return _select.forward_config(problem, hardware.limits.block_smem, width)
+    if chosen is None:
+        chosen = _select.forward_config(problem, hardware.limits.block_smem, width)
+    return _tuned.applied(chosen, hardware.name)
 
 
 def backward(
@@ -39,13 +40,14 @@ def backward(
         _select.delta_config(problem, problem.dtype, rows_v, grad_lse=False)
     ]
     of_keys = wanted & {"k", "v"}
+    tiled: list[TileConfig] = []
     if of_keys:
         passes = _select.backward_kv_sm90_configs(problem, of_keys) if hopper else None
-        steps += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
+        tiled += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
     if "q" in wanted:
         own = _select.backward_q_sm90_config(problem) if hopper else None
-        steps.append(own or _select.backward_q_config(problem, smem, width))
-    return steps
+        tiled.append(own or _select.backward_q_config(problem, smem, width))
+    return steps + [_tuned.applied(config, hardware.name) for config in tiled]
 
 
 def _copy_bytes(problem: Problem) -> int:

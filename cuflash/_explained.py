@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash import _chosen, _hardware
+from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
 from cuflash._bench import io_model
 from cuflash._bench.workload import Workload
@@ -55,6 +55,8 @@ def _described(
     if not isinstance(config, TileConfig) or type(config) not in PARAMETERS:
         return found
     found["tile"] = tile_of(config)
+    row = _tuned.row_of(config, hardware.name)
+    found["tile_from"] = "cuflash/_select.py" if row is None else row.measured or "a table in use"
     once = io_model.least_bytes(work, name)
     flops = work.kernel_flops(name)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}

@@ -391,12 +391,12 @@ def _kv_passes(problem: Problem, wanted: frozenset[str], fields: dict[str, Any])
 
 
 def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig:
-    """The tile that the caller, or else a table in use for this device, wants instead.
+    """The tile that the caller, or else a table of what was measured, wants instead.
 
     What follows from the problem stays.
     """
     if config is None:
-        return _tuned.applied(chosen, _tuned.device_name(device)) if _tuned.in_use() else chosen
+        return _tuned.applied(chosen, _tuned.device_name(device))
     if type(config) is not type(chosen):
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__

@@ -1,8 +1,10 @@
-"""Which measured tiles does this process use in place of the shipped ones?
+"""Which measured tiles go before the tables of ``_select.py``?
 
-None, until somebody asks: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path of
-a file or "user" for this user's table. A file is JSON: {"format": ..., "tiles": [row, ...]}, and a
-row holds for one kernel, dtype, head sizes, set of options and device.
+Those of ``tiles.json``, which is shipped and made by tools/shipped_tiles.py from committed sweeps.
+Before them those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable
+CUFLASH_TILES, the path of a file or "user" for this user's table. A file is JSON,
+{"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
+options and device.
 """
 
 from __future__ import annotations
@@ -163,8 +165,14 @@ def user_file() -> Path:
 _in_use: dict[Key, Row] | None = None
 
 
+@functools.cache
+def shipped() -> Mapping[Key, Row]:
+    """The rows that come with the library."""
+    return {row.key: row for row in read(Path(__file__).with_name("tiles.json"))}
+
+
 def in_use() -> Mapping[Key, Row]:
-    """The rows in use, those of the variable unless :func:`replace_rows` was called."""
+    """The rows asked for, those of the variable unless :func:`replace_rows` was called."""
     global _in_use
     if _in_use is None:
         named = os.environ.get(VARIABLE, "")
@@ -180,9 +188,15 @@ def replace_rows(rows: Mapping[Key, Row] | None) -> None:
     _in_use = None if rows is None else dict(rows)
 
 
+def row_of(config: TileConfig, device: str) -> Row | None:
+    """The measured row for a configuration, whatever its tile; None where there is none."""
+    key = key_of(config, device)
+    return in_use().get(key) or shipped().get(key)
+
+
 def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
-    """The configuration with the tile in use for it; as it is where there is none."""
-    row = in_use().get(key_of(chosen, device))
+    """The configuration with the tile that was measured for it; as it is where there is none."""
+    row = row_of(chosen, device)
     return chosen if row is None else with_values(chosen, dict(row.values))
 
 

@@ -122,6 +122,7 @@ def test_explain_says_what_was_chosen(capsys):
     work = tuning.Workload.from_json(found["workload"])
     config = _chosen.forward(work.problem(), H100)
     assert own["smem_bytes"] == config.smem_bytes
+    assert own["tile_from"]
     assert own["bound_by"] == "products"
     assert own["bound_ms"] == pytest.approx(own["tflop"] / 989.4 * 1e3)
     assert own["intensity"] == pytest.approx(own["tflop"] * 1e12 / own["once"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _params, _select
+from cuflash import Options, _params, _select, _tuned
 from cuflash._grid import Layout
 from cuflash._problem import Problem, describe
 
@@ -41,6 +41,7 @@ class Recorder:
         monkeypatch.setattr(_launch_sm90, "_counters", {})
         monkeypatch.setattr(_launch_sm90, "multiprocessors", lambda _: 132)
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
+        monkeypatch.setattr(_tuned, "device_name", lambda device: "simulated")
         monkeypatch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
             Device=lambda _: device,

@@ -6,12 +6,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import shipped_tiles
 
 from cuflash import _chosen, _hardware, _select, _tuned, tuning
+from cuflash._compile import compile_static
 from cuflash.tuning import _kernels
+from cuflash.tuning._table import best_row
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 H100 = _hardware.typical("sm_90")
+SHIPPED = dict(_tuned.shipped())
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +23,7 @@ def shipped(monkeypatch, tmp_path):
     """Start and end every test with the shipped tiles, and a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CUFLASH_TILES", raising=False)
+    monkeypatch.setattr(_tuned, "shipped", dict)  # but where a test is about them
     _tuned.replace_rows(None)
     yield
     _tuned.replace_rows(None)
@@ -40,8 +45,14 @@ def written(tmp_path, *rows, name="tiles.json"):
     return path
 
 
+def table_of(work=WORK):
+    """What the tables of the source say."""
+    return _select.forward_sm90_config(work.problem())
+
+
 def chosen(work=WORK, device=H100.name):
-    return _tuned.applied(_chosen.forward(work.problem(), H100), device)
+    """What runs."""
+    return _chosen.forward(work.problem(), H100._replace(name=device))
 
 
 def test_nothing_is_in_use_unless_asked_for(tmp_path):
@@ -49,12 +60,12 @@ def test_nothing_is_in_use_unless_asked_for(tmp_path):
     user = tuning.user_table()
     user.parent.mkdir(parents=True)
     user.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": [row()]}))
-    assert chosen() == _chosen.forward(WORK.problem(), H100)
+    assert chosen() == table_of()
 
 
 def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
     tuning.use(written(tmp_path, row()))
-    default = _chosen.forward(WORK.problem(), H100)
+    default = table_of()
     assert chosen() == replace(default, block_n=96, num_stages=3)
     assert chosen(replace(WORK, seqlen_q=77, batch=5)) == chosen()
     for other in (
@@ -66,10 +77,10 @@ def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
         {"window": (100, None)},
     ):
         work = replace(WORK, **other)
-        assert chosen(work) == _chosen.forward(work.problem(), H100), other
+        assert chosen(work) == table_of(work), other
     assert chosen(device="another") == default
     portable = _chosen.forward(WORK.problem(), H100, portable=True)
-    assert _tuned.applied(portable, H100.name) == portable
+    assert portable == _chosen.forward(WORK.problem(), H100._replace(name="x"), portable=True)
 
 
 def test_use_ends_with_its_block(tmp_path):
@@ -101,12 +112,12 @@ def test_the_variable_names_a_table(tmp_path, monkeypatch, name):
 
 def test_the_table_of_a_user_need_not_exist(monkeypatch):
     monkeypatch.setenv("CUFLASH_TILES", "user")
-    assert chosen() == _chosen.forward(WORK.problem(), H100)
+    assert chosen() == table_of()
 
 
 def test_the_callers_config_goes_before_a_table(tmp_path):
     tuning.use(written(tmp_path, row()))
-    default = _chosen.forward(WORK.problem(), H100)
+    default = table_of()
     wanted = replace(default, block_n=64)
     assert _select.overridden(default, wanted, 0) == wanted
 
@@ -132,7 +143,7 @@ def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path, monkeypatch):
     result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     assert result.finals[-1]["default_ms"] < min(result.finals[-1]["ms"].values())
     with tuning.use(result):
-        assert chosen() == _chosen.forward(WORK.problem(), H100)
+        assert chosen() == table_of()
 
 
 def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
@@ -209,6 +220,43 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
         for c in _chosen.backward(WORK.problem(), H100, frozenset(wanted))[1:]
     ]
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
+
+
+def test_shipped_rows_come_from_the_committed_sweeps():
+    assert shipped_tiles.rows() == list(SHIPPED.values())
+
+
+@pytest.mark.nvrtc
+def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
+    for key, own in SHIPPED.items():
+        work = replace(
+            WORK, head_dim=key.head_dim, head_dim_v=key.head_dim_v, dtype=key.dtype,
+            causal="causal" in key.options,
+        )  # fmt: skip
+        default = tuning.space(work, key.kernel, arch="sm_90a").default
+        assert _tuned.key_of(default, key.device) == key
+        report = compile_static(_tuned.with_values(default, dict(own.values)), "sm_90a")
+        assert (report.spill_bytes, report.warnings) == (0, ())
+
+
+def test_a_shipped_row_is_used_and_what_is_asked_for_goes_before_it(tmp_path, monkeypatch):
+    own = _tuned.read(written(tmp_path, row(values={"block_n": 112})))
+    monkeypatch.setattr(_tuned, "shipped", lambda: {r.key: r for r in own})
+    assert chosen().block_n == 112
+    with tuning.use(written(tmp_path, row())):
+        assert chosen().block_n == 96
+        with tuning.use(None):
+            assert chosen().block_n == 112
+
+
+def test_a_tile_is_shipped_only_if_it_is_clearly_faster(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    found = space_of(block_n=(112, 128), num_stages=(2, 3), num_q_stages=(1,))
+    result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    gain = result.finals[-1]["default_ms"] / min(result.finals[-1]["ms"].values()) - 1
+    assert 0.02 < gain < 0.2
+    kept = {m: dict(best_row(result, m).values)["block_n"] for m in (0.0, gain - 0.01, gain + 0.01)}
+    assert list(kept.values()) == [112, 112, table_of().block_n]
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
 
 import gen_wgmma
@@ -178,6 +179,17 @@ def test_occupancy_is_the_scarcest_of_three():
     assert _hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # shared memory
     assert _hardware.occupancy(limits, 128, 1024, 255) == 2  # registers
     assert _hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
+
+
+@pytest.mark.parametrize("name", ["space", "sweep", "use"])
+def test_examples_of_docstrings_run(name):
+    function = getattr(tuning, name)
+    finder = doctest.DocTestFinder(recurse=False)
+    (test,) = finder.find(function, name, globs={})
+    assert test.examples
+    runner = doctest.DocTestRunner()
+    runner.run(test)
+    assert runner.failures == 0
 
 
 @pytest.mark.gpu

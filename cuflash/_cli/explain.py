@@ -79,6 +79,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines.append(f"  why             {own['why']}")
         tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())
         lines.append(f"  tile            {tile or 'fixed'}")
+        if tile:
+            lines.append(f"  tile from       {own['tile_from']}")
         lines.append(f"  shared memory   {own['smem_bytes'] / 1024:.1f} KiB a block")
         if "registers" in own:
             threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"

@@ -20,9 +20,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
-    from cuflash import _hardware, show_config
+    from cuflash import _hardware, _tuned, show_config
 
     table = show_config(mode="dicts")
+    shipped, asked = len(_tuned.shipped()), len(_tuned.in_use())
+    table["measured tiles"] = f"{shipped} shipped, {asked} of CUFLASH_TILES"
     found = _hardware.present()
     if found is not None:
         limits, peak = found.limits, found.peak

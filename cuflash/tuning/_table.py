@@ -34,7 +34,7 @@ class Use:
 
 
 def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
-    """Use measured tiles in this process from now on, in place of the shipped ones.
+    """Use measured tiles in this process from now on, before the shipped ones.
 
     Parameters
     ----------
@@ -102,14 +102,15 @@ def rows_of(path: Path) -> list[_tuned.Row]:
     return _tuned.read(path)
 
 
-def best_row(found: Sweep) -> _tuned.Row:
-    """The best of a sweep as a row: the shipped tile, where nothing was faster."""
+def best_row(found: Sweep, margin: float = 0.0) -> _tuned.Row:
+    """The best of a sweep as a row: the tile that ran before, unless faster by ``margin``."""
     header, best = found.header, found.best
     hardware = typical(header["arch"])._replace(name=found.device)
     config = default_config(found.workload, found.kernel, hardware)
     values = dict(best["values"])
     final = found.finals[-1] if found.finals else None
-    if final is not None and final["default_ms"] < final["ms"].get(best["key"], 0.0):
+    ms = final["ms"].get(best["key"], 0.0) if final is not None else 0.0
+    if final is not None and final["default_ms"] < (1 + margin) * ms:
         names = list(header["parameters"])
         values = dict(zip(names, map(int, header["default"].split(",")), strict=True))
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
