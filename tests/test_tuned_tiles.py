@@ -224,6 +224,24 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
 
 def test_shipped_rows_come_from_the_committed_sweeps():
     assert shipped_tiles.rows() == list(SHIPPED.values())
+    assert SHIPPED
+
+
+def test_a_sweep_that_was_repeated_found_the_same():
+    """What docs/tuning.md promises of the committed runs: 210 configurations, right and in time."""
+    repeated = sorted((shipped_tiles.SWEEPS / "repeated").glob("*.jsonl"))
+    assert repeated
+    for path in repeated:
+        first, again = tuning.load(shipped_tiles.SWEEPS / path.name), tuning.load(path)
+        assert len(first.rows) == len(again.rows) >= 200
+        assert {row["status"] for row in first.rows + again.rows} == {"ok"}
+        assert first.best["key"] == again.best["key"]
+        gains = []
+        for found in (first, again):
+            final = found.finals[-1]
+            gains.append(final["ms"][found.best["key"]] / final["default_ms"])
+        assert max(gains) <= 1.0
+        assert max(gains) / min(gains) < 1.02
 
 
 @pytest.mark.nvrtc

@@ -2,8 +2,9 @@
 
 python tools/shipped_tiles.py [--check]
 
-A sweep's best replaces the tile that ran before only if the last comparison, all in turns, found it
-faster by more than MARGIN: two runs of one sweep differ by as much.
+A sweep's best replaces the tile of cuflash/_select.py only if the last comparison, all in turns,
+found it faster by more than MARGIN: two runs of one sweep differ by as much. Run it, too, after a
+row of those tables changed.
 """
 
 from __future__ import annotations

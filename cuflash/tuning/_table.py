@@ -10,7 +10,7 @@ from types import TracebackType
 from cuflash import _recall, _tuned
 from cuflash._errors import problem_with
 from cuflash._hardware import present, typical
-from cuflash.tuning._kernels import PARAMETERS, kernel_type
+from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import default_config
 
@@ -103,16 +103,15 @@ def rows_of(path: Path) -> list[_tuned.Row]:
 
 
 def best_row(found: Sweep, margin: float = 0.0) -> _tuned.Row:
-    """The best of a sweep as a row: the tile that ran before, unless faster by ``margin``."""
+    """The best of a sweep as a row, or the tile of the tables unless faster by ``margin``."""
     header, best = found.header, found.best
-    hardware = typical(header["arch"])._replace(name=found.device)
-    config = default_config(found.workload, found.kernel, hardware)
+    of_tables = typical(header["arch"])._replace(name="")  # no measured row is for it
+    config = default_config(found.workload, found.kernel, of_tables)
     values = dict(best["values"])
     final = found.finals[-1] if found.finals else None
     ms = final["ms"].get(best["key"], 0.0) if final is not None else 0.0
     if final is not None and final["default_ms"] < (1 + margin) * ms:
-        names = list(header["parameters"])
-        values = dict(zip(names, map(int, header["default"].split(",")), strict=True))
+        values = tile_of(config)
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return _tuned.Row(_tuned.key_of(config, found.device), tuple(values.items()), measured)
 

@@ -1,0 +1,138 @@
+"""Does the check of a sweep pass what is right, and nothing that is wrong?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import _hardware, tuning
+from cuflash._ahead import kernels_of
+from cuflash.tuning import _checking, _kernels
+
+WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
+
+
+@pytest.fixture(scope="module")
+def forward():
+    """Return the small problem, its definition, and results of the CPU path as the shipped ones."""
+    work = _checking.small(WORK)
+    (inputs,) = work.inputs(np)
+    truth = _checking.definition(work, "forward_sm90", inputs)
+    return work, inputs, truth, computed(work, inputs)
+
+
+def computed(work, inputs, **options):
+    q, k, v, _ = inputs
+    return cuflash.attention(q, k, v, return_lse=True, **(work.score_options() | options))._asdict()
+
+
+def verdict(results, forward) -> str:
+    work, _, truth, shipped = forward
+    own = _checking.errors(results, truth)
+    return _checking.complaint(own, _checking.errors(shipped, truth), truth, work.dtype)
+
+
+def test_the_small_problem_cuts_tiles_and_goes_round_rings():
+    full = _checking.small(replace(WORK, causal=False))
+    causal = _checking.small(WORK)
+    assert (full.heads_q, full.heads_kv, causal.seqlen_k) == (2, 1, causal.seqlen_q)
+    for block in (48, 64, 80, 96, 112, 128, 192):
+        assert full.seqlen_q % block
+        assert full.seqlen_k % block
+    assert full.seqlen_k > 8 * 128 * 2
+
+
+def test_the_shipped_results_pass(forward):
+    work, _, truth, shipped = forward
+    assert verdict(shipped, forward) == ""
+    assert _checking.shipped_complaint(_checking.errors(shipped, truth), truth, work.dtype) == ""
+
+
+def changed(results, name, index, value):
+    copy = {key: array.copy() for key, array in results.items()}
+    copy[name][index] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("out", (0, 0, 699, 3), np.nan),
+        ("out", (1, 1, 350, 0), np.inf),
+        ("out", (0, 0, 0), 0.0),
+        ("lse", (0, 0, 3), np.nan),
+        ("lse", (0, 1, 699), 0.0),
+        ("lse", (0, 0, 0), -np.inf),
+    ],
+)
+def test_one_wrong_element_or_row_is_noticed(forward, name, index, value):
+    assert verdict(changed(forward[3], name, index, value), forward).startswith(f"{name}: error")
+
+
+def test_a_wrong_mask_a_wrong_scale_and_a_lost_block_are_noticed(forward):
+    work, inputs, _, _ = forward
+    q, k, v, dout = inputs
+    shifted = computed(work, inputs, offset=1)
+    scaled = computed(work, inputs, scale=0.99 / 8)
+    emptied = v.copy()
+    emptied[..., 640:656, :] = 0
+    lost = computed(work, (q, k, emptied, dout))
+    for results in (shifted, scaled, lost):
+        assert verdict(results, forward)
+
+
+def test_less_exact_results_are_noticed(forward):
+    """Each value rounded to one bit less: nothing is wrong but the error of all of them."""
+    _, _, _, shipped = forward
+    bits = shipped["out"].view(np.uint16)
+    coarse = ((bits + 1) & np.uint16(0xFFFE)).view(shipped["out"].dtype)
+    assert verdict({**shipped, "out": coarse}, forward).startswith("out:")
+
+
+def test_a_default_that_is_wrong_is_noticed(forward):
+    work, inputs, truth, _ = forward
+    wrong = _checking.errors(computed(work, inputs, causal=False), truth)
+    complaint = _checking.shipped_complaint(wrong, truth, work.dtype)
+    assert complaint.startswith("out as shipped: rms error")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrt"), [("backward_dq_sm90", "q"), ("backward_dkv_sm80", "kv")]
+)
+def test_gradients_are_compared_by_name(kernel, wrt):
+    work = replace(_checking.small(WORK), seqlen_q=100, seqlen_k=100)
+    (inputs,) = work.inputs(np)
+    q, k, v, dout = inputs
+    truth = _checking.definition(work, kernel, inputs)
+    assert list(truth) == [f"d{name}" for name in wrt]
+    options = work.score_options()
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    own = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=tuple(wrt), **options)
+    results = {name: getattr(own, name) for name in truth}
+    found = _checking.errors(results, truth)
+    assert _checking.complaint(found, found, truth, work.dtype) == ""
+    doubled = _checking.errors({name: 2 * a for name, a in results.items()}, truth)
+    assert _checking.complaint(doubled, found, truth, work.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])
+def test_kernels_are_swept_on_the_device(tmp_path, number, options):
+    """Forward, dk with dv, and dq; a problem that is short enough for graphs."""
+    work = replace(WORK, seqlen_q=512, seqlen_k=512, **options)
+    steps = kernels_of(work, _hardware.present(), backward=True)
+    config = [c for c in steps if c.source != "backward_delta.cu"][number]
+    name = _kernels.kernel_name(config)
+    found = tuning.space(work, name)
+    result = tuning.sweep(
+        work, found, file=tmp_path / "rows.jsonl", strategy="random", budget=3, seed=1,
+        budget_ms=5.0, processes=3,
+    )  # fmt: skip
+    assert [row["status"] for row in result.rows] == ["ok"] * 3, result.rows
+    assert {row["timing"] for row in result.rows} <= {"graph", "events"}
+    assert all(0.01 < row["relative"] < 20 for row in result.rows)
+    assert result.finals[-1]["default_ms"] > 0
