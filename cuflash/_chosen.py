@@ -9,7 +9,7 @@ from cuflash import _philox, _select, _tuned
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
-from cuflash._problem import Problem
+from cuflash._problem import HALVES, Problem
 
 _TMA_BYTES = 16
 
@@ -22,7 +22,7 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
         chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
     if chosen is None:
         chosen = _select.forward_config(problem, hardware.limits.block_smem, width)
-    return _tuned.applied(chosen, hardware.name)
+    return _for_device(_tuned.applied(chosen, hardware.name), hardware)
 
 
 def backward(
@@ -45,9 +45,14 @@ def backward(
         passes = _select.backward_kv_sm90_configs(problem, of_keys) if hopper else None
         tiled += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
     if "q" in wanted:
-        own = _select.backward_q_sm90_config(problem) if hopper else None
-        tiled.append(own or _select.backward_q_config(problem, smem, width))
-    return steps + [_tuned.applied(config, hardware.name) for config in tiled]
+        of_q = _select.backward_q_sm90_config(problem) if hopper else None
+        tiled.append(of_q or _select.backward_q_config(problem, smem, width))
+    own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]
+    return steps + own
+
+
+def _for_device(config: TileConfig, hardware: Hardware) -> TileConfig:
+    return _select.for_architecture(config, int(hardware.capability))
 
 
 def _copy_bytes(problem: Problem) -> int:
@@ -63,12 +68,15 @@ def why_portable(problem: Problem, hardware: Hardware) -> str:
     if hardware.arch != "sm_90":
         return f"{hardware.arch} has no wgmma as sm_90 has it"
     reasons = (
+        (
+            problem.dtype not in HALVES,
+            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
+        ),
         (_copy_bytes(problem) != _TMA_BYTES, "rows of q, k or v are not multiples of 16 bytes"),
         (problem.bias is not None, "a bias is read element by element, which spills there"),
         (problem.out.dtype != problem.dtype, "out has another dtype than q"),
         (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
         (not problem.seqlen_k, "there are no keys"),
-        (problem.cu_seqlens_q is not None, "sequences are packed"),
         (problem.formulas is not None, "nobody knows how many registers a formula takes"),
     )
     return next((text for applies, text in reasons if applies), "")
@@ -79,6 +87,10 @@ def why_portable_gradient(problem: Problem, hardware: Hardware) -> str:
     if hardware.arch != "sm_90":
         return f"{hardware.arch} has no wgmma as sm_90 has it"
     reasons = (
+        (
+            problem.dtype not in HALVES,
+            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
+        ),
         (_copy_bytes(problem) != _TMA_BYTES, "rows of q, k or v are not multiples of 16 bytes"),
         (problem.bias is not None, "a bias is read element by element, which spills there"),
         (_philox.threshold(problem.dropout) > 0, "dropout takes registers that it has not"),

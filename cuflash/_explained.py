@@ -25,7 +25,7 @@ def explain(
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
     return {
-        "problem": f"{work} {work.dtype}",
+        "problem": f"{work} {work.dtype}" + (" tf32" if work.precision == "tf32" else ""),
         "workload": work.as_json(),
         "device": hardware.name,
         "arch": hardware.arch,
@@ -61,17 +61,18 @@ def _described(
     flops = work.kernel_flops(name)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
     if hardware.peak is not None:
-        found |= _roofline(flops, once, hardware.peak)
+        found |= _roofline(work, flops, once, hardware.peak)
     return found
 
 
-def _roofline(flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:
+def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:
     """The least time by the data sheet: of the products, or of the bytes."""
-    compute_ms, memory_ms = flops / peak.tflops / 1e9, once / peak.gbytes / 1e6
+    tflops, products = _hardware.peak_products(peak, work.dtype, work.precision)
+    compute_ms, memory_ms = flops / tflops / 1e9, once / peak.gbytes / 1e6
     bound = max(compute_ms, memory_ms)
     return {
         "bound_ms": bound,
-        "bound_by": "products" if compute_ms >= memory_ms else "device memory",
+        "bound_by": products if compute_ms >= memory_ms else "device memory",
         "bound_tflops": flops / bound / 1e9,
     }
 

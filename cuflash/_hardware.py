@@ -26,6 +26,7 @@ class Peak(NamedTuple):
 
     tflops: float
     gbytes: float  # a second
+    float64: float  # TFLOP/s, by tensor cores where they have it
 
 
 class Hardware(NamedTuple):
@@ -55,14 +56,14 @@ _LIMITS = {
 }
 #: By words of the device's name, the first that fits: data sheets of NVIDIA.
 _PEAKS = (
-    ("H100 PCIe", Peak(756.5, 2039.0)),
-    ("H100 NVL", Peak(835.5, 3938.0)),
-    ("H100", Peak(989.4, 3352.0)),
-    ("H200", Peak(989.4, 4814.0)),
-    ("A100-SXM4-80GB", Peak(311.9, 2039.0)),
-    ("A100", Peak(311.9, 1555.0)),
-    ("RTX 4090", Peak(165.2, 1008.0)),
-    ("L40S", Peak(362.1, 864.0)),
+    ("H100 PCIe", Peak(756.5, 2039.0, 51.2)),
+    ("H100 NVL", Peak(835.5, 3938.0, 60.0)),
+    ("H100", Peak(989.4, 3352.0, 66.9)),
+    ("H200", Peak(989.4, 4814.0, 66.9)),
+    ("A100-SXM4-80GB", Peak(311.9, 2039.0, 19.5)),
+    ("A100", Peak(311.9, 1555.0, 19.5)),
+    ("RTX 4090", Peak(165.2, 1008.0, 1.3)),
+    ("L40S", Peak(362.1, 864.0, 1.4)),
 )
 #: What a call is planned for where no device is at hand.
 _TYPICAL = {
@@ -113,6 +114,18 @@ def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
 def peak_of(name: str) -> Peak | None:
     """Promised speed of a device by name; None where no data sheet is in the table."""
     return next((peak for words, peak in _PEAKS if words in name), None)
+
+
+def peak_products(peak: Peak, dtype: str, precision: str) -> tuple[float, str]:
+    """TFLOP/s of products of a dtype as the kernels form them, and how that is."""
+    if dtype == "float64":
+        return peak.float64, "float64 products"
+    if dtype != "float32":
+        return peak.tflops, "16-bit products"
+    if precision == "tf32":
+        return peak.tflops / 2, "TF32 products"
+    # kernels_cu/tile/matmul_sm80.cuh: TF32 has half the rate of bfloat16.
+    return peak.tflops / 4, "a TF32 and two bfloat16 products for one of float32"
 
 
 def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int) -> int:

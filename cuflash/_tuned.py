@@ -81,6 +81,8 @@ def options_of(config: TileConfig) -> str:
     plain = not {"softcap", "bias", "alibi_slopes", "score_mod"} & set(words)
     if plain and not config.scale_in_exponent:
         words.append("scaled")
+    if config.precision == "tf32":
+        words.append("tf32")
     if config.offset in ("int32", "int64"):
         words.append("offset")
     if isinstance(config, BackwardKVConfig | BackwardKVSm90Config):

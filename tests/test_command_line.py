@@ -83,7 +83,7 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
     [
         (["explain", "--heads", "3", "--heads-kv", "2"], "heads_kv: got 2, expected a divisor"),
         (["explain", "--arch", "sm_70"], "arch: got 'sm_70', expected one of sm_80"),
-        (["explain", "--dtype", "float32"], "float32 on a GPU"),
+        (["explain", "--head-dim", "300"], "head_dim 300 on a GPU"),
         (["explain", "--arrays", "colour"], "arrays: got 'colour', expected names among"),
         (["explain", "--window", "3"], "expected LEFT,RIGHT"),
         (["tune", "--parameters", "block_k=1", "--list"], "parameters: got 'block_k'"),
@@ -123,12 +123,28 @@ def test_explain_says_what_was_chosen(capsys):
     config = _chosen.forward(work.problem(), H100)
     assert own["smem_bytes"] == config.smem_bytes
     assert own["tile_from"]
-    assert own["bound_by"] == "products"
+    assert own["bound_by"] == "16-bit products"
     assert own["bound_ms"] == pytest.approx(own["tflop"] / 989.4 * 1e3)
     assert own["intensity"] == pytest.approx(own["tflop"] * 1e12 / own["once"])
     _, text, _ = command(capsys, *words)
     assert "Hopper's instructions serve this problem" in text
     assert "b2 h16 8192x8192 d128 causal bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "tflops", "by"),
+    [
+        (["float32"], 247.35, "a TF32 and two bfloat16 products for one of float32"),
+        (["float32", "--precision", "tf32"], 494.7, "TF32 products"),
+        (["float64"], 66.9, "float64 products"),
+        (["float16"], 989.4, "16-bit products"),
+    ],
+)
+def test_the_roofline_is_that_of_the_products_that_a_dtype_takes(capsys, words, tflops, by):
+    given = ["--arch", "sm_90a", "--no-compile", "--json", "--dtype", *words]
+    _, out, _ = command(capsys, "explain", *given)
+    (own,) = json.loads(out)["kernels"]
+    assert (own["bound_tflops"], own["bound_by"]) == (pytest.approx(tflops), by)
 
 
 @pytest.mark.nvrtc
@@ -147,7 +163,8 @@ def test_explain_compiles_for_registers(capsys):
     [
         {}, {"causal": True}, {"arrays": ("bias",)}, {"head_dim": 100}, {"head_dim_v": 36},
         {"dropout": 0.1}, {"softcap": 5.0}, {"arrays": ("mask", "sink", "segment_ids")},
-        {"head_dim": 64, "head_dim_v": 32}, {"arrays": ("alibi_slopes", "q_lengths")},
+        {"head_dim": 64, "head_dim_v": 32}, {"dtype": "float32"}, {"dtype": "float64"},
+        {"arrays": ("alibi_slopes", "q_lengths")},
     ],
 )  # fmt: skip
 def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):

@@ -118,6 +118,20 @@ def test_gradients_are_compared_by_name(kernel, wrt):
     assert _checking.complaint(doubled, found, truth, work.dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_dtypes_are_compared_in_wider_ones(dtype):
+    work = replace(_checking.small(replace(WORK, dtype=dtype)), seqlen_q=150, seqlen_k=150)
+    (inputs,) = work.inputs(np)
+    truth = _checking.definition(work, "forward_sm80", inputs)
+    results = computed(work, inputs)
+    found = _checking.errors(results, truth)
+    assert 0 < found["out"].rms < 4 * np.finfo(dtype).eps
+    assert _checking.complaint(found, found, truth, dtype) == ""
+    assert _checking.shipped_complaint(found, truth, dtype) == ""
+    worse = results | {"out": results["out"] * (1 + 64 * np.finfo(dtype).eps)}
+    assert _checking.complaint(_checking.errors(worse, truth), found, truth, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import gen_wgmma
 import pytest
 
-from cuflash import _compile, _hardware, _kernel_store, tuning
+from cuflash import _compile, _hardware, _kernel_store, _tuned, tuning
 from cuflash.tuning import _kernels
 
 WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
@@ -60,6 +60,22 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(refused) + len(found) == len(found.candidates)
     keys = [c.key for c in found.candidates]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("float32", "tf32"),
+                                                  ("float64", "ieee")])  # fmt: skip
+def test_wide_dtypes_have_spaces_of_their_own(kernel, head_dim, dtype, precision):
+    work = replace(WORK, dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim)
+    found = tuning.space(work, kernel, arch="sm_90a")
+    assert found.default_key in found
+    assert {c.config.dtype for c in found} == {dtype}
+    assert {c.config.precision for c in found} == {precision}
+    assert {c.config.wide_float64 for c in found} == {dtype == "float64"}
+    assert ("tf32" in _tuned.options_of(found.default)) == (precision == "tf32")
+    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+        tuning.space(work, "forward_sm90", arch="sm_90a")
 
 
 def test_two_hundred_configurations_of_hopper_at_head_size_128():

@@ -15,7 +15,9 @@ import numpy as np
 
 from cuflash._bench.workload import DTYPES, Workload
 
-_LSE_BYTES = 4
+
+def _lse_bytes(work: Workload) -> int:
+    return max(4, DTYPES[work.dtype].itemsize)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def forward(
     heads = work.batch * work.heads_q
     d, d_v, m, n = work.head_dim, work.head_dim_v, work.seqlen_q, work.seqlen_k
     q, out = heads * m * d * size, heads * m * d_v * size
-    lse = heads * m * _LSE_BYTES
+    lse = heads * m * _lse_bytes(work)
     keys = _keys_of_tiles(work, block_m, block_n)
     rows = m
     if boxes:
@@ -75,9 +77,9 @@ def least_bytes(work: Workload, kernel: str) -> int:
     d, d_v = work.head_dim, work.head_dim_v
     q, dout, k, v = rows * d, rows * d_v, keys * d, keys * d_v
     if kernel.startswith("forward"):
-        return size * (q + k + v + dout) + _LSE_BYTES * rows  # out has the size of dout
+        return size * (q + k + v + dout) + _lse_bytes(work) * rows  # out has the size of dout
     written = q if "_dq_" in kernel else k + v
-    return size * (q + dout + k + v + written) + 2 * _LSE_BYTES * rows
+    return size * (q + dout + k + v + written) + 2 * _lse_bytes(work) * rows
 
 
 def _keys_of_tiles(work: Workload, block_m: int, block_n: int) -> np.ndarray:

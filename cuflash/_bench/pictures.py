@@ -15,7 +15,7 @@ import numpy as np
 
 from cuflash._bench import io_model
 from cuflash._errors import problem_with
-from cuflash._hardware import peak_of
+from cuflash._hardware import peak_of, peak_products
 from cuflash.tuning._rows import Sweep
 from cuflash.tuning._space import space
 
@@ -208,6 +208,8 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
         raise problem_with(
             "roofline", ValueError, got=sweeps[0].device, expected="a device with a known peak"
         )
+    first = sweeps[0].workload
+    top, products = peak_products(peak, first.dtype, first.precision)
     speed = {row["name"]: float(row["value"]) for row in levels}
     roofs = {"device memory": speed.get("device memory read", peak.gbytes)}
     if "L2 read" in speed:
@@ -216,10 +218,10 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     axes = figure.add_subplot()
     reach = np.geomspace(8, 2e4, 200)
     for (name, gbytes), style in zip(roofs.items(), ("-", "--"), strict=False):
-        heights = np.minimum(peak.tflops, reach * gbytes / 1e3)
+        heights = np.minimum(top, reach * gbytes / 1e3)
         axes.plot(reach, heights, style, color="#404040", linewidth=1.3,
                   label=f"roof of {name}, {gbytes / 1e3:.2f} TB/s")  # fmt: skip
-    axes.text(2e4, peak.tflops * 1.04, f"{peak.tflops:.0f} TFLOP/s, data sheet", ha="right",
+    axes.text(2e4, top * 1.04, f"{top:.0f} TFLOP/s, data sheet", ha="right",
               fontsize=8)  # fmt: skip
     for number, found in enumerate(sweeps):
         flops = found.workload.kernel_flops(found.kernel)
@@ -240,10 +242,10 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
                          alpha=0.7, label="  over bytes from L2")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(20, peak.tflops * 1.4)
+    axes.set_ylim(top / 50, top * 1.4)
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{sweeps[0].device}, 16-bit products", fontsize=9)
+    axes.set_title(f"{sweeps[0].device}, {products}", fontsize=9)
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
     axes.legend(fontsize=7, loc="lower right")
     return figure

@@ -19,6 +19,7 @@ from cuflash._problem import Problem, describe
 Array = Any
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
 PASSES = ("fwd", "bwd")
+PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
 ARRAY_OPTIONS = (
     "bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
@@ -62,6 +63,10 @@ class Workload:
         if self.dtype not in DTYPES:
             raise problem_with(
                 "dtype", ValueError, got=repr(self.dtype), expected=f"one of {', '.join(DTYPES)}"
+            )
+        if self.precision not in PRECISIONS:
+            raise problem_with(
+                "precision", ValueError, got=repr(self.precision), expected='"ieee" or "tf32"'
             )
         for name in self.arrays:
             if name not in ARRAY_OPTIONS:
@@ -170,7 +175,7 @@ class Workload:
         q = np.empty((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
         k = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)
         v = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
-        return describe(q, k, v, Options(**self.score_options()))
+        return describe(q, k, v, Options(**self.score_options()), precision=self.precision)
 
     def __str__(self) -> str:
         heads = str(self.heads_q)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from cuflash._bench.workload import ARRAY_OPTIONS, DTYPES, Workload
+from cuflash._bench.workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
 
 Value = TypeVar("Value")
 
@@ -48,6 +48,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--head-dim", type=int, default=128, help="default: 128")
     group.add_argument("--head-dim-v", type=int, help="default: that of q")
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")
     group.add_argument("--window", type=sides, metavar="LEFT,RIGHT")
     group.add_argument("--softcap", type=float)
@@ -69,6 +70,7 @@ def problem_of(arguments: argparse.Namespace) -> Workload:
         head_dim=arguments.head_dim,
         head_dim_v=arguments.head_dim_v or arguments.head_dim,
         dtype=arguments.dtype,
+        precision=arguments.precision,
         causal=arguments.causal,
         window=arguments.window,
         softcap=arguments.softcap,

@@ -45,15 +45,16 @@ def small(workload: Workload) -> Workload:
 
 
 def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) -> Results:
-    """What the kernel has to compute, in float64."""
+    """What the kernel has to compute, in float64, or longdouble for float64."""
     q, k, v, dout = inputs
     options = workload.score_options()
-    exact = reference.attention(q, k, v, return_lse=True, dtype=np.float64, **options)
+    wide = np.longdouble if workload.dtype == "float64" else np.float64
+    exact = reference.attention(q, k, v, return_lse=True, dtype=wide, **options)
     if kernel.startswith("forward"):
         return {"out": exact.out, "lse": exact.lse}
     wrt = ("q",) if "_dq_" in kernel else ("k", "v")
     found = reference.attention_backward(
-        dout, q, k, v, exact.out, exact.lse, wrt=wrt, dtype=np.float64, **options
+        dout, q, k, v, exact.out, exact.lse, wrt=wrt, dtype=wide, **options
     )
     return {f"d{name}": getattr(found, f"d{name}") for name in wrt}
 
@@ -63,26 +64,33 @@ def errors(results: Results, truth: Results) -> dict[str, Errors]:
     found = {}
     for name, exact in truth.items():
         seen = np.isfinite(exact)
-        own = results[name].astype(np.float64)
+        own = results[name].astype(exact.dtype)
         gap = np.where(seen, own - np.where(seen, exact, 0.0), 0.0)
         gap = np.where(seen | (own == exact), gap, np.nan)
         found[name] = Errors(float(np.abs(gap).max()), float(np.sqrt(np.square(gap).mean())))
     return found
 
 
+def _kind(name: str, dtype: str) -> Any:
+    """Dtype of a result."""
+    return np.float32 if name == "lse" and dtype != "float64" else DTYPES[dtype]
+
+
 def complaint(
     own: dict[str, Errors], shipped: dict[str, Errors], truth: Results, dtype: str
 ) -> str:
     """What is wrong with results of these errors; empty where nothing is."""
+    accumulator = np.float64 if dtype == "float64" else np.float32
+    slack = float(np.finfo(accumulator).eps)  # what sums in another order differ by
     for name, mine in own.items():
         theirs = shipped[name]
-        about: Any = finfo(np.float32 if name == "lse" else DTYPES[dtype])  # type: ignore[no-untyped-call]
+        about: Any = finfo(_kind(name, dtype))  # type: ignore[no-untyped-call]
         largest = np.abs(np.where(np.isfinite(truth[name]), truth[name], 0.0)).max()
         unit = float(about.eps) * max(float(largest), float(about.smallest_normal))
         factor = _RMS.get(name, _GRADIENT_RMS)
         if not mine.largest <= 2 * theirs.largest + unit:
             return f"{name}: error {mine.largest:.3g}, {theirs.largest:.3g} as shipped"
-        if not mine.rms <= factor * theirs.rms + _SLACK * float(largest):
+        if not mine.rms <= factor * theirs.rms + slack * float(largest):
             return f"{name}: rms error {mine.rms:.3g}, {theirs.rms:.3g} as shipped"
     return ""
 

@@ -140,7 +140,11 @@ def space(
     """
     hardware = typical(arch) if arch is not None else present() or typical("sm_90")
     default = default_config(workload, kernel, hardware)
-    tried = dict(PARAMETERS[type(default)])
+    shipped = tile_of(default)  # whatever the list says
+    tried = {
+        name: tuple(sorted({*values, shipped[name]}))
+        for name, values in PARAMETERS[type(default)].items()
+    }
     for name, values in (parameters or {}).items():
         if name not in tried:
             raise problem_with(

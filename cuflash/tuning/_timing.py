@@ -48,7 +48,12 @@ class Calls:
         import cupy
 
         if self.kernel.startswith("forward"):
-            return {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], np.float32)}
+            return {
+                "out": cupy.empty_like(dout),
+                "lse": cupy.empty(
+                    q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32
+                ),
+            }
         if "_dq_" in self.kernel:
             return {"dq": cupy.empty_like(q)}
         return {"dk": cupy.empty_like(k), "dv": cupy.empty_like(v)}
@@ -56,7 +61,9 @@ class Calls:
     def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         import cuflash
 
-        found = cuflash.attention(q, k, v, options=self.options, return_lse=True)
+        found = cuflash.attention(
+            q, k, v, options=self.options, return_lse=True, precision=self.workload.precision
+        )
         return found.out, found.lse
 
     def of(self, config: TileConfig) -> list[Callable[[], None]]:
@@ -76,12 +83,21 @@ class Calls:
 
             def forward() -> None:
                 cuflash.attention(
-                    q, k, v, options=self.options, return_lse=True, out=pair, config=config
+                    q,
+                    k,
+                    v,
+                    options=self.options,
+                    return_lse=True,
+                    out=pair,
+                    config=config,
+                    precision=self.workload.precision,
                 )
 
             return forward
         out, lse = self.statistics[number]
-        size = cuflash.workspace_size(q, k, v, backward=True, options=self.options)
+        size = cuflash.workspace_size(
+            q, k, v, backward=True, options=self.options, precision=self.workload.precision
+        )
         room = cupy.empty(size, np.uint8)
         wrt = tuple(name.removeprefix("d") for name in results)
         configs = BackwardConfigs(**{"q" if wrt == ("q",) else "kv": config})  # type: ignore[arg-type]
@@ -90,7 +106,7 @@ class Calls:
         def backward() -> None:
             cuflash.attention_backward(
                 dout, q, k, v, out, lse, wrt=wrt, grads_out=gradients, options=self.options,
-                workspace=room, config=configs,
+                workspace=room, config=configs, precision=self.workload.precision,
             )  # fmt: skip
 
         return backward
