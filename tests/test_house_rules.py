@@ -380,7 +380,7 @@ def existing_data_files() -> list[str]:
     """Name the files that documentation may mention and that are not read as text here."""
     return [
         path.relative_to(ROOT).as_posix()
-        for folder in ("tests", "benchmarks", "docs")
+        for folder in ("tests", "benchmarks", "docs", "cuflash")
         for path in (ROOT / folder).rglob("*.json")
     ]
 
