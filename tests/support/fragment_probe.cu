@@ -60,12 +60,12 @@ extern "C" __global__ void probe(const cuflash::ProbeParams params) {
 
   float s_acc[slices][Config::block_n / 8][4];
   float o_acc[slices][Config::head_dim_v / 8][4];
-  uint32_t s_frag[slices][Config::block_n / 16][4];
+  Register s_frag[slices][Config::block_n / 16][operand_registers];
   clear(s_acc);
   clear(o_acc);
   multiply_transposed(s_acc, read_rows(smem.a), read_columns(smem.b));
   to_operand(s_frag, s_acc);
-  multiply(o_acc, s_frag, read_rows(smem.v));
+  multiply(o_acc, s_frag, read_sums(smem.v));
   store(params.s, s_acc);
   store(params.o, o_acc);
 }

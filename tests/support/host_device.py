@@ -31,6 +31,7 @@ from cuflash import (
     _score_gradients,
     _score_params,
     _source,
+    _tuned,
 )
 from cuflash._config import KernelConfig, TileConfig
 from cuflash._options import Options
@@ -130,6 +131,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
         patch.setattr(_launch, "_on_device", lambda _: nullcontext())
         patch.setattr(_launch_sm90, "available", lambda _: False)
         patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
+        patch.setattr(_tuned, "device_name", lambda _: "host")
         patch.setattr(_plan, "compile_kernel", device.compile)
         patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))
         for plans in (_launch._forward_plans, _launch._backward_plans):
