@@ -19,6 +19,7 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     KernelConfig,
+    SegmentBoundsConfig,
     TileConfig,
 )
 from cuflash._errors import CompileError
@@ -59,6 +60,8 @@ def params_struct(config: KernelConfig) -> str:
         return "BackwardSm90Params"
     if isinstance(config, ForwardConfig):
         return "ForwardParams"
+    if isinstance(config, SegmentBoundsConfig):
+        return "SegmentBoundsParams"
     return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
 
 

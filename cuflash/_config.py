@@ -38,31 +38,16 @@ class KernelConfig:
     source: ClassVar[str]
     entry: ClassVar[str]
 
-    dtype: Dtype
-    out_dtype: Dtype
-    copy_bytes: int  # widest copy that strides and alignment of every operand allow
-    head_dim_v: int
     num_warps: int
 
     def __post_init__(self) -> None:
-        if self.copy_bytes not in (2, 4, 8, 16):
-            raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
-        if self.copy_bytes < self.element_bytes:
-            raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
-        if self.head_dim_v not in HEAD_DIMS:
-            raise ValueError(f"{self.head_dim_v=} must be one of {HEAD_DIMS}")
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of an element of q, k and v."""
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
     def real_bytes(self) -> int:
         """Bytes of a score, a statistic or a sum."""
-        return max(4, self.element_bytes)
+        return 4
 
     @property
     def num_threads(self) -> int:
@@ -82,7 +67,46 @@ class KernelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig(KernelConfig):
+class SegmentBoundsConfig(KernelConfig):
+    """``segment_bounds.cu``."""
+
+    source = "segment_bounds.cu"
+    entry = "cuflash_segment_bounds"
+
+    segment_ids: Integers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandConfig(KernelConfig):
+    """A kernel that reads q, k, v, out or their gradients."""
+
+    dtype: Dtype
+    out_dtype: Dtype
+    copy_bytes: int  # widest copy that strides and alignment of every operand allow
+    head_dim_v: int
+
+    def __post_init__(self) -> None:
+        KernelConfig.__post_init__(self)
+        if self.copy_bytes not in (2, 4, 8, 16):
+            raise ValueError(f"{self.copy_bytes=} must be 2, 4, 8 or 16")
+        if self.copy_bytes < self.element_bytes:
+            raise ValueError(f"{self.copy_bytes=} is less than an element of {self.dtype}")
+        if self.head_dim_v not in HEAD_DIMS:
+            raise ValueError(f"{self.head_dim_v=} must be one of {HEAD_DIMS}")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def real_bytes(self) -> int:
+        """As wide as an element, or float32."""
+        return max(4, self.element_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(OperandConfig):
     """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
 
     source = "backward_delta.cu"
@@ -93,7 +117,7 @@ class DeltaConfig(KernelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileConfig(KernelConfig):
+class TileConfig(OperandConfig):
     """A kernel that computes scores tile by tile."""
 
     precision: Precision
@@ -121,7 +145,7 @@ class TileConfig(KernelConfig):
     cu_seqlens: Integers  # "none" where sequences are not packed
 
     def __post_init__(self) -> None:
-        KernelConfig.__post_init__(self)
+        OperandConfig.__post_init__(self)
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"{self.head_dim=} must be one of {HEAD_DIMS}")
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):

@@ -17,7 +17,16 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash import _launch_sm90, _params, _plan, _score_gradients, _score_params, _select
+from cuflash import (
+    _launch_segments,
+    _launch_sm90,
+    _params,
+    _plan,
+    _score_gradients,
+    _score_params,
+    _segments,
+    _select,
+)
 from cuflash._arguments import KnownArguments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._config import (
@@ -43,6 +52,7 @@ from cuflash._shared_keys import with_shared_rows
 _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
+_ALIGNMENT = 16  # of the bounds of segments: a pair of the largest ids is read at once
 
 
 class BackwardConfigs(NamedTuple):
@@ -68,7 +78,7 @@ def forward(
     out: Array,
     lse: Array | None,
     *,
-    workspace: Array | None = None,  # noqa: ARG001  the forward needs none
+    workspace: Array | None = None,
     config: ForwardConfig | ForwardSm90Config | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
@@ -79,11 +89,14 @@ def forward(
     """
     problem, score_pointers, held = _score_params.arrays_of(problem, options, q, cu_seqlens)
     lse_strides = None if lse is None else lse.strides
+    device = q.data.device_id
+    if problem.segment_ids_q is not None:
+        room = held["bounds"] = _workspace(problem, "forward", workspace)
+        score_pointers = _with_bounds(problem, score_pointers, room, 0, device)
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
         *score_pointers,
     )  # fmt: skip
-    device = q.data.device_id
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     arrays = pointers[3 : -len(_score_params.NUMBERS)]
     if (address_bits | functools.reduce(int.__or__, arrays)) & 7:
@@ -234,11 +247,18 @@ def _row_bytes(problem: Problem) -> int:
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    The backward keeps lse and delta of each query.
+    With segments, bounds of their ids: see ``_segments.py``. The backward keeps lse and delta of
+    each query before them.
     """
+    return _statistics_size(problem, pass_name) + _segments.room_for(problem)
+
+
+def _statistics_size(problem: Problem, pass_name: str) -> int:
+    """Bytes of scratch memory before the bounds of segments."""
     if pass_name == "forward":
         return 0
-    return statistics_bytes(problem) * math.prod(problem.batch) * problem.seqlen_q
+    size = statistics_bytes(problem) * math.prod(problem.batch) * problem.seqlen_q
+    return size if problem.segment_ids_q is None else -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def backward(
@@ -270,7 +290,10 @@ def backward(
             out = out.astype(real, copy=False)
         lse = lse.astype(real, copy=False)
         dlse = None if dlse is None else dlse.astype(real, copy=False)
-        rows = _workspace(problem, workspace)
+        rows = _workspace(problem, "backward", workspace)
+        if problem.segment_ids_q is not None:
+            start = _statistics_size(problem, "backward")
+            score_pointers = _with_bounds(problem, score_pointers, rows, start, device)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
             "out": out.data.ptr, "lse": lse.data.ptr, "rows": rows.data.ptr,
@@ -336,19 +359,31 @@ def forget_plans() -> None:
     _backward_plans.clear()
 
 
-def _workspace(problem: Problem, workspace: Array | None) -> Array:
-    """Memory for the row statistics of a backward call."""
-    size, own = workspace_size(problem, "backward"), statistics_bytes(problem)
+def _workspace(problem: Problem, pass_name: str, workspace: Array | None) -> Array:
+    """Scratch memory of a call: the caller's, or new."""
+    size = workspace_size(problem, pass_name)
+    alignment = statistics_bytes(problem) if problem.segment_ids_q is None else _ALIGNMENT
     if workspace is not None:
-        if workspace.nbytes < size or not workspace.flags.c_contiguous or workspace.data.ptr % own:
+        fits = workspace.nbytes >= size and workspace.data.ptr % alignment == 0
+        if not fits or not workspace.flags.c_contiguous:
             raise problem_with(
                 "workspace", ValueError,
                 got=f"{workspace.nbytes} bytes at strides {workspace.strides}",
-                expected=f"at least {size} contiguous bytes, aligned to {own}",
+                expected=f"at least {size} contiguous bytes, aligned to {alignment}",
             )  # fmt: skip
         return workspace
     refuse_capture("workspace", f"a uint8 array of {size} bytes that outlives the graph")
     return cupy.empty(size, np.uint8)
+
+
+def _with_bounds(
+    problem: Problem, score_pointers: tuple[int, ...], room: Array, start: int, device: int
+) -> tuple[int, ...]:
+    """``score_pointers`` with the bounds of segment ids, written to ``room`` from ``start`` on."""
+    with _on_device(device):
+        stream = cupy.cuda.get_current_stream().ptr
+        address = room.data.ptr + start
+        return _launch_segments.find(problem, score_pointers, address, device, stream)
 
 
 def _plan_backward(

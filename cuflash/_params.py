@@ -35,7 +35,7 @@ GRID = _struct(
 #: The last two are numbers that a launch patches in like addresses.
 SCORE_POINTERS = (
     "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
-    "segment_ids_k", "sink", "cu_seqlens_q", "cu_seqlens_k",
+    "segment_ids_k", "segment_bounds_q", "segment_bounds_k", "sink", "cu_seqlens_q", "cu_seqlens_k",
     *(f"formula_array{i}" for i in range(MAX_FORMULA_ARRAYS)), "dropout_seed", "entry_number",
 )  # fmt: skip
 SCORE = _struct(
@@ -48,6 +48,8 @@ SCORE = _struct(
     ("alibi_slopes_strides", BATCH_STRIDES),
     ("segment_ids_q_strides", BATCH_STRIDES),
     ("segment_ids_k_strides", BATCH_STRIDES),
+    ("segment_bounds_q_strides", BATCH_STRIDES),
+    ("segment_bounds_k_strides", BATCH_STRIDES),
     ("sink_strides", BATCH_STRIDES),
     ("entry_number_strides", BATCH_STRIDES),
     ("offset_value", np.int64),
@@ -111,6 +113,14 @@ DELTA = _kernel(
     ("seqlen_q", np.int32),
     ("head_dim_v", np.int32),
 )
+SEGMENT_BOUNDS_POINTERS = ("ids_q", "ids_k", "bounds_q", "bounds_k")
+SEGMENT_BOUNDS = _struct(
+    *((name, _POINTER) for name in SEGMENT_BOUNDS_POINTERS),
+    *((f"{name}_strides", BATCH_STRIDES) for name in SEGMENT_BOUNDS_POINTERS),
+    ("batch", BATCH_AXES),
+    ("num_ids_q", np.int32),
+    ("num_ids_k", np.int32),
+)
 BACKWARD = _kernel(
     ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
     ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
@@ -157,6 +167,7 @@ BACKWARD_SM90 = _with_maps(BACKWARD, BACKWARD_MAPPED)
 STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardParams": FORWARD,
     "ForwardSm90Params": FORWARD_SM90,
+    "SegmentBoundsParams": SEGMENT_BOUNDS,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
     "BackwardSm90Params": BACKWARD_SM90,

@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuflash import _params, _philox
+from cuflash import _params, _philox, _segments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._formulas import Formulas, formula_arrays, formulas_of
 from cuflash._grid import Layout
@@ -21,6 +21,7 @@ from cuflash._problem import Operand, Problem, canonical_view
 
 #: Numbers among the addresses.
 NUMBERS = ("dropout_seed", "entry_number")
+_BOUNDS = ("segment_bounds_q", "segment_bounds_k")  # found for each launch: _segments.py
 _ARRAYS = tuple(name for name in _params.SCORE_POINTERS if name not in NUMBERS)
 _FORMULA_ARRAYS = tuple(f"formula_array{i}" for i in range(_params.MAX_FORMULA_ARRAYS))
 _NO_ARRAYS = (0,) * len(_ARRAYS)
@@ -66,8 +67,12 @@ def fill(score: Any, problem: Problem) -> None:
 
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
-    named = {name: getattr(problem, name) for name in _ARRAYS if name not in _FORMULA_ARRAYS}
+    apart = (*_FORMULA_ARRAYS, *_BOUNDS)
+    named = {name: getattr(problem, name) for name in _ARRAYS if name not in apart}
     found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
+    if problem.segment_ids_q is not None:
+        packed = problem.cu_seqlens_q is not None
+        found |= _segments.bounds_of(problem).layouts(packed)
     if _philox.threshold(problem.dropout) or problem.formulas is not None:
         steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
         found["entry_number"] = Layout(1, steps[1:], sequence=steps[0])

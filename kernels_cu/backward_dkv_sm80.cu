@@ -23,6 +23,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "dropout.cuh"
 #include "exact.cuh"
 #include "ptx/special.cuh"
@@ -180,8 +181,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const int first_key = work.first_key;
   const Score score(params.score, entry);
   const Range rows = score.q_range(first_key, first_key + Config::block_n);
-  const BlockRanges blocks = score.q_blocks(first_key, first_key + Config::block_n);
-  if (blocks.begin >= blocks.end) return;
+  const Range keys{first_key, first_key + Config::block_n};
+  const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+  VisitedBlocks<Walk::queries> visited(score, blocks, keys);
+  int m_block = visited.first_from(blocks.begin);
+  if (m_block >= blocks.end) return;
   if constexpr (!Config::shared_keys) {
     __syncthreads();  // every warp is done with the keys and values of the previous entry
     load_keys(params, smem, entry, first_key);
@@ -200,14 +204,16 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     load_statistics(smem.rows[to_stage], statistics, first_row, rows);
     ptx::cp_async_commit();
   };
-  load_block(blocks.begin, stage);
+  load_block(m_block, stage);
 #pragma unroll 1
-  for (int m_block = blocks.begin; m_block < blocks.end; ++m_block) {
+  for (int next; m_block < blocks.end; m_block = next) {
     const int first_row = m_block * Config::block_m;
+    const bool one_segment = visited.of_one_segment(m_block);
+    next = visited.next_after(m_block);
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
     if constexpr (Score::may_hide_rows) clear_hidden_rows(smem, stage);
-    if (m_block + 1 < blocks.end) load_block(m_block + 1, stage ^ 1);
+    if (next < blocks.end) load_block(next, stage ^ 1);
 
     Real s_acc[slices][Config::block_m / 8][4];
     Real dp_acc[slices][Config::block_m / 8][4];
@@ -217,7 +223,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
       clear(dp_acc);
       multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[stage]));
     }
-    if (blocks.masked(m_block)) {
+    if (blocks.masked(m_block) || !one_segment) {
       compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     } else {
       compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);

@@ -26,6 +26,7 @@
 #include "pipeline.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "exact.cuh"
 #include "tile/matmul_sm90.cuh"
 #include "tile/store.cuh"
@@ -129,17 +130,21 @@ struct Producer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
-      const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      VisitedBlocks<Walk::queries> visited(score, blocks, keys);
       const Seqlen& seqlen = score.seqlen;
       const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
       const auto rows_of = [&](int block) {
         return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
       };
-      LaneRows statistics = rows_of(blocks.begin);
+      int block = visited.first_from(blocks.begin);
+      LaneRows statistics = rows_of(block);
 #pragma unroll 1
-      for (int block = blocks.begin; block < blocks.end; ++block) {
+      while (block < blocks.end) {
         load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
-        statistics = rows_of(block + 1);  // on its way while the next buffer is waited for
+        block = visited.next_after(block);
+        statistics = rows_of(block);  // on its way while the next buffer is waited for
       }
     }
   }
@@ -242,7 +247,9 @@ struct Consumer {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
-      const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+      const Range tile{work.first_key, work.first_key + Config::block_n};
+      const BlockRanges blocks = score.q_blocks(tile.begin, tile.end);
+      VisitedBlocks<Walk::queries> visited(score, blocks, tile);
       float s_acc[1][tiles][4];
       if constexpr (ahead) {
         if (warp_agrees(blocks.begin < blocks.end)) start_scores(s_acc, ring);
@@ -250,13 +257,15 @@ struct Consumer {
         ptx::pin(flat(s_acc));
       }
 #pragma unroll 1
-      for (int block = blocks.begin; block < blocks.end; ++block) {
+      for (int block = visited.first_from(blocks.begin); block < blocks.end;
+           block = visited.next_after(block)) {
         const int first_row = block * Config::block_m;
+        const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
         if constexpr (ahead) {
           const bool is_last = warp_agrees(block + 1 == blocks.end);
-          add_block_ahead(s_acc, score, first_row, work.first_key, blocks.masked(block), is_last);
+          add_block_ahead(s_acc, score, first_row, work.first_key, masked, is_last);
         } else {
-          add_block(score, first_row, work.first_key, blocks.masked(block));
+          add_block(score, first_row, work.first_key, masked);
         }
       }
       ptx::wgmma_wait<0>();
@@ -308,7 +317,11 @@ struct Consumer {
       hide_pairs(s_acc, score, first_row, first_key, masked);
       to_operand(frag, s_acc);
     } else {
-      compute_p_and_weights(s_acc, score, first_row, first_key);
+      if (Score::hides_pairs || warp_agrees(masked)) {
+        compute_p_and_weights<true>(s_acc, score, first_row, first_key);
+      } else {
+        compute_p_and_weights<false>(s_acc, score, first_row, first_key);
+      }
     }
     if constexpr (Config::grad_v) start_dv();
     if constexpr (Config::grad_k) {
@@ -385,6 +398,7 @@ struct Consumer {
   }
 
   // Where scores take more: raw products become p score', frag the operand p^T.
+  template <bool masked>
   __device__ __forceinline__ void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                                         const Score& score, int first_row,
                                                         int first_key) {
@@ -392,7 +406,10 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range seeing = lane.seeing(score, half);
-      const ColumnBits segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
+      ColumnBits segment;
+      if constexpr (masked) {
+        segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
+      }
       const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
@@ -402,8 +419,8 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
-          const bool visible =
-              seeing.contains(8 * t + i) && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
+          const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
           value = visible ? p[i] * score.derivative(product, q_idx, kv_idx) : 0.0f;

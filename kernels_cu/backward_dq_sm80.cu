@@ -21,6 +21,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "dropout.cuh"
 #include "exact.cuh"
 #include "ptx/special.cuh"
@@ -131,8 +132,11 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const int first_row = work.first_row;
   const Score score(params.score, entry);
   const Range keys = score.kv_range(first_row, first_row + Config::block_m);
-  const BlockRanges blocks = score.kv_blocks(first_row, first_row + Config::block_m);
-  if (blocks.begin >= blocks.end) return;
+  const Range rows{first_row, first_row + Config::block_m};
+  const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+  VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+  int n_block = visited.first_from(blocks.begin);
+  if (n_block >= blocks.end) return;
 
   const int warp_row = warp_index() * 16 * slices;
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
@@ -149,16 +153,18 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   __syncthreads();  // every warp is done with q and dout of the previous entry
   load_tile(smem.q, q, first_row, {0, score.seqlen.q});
   load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
-  load_block(blocks.begin, stage);
+  load_block(n_block, stage);
   RowStatistics statistics[slices][2];
   read_statistics(statistics, params, entry, score.seqlen, first_row + warp_row);
 
 #pragma unroll 1
-  for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+  for (int next; n_block < blocks.end; n_block = next) {
     const int first_key = n_block * Config::block_n;
+    const bool one_segment = visited.of_one_segment(n_block);
+    next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
-    if (n_block + 1 < blocks.end) load_block(n_block + 1, stage ^ 1);
+    if (next < blocks.end) load_block(next, stage ^ 1);
 
     Real s_acc[slices][Config::block_n / 8][4];
     Real dp_acc[slices][Config::block_n / 8][4];
@@ -167,7 +173,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
     drop_gradients(dp_acc, score, first_row + warp_row, first_key);
-    if (blocks.masked(n_block)) {
+    if (blocks.masked(n_block) || !one_segment) {
       compute_ds<true>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);

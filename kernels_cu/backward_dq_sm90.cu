@@ -23,6 +23,7 @@
 #include "pipeline.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "exact.cuh"
 #include "tile/matmul_sm90.cuh"
 #include "tile/store.cuh"
@@ -92,10 +93,13 @@ struct Producer {
     const Score score(params.score, entry);
     if (lane_index() == 0) load_rows(entry, score.seqlen.first_q + work.first_row);
     __syncwarp();
-    const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+    const Range rows{work.first_row, work.first_row + Config::block_m};
+    const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+    VisitedBlocks<Walk::keys> visited(score, blocks, rows);
     const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
 #pragma unroll 1
-    for (int block = blocks.begin; block < blocks.end; ++block) {
+    for (int block = visited.first_from(blocks.begin); block < blocks.end;
+         block = visited.next_after(block)) {
       load_keys(entry, block * Config::block_n, score.seqlen.first_k, seen);
     }
   }
@@ -173,7 +177,9 @@ struct Consumer {
     const Work work = Work::of_this_block(params);
     const BatchIndex entry = work.entry(params);
     const Score score(params.score, entry);
-    const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+    const Range tile{work.first_row, work.first_row + Config::block_m};
+    const BlockRanges blocks = score.kv_blocks(tile.begin, tile.end);
+    VisitedBlocks<Walk::keys> visited(score, blocks, tile);
     read_statistics(entry, score.seqlen, work.first_row);
     clear(dq_acc);
     wait(smem.rows_full, 0);
@@ -184,13 +190,15 @@ struct Consumer {
       ptx::pin(flat(s_acc));
     }
 #pragma unroll 1
-    for (int block = blocks.begin; block < blocks.end; ++block) {
+    for (int block = visited.first_from(blocks.begin); block < blocks.end;
+         block = visited.next_after(block)) {
       const int first_key = block * Config::block_n;
+      const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
       if constexpr (ahead) {
         const bool is_last = warp_agrees(block + 1 == blocks.end);
-        add_block_ahead(s_acc, score, work.first_row, first_key, blocks.masked(block), is_last);
+        add_block_ahead(s_acc, score, work.first_row, first_key, masked, is_last);
       } else {
-        add_block(score, work.first_row, first_key, blocks.masked(block));
+        add_block(score, work.first_row, first_key, masked);
       }
     }
     ptx::wgmma_wait<0>();
@@ -255,7 +263,11 @@ struct Consumer {
       compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
-      compute_weights(s_acc, score, first_row, first_key);
+      if (Score::hides_pairs || warp_agrees(masked)) {
+        compute_weights<true>(s_acc, score, first_row, first_key);
+      } else {
+        compute_weights<false>(s_acc, score, first_row, first_key);
+      }
     }
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dp_acc));
@@ -319,6 +331,7 @@ struct Consumer {
   }
 
   // Where scores take more: raw products become p score'.
+  template <bool masked>
   __device__ __forceinline__ void compute_weights(float (&s_acc)[1][tiles][4], const Score& score,
                                                   int first_row, int first_key) const {
     const LaneIndices lane(first_row, first_key);
@@ -326,7 +339,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane.row + 8 * half;
       const Range keys = score.kv_range_from(lane.key, q_idx);
-      const ColumnBits segment = score.segment_of_row<tiles>(q_idx, lane.key, keys);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane.key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -334,8 +348,8 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int kv_idx = lane.key + 8 * t + i;
-          const bool visible =
-              keys.contains(8 * t + i) && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
+          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
+                                           score.unmasked(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[half].lse));
           value = visible ? p * score.derivative(product, q_idx, kv_idx) : 0.0f;

@@ -19,6 +19,7 @@
 #include "tile/matmul_sm80.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "dropout.cuh"
 #include "ptx/special.cuh"
 
@@ -190,18 +191,22 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
   const int first_row = work.m_block * Config::block_m, first_key = work.n_block * Config::block_n;
-  const BlockRanges blocks = streams_queries
-                                 ? score.q_blocks(first_key, first_key + Config::block_n)
-                                 : score.kv_blocks(first_row, first_row + Config::block_m);
+  const Range rows{first_row, first_row + Config::block_m};
+  const Range keys{first_key, first_key + Config::block_n};
+  const BlockRanges blocks = streams_queries ? score.q_blocks(keys.begin, keys.end)
+                                             : score.kv_blocks(rows.begin, rows.end);
+  VisitedBlocks<streams_queries ? Walk::queries : Walk::keys> visited(
+      score, blocks, streams_queries ? keys : rows);
   int begin = blocks.begin, end = blocks.end;
   if constexpr (Config::sums_to == SumsTo::pairs) {
     begin = max(begin, work.n_block);
     end = min(end, work.n_block + 1);
   }
 #pragma unroll 1
-  for (int block = begin; block < end; ++block) {
+  for (int block = visited.first_from(begin); block < end; block = visited.next_after(block)) {
+    const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
     add_block(params, smem, entry, score, streams_queries ? block * Config::block_m : first_row,
-              streams_queries ? first_key : block * Config::block_n, blocks.masked(block), acc);
+              streams_queries ? first_key : block * Config::block_n, masked, acc);
   }
 }
 

@@ -67,12 +67,6 @@ struct LaneColumns {
 using QkColumns = LaneColumns<Config::head_dim>;
 using VColumns = LaneColumns<Config::head_dim_v>;
 
-// What holds in any lane, as a vote: the compiler takes a warp that branches on anything else for
-// diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
-__device__ __forceinline__ bool warp_agrees(bool condition) {
-  return __any_sync(0xffffffff, condition);
-}
-
 // Bit r says whether row r of a slice of 16 rows holds anything non-finite.
 template <int tiles>
 __device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {

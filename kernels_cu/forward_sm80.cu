@@ -19,6 +19,7 @@
 #include "tile/store.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
+#include "segments.cuh"
 #include "dropout.cuh"
 #include "exact.cuh"
 #include "softmax.cuh"
@@ -141,8 +142,11 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
   const Score score(params.score, work.entry);
   const int warp_row = warp_index() * 16 * slices;
   const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
-  const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
-  if (blocks.begin >= blocks.end) return;
+  const Range rows{work.first_row, work.first_row + Config::block_m};
+  const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+  VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+  int n_block = visited.first_from(blocks.begin);
+  if (n_block >= blocks.end) return;
 
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
@@ -151,26 +155,28 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
                     first_own_column(Config::head_dim_v));
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
-  load_tile(smem.k[0], k, blocks.begin * Config::block_n, keys);
-  load_tile(smem.v[0], v, blocks.begin * Config::block_n, keys);
+  load_tile(smem.k[0], k, n_block * Config::block_n, keys);
+  load_tile(smem.v[0], v, n_block * Config::block_n, keys);
   ptx::cp_async_commit();
 
   int stage = 0;
 #pragma unroll 1
-  for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+  for (int next; n_block < blocks.end; n_block = next) {
     const int first_key = n_block * Config::block_n;
+    const bool one_segment = visited.of_one_segment(n_block);
+    next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
-    if (n_block + 1 < blocks.end) {
-      load_tile(smem.k[stage ^ 1], k, first_key + Config::block_n, keys);
-      load_tile(smem.v[stage ^ 1], v, first_key + Config::block_n, keys);
+    if (next < blocks.end) {
+      load_tile(smem.k[stage ^ 1], k, next * Config::block_n, keys);
+      load_tile(smem.v[stage ^ 1], v, next * Config::block_n, keys);
     }
     ptx::cp_async_commit();
 
     Real s_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
-    if (blocks.masked(n_block)) {
+    if (blocks.masked(n_block) || !one_segment) {
       apply_score<true>(s_acc, score, work.first_row + warp_row, first_key);
     } else {
       apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);

@@ -8,6 +8,7 @@
 namespace cuflash {
 
 constexpr int max_batch_axes = 6;
+constexpr int bounded_ids = 64;  // neighbours whose segment ids have bounds
 
 // Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index. The last
 // of max_batch_axes counts sequences where they are packed: packed arrays have stride 0 there.
@@ -29,16 +30,18 @@ struct Layout {
 
 // Everything score.cuh needs. An absent array is a null pointer and is not compiled in.
 struct ScoreParams {
-  const void* bias;           // (m, n)
-  const uint8_t* mask;        // (m, n), nonzero = may attend
-  const void* offset;         // ()
-  const void* q_lengths;      // ()
-  const void* kv_lengths;     // ()
-  const void* alibi_slopes;   // ()
-  const void* segment_ids_q;  // (m), contiguous
-  const void* segment_ids_k;  // (n), contiguous
-  const void* sink;           // ()
-  const void* cu_seqlens_q;   // (sequences + 1), contiguous: where packed sequences begin and end
+  const void* bias;              // (m, n)
+  const uint8_t* mask;           // (m, n), nonzero = may attend
+  const void* offset;            // ()
+  const void* q_lengths;         // ()
+  const void* kv_lengths;        // ()
+  const void* alibi_slopes;      // ()
+  const void* segment_ids_q;     // (m), contiguous
+  const void* segment_ids_k;     // (n), contiguous
+  const void* segment_bounds_q;  // (ceil(m / bounded_ids)) IdBounds, contiguous
+  const void* segment_bounds_k;  // (ceil(n / bounded_ids))
+  const void* sink;              // ()
+  const void* cu_seqlens_q;  // (sequences + 1), contiguous: where packed sequences begin and end
   const void* cu_seqlens_k;
   const void* formula_array0;  // of the caller's formulas, contiguous
   const void* formula_array1;
@@ -56,6 +59,8 @@ struct ScoreParams {
   BatchStrides alibi_slopes_strides;
   BatchStrides segment_ids_q_strides;
   BatchStrides segment_ids_k_strides;
+  BatchStrides segment_bounds_q_strides;
+  BatchStrides segment_bounds_k_strides;
   BatchStrides sink_strides;
   BatchStrides entry_number_strides;
   int64_t offset_value;  // used where Config::offset is `value`
@@ -116,6 +121,21 @@ struct ForwardSm90Params : ForwardParams {
   ptx::TensorMap v_map;
   ptx::TensorMap out_map;
   uint32_t* tile_counter;  // 0 before and after; null: tiles are dealt out in advance
+};
+
+// Bounds of the segment ids of every batch entry; ids are contiguous, and so are bounds.
+struct SegmentBoundsParams {
+  const void* ids_q;
+  const void* ids_k;
+  void* bounds_q;
+  void* bounds_k;
+  BatchStrides ids_q_strides;
+  BatchStrides ids_k_strides;
+  BatchStrides bounds_q_strides;
+  BatchStrides bounds_k_strides;
+  BatchAxes batch;
+  int32_t num_ids_q;
+  int32_t num_ids_k;
 };
 
 struct DeltaParams {

@@ -13,6 +13,7 @@
 #include "formulas.cuh"
 #include "numeric.cuh"
 #include "seqlen.cuh"
+#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -35,6 +36,25 @@ struct BlockRanges {
   }
 };
 
+// The least and the largest of some segment ids.
+template <typename Id>
+struct alignas(2 * sizeof(Id)) IdBounds {
+  Id low, high;
+
+  __device__ __forceinline__ void add(const IdBounds& other) {
+    low = other.low < low ? other.low : low;
+    high = other.high > high ? other.high : high;
+  }
+  // Can an id be in both?
+  __device__ __forceinline__ bool meets(const IdBounds& other) const {
+    return low <= other.high && other.low <= high;
+  }
+  // Is there one id, the same in both?
+  __device__ __forceinline__ bool is_one_with(const IdBounds& other) const {
+    return low == high && other.low == low && other.high == low;
+  }
+};
+
 // A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
 struct ColumnBits {
   uint32_t bits = 0xffffffff;
@@ -46,10 +66,16 @@ struct Score {
   // Under a causal bound the last rows see the most keys, and the first keys are seen most.
   static constexpr bool last_rows_see_most = Config::window_right;
 
+  static constexpr bool has_segments = Config::segment_ids != Dtype::none;
+  using Id = typename Storage<Config::segment_ids>::type;
+
+  // Is visibility looked up pair by pair, whichever the block?
+  static constexpr bool hides_pairs =
+      Config::mask || Config::bias != Dtype::none || Config::mask_mod;
+
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows = Config::mask || Config::bias != Dtype::none ||
-                                        Config::segment_ids != Dtype::none || Config::mask_mod;
+  static constexpr bool may_hide_rows = hides_pairs || has_segments;
 
   static constexpr bool has_sink = Config::sink != Dtype::none;
 
@@ -64,7 +90,7 @@ struct Score {
   const ScoreParams& params;
   const Seqlen seqlen;
   const Formulas formulas;
-  int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset;
+  int64_t bias_offset, mask_offset, ids_q_offset, ids_k_offset, bounds_q_offset, bounds_k_offset;
   uint64_t entry_number;  // number of this entry
   Real slope;
   int near_offset;  // the causal offset is near_offset, or lies far_offset farther off, which is
@@ -96,6 +122,8 @@ struct Score {
     if constexpr (Config::segment_ids != Dtype::none) {
       ids_q_offset = entry * params.segment_ids_q_strides;
       ids_k_offset = entry * params.segment_ids_k_strides;
+      bounds_q_offset = entry * params.segment_bounds_q_strides;
+      bounds_k_offset = entry * params.segment_bounds_k_strides;
     }
     if constexpr (Config::alibi_slopes != Dtype::none) {
       slope =
@@ -125,13 +153,23 @@ struct Score {
     return seen;
   }
 
+  // Bounds of the ids of `size` queries, of which the first is a multiple of `size`, and of what
+  // lies between them and multiples of bounded_ids.
+  template <int size>
+  __device__ __forceinline__ IdBounds<Id> query_bounds(Range rows) const {
+    return bounds_within<size>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
+  }
+  template <int size>
+  __device__ __forceinline__ IdBounds<Id> key_bounds(Range keys) const {
+    return bounds_within<size>(params.segment_bounds_k, bounds_k_offset, keys, seqlen.k);
+  }
+
   // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
   // `first_key`, and within `keys`, counted so, too.
   template <int tiles>
   __device__ __forceinline__ ColumnBits segment_of_row(int q_idx, int first_key, Range keys) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
-    return same_ids<tiles>(query_ids()[min(q_idx, params.seqlen_q - 1)], key_ids() + first_key,
-                           keys);
+    return same_ids<tiles>(query_ids()[min(q_idx, seqlen.q - 1)], key_ids() + first_key, keys);
   }
 
   // The same for the queries of one key.
@@ -139,8 +177,7 @@ struct Score {
   __device__ __forceinline__ ColumnBits segment_of_key(int kv_idx, int first_row,
                                                        Range rows) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
-    return same_ids<tiles>(key_ids()[min(kv_idx, params.seqlen_k - 1)], query_ids() + first_row,
-                           rows);
+    return same_ids<tiles>(key_ids()[min(kv_idx, seqlen.k - 1)], query_ids() + first_row, rows);
   }
 
   // Whether a pair within kv_range(q_idx, q_idx + 1) sees each other, a bias of -inf considered.
@@ -312,8 +349,6 @@ struct Score {
     }
   }
 
-  using Id = typename Storage<Config::segment_ids>::type;
-
   __device__ __forceinline__ const Id* query_ids() const {
     return static_cast<const Id*>(params.segment_ids_q) + ids_q_offset;
   }
@@ -324,6 +359,20 @@ struct Score {
   __device__ __forceinline__ bool same_segment(int q_idx, int kv_idx) const {
     if constexpr (Config::segment_ids == Dtype::none) return true;
     return query_ids()[q_idx] == key_ids()[kv_idx];
+  }
+
+  template <int size>
+  __device__ __forceinline__ static IdBounds<Id> bounds_within(const void* array, int64_t offset,
+                                                               Range range, int length) {
+    constexpr bool even = size % bounded_ids == 0;
+    constexpr int most = even ? size / bounded_ids : (size + bounded_ids - 2) / bounded_ids + 1;
+    const int first = min(range.begin, length - 1) / bounded_ids;
+    const int last = (min(range.end, length) - 1) / bounded_ids;
+    const auto* bounds = static_cast<const IdBounds<Id>*>(array) + offset;
+    IdBounds<Id> all = bounds[first];
+#pragma unroll
+    for (int i = 1; i < most; ++i) all.add(bounds[min(first + i, last)]);
+    return all;
   }
 
   // Not unrolled: the ids of a whole row would not fit beside its scores.
@@ -365,8 +414,7 @@ struct Score {
     const int end = (seen.end + block - 1) / block;
     int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);
     int full_end = min(end, max(full.end, 0) / block);
-    // Mask, bias and segments are looked up pair by pair, in range only.
-    if (may_hide_rows || full_begin >= full_end) full_begin = full_end = begin;
+    if (hides_pairs || full_begin >= full_end) full_begin = full_end = begin;
     return {begin, full_begin, full_end, end};
   }
 };

@@ -18,6 +18,7 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     KernelConfig,
+    SegmentBoundsConfig,
 )
 from cuflash._source import kernels_dir
 
@@ -61,6 +62,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     BackwardKVSm90Config(
         **{**TILE, "num_warps": 12}, num_stages=3, scores_ahead=False, grad_k=True, grad_v=True
     ),
+    SegmentBoundsConfig(num_warps=8, segment_ids="int32"),
 )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def test_every_macro_has_a_default() -> None:
 def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
     defines = config.defines()
     assert len(defines) == len([f for f in fields(config) if f.name != "formulas"]) + 1
-    assert defines["CUFLASH_DTYPE"] == "float16"
+    assert defines.get("CUFLASH_DTYPE", "float16") == "float16"
     assert defines["CUFLASH_SMEM_BYTES"] == str(config.smem_bytes)
     assert not {"True", "False", "None"} & set(defines.values())
 

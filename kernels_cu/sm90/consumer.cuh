@@ -4,6 +4,7 @@
 #include "dropout.cuh"
 #include "params.cuh"
 #include "ptx/sync.cuh"
+#include "segments.cuh"
 #include "sm90/shared_memory.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
@@ -41,7 +42,12 @@ struct Consumer {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
       const Score score(params.score, work.entry);
-      attend(score, Rows(score, work, warpgroup));
+      const Rows rows(score, work, warpgroup);
+      if constexpr (Score::has_segments) {
+        attend_segments(score, rows, work);
+      } else {
+        attend(score, rows);
+      }
       finish(work, score);
     }
   }
@@ -75,37 +81,44 @@ struct Consumer {
 #pragma unroll 1
     for (; block >= own.end; --block) skip_block();
     if (own.begin < own.end) {
+      const bool masked = own.masked(block), is_last = block == own.begin;
       if constexpr (halves_last) {
         if (rows.half_last) {
-          first_block<Keys::lower_half>(score, rows);
+          first_block<Keys::lower_half>(score, rows, block, masked, is_last);
         } else {
-          first_block<Keys::all>(score, rows);
+          first_block<Keys::all>(score, rows, block, masked, is_last);
         }
       } else {
-        first_block<Keys::all>(score, rows);
+        first_block<Keys::all>(score, rows, block, masked, is_last);
       }
       --block;
       if constexpr (Score::masks_before_full) {
         if (!own.has_full()) {
 #pragma unroll 1
-          for (; block >= own.begin; --block) next_block<Edge::both>(score, rows, block);
+          for (; block >= own.begin; --block) {
+            next_block<Edge::both>(score, rows, block, block == own.begin);
+          }
         }
       }
       if constexpr (Score::masks_before_last) {
 #pragma unroll 1
-        for (; block >= own.full_end; --block) next_block<Edge::last>(score, rows, block);
+        for (; block >= own.full_end; --block) {
+          next_block<Edge::last>(score, rows, block, block == own.begin);
+        }
       }
 #pragma unroll 1
-      for (; block >= own.full_begin; --block) next_block<Edge::none>(score, rows, block);
+      for (; block >= own.full_begin; --block) {
+        next_block<Edge::none>(score, rows, block, block == own.begin);
+      }
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
         for (; block >= own.begin + rows.half_first; --block) {
-          next_block<Edge::first>(score, rows, block);
+          next_block<Edge::first>(score, rows, block, block == own.begin);
         }
       }
       if constexpr (halves_first) {
         if (rows.half_first && block == own.begin) {
-          next_block<Edge::first, Keys::upper_half>(score, rows, block--);
+          next_block<Edge::first, Keys::upper_half>(score, rows, block--, true);
           last_product<Keys::upper_half>();
         } else {
           last_product<Keys::all>();
@@ -120,11 +133,40 @@ struct Consumer {
     for (; block >= rows.tile.begin; --block) skip_block();
   }
 
-  // s of the last block that these rows see.
+  // The same with segments, which leave out blocks of the tile; its rows walk the same ones.
+  __device__ __forceinline__ void attend_segments(const Score& score, const Rows& rows,
+                                                  const Work& work) {
+    const BlockRanges& blocks = rows.tile;
+    VisitedBlocks<Walk::keys> visited(score, blocks,
+                                      {work.first_row, work.first_row + Config::block_m});
+    softmax = SplitSoftmax();
+    clear(o_acc);
+    wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
+    int block = visited.last_from(blocks.end - 1);
+    if (warp_agrees(block < blocks.begin)) return release_q(true);
+    bool masked = blocks.masked(block) || !visited.of_one_segment(block);
+    int next = visited.next_before(block);
+    first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
+#pragma unroll 1
+    while (warp_agrees(next >= blocks.begin)) {
+      block = next;
+      masked = blocks.masked(block) || !visited.of_one_segment(block);
+      next = visited.next_before(block);
+      if (warp_agrees(masked)) {
+        next_block<Edge::both>(score, rows, block, next < blocks.begin);
+      } else {
+        next_block<Edge::none>(score, rows, block, next < blocks.begin);
+      }
+    }
+    last_product<Keys::all>();
+  }
+
+  // s of the first block that these rows visit.
   template <Keys keys>
-  __device__ __forceinline__ void first_block(const Score& score, const Rows& rows) {
+  __device__ __forceinline__ void first_block(const Score& score, const Rows& rows, int block,
+                                              bool masked, bool is_last) {
     float s_acc[1][count_of(keys)][4];
-    const int first_key = (rows.own.end - 1) * Config::block_n;
+    const int first_key = block * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
     take_turn();
     start_scores<keys>(s_acc);
@@ -132,10 +174,10 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
-    release_q(rows.own.begin + 1 == rows.own.end);
-    if (keys == Keys::all && !rows.own.masked(rows.own.end - 1)) {
+    release_q(is_last);
+    if (keys == Keys::all && !masked) {
       weigh<Edge::none>(s_acc, score, rows.first_row, first_key);
-    } else if (Score::masks_before_full && !rows.own.has_full()) {
+    } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
       weigh<Edge::both>(s_acc, score, rows.first_row, first_key);
     } else {
       weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
@@ -145,10 +187,11 @@ struct Consumer {
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
   template <Edge edge, Keys keys = Keys::all>
-  __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block) {
+  __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block,
+                                             bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
-    release_q(block == rows.own.begin);
+    release_q(is_last);
     weigh<edge>(s_acc, score, rows.first_row, block * Config::block_n + 8 * first_of(keys));
     end_product(before);
     keep_weights<keys>(s_acc);

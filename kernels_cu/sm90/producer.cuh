@@ -3,6 +3,7 @@
 
 #include "params.cuh"
 #include "ptx/sync.cuh"
+#include "segments.cuh"
 #include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 
@@ -33,23 +34,30 @@ struct Producer {
 #pragma unroll 1
     while (work.first_row >= 0) {
       const Score score(params.score, work.entry);
-      const BlockRanges blocks = score.kv_blocks(work.first_row, work.first_row + Config::block_m);
+      const Range rows{work.first_row, work.first_row + Config::block_m};
+      const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+      VisitedBlocks<Walk::keys> visited(score, blocks, rows);
       const Range seen = score.kv_range(0, score.seqlen.rows_q);  // by any row of this entry
       const BatchIndex entry = work.entry;
       const int first_k = score.seqlen.first_k;
-      int block = blocks.end - 1;
+      int block = visited.last_from(blocks.end - 1);
       if (block >= blocks.begin) load_k(entry, first_k, block);
       if constexpr (!stages_out) load_q();
+      int next = visited.next_before(block);
+      int after = visited.next_before(next);
 #pragma unroll 1
-      for (; block > blocks.begin + draws_early; --block) {
-        load_k(entry, first_k, block - 1);
+      while ((draws_early ? after : next) >= blocks.begin) {
+        load_k(entry, first_k, next);
         load_v(entry, first_k, block, seen);
+        block = next;
+        next = after;
+        after = visited.next_before(after);
       }
       const int drawn = draw();
-      if (draws_early && block > blocks.begin) {
-        load_k(entry, first_k, block - 1);
+      if (draws_early && next >= blocks.begin) {
+        load_k(entry, first_k, next);
         load_v(entry, first_k, block, seen);
-        --block;
+        block = next;
       }
       if (!draws_early && block >= blocks.begin) load_v(entry, first_k, block, seen);
       work = work_of(__shfl_sync(0xffffffff, drawn, 0));

@@ -36,6 +36,12 @@ constexpr int operand_registers = sizeof(Element) == 2 ? 4 : 8;
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
 
+// What holds in any lane, as a vote: the compiler takes a warp that branches on anything else for
+// diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
+__device__ __forceinline__ bool warp_agrees(bool condition) {
+  return __any_sync(0xffffffff, condition);
+}
+
 // Row of register i of a slice, column of register i of a tile, for one lane.
 __device__ __forceinline__ int fragment_row(int slice, int i, int lane = lane_index()) {
   return 16 * slice + lane / 4 + 8 * (i / 2);

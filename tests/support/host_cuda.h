@@ -38,6 +38,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   }
   return result;
 }
+inline bool __any_sync(unsigned, bool vote) { return vote; }
 template <typename T>
 T __shfl_sync(unsigned, T x, int) {
   return x;

@@ -26,6 +26,7 @@ from cuflash import (
     _compile,
     _formulas,
     _launch,
+    _launch_segments,
     _launch_sm90,
     _plan,
     _score_gradients,
@@ -67,6 +68,7 @@ class HostDevice:
         self.folder = folder
         self.kernels: list[Any] = []
         self.launched: list[str] = []
+        self.copied_bytes = 0  # to shared memory, asynchronously
         self.compile = functools.cache(self._compile)
 
     def _compile(self, config: KernelConfig, _device: int) -> Any:
@@ -96,7 +98,9 @@ class HostDevice:
         entry, run = self.kernels[kernel]
         self.launched.append(entry)
         address = ctypes.cast(rest[-2], ctypes.POINTER(ctypes.c_void_p))[0]
-        run(ctypes.c_uint(grid), ctypes.c_int(rest[2]), ctypes.c_void_p(address))
+        self.copied_bytes += run(
+            ctypes.c_uint(grid), ctypes.c_int(rest[2]), ctypes.c_void_p(address)
+        )
 
 
 @contextmanager
@@ -130,12 +134,14 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
             patch.setattr(module, "refuse_capture", lambda *_: None)
         patch.setattr(_launch, "_on_device", lambda _: nullcontext())
         patch.setattr(_launch_sm90, "available", lambda _: False)
-        patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
         patch.setattr(_tuned, "device_name", lambda _: "host")
-        patch.setattr(_plan, "compile_kernel", device.compile)
+        patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
+        for module in (_plan, _launch_segments):
+            patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))
-        for plans in (_launch._forward_plans, _launch._backward_plans):
-            plans.clear()
+        plans = (_launch._forward_plans, _launch._backward_plans, _launch_segments._plans)
+        for own in plans:
+            own.clear()
         yield device
-        for plans in (_launch._forward_plans, _launch._backward_plans):
-            plans.clear()
+        for own in plans:
+            own.clear()

@@ -57,6 +57,7 @@ inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | static_cast<uint64_t>(b) << 32;

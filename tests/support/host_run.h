@@ -1,7 +1,10 @@
 // Included after a kernel: what Python calls. HOST_KERNEL and HOST_PARAMS are its name and struct.
 #pragma once
 
-extern "C" void run(unsigned blocks, int threads, const void* params) {
+// Returns how many bytes were copied to shared memory asynchronously.
+extern "C" long run(unsigned blocks, int threads, const void* params) {
   const auto& given = *static_cast<const cuflash::HOST_PARAMS*>(params);
+  cuflash::ptx::copied_bytes = 0;
   host::run(blocks, threads, [&] { HOST_KERNEL(given); });
+  return cuflash::ptx::copied_bytes;
 }

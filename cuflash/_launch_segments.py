@@ -1,0 +1,73 @@
+"""How do kernels learn the bounds of segment ids? From a kernel that runs before them."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from cuflash import _params
+from cuflash._arguments import Addresses, KnownArguments
+from cuflash._compile import compile_kernel
+from cuflash._config import Integers, SegmentBoundsConfig
+from cuflash._grid import plan_grid
+from cuflash._plan import Launch
+from cuflash._problem import Problem
+from cuflash._segments import IDS, Bounds, bounds_of, operands_of
+
+_LIMIT = 4096
+_POINTERS = struct.Struct(f"<{len(_params.SEGMENT_BOUNDS_POINTERS)}Q")
+_FIRST = _params.SCORE_POINTERS.index("segment_ids_q")
+_IDS_AT, _BOUNDS_AT = slice(_FIRST, _FIRST + 2), slice(_FIRST + 2, _FIRST + 4)
+
+
+def find(
+    problem: Problem, score_pointers: Addresses, room: int, device: int, stream: int
+) -> Addresses:
+    """Start the kernel that writes bounds to memory at ``room``; ``score_pointers`` with them."""
+    known = _plans.get((id(problem), device))
+    if known is None:
+        if len(_plans) >= _LIMIT:
+            _plans.clear()
+        bounds = bounds_of(problem)
+        known = (problem, bounds.first_k, _plan(problem, bounds, device))
+        _plans[id(problem), device] = known
+    _, first_k, launch = known
+    found = (room, room + first_k)
+    if launch.grid:  # sequences that are packed may have no ids at all
+        launch.run((*score_pointers[_IDS_AT], *found), stream)
+    return (*score_pointers[: _BOUNDS_AT.start], *found, *score_pointers[_BOUNDS_AT.stop :])
+
+
+# By identity, as plans are kept: hashing a Problem costs more than a launch.
+_plans: dict[tuple[int, int], tuple[Problem, int, Launch]] = {}
+
+
+def _plan(problem: Problem, bounds: Bounds, device: int) -> Launch:
+    q, k = operands_of(problem)
+    dtype: Integers = "int32" if q.dtype == np.int32 else "int64"
+    config = SegmentBoundsConfig(num_warps=8, segment_ids=dtype)
+    num_q, num_k = q.shape[-1], k.shape[-1]
+    blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))
+    ndim = len(bounds.batch)
+    strides = (
+        q.strides[:ndim], k.strides[:ndim],
+        bounds.strides(bounds.pairs_q), bounds.strides(bounds.pairs_k),
+    )  # fmt: skip
+    grid = plan_grid(bounds.batch, strides, (False,) * ndim, blocks)
+    filled = np.zeros(1, _params.SEGMENT_BOUNDS)[0]
+    filled["batch"]["num_axes"] = len(grid.axes)
+    filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
+    filled["num_ids_q"], filled["num_ids_k"] = num_q, num_k
+    sizes = (q.dtype.itemsize, k.dtype.itemsize, bounds.itemsize, bounds.itemsize)
+    for column, name in enumerate(_params.SEGMENT_BOUNDS_POINTERS):
+        for axis, (_, steps) in enumerate(grid.axes):
+            filled[f"{name}_strides"]["axis"][axis] = steps[column] // sizes[column]
+    return Launch(
+        kernel=compile_kernel(config, device),
+        grid=blocks * grid.num_owners,
+        pointers=_POINTERS,
+        params=filled.tobytes()[_POINTERS.size :],
+        offsets=grid.offsets(),
+        known=KnownArguments(),
+    )

@@ -1,0 +1,161 @@
+"""Do kernels leave out blocks of other segments, and nothing else?
+
+A call with segment ids has the bits of one with a mask that says which ids are equal, which leaves
+out no block: on a C++ compiler with the portable kernels, and on a GPU with all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash._problem import describe
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash import _launch, _segments
+from support.host_device import COMPILER, host_device, on_device, options_on_device
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 2, 330, 410
+LARGEST = np.iinfo(np.int64).max
+
+
+def sorted_ids(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.sort(rng.integers(0, 5, (BATCH, 1, n)), -1)
+
+
+def ids_of(kind: str, n: int) -> np.ndarray:
+    """Ids (BATCH, 1, n) or (n,)."""
+    rng = np.random.default_rng([n, len(kind)])
+    if kind == "sorted":
+        return sorted_ids(rng, n)
+    if kind == "backwards":
+        return -sorted_ids(rng, n)
+    if kind == "runs out of order":  # a segment comes again, with others between
+        return np.repeat(rng.integers(0, 3, (BATCH, 1, -(-n // 50))), 50, -1)[..., :n]
+    if kind == "shuffled":
+        return rng.integers(0, 3, (BATCH, 1, n))
+    if kind == "one":
+        return np.full(n, 7)
+    if kind == "the largest":
+        return np.where(sorted_ids(rng, n) > 2, LARGEST, -LARGEST - 1)
+    assert kind == "most see nothing"
+    return np.where(np.arange(n) < n // 8, 3, n + np.arange(n) // 100)
+
+
+KINDS = (
+    "sorted", "backwards", "runs out of order", "shuffled", "one", "the largest",
+    "most see nothing",
+)  # fmt: skip
+
+
+def inputs(d: int, d_v: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(d_v)
+    shapes = {"q": (SEQLEN_Q, d), "k": (SEQLEN_K, d), "v": (SEQLEN_K, d_v), "dout": (SEQLEN_Q, d_v)}
+    return {
+        name: rng.standard_normal((BATCH, HEADS, *shape)).astype(np.float16)
+        for name, shape in shapes.items()
+    }
+
+
+def options_of(kind: str, dtype: Any, **others: Any) -> dict[str, dict[str, Any]]:
+    """The same visibility by segments and by a mask."""
+    q, k = (ids_of(kind, n).astype(dtype) for n in (SEQLEN_Q, SEQLEN_K))
+    seen = q[..., :, None] == k[..., None, :]
+    return {"segments": {**others, "segment_ids": (q, k)}, "mask": {**others, "mask": seen}}
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kind", ["sorted", "runs out of order", "most see nothing"])
+def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: Path) -> None:
+    arrays = {name: on_device(array) for name, array in inputs(16, 16).items()}
+    found = {}
+    with host_device(tmp_path) as device:
+        for name, given in options_of(kind, np.int64, causal=True).items():
+            options = options_on_device(cuflash.Options(**given))
+            q, k, v, dout = (arrays[n] for n in ("q", "k", "v", "dout"))
+            problem = describe(q, k, v, options)
+            out, lse = (
+                on_device(np.empty_like(v, shape=dout.shape)),
+                on_device(np.empty(q.shape[:-1], np.float32)),
+            )
+            before = device.copied_bytes
+            _launch.forward(problem, q, k, v, options, out, lse)
+            gradients = {n: on_device(np.empty_like(arrays[n])) for n in ("q", "k", "v")}
+            _launch.backward(problem, dout, q, k, v, out, lse, None, options, gradients)
+            found[name] = ([out, lse, *gradients.values()], device.copied_bytes - before)
+    for by_segments, by_mask in zip(found["segments"][0], found["mask"][0], strict=True):
+        np.testing.assert_array_equal(by_segments, by_mask)
+    assert found["segments"][1] < 0.9 * found["mask"][1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("others", [{}, {"causal": True}, {"window": (130, 60)}], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 60), (64, 64), (128, 128), (192, 128)], ids=str)
+def test_segments_have_the_bits_of_a_mask(
+    head_dims: tuple[int, int], others: dict[str, Any]
+) -> None:
+    import cupy
+
+    arrays = {name: cupy.asarray(array) for name, array in inputs(*head_dims).items()}
+    q, k, v, dout = (arrays[n] for n in ("q", "k", "v", "dout"))
+    for kind in KINDS:
+        found = {}
+        for name, given in options_of(kind, np.int64, **others).items():
+            arrays_of_option = {
+                n: tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x)
+                for n, x in given.items()
+                if n in ("segment_ids", "mask")
+            }
+            options = cuflash.Options(**{**given, **arrays_of_option})
+            out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+            grads = cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
+            found[name] = [out, lse, grads.dq, grads.dk, grads.dv]
+        for what, by_segments, by_mask in zip(
+            ("out", "lse", "dq", "dk", "dv"), found["segments"], found["mask"], strict=True
+        ):
+            cupy.testing.assert_array_equal(by_segments, by_mask, f"{kind}: {what}")
+
+
+def test_bounds_lie_where_ids_differ() -> None:
+    q, k, v = (np.zeros((5, 3, n, 8), np.float16) for n in (100, 200, 200))
+    shared = describe(
+        q, k, v, cuflash.Options(segment_ids=(np.zeros(100, int), np.zeros(200, int)))
+    )
+    bounds = _segments.bounds_of(shared)
+    assert bounds.batch == (1, 1)
+    assert (bounds.pairs_q, bounds.pairs_k) == (2, 4)
+    assert _segments.room_for(shared) == 16 * (2 + 4)
+    ids = (np.zeros((5, 1, 100), np.int32), np.zeros((3, 200), np.int32))
+    own = _segments.bounds_of(describe(q, k, v, cuflash.Options(segment_ids=ids)))
+    assert own.batch == (5, 3)
+    assert own.strides(own.pairs_k) == (3 * 4 * 8, 4 * 8)
+    assert own.first_k == math.prod(own.batch) * 2 * 8
+
+
+@pytest.mark.gpu
+def test_a_captured_call_needs_its_room() -> None:
+    import cupy
+
+    q, k, v, _ = (cupy.asarray(a) for a in inputs(64, 64).values())
+    ids = tuple(cupy.asarray(ids_of("sorted", n)) for n in (SEQLEN_Q, SEQLEN_K))
+    options = cuflash.Options(segment_ids=ids)
+    expected, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    room = cupy.empty(cuflash.workspace_size(q, k, v, options=options), np.uint8)
+    out = (cupy.zeros_like(expected), cupy.zeros_like(lse))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=rf"workspace: .* {room.nbytes} bytes"):
+            cuflash.attention(q, k, v, options=options, out=out)
+        cuflash.attention(q, k, v, options=options, out=out, workspace=room)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    cupy.testing.assert_array_equal(out[0], expected)
+    with pytest.raises(ValueError, match=r"workspace: .* at least"):
+        cuflash.attention(q, k, v, options=options, workspace=room[:-1])
