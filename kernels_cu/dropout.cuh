@@ -103,6 +103,58 @@ __device__ __forceinline__ void drop_weights(Real (&p_acc)[slices][tiles][4], co
   }
 }
 
+// Which weights of an accumulator are kept, as its operand of 16 bits asks for them: bits j and
+// 16 + j say it of two neighbouring columns of a row. They do not depend on scores, and are there
+// before these are.
+template <int slices, int tiles>
+struct KeptPairs {
+  static constexpr int pairs = 2 * tiles;  // of a slice, in the order of its operand's registers
+  static constexpr int words = (pairs + 15) / 16;
+
+  uint32_t bits[slices][words];
+
+  __device__ __forceinline__ KeptPairs(const Score& score, int first_row, int first_key) {
+    if constexpr (Config::dropout) {
+      const uint32_t threshold = score.params.dropout_threshold;
+      const int lane = ptx::thread_index() % 32;
+#pragma unroll
+      for (int s = 0; s < slices; ++s) {
+#pragma unroll
+        for (int w = 0; w < words; ++w) bits[s][w] = 0;
+#pragma unroll
+        for (int pair = 0; pair < pairs; pair += 4) {
+          const RandomWords drawn_words =
+              drawn(score, first_row / 16 + s, lane / 4, first_key / 16 + pair / 4, lane % 4);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int j = (pair + i) % 16, k_half = i / 2, q_half = i % 2;
+            const uint32_t kept = reach(drawn_words.word[2 * q_half + k_half], threshold);
+            bits[s][pair / 16] |= kept >> (15 - j) & 0x00010001u << j;
+          }
+        }
+#pragma unroll
+        for (int w = 0; w < words; ++w) bits[s][w] = threshold > 0xffff ? 0 : bits[s][w];
+      }
+    }
+  }
+
+  // All bits of the 16-bit weights that are kept, of both columns that a lane holds of a tile.
+  __device__ __forceinline__ uint32_t mask(int s, int t, int half) const {
+    if constexpr (!Config::dropout) return 0xffffffff;
+    const int pair = t / 2 * 4 + t % 2 * 2 + half;
+    return ptx::spread_high_bits(bits[s][pair / 16] << (15 - pair % 16));
+  }
+
+ private:
+  // In the high bit of each half: is this half of `word` at least `threshold`, below 2^16?
+  __device__ __forceinline__ static uint32_t reach(uint32_t word, uint32_t threshold) {
+    constexpr uint32_t high_bits = 0x80008000u;
+    const uint32_t rest = (word | high_bits) - (threshold & 0x7fff) * 0x00010001u;
+    const uint32_t high = threshold & 0x8000 ? 0xffffffffu : 0;
+    return (word & rest) | (~high & (word | rest));
+  }
+};
+
 // Drops gradients of weights.
 template <int slices, int tiles>
 __device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score& score,

@@ -27,6 +27,14 @@ __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
   return packed;
 }
 
+// In each half all bits become its highest.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
+__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(spread) : "r"(x));
+  return spread;
+}
+
 __device__ __forceinline__ float float16_to_float(uint16_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

@@ -171,6 +171,7 @@ struct Consumer {
     take_turn();
     start_scores<keys>(s_acc);
     pass_turn();
+    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
@@ -182,7 +183,7 @@ struct Consumer {
     } else {
       weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
     }
-    keep_weights<keys>(s_acc);
+    keep_weights<keys>(s_acc, kept);
   }
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
@@ -190,11 +191,14 @@ struct Consumer {
   __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block,
                                              bool is_last) {
     float s_acc[1][count_of(keys)][4];
+    const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
+    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
+    wait_for_scores(s_acc);
     release_q(is_last);
-    weigh<edge>(s_acc, score, rows.first_row, block * Config::block_n + 8 * first_of(keys));
+    weigh<edge>(s_acc, score, rows.first_row, first_key);
     end_product(before);
-    keep_weights<keys>(s_acc);
+    keep_weights<keys>(s_acc, kept);
     softmax.rescale_rows(o_acc);
   }
 
@@ -219,8 +223,14 @@ struct Consumer {
     pass_turn();
   }
 
-  // Starts q k^T of the ring's next block and p v of the one before, which it returns; the scores
-  // are there at the end.
+  // Which weights dropout keeps: drawn while scores are multiplied.
+  template <int tiles>
+  __device__ __forceinline__ KeptPairs<1, tiles> kept_pairs(const Score& score, const Rows& rows,
+                                                            int first_key) const {
+    return {score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key};
+  }
+
+  // Starts q k^T of the ring's next block and p v of the one before, which it returns.
   template <Keys keys, int tiles>
   __device__ __forceinline__ Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4]) {
     const Ring<Config::num_stages> before = ring;
@@ -230,10 +240,14 @@ struct Consumer {
     start_scores<keys>(s_acc);
     start_product_with<Keys::all>(before);
     pass_turn();
+    return before;
+  }
+
+  template <int tiles>
+  __device__ __forceinline__ void wait_for_scores(float (&s_acc)[1][tiles][4]) {
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
-    return before;
   }
 
   __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
@@ -263,7 +277,6 @@ struct Consumer {
     }
     softmax.exponentiate<tied, tiles>(s_acc, score);
     softmax.add_block();
-    drop_weights(s_acc, score, first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
   }
 
   // Tiles of 8 keys.
@@ -274,9 +287,10 @@ struct Consumer {
     return keys == Keys::all ? s_tiles : s_tiles / 2;
   }
 
-  // Weights become the operand of p v, 0 for the other keys of the block.
+  // Weights that are kept become the operand of p v, 0 for the other keys of the block.
   template <Keys keys>
-  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][count_of(keys)][4]) {
+  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][count_of(keys)][4],
+                                               const KeptPairs<1, count_of(keys)>& kept) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t) {
       const int own = t - first_of(keys);
@@ -285,6 +299,7 @@ struct Consumer {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < count_of(keys)) {
           pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
+          pair &= kept.mask(0, own, half);
         } else {
           pair = 0;
         }

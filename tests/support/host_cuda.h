@@ -30,6 +30,9 @@ inline double __hiloint2double(int high, int low) {
   return __builtin_bit_cast(
       double, static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low));
 }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
   unsigned result = 0;

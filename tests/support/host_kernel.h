@@ -59,6 +59,9 @@ inline double __hiloint2double(int high, int low) {
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | static_cast<uint64_t>(b) << 32;
   unsigned result = 0;

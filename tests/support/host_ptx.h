@@ -13,6 +13,9 @@ inline uint32_t shared_address(const void* pointer) {
 
 inline float exp2_approx(float x) { return exp2f(x); }
 
+inline uint32_t spread_high_bits(uint32_t x) {
+  return (x >> 31 ? 0xffff0000u : 0) | (x >> 15 & 1 ? 0xffffu : 0);
+}
 inline float float16_to_float(uint16_t bits) {
   return static_cast<float>(std::bit_cast<_Float16>(bits));
 }
