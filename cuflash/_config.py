@@ -26,7 +26,7 @@ GradOf = Literal["bias", "alibi_slopes", "scale"]
 SumsTo = Literal["pairs", "keys", "queries"]
 
 #: What a padded tile width may be.
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

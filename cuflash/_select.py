@@ -43,6 +43,7 @@ AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 # 64 and 128: the fastest of the spill-free neighbours on an H100 SXM, 2026-11-21, bf16, 16,384
 # tokens, seqlen 2048 and 8192, full and causal. Others follow from registers and shared memory.
 _FORWARD: Tiles = {
+    16: (Tile(128, 64, 4, 3),),
     32: (Tile(128, 128, 4, 2),),
     64: (Tile(128, 96, 4, 2), Tile(128, 32, 4, 2)),
     96: (Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
@@ -51,6 +52,7 @@ _FORWARD: Tiles = {
     256: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
 }
 _BACKWARD_Q: Tiles = {
+    16: (Tile(64, 64, 4, 4),),
     32: (Tile(128, 64, 4, 2),),
     64: (Tile(128, 48, 4, 2), Tile(64, 32, 4, 2)),
     96: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
@@ -59,6 +61,7 @@ _BACKWARD_Q: Tiles = {
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
 }
 _BACKWARD_KV: Tiles = {
+    16: (Tile(32, 128, 4, 3),),
     32: (Tile(32, 128, 4, 2),),
     64: (Tile(32, 128, 4, 2),),
     96: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
@@ -70,6 +73,7 @@ _BACKWARD_KV: Tiles = {
 # With softcap, bias, slopes, mask, segments, dropout or formulas: arithmetic that needs registers
 # of its own; for the forward also with a scale that is no factor of exponents, a negative one.
 _FORWARD_GENERAL: Tiles = {
+    16: (Tile(128, 64, 4, 2),),
     32: (Tile(128, 64, 4, 2),),
     64: (Tile(64, 96, 4, 2),),
     96: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
@@ -78,6 +82,7 @@ _FORWARD_GENERAL: Tiles = {
     256: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
 }
 _BACKWARD_Q_GENERAL: Tiles = {
+    16: (Tile(64, 64, 4, 3),),
     32: (Tile(128, 32, 4, 2),),
     64: (Tile(64, 64, 4, 2),),
     96: (Tile(64, 32, 4, 2),),
@@ -86,6 +91,7 @@ _BACKWARD_Q_GENERAL: Tiles = {
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
 }
 _BACKWARD_KV_GENERAL: Tiles = {
+    16: (Tile(64, 64, 4, 2),),
     32: (Tile(64, 64, 4, 2),),
     64: (Tile(64, 64, 4, 2),),
     96: (Tile(32, 64, 4, 2),),
@@ -95,7 +101,7 @@ _BACKWARD_KV_GENERAL: Tiles = {
 }
 # What registers and shared memory hold; neither is measured yet.
 _BACKWARD_SCORE: Tiles = {
-    **{width: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)) for width in (32, 64, 96, 128)},
+    **{width: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)) for width in (16, 32, 64, 96, 128)},
     **{width: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)) for width in (192, 256)},
 }
 _HALF = Tables(
@@ -200,9 +206,9 @@ _BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
 _RESERVED_SMEM = 1024
 
 
-def padded(head_dim: int) -> int:
+def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
     """The tile width that holds ``head_dim`` columns."""
-    for width in HEAD_DIMS:
+    for width in HEAD_DIMS if dtype in HALVES else HEAD_DIMS[1:]:
         if head_dim <= width:
             return width
     raise not_yet(
@@ -446,7 +452,7 @@ def delta_config(
     return DeltaConfig(
         **fields,
         copy_bytes=16 if copy_bytes == 16 else problem.dtype.itemsize,
-        head_dim_v=padded(problem.head_dim_v),
+        head_dim_v=padded(problem.head_dim_v, problem.dtype),
         num_warps=4,
         block_m=64,
         grad_lse=grad_lse,
@@ -460,8 +466,8 @@ def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict
         "precision": _precision(problem),
         "wide_float64": False,
         "copy_bytes": copy_bytes,
-        "head_dim": padded(problem.head_dim),
-        "head_dim_v": padded(problem.head_dim_v),
+        "head_dim": padded(problem.head_dim, problem.dtype),
+        "head_dim_v": padded(problem.head_dim_v, problem.dtype),
         **score_fields(problem),
     }
 
