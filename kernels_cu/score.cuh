@@ -375,11 +375,11 @@ struct Score {
     return all;
   }
 
-  // Not unrolled: the ids of a whole row would not fit beside its scores.
+  // Unrolled in part: the ids of a whole row would not fit beside its scores.
   template <int tiles>
   __device__ __forceinline__ static ColumnBits same_ids(Id id, const Id* ids, Range valid) {
     uint32_t bits = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
