@@ -1,0 +1,131 @@
+"""Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
+
+Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for. The calls
+are those that `tools/mutants.py` holds mistakes in the kernels against.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import reference
+from support.budget import Budget
+from support.problems import Call, Results, make_call, run
+
+pytestmark = pytest.mark.gpu
+
+HEAD_DIMS = {"portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64)}
+BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
+
+
+def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
+    """The options of a case; every array differs from head to head or from entry to entry."""
+    ids = tuple(np.sort(rng.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
+    slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": (130, 20), "offset": np.array([[-25], [60]])},
+        "lengths": {
+            "causal": True, "q_lengths": np.array([[233], [ROWS]]),
+            "kv_lengths": np.array([[KEYS], [177]]),
+        },
+        "scores": {
+            "softcap": 2.0, "sink": rng.standard_normal(HEADS).astype(np.float32),
+            "alibi_slopes": slopes, "scale": -0.3,
+        },
+        "bias": {"bias": rng.standard_normal((HEADS, ROWS, KEYS)).astype(np.float32)},
+        "key bias": {
+            "bias": rng.standard_normal((BATCH, HEADS, 1, KEYS)).astype(np.float16), "causal": True,
+        },
+        "mask": {"mask": rng.random((BATCH, 1, ROWS, KEYS)) < 0.7, "window": (None, 40)},
+        "segments": {"segment_ids": ids},
+        "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
+        "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
+        "groups": {"enable_gqa": True, "causal": True},
+        "shared": {},
+    }[name]  # fmt: skip
+
+
+NAMES = (
+    "plain", "causal", "window", "lengths", "scores", "bias", "key bias", "mask", "segments",
+    "segments, causal", "dropout", "groups", "shared",
+)  # fmt: skip
+CASES = [
+    (kernel, name) for kernel in HEAD_DIMS for name in NAMES
+    if "bias" not in name or "hopper" not in kernel
+]  # fmt: skip
+
+
+def call_of(kernel: str, name: str) -> Call:
+    d, d_v = HEAD_DIMS[kernel]
+    heads_k = 2 if name == "groups" else HEADS
+    batch_k = 1 if name == "shared" else BATCH
+    options = options_of(name, np.random.default_rng(11))
+    call = make_call(
+        "normal", 5, np.float16, (BATCH, HEADS, ROWS, d), (batch_k, heads_k, KEYS, d),
+        (batch_k, heads_k, KEYS, d_v), options=options,
+    )  # fmt: skip
+    dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
+    wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
+    return call.but(wrt=wrt, dlse=dlse if name in ("plain", "groups", "segments") else None)
+
+
+@functools.cache
+def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget]:
+    import cupy
+
+    call = call_of(kernel, name)
+    return call, run(cupy, call, backward=backward, with_out=True), Budget(call)
+
+
+@pytest.mark.parametrize(("kernel", "name"), CASES, ids=str)
+def test_forward(kernel: str, name: str) -> None:
+    _, result, budget = found(kernel, name, False)
+    budget.check_forward(result.out, result.lse)
+
+
+@pytest.mark.parametrize(("kernel", "name"), CASES, ids=str)
+def test_backward(kernel: str, name: str) -> None:
+    _, result, budget = found(kernel, name, True)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.parametrize("kernel", HEAD_DIMS)
+def test_a_key_of_nan_reaches_those_that_see_it_alone(kernel: str) -> None:
+    import cupy
+
+    clean = call_of(kernel, "window")
+    k, v = clean.k.copy(), clean.v.copy()
+    k[:, 1, 200] = np.nan
+    v[:, 2, 100] = np.inf
+    call = clean.but(k=k, v=v)
+    expected, result = run(cupy, clean), run(cupy, call)
+    truth = reference.attention(call.q, k, v, return_lse=True, **call.options)
+    exact = reference.attention_backward(call.dout, call.q, k, v, *truth, **call.options)
+    for name, array in {"out": truth[0], "dq": exact.dq, "dk": exact.dk, "dv": exact.dv}.items():
+        of = (result.out, expected.out) if name == "out" else (
+            result.gradients[name], expected.gradients[name]
+        )  # fmt: skip
+        finite = np.isfinite(array)
+        assert 0 < finite.mean() < 1
+        np.testing.assert_array_equal(np.isfinite(of[0]), finite, name)
+        np.testing.assert_allclose(of[0][finite], of[1][finite], rtol=0, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", HEAD_DIMS)
+def test_bits_are_the_same_every_time(kernel: str) -> None:
+    import cupy
+
+    call = call_of(kernel, "causal")
+    first = run(cupy, call)
+    for _ in range(10):
+        again = run(cupy, call)
+        assert again.out.tobytes() == first.out.tobytes()
+        assert again.lse.tobytes() == first.lse.tobytes()
+        for name, gradient in first.gradients.items():
+            assert again.gradients[name].tobytes() == gradient.tobytes(), name
