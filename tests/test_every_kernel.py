@@ -28,6 +28,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
     return {
         "plain": {},
+        "steep": {"scale": 1.0},
         "causal": {"causal": True},
         "window": {"window": (130, 20), "offset": np.array([[-25], [60]])},
         "lengths": {
@@ -52,8 +53,8 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 NAMES = (
-    "plain", "causal", "window", "lengths", "scores", "bias", "key bias", "mask", "segments",
-    "segments, causal", "dropout", "groups", "shared",
+    "plain", "steep", "causal", "window", "lengths", "scores", "bias", "key bias", "mask",
+    "segments", "segments, causal", "dropout", "groups", "shared",
 )  # fmt: skip
 CASES = [
     (kernel, name) for kernel in HEAD_DIMS for name in NAMES

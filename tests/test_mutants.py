@@ -1,0 +1,64 @@
+"""Can every mistake of tools/mutants.toml still be made, and do its tests exist?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mutants
+import pytest
+import test_every_kernel
+
+ALL = mutants.mutants()
+KERNELS = Path(mutants.ROOT) / "kernels_cu"
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda m: m.name)
+def test_it_can_be_made_in_one_place(mutant: mutants.Mutant) -> None:
+    text = (KERNELS / mutant.file).read_text(encoding="utf-8")
+    assert mutant.applied(text) != text
+
+
+def test_there_are_enough_and_they_differ() -> None:
+    assert len(ALL) >= 40
+    assert len({m.name for m in ALL}) == len(ALL)
+    assert len({(m.file, m.right, m.wrong) for m in ALL}) == len(ALL)
+    assert sum(bool(m.survives) for m in ALL) <= (1 - mutants.LEAST) * len(ALL)
+    files = {m.file for m in ALL}
+    for kernel in ("forward_sm80.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
+                   "backward_dscore_sm80.cu", "backward_delta.cu", "backward_dkv_sm90.cu",
+                   "backward_dq_sm90.cu", "sm90/consumer.cuh", "sm90/softmax.cuh"):  # fmt: skip
+        assert kernel in files
+
+
+def test_their_tests_exist() -> None:
+    cases = {f"{kernel}-{name}" for kernel, name in test_every_kernel.CASES}
+    kernels = set(test_every_kernel.HEAD_DIMS)
+    for mutant in ALL:
+        assert mutant.tests
+        for test in mutant.tests:
+            function, case = re.fullmatch(
+                r"tests/test_every_kernel\.py::(\w+)\[(.+)\]", test
+            ).groups()
+            assert hasattr(test_every_kernel, function)
+            assert case in (cases if "ward" in function else kernels), test
+
+
+def test_a_mistake_that_is_in_two_places_is_refused() -> None:
+    twice = mutants.Mutant("twice", "a.cuh", "x", "y", ("test",))
+    assert twice.applied("a x b") == "a y b"
+    for text in ("x x", "a"):
+        with pytest.raises(ValueError, match=r"twice: a\.cuh has"):
+            twice.applied(text)
+
+
+def test_outcomes_are_counted() -> None:
+    outcomes = [
+        mutants.Outcome("a", "killed", 1.0, "", ""),
+        mutants.Outcome("b", "survived", 1.0, "no difference", ""),
+        mutants.Outcome("c", "broken", 1.0, "", "error"),
+    ]
+    found = mutants.report(outcomes, 3.0)
+    assert (found["mutants"], found["killed"]) == (3, 1)
+    assert found["survived"] == {"b": "no difference"}
+    assert found["broken"] == ["c"]

@@ -1,0 +1,187 @@
+"""Do the GPU tests notice mistakes in the kernels? Those of `mutants.toml`, one at a time.
+
+Every mistake is made in a copy of the project, whose own selection of tests then has to fail. All
+copies compile into one folder: what a mistake does not touch is compiled once, by a run without
+any. Prints what happened to each, and writes JSON where asked for; the status is 1 if fewer than
+95 % are noticed, or one that is not expected to pass passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("cuflash", "kernels_cu", "tests", "tools", "pyproject.toml")
+CASES = "tests/test_every_kernel.py::test_{}[{}]"
+LEAST = 0.95
+#: A copy compiles its kernels and runs them in less; one that takes longer waits for ever.
+TIMEOUT = 150.0
+FAILED, HUNG = 1, 3  # statuses of pytest and of tests/gpu_watchdog.py
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: the text ``right`` of one file becomes ``wrong``."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+    survives: str = ""  # why no test can notice it
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mistake; a ValueError if ``right`` is not in it once."""
+        if text.count(self.right) != 1:
+            raise ValueError(
+                f"{self.name}: {self.file} has {text.count(self.right)} of {self.right!r}"
+            )
+        return text.replace(self.right, self.wrong)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: killed, survived or broken, if it is no program at all."""
+
+    name: str
+    outcome: str
+    seconds: float
+    expected: str
+    last_line: str
+
+
+def mutants() -> tuple[Mutant, ...]:
+    """All mistakes of ``mutants.toml``."""
+    text = (Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8")
+    return tuple(_mutant(**entry) for entry in tomllib.loads(text)["mutant"])
+
+
+def _mutant(
+    *,
+    forward: Sequence[str] = (),
+    backward: Sequence[str] = (),
+    tests: Sequence[str] = (),
+    **fields: str,
+) -> Mutant:
+    cases = [CASES.format("forward", case) for case in forward]
+    cases += [CASES.format("backward", case) for case in backward]
+    return Mutant(tests=(*cases, *tests), **fields)
+
+
+def copy_project(folder: Path, mutant: Mutant | None) -> Path:
+    """A copy of what the tests need, with the mistake."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    if mutant is not None:
+        path = folder / "kernels_cu" / mutant.file
+        path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
+
+
+def run_tests(folder: Path, tests: Iterable[str], kernels: Path) -> tuple[int | None, str]:
+    """Status of pytest, None if it ran out of time, and what it said."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "CUPY_CACHE_DIR": str(kernels)}
+    process = subprocess.Popen(
+        [*command, *tests], cwd=folder, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        return None, said
+    return process.returncode, said
+
+
+def judge(mutant: Mutant, kernels: Path) -> Outcome:
+    """Try one mistake."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        status, said = run_tests(copy_project(Path(name), mutant), mutant.tests, kernels)
+    outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
+        status, "broken"
+    )
+    if "CompileError" in said:
+        outcome = "broken"
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+    return Outcome(mutant.name, outcome, time.perf_counter() - start, mutant.survives, last[:200])
+
+
+def without_mistakes(chosen: Sequence[Mutant], kernels: Path, jobs: int) -> list[str]:
+    """Compile everything, and say which tests fail as it is."""
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+        folder = copy_project(Path(name), None)
+        found = pool.map(lambda test: run_tests(folder, [test], kernels), tests)
+        return [
+            f"{test}: status {status}\n{said[-800:]}"
+            for test, (status, said) in zip(tests, found, strict=True)
+            if status != 0
+        ]
+
+
+def report(outcomes: Sequence[Outcome], seconds: float) -> dict[str, object]:
+    """The outcomes as JSON."""
+    killed = sum(o.outcome == "killed" for o in outcomes)
+    return {
+        "mutants": len(outcomes),
+        "killed": killed,
+        "share": killed / max(len(outcomes), 1),
+        "survived": {o.name: o.expected for o in outcomes if o.outcome == "survived"},
+        "broken": [o.name for o in outcomes if o.outcome == "broken"],
+        "seconds": round(seconds, 1),
+        "outcomes": [asdict(o) for o in outcomes],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the mutants that the command line names, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names (default: all)")
+    parser.add_argument("--json", type=Path, help="where to write the outcomes")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 15))
+    arguments = parser.parse_args(argv)
+    chosen = [
+        m for m in mutants() if not arguments.names or any(n in m.name for n in arguments.names)
+    ]
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        kernels = Path(name)
+        wrong = without_mistakes(chosen, kernels, arguments.jobs)
+        if wrong:
+            print("without a mistake\n" + "\n".join(wrong))
+            return 2
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            outcomes = list(pool.map(lambda mutant: judge(mutant, kernels), chosen))
+    result = report(outcomes, time.perf_counter() - start)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for outcome in outcomes:
+        if outcome.outcome != "killed":
+            print(f"{outcome.outcome}: {outcome.name} ({outcome.expected or outcome.last_line})")
+    print(f"{result['killed']} of {len(outcomes)} killed in {result['seconds']} s")
+    unexpected = [o for o in outcomes if o.outcome != "killed" and not o.expected]
+    return int(bool(unexpected) or float(str(result["share"])) < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
