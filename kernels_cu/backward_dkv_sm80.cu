@@ -124,6 +124,8 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
   const WarpPowers power;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
+    ColumnBits unmasked[2];
+    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane_key + 16 * s, lane_row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int kv_idx = lane_key + 16 * s + 8 * half;
@@ -140,8 +142,9 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
           Real& value = s_acc[s][t][2 * half + i];
           const Real product = value;
           const int q_idx = lane_row + 8 * t + i;
-          const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
-                                           score.unmasked(q_idx, kv_idx));
+          const bool visible =
+              !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                          unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           value = power(score.probability_exponent(logit, lse));
           if constexpr (Config::grad_k) {

@@ -403,6 +403,8 @@ struct Consumer {
                                                         const Score& score, int first_row,
                                                         int first_key) {
     const LaneIndices lane(first_row, first_key);
+    ColumnBits unmasked[2];
+    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane.key, lane.row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range seeing = lane.seeing(score, half);
@@ -419,8 +421,9 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
-          const bool visible = !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
-                                           score.unmasked(q_idx, kv_idx));
+          const bool visible =
+              !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                          unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
           value = visible ? p[i] * score.derivative(product, q_idx, kv_idx) : 0.0f;

@@ -339,8 +339,8 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane.row + 8 * half;
       const Range keys = score.kv_range_from(lane.key, q_idx);
-      ColumnBits segment;
-      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane.key, keys);
+      ColumnBits seen;
+      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -348,8 +348,8 @@ struct Consumer {
           float& value = s_acc[0][t][2 * half + i];
           const float product = value;
           const int kv_idx = lane.key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
-                                           score.unmasked(q_idx, kv_idx));
+          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                           score.formula_shows(q_idx, kv_idx));
           const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[half].lse));
           value = visible ? p * score.derivative(product, q_idx, kv_idx) : 0.0f;

@@ -126,16 +126,16 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
           q_idx < score.seqlen.q ? statistics[q_idx] : RowStatistics{infinity(), 0};
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits segment;
-      if constexpr (masked) segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
+      ColumnBits seen;
+      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const Real product = s_acc[s][t][2 * half + i];
           const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && segment.contains(t, i) &&
-                                           score.unmasked(q_idx, kv_idx));
+          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                           score.formula_shows(q_idx, kv_idx));
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const Real p = power(score.probability_exponent(logit, row.lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - row.delta);

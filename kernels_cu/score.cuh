@@ -11,6 +11,7 @@
 #pragma once
 
 #include "formulas.cuh"
+#include "mask_bits.cuh"
 #include "numeric.cuh"
 #include "seqlen.cuh"
 #include "tile/fragment.cuh"
@@ -149,8 +150,7 @@ struct Score {
       const Layout& layout = params.mask_layout;
       seen = params.mask[mask_offset + q_idx * layout.row + kv_idx * layout.column] != 0;
     }
-    if constexpr (Config::mask_mod) seen = seen && formulas.formula_mask(q_idx, kv_idx);
-    return seen;
+    return seen && formula_shows(q_idx, kv_idx);
   }
 
   // Bounds of the ids of `size` queries, of which the first is a multiple of `size`, and of what
@@ -172,7 +172,38 @@ struct Score {
     return same_ids<tiles>(query_ids()[min(q_idx, seqlen.q - 1)], key_ids() + first_key, keys);
   }
 
-  // The same for the queries of one key.
+  // Which of them the mask shows, too. Asked for by a whole warp.
+  template <int tiles>
+  __device__ __forceinline__ ColumnBits seen_of_row(int q_idx, int first_key, Range keys) const {
+    ColumnBits seen = segment_of_row<tiles>(q_idx, first_key, keys);
+    if constexpr (Config::mask) {
+      const int block_key = first_key - 2 * (ptx::thread_index() % 4);
+      const int row = min(q_idx, seqlen.q - 1);
+      seen.bits &= mask_matrix().template columns<tiles>(row, block_key, seqlen.k);
+    }
+    return seen;
+  }
+
+  // What the mask shows of two keys, `kv_idx` and 8 more, to the queries of the columns.
+  template <int tiles>
+  __device__ __forceinline__ void unmasked_of_keys(ColumnBits (&seen)[2], int kv_idx,
+                                                   int first_row) const {
+    if constexpr (Config::mask) {
+      uint32_t bits[2];
+      const int block_row = first_row - 2 * (ptx::thread_index() % 4);
+      mask_matrix().template rows<tiles>(bits, block_row, seqlen.q, kv_idx, seqlen.k);
+      seen[0].bits = bits[0];
+      seen[1].bits = bits[1];
+    }
+  }
+
+  // What the caller's formula says of a pair of existing indices.
+  __device__ __forceinline__ bool formula_shows(int q_idx, int kv_idx) const {
+    if constexpr (Config::mask_mod) return formulas.formula_mask(q_idx, kv_idx);
+    return true;
+  }
+
+  // Which queries are of the segment of one key.
   template <int tiles>
   __device__ __forceinline__ ColumnBits segment_of_key(int kv_idx, int first_row,
                                                        Range rows) const {
@@ -347,6 +378,10 @@ struct Score {
         return with_alibi(rounded_product(factor, x), q_idx, kv_idx);
       }
     }
+  }
+
+  __device__ __forceinline__ ByteMatrix mask_matrix() const {
+    return {params.mask + mask_offset, params.mask_layout.row, params.mask_layout.column};
   }
 
   __device__ __forceinline__ const Id* query_ids() const {

@@ -22,6 +22,7 @@ from cuflash import _launch, _segments
 from support.host_device import COMPILER, host_device, on_device, options_on_device
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 2, 330, 410
+WIDE = 416  # a multiple of 16: kernels read 16 bytes of such a mask at once
 LARGEST = np.iinfo(np.int64).max
 
 
@@ -64,10 +65,16 @@ def inputs(d: int, d_v: int) -> dict[str, np.ndarray]:
 
 
 def options_of(kind: str, dtype: Any, **others: Any) -> dict[str, dict[str, Any]]:
-    """The same visibility by segments and by a mask."""
+    """The same visibility by segments, and by masks with rows of SEQLEN_K and of WIDE bytes."""
     q, k = (ids_of(kind, n).astype(dtype) for n in (SEQLEN_Q, SEQLEN_K))
     seen = q[..., :, None] == k[..., None, :]
-    return {"segments": {**others, "segment_ids": (q, k)}, "mask": {**others, "mask": seen}}
+    wide = np.ones((*seen.shape[:-1], WIDE), bool)
+    wide[..., :SEQLEN_K] = seen
+    return {
+        "segments": {**others, "segment_ids": (q, k)},
+        "mask": {**others, "mask": seen},
+        "wide mask": {**others, "mask": wide},
+    }
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -77,6 +84,8 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
     found = {}
     with host_device(tmp_path) as device:
         for name, given in options_of(kind, np.int64, causal=True).items():
+            if "mask" in given:
+                given["mask"] = given["mask"][..., :SEQLEN_K]
             options = options_on_device(cuflash.Options(**given))
             q, k, v, dout = (arrays[n] for n in ("q", "k", "v", "dout"))
             problem = describe(q, k, v, options)
@@ -89,8 +98,9 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
             gradients = {n: on_device(np.empty_like(arrays[n])) for n in ("q", "k", "v")}
             _launch.backward(problem, dout, q, k, v, out, lse, None, options, gradients)
             found[name] = ([out, lse, *gradients.values()], device.copied_bytes - before)
-    for by_segments, by_mask in zip(found["segments"][0], found["mask"][0], strict=True):
-        np.testing.assert_array_equal(by_segments, by_mask)
+    for name in ("mask", "wide mask"):
+        for by_segments, by_mask in zip(found["segments"][0], found[name][0], strict=True):
+            np.testing.assert_array_equal(by_segments, by_mask, name)
     assert found["segments"][1] < 0.9 * found["mask"][1]
 
 
@@ -107,19 +117,19 @@ def test_segments_have_the_bits_of_a_mask(
     for kind in KINDS:
         found = {}
         for name, given in options_of(kind, np.int64, **others).items():
-            arrays_of_option = {
-                n: tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x)
-                for n, x in given.items()
-                if n in ("segment_ids", "mask")
-            }
-            options = cuflash.Options(**{**given, **arrays_of_option})
+            if "mask" in given:
+                given["mask"] = cupy.asarray(given["mask"])[..., :SEQLEN_K]
+            else:
+                given["segment_ids"] = tuple(map(cupy.asarray, given["segment_ids"]))
+            options = cuflash.Options(**given)
             out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
             grads = cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
             found[name] = [out, lse, grads.dq, grads.dk, grads.dv]
-        for what, by_segments, by_mask in zip(
-            ("out", "lse", "dq", "dk", "dv"), found["segments"], found["mask"], strict=True
-        ):
-            cupy.testing.assert_array_equal(by_segments, by_mask, f"{kind}: {what}")
+        for name in ("mask", "wide mask"):
+            for what, by_segments, by_mask in zip(
+                ("out", "lse", "dq", "dk", "dv"), found["segments"], found[name], strict=True
+            ):
+                cupy.testing.assert_array_equal(by_segments, by_mask, f"{kind}: {name}: {what}")
 
 
 def test_bounds_lie_where_ids_differ() -> None:

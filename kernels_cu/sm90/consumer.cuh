@@ -342,9 +342,8 @@ struct Consumer {
       for (int half = 0; half < 2; ++half) {
         const int q_idx = lane_row + 8 * half;
         const Range keys = score.kv_range_from(lane_key, q_idx);
-        ColumnBits segment;
-        if constexpr (edge != Edge::none)
-          segment = score.segment_of_row<tiles>(q_idx, lane_key, keys);
+        ColumnBits seen;
+        if constexpr (edge != Edge::none) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -359,7 +358,7 @@ struct Consumer {
               visible = visible && 8 * t + i < keys.end;
             }
             if constexpr (edge != Edge::none) {
-              visible = visible && segment.contains(t, i) && score.unmasked(q_idx, kv_idx);
+              visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
             }
             value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
           }

@@ -6,6 +6,9 @@
 #define __device__
 #define __forceinline__ inline
 
+struct uint4 {
+  unsigned x, y, z, w;
+};
 struct {
   unsigned x;
 } static threadIdx, blockIdx;
@@ -43,7 +46,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 inline bool __any_sync(unsigned, bool vote) { return vote; }
 template <typename T>
-T __shfl_sync(unsigned, T x, int) {
+T __shfl_sync(unsigned, T x, int, int = 32) {
   return x;
 }
 template <typename T>

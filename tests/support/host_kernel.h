@@ -200,8 +200,9 @@ T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
   return host::gather(x, [&](const T* values) { return values[(host::current % 32) ^ mask]; });
 }
 template <typename T>
-T __shfl_sync(unsigned, T x, int lane) {
-  return host::gather(x, [&](const T* values) { return values[lane & 31]; });
+T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  const int first = host::current % 32 / width * width;
+  return host::gather(x, [&](const T* values) { return values[first + lane % width]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return host::gather(vote, [](const bool* votes) {

@@ -1,0 +1,119 @@
+// Which bytes of a matrix are not zero, as bits for the columns that the lanes of a warp hold of an
+// accumulator. Where 16 columns are 16 neighbouring bytes, aligned so, a lane reads them at once,
+// and the lanes exchange what they found; elsewhere each lane reads its own, byte by byte.
+#pragma once
+
+#include "config.cuh"
+#include "ptx/special.cuh"
+#include "tile/fragment.cuh"
+
+namespace cuflash {
+
+// Bit j: byte j is not zero.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t four) {
+  const uint32_t high = ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu | four) & 0x80808080u;
+  return (high >> 7) * 0x10204080u >> 28;  // bits 0, 8, 16 and 24 come to 28, 29, 30 and 31
+}
+
+// Of 16 bytes, of which `count` exist.
+__device__ __forceinline__ uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
+  if (count >= 16) {
+    const uint4 x = *reinterpret_cast<const uint4*>(bytes);
+    return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 |
+           nonzero_bytes(x.w) << 12;
+  }
+  uint32_t bits = 0;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) bits |= static_cast<uint32_t>(bytes[i] != 0) << i;
+  return bits;
+}
+
+struct ByteMatrix {
+  const uint8_t* data;
+  int64_t row, column;
+
+  __device__ __forceinline__ bool by_sixteens() const {
+    return column == 1 && ((reinterpret_cast<uint64_t>(data) | row) & 15) == 0;
+  }
+
+  // Of row `row_idx`, the same for four neighbouring lanes: bit 2 t + i for column i of tile t from
+  // `first_column` on, a multiple of 16; `num_columns` exist. All lanes of the warp.
+  template <int tiles>
+  __device__ __forceinline__ uint32_t columns(int row_idx, int first_column,
+                                              int num_columns) const {
+    const int lane = ptx::thread_index() % 4;
+    const uint8_t* from = data + row_idx * row + first_column * column;
+    const int count = num_columns - first_column;
+    uint32_t bits = 0;
+    if (warp_agrees(by_sixteens())) {
+      constexpr int words = (tiles + 3) / 4;  // of 32 columns, one to a lane
+      uint32_t word = 0;
+      if (lane < words) {
+        word = nonzero_bytes(from + 32 * lane, count - 32 * lane) |
+               nonzero_bytes(from + 32 * lane + 16, count - 32 * lane - 16) << 16;
+      }
+#pragma unroll
+      for (int w = 0; w < words; ++w) {
+        // Two bits of every eight; bits 0, 8, 16 and 24 come to 24, 26, 28 and 30.
+        const uint32_t own = __shfl_sync(0xffffffff, word, w, 4) >> (2 * lane) & 0x03030303u;
+        bits |= (own * 0x01041040u >> 24) << (8 * w);
+      }
+    } else {
+#pragma unroll 4
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 8 * t + 2 * lane + i;
+          if (at < count && from[at * column] != 0) bits |= 1u << (2 * t + i);
+        }
+      }
+    }
+    return bits;
+  }
+
+  // The same of two columns, `column_idx` and 8 more, for the rows that a lane of a transposed
+  // accumulator holds from `first_row` on; column_idx is the lane's of a slice of 16.
+  template <int tiles>
+  __device__ __forceinline__ void rows(uint32_t (&bits)[2], int first_row, int num_rows,
+                                       int column_idx, int num_columns) const {
+    const int lane = ptx::thread_index() % 32;
+    bits[0] = bits[1] = 0;
+    if (warp_agrees(by_sixteens())) {
+      constexpr int words = (tiles + 3) / 4;  // of 32 rows, one to a lane
+      const int first_column = column_idx - lane / 4;
+      uint32_t word[words];
+#pragma unroll
+      for (int w = 0; w < words; ++w) {
+        const int row_idx = min(first_row + 32 * w + lane, num_rows - 1);
+        word[w] = nonzero_bytes(data + row_idx * row + first_column, num_columns - first_column);
+      }
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int from = 8 * (t % 4) + 2 * (lane % 4) + i;
+          const uint32_t found = __shfl_sync(0xffffffff, word[t / 4], from, 32) >> (lane / 4);
+          bits[0] |= (found & 1) << (2 * t + i);
+          bits[1] |= (found >> 8 & 1) << (2 * t + i);
+        }
+      }
+    } else {
+#pragma unroll 4
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row_idx = first_row + 8 * t + 2 * (lane % 4) + i;
+          if (row_idx >= num_rows) continue;
+          const uint8_t* from = data + row_idx * row;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int at = column_idx + 8 * half;
+            if (at < num_columns && from[at * column] != 0) bits[half] |= 1u << (2 * t + i);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace cuflash
