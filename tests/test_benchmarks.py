@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 
 from cuflash import reference
-from cuflash._bench import cells, command, machine, overhead, packed, peers, report, workload
+from cuflash._bench import (
+    cells,
+    command,
+    machine,
+    option_costs,
+    overhead,
+    packed,
+    peers,
+    report,
+    workload,
+)
 from cuflash._bench import clock as timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,3 +339,16 @@ def test_peak_memory_counts_what_lives_at_one_time():
         return cupy.empty(1 << 21, cupy.uint8)
 
     assert overhead.peak_bytes(call) == 1 << 21
+
+
+@pytest.mark.gpu
+def test_every_option_is_timed_against_none(clock, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(option_costs, "PLAIN", workload.square(2, 2, 256, 64, False))
+    ours = [peers.IMPLEMENTATIONS["cuflash"]]
+    run = cells.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
+    command.SETS["options"][1](run)
+    assert run.notes == []
+    assert len(run.rows) == 2 * len(option_costs.CHANGES)
+    assert all(row["options"].startswith("takes ") for row in run.rows)

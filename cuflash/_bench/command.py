@@ -21,6 +21,7 @@ from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_shapes
 from cuflash._bench.clock import DeviceClock, HostClock
 from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
+from cuflash._bench.option_costs import measure_options
 from cuflash._bench.overhead import (
     CPU_SHAPES,
     measure_first_calls,
@@ -91,6 +92,10 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
     ),
     "host": ("host time of one call, batch 1, 8 heads, 128 x 128, head_dim 64", measure_host),
     "compile": ("fresh processes: import, cold first call, warm from disk", measure_first_calls),
+    "options": (
+        "each score option against none, batch 1, 16 heads, 4096 x 4096, head_dim 128",
+        measure_options,
+    ),
     "naive": ("factor and memory against unfused array operations", measure_naive),
     "memory": ("peak beside the inputs, head_dim 128, seqlen 1024 to 16384", measure_memory),
     "cpu": (
