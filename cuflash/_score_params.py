@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from cuflash import _params, _philox, _segments
-from cuflash._arrays import Array, refuse_capture
+from cuflash._arrays import Array, array_module, refuse_capture
 from cuflash._formulas import Formulas, formula_arrays, formulas_of
 from cuflash._grid import Layout
 from cuflash._options import Options
@@ -114,16 +114,27 @@ def arrays_of(
     for names in (_SEGMENTS, _PACKING):
         if any(name in arrays for name in names) and not _alike(problem, names):
             copied += names
+    of_ids = {arrays[name].dtype for name in _SEGMENTS if name in arrays}
     for name in copied:
         refuse_capture(name, "contiguous int32 or int64 arrays on the device")
         view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
-        arrays[name] = cupy.asarray(view.astype(np.int64, order="C"))
+        arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
         problem = _with_copied(problem, name, arrays[name].strides)
     pointers = []
     for name in _ARRAYS:
         array = arrays.get(name)
         pointers.append(0 if array is None else array.data.ptr)
     return problem, (*pointers, *numbers), arrays
+
+
+def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
+    """In C order, equal to arrays of ``others`` where they were: a uint64 is no negative number."""
+    xp, dtype = array_module(integers), integers.dtype
+    if dtype == np.uint64 and any(other.kind == "i" for other in others):
+        return xp.where(integers > np.iinfo(np.int64).max, -1, integers.astype(np.int64))
+    if dtype.kind == "i" and np.dtype(np.uint64) in others:
+        return xp.where(integers < 0, -2, integers.astype(np.int64))
+    return integers.astype(np.int64, order="C")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from cuflash._problem import describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _segments
+from cuflash import _launch, _score_params, _segments
 from support.host_device import COMPILER, host_device, on_device, options_on_device
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 2, 330, 410
@@ -130,6 +130,33 @@ def test_segments_have_the_bits_of_a_mask(
                 ("out", "lse", "dq", "dk", "dv"), found["segments"], found[name], strict=True
             ):
                 cupy.testing.assert_array_equal(by_segments, by_mask, f"{kind}: {name}: {what}")
+
+
+def test_unsigned_ids_are_no_negative_ones() -> None:
+    """The reference compares numbers; kernels compare 64 bits."""
+    q = np.array([2**63 + 5, 3, 2**64 - 1, 2**64 - 2], np.uint64)
+    k = np.array([-(2**63) + 5, 3, -1, -2, LARGEST], np.int64)
+    ones = np.ones((4, 1)), np.ones((5, 1)), np.ones((5, 1))
+    _, lse = cuflash.reference.attention(*ones, segment_ids=(q, k), return_lse=True)
+    np.testing.assert_array_equal(np.isfinite(lse), [False, True, False, False])
+    dtypes = {q.dtype, k.dtype}
+    as_kernels_read = [_score_params._as_int64(ids, dtypes) for ids in (q, k)]
+    seen = as_kernels_read[0][:, None] == as_kernels_read[1]
+    np.testing.assert_array_equal(seen.any(1), np.isfinite(lse))
+    both = _score_params._as_int64(q, {q.dtype})
+    assert len(set(both.tolist())) == 4
+
+
+@pytest.mark.gpu
+def test_unsigned_ids_are_no_negative_ones_on_a_gpu() -> None:
+    import cupy
+
+    q, k, v = (cupy.ones((4, 8), np.float16) for _ in range(3))
+    ids_q = cupy.asarray(np.array([2**63 + 5, 3, 2**64 - 1, 2**64 - 2], np.uint64))
+    ids_k = cupy.asarray(np.array([-(2**63) + 5, 3, -1, -2], np.int64))
+    for pair, seen in (((ids_q, ids_k), [0, 1, 0, 0]), ((ids_k, ids_q), [0, 1, 0, 0])):
+        _, lse = cuflash.attention(q, k, v, segment_ids=pair, return_lse=True)
+        np.testing.assert_array_equal(cupy.asnumpy(cupy.isfinite(lse)), np.array(seen, bool))
 
 
 def test_bounds_lie_where_ids_differ() -> None:
