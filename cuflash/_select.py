@@ -115,6 +115,7 @@ _HALF = Tables(
     widest_pair=128,
     own_columns=256,
     own_columns_backward=256,
+    own_columns_backward_general=256,
 )
 _TABLES = {"float16": _HALF, "bfloat16": _HALF, "float32": FLOAT32, "float64": FLOAT64}
 
@@ -338,7 +339,7 @@ def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Bac
     fields = _fields(problem, copy_bytes, problem.dtype)
     tables = _TABLES[problem.dtype.name]
     tiles = tables.backward_q_general if _is_general(problem) else tables.backward_q
-    fields["column_parts"] = _parts(fields["head_dim"], tables.own_columns_backward)
+    fields["column_parts"] = _parts(fields["head_dim"], _own_columns(problem))
     return _fitting([BackwardQConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
@@ -361,8 +362,7 @@ def backward_kv_configs(
                     **fields,
                     **tile,
                     column_parts=_parts(
-                        fields["head_dim" if "k" in names else "head_dim_v"],
-                        tables.own_columns_backward,
+                        fields["head_dim" if "k" in names else "head_dim_v"], _own_columns(problem)
                     ),
                     shared_keys=_shares_keys(problem, names),
                     grad_k="k" in names,
@@ -411,6 +411,14 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
         f.name for f in fields(config)
     }
     return replace(chosen, **{name: getattr(config, name) for name in names})
+
+
+def _own_columns(problem: Problem) -> int:
+    """Columns of a gradient that registers hold."""
+    tables = _TABLES[problem.dtype.name]
+    if _is_general(problem):
+        return tables.own_columns_backward_general
+    return tables.own_columns_backward
 
 
 def _parts(columns: int, own: int) -> int:

@@ -35,28 +35,37 @@ class Tables(NamedTuple):
     backward_kv_general: Tiles
     backward_score: Tiles
     widest_pair: int  # padded head size up to which registers hold dk and dv in one pass
-    own_columns: int  # of a result that registers hold: of out, of a gradient
-    own_columns_backward: int
+    own_columns: int  # of out that registers hold
+    own_columns_backward: int  # of a gradient
+    own_columns_backward_general: int
 
 
 _FORWARD_FLOAT32: Tiles = {
     32: (Tile(64, 64, 4, 2),),
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
     96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+}
+_FORWARD_GENERAL_FLOAT32: Tiles = {
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 _BACKWARD_Q_FLOAT32: Tiles = {
-    32: (Tile(64, 32, 4, 2),),
-    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    32: (Tile(64, 16, 4, 2),),
+    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
 _BACKWARD_KV_FLOAT32: Tiles = {
-    32: (Tile(32, 64, 4, 2),),
+    32: (Tile(16, 64, 4, 2),),
     64: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
     96: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
     128: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
@@ -64,16 +73,16 @@ _BACKWARD_KV_FLOAT32: Tiles = {
     256: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
 }
 _BACKWARD_SCORE_FLOAT32: Tiles = {
-    32: (Tile(64, 32, 4, 2),),
-    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-    96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-    128: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
-    192: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
-    256: (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+    32: (Tile(64, 16, 4, 2),),
+    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 FLOAT32 = Tables(
     _FORWARD_FLOAT32,
-    _FORWARD_FLOAT32,
+    _FORWARD_GENERAL_FLOAT32,
     _BACKWARD_Q_FLOAT32,
     _BACKWARD_Q_FLOAT32,
     _BACKWARD_KV_FLOAT32,
@@ -82,15 +91,19 @@ FLOAT32 = Tables(
     widest_pair=64,
     own_columns=128,
     own_columns_backward=128,
+    own_columns_backward_general=128,
 )
 
 _FORWARD_FLOAT64: Tiles = {
     32: (Tile(64, 32, 4, 2),),
-    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    64: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}
+_FORWARD_GENERAL_FLOAT64: Tiles = _FORWARD_FLOAT64 | {
+    128: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 _BACKWARD_Q_FLOAT64: Tiles = {
     32: (Tile(64, 16, 4, 2),),
@@ -118,7 +131,7 @@ _BACKWARD_SCORE_FLOAT64: Tiles = {
 }
 FLOAT64 = Tables(
     _FORWARD_FLOAT64,
-    _FORWARD_FLOAT64,
+    _FORWARD_GENERAL_FLOAT64,
     _BACKWARD_Q_FLOAT64,
     _BACKWARD_Q_FLOAT64,
     _BACKWARD_KV_FLOAT64,
@@ -126,5 +139,6 @@ FLOAT64 = Tables(
     _BACKWARD_SCORE_FLOAT64,
     widest_pair=32,
     own_columns=128,
-    own_columns_backward=64,
+    own_columns_backward=128,
+    own_columns_backward_general=64,
 )

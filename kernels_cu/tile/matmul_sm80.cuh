@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
   static_assert(ATile::columns == BTile::columns, "the summed width");
   if constexpr (splits_operands) {
     SplitSums<slices, BTile::rows / 8> sums;
-#pragma unroll
+#pragma unroll 4
     for (int k = 0; k < BTile::columns / 16; ++k) {
       Split<8> a_split[slices];
 #pragma unroll
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
     }
     sums.add_to(acc, 0);
   } else {
-#pragma unroll
+#pragma unroll(sizeof(Element) == 2 ? BTile::columns / 16 : 4)
     for (int k = 0; k < BTile::columns / 16; ++k) {
       Register a_frag[slices][operand_registers];
 #pragma unroll
