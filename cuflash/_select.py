@@ -31,7 +31,7 @@ from cuflash._config import (
 )
 from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
-from cuflash._tiles import FLOAT32, FLOAT64, Tables, Tile, Tiles
+from cuflash._tiles import FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
@@ -114,6 +114,7 @@ _HALF = Tables(
     _BACKWARD_SCORE,
     widest_pair=128,
     own_columns=256,
+    own_columns_general=256,
     own_columns_backward=256,
     own_columns_backward_general=256,
 )
@@ -221,9 +222,10 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
     general = _is_general(problem) or not fields["scale_in_exponent"]
-    tables = _TABLES[problem.dtype.name]
+    tables = _tables(problem)
     tiles = tables.forward_general if general else tables.forward
-    fields["column_parts"] = _parts(fields["head_dim_v"], tables.own_columns)
+    own = tables.own_columns_general if general else tables.own_columns
+    fields["column_parts"] = _parts(fields["head_dim_v"], own)
     return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
 
 
@@ -337,7 +339,7 @@ def _gradient_is_for_sm90(problem: Problem) -> bool:
 def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:
     """Choose the kernel of dq."""
     fields = _fields(problem, copy_bytes, problem.dtype)
-    tables = _TABLES[problem.dtype.name]
+    tables = _tables(problem)
     tiles = tables.backward_q_general if _is_general(problem) else tables.backward_q
     fields["column_parts"] = _parts(fields["head_dim"], _own_columns(problem))
     return _fitting([BackwardQConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
@@ -352,7 +354,7 @@ def backward_kv_configs(
     queries for both, and if registers hold both sums.
     """
     fields = _fields(problem, copy_bytes, problem.dtype)
-    tables = _TABLES[problem.dtype.name]
+    tables = _tables(problem)
     tiles = tables.backward_kv_general if _is_general(problem) else tables.backward_kv
     rows = _rows(tiles, fields)
     return tuple(
@@ -382,7 +384,7 @@ def backward_score_config(
     """Choose the kernel of the gradients of bias, slopes and scale."""
     fields = _fields(problem, copy_bytes, problem.dtype)
     fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
-    rows = _rows(_TABLES[problem.dtype.name].backward_score, fields)
+    rows = _rows(_tables(problem).backward_score, fields)
     return _fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
 
 
@@ -413,9 +415,13 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
     return replace(chosen, **{name: getattr(config, name) for name in names})
 
 
+def _tables(problem: Problem) -> Tables:
+    return TF32 if _precision(problem) == "tf32" else _TABLES[problem.dtype.name]
+
+
 def _own_columns(problem: Problem) -> int:
     """Columns of a gradient that registers hold."""
-    tables = _TABLES[problem.dtype.name]
+    tables = _tables(problem)
     if _is_general(problem):
         return tables.own_columns_backward_general
     return tables.own_columns_backward

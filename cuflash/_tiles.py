@@ -1,4 +1,4 @@
-"""Which tile does a portable kernel take for float32 and float64? Rows of tables, as in _select.
+"""Which tile does a portable kernel take for float32, TF32 and float64? Rows as in _select.
 
 Registers decide: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp, and of wide
 results a part of the columns. All rows are free of spills by NVRTC 12.9 and 13.5.
@@ -36,6 +36,7 @@ class Tables(NamedTuple):
     backward_score: Tiles
     widest_pair: int  # padded head size up to which registers hold dk and dv in one pass
     own_columns: int  # of out that registers hold
+    own_columns_general: int
     own_columns_backward: int  # of a gradient
     own_columns_backward_general: int
 
@@ -90,9 +91,15 @@ FLOAT32 = Tables(
     _BACKWARD_SCORE_FLOAT32,
     widest_pair=64,
     own_columns=128,
+    own_columns_general=128,
     own_columns_backward=128,
     own_columns_backward_general=128,
 )
+_FORWARD_TF32: Tiles = _FORWARD_FLOAT32 | {
+    64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 1)),
+    128: (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
+}
+TF32 = FLOAT32._replace(forward=_FORWARD_TF32)
 
 _FORWARD_FLOAT64: Tiles = {
     32: (Tile(64, 32, 4, 2),),
@@ -139,6 +146,7 @@ FLOAT64 = Tables(
     _BACKWARD_SCORE_FLOAT64,
     widest_pair=32,
     own_columns=128,
+    own_columns_general=64,
     own_columns_backward=128,
     own_columns_backward_general=64,
 )

@@ -42,14 +42,6 @@ __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a
   }
 }
 
-// A float32 as TF32, rounded to nearest, ties away from zero: its last 13 bits are zero.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return rounded;
-}
-
 // acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4],

@@ -97,8 +97,6 @@ inline void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, u
   });
 }
 
-inline uint32_t round_tf32(float x) { return (std::bit_cast<uint32_t>(x) + 0x1000) & 0xffffe000; }
-
 // acc (16x8) += a (16x8) . b (8x8): lane t has rows t/4 and t/4 + 8 and columns t%4 and t%4 + 4 of
 // a, the same rows and column t/4 of b.
 inline void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
