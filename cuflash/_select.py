@@ -437,12 +437,19 @@ def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
-    """The first configuration whose blocks fit a multiprocessor together; the last if none does."""
+    """The first configuration whose blocks fit a multiprocessor together; the last if it fits."""
     for config in configs:
         needed = config.blocks_per_sm * (config.smem_bytes + _RESERVED_SMEM)
         if needed <= smem_limit + _RESERVED_SMEM:
             return config
-    return configs[-1]
+    smallest = configs[-1]
+    if smallest.smem_bytes > smem_limit:
+        raise not_yet(
+            f"{smallest.dtype} with head sizes up to {smallest.head_dim} and {smallest.head_dim_v} "
+            f"on a device with {smem_limit} bytes of shared memory for a block",
+            "a later version", f"{smallest.entry} needs {smallest.smem_bytes}",
+        )  # fmt: skip
+    return smallest
 
 
 def _is_general(problem: Problem) -> bool:

@@ -196,6 +196,13 @@ def test_workspace_is_two_numbers_for_each_query() -> None:
     assert _launch.workspace_size(problem, "backward") == 8 * 2 * 3 * 4
 
 
+def test_a_device_with_too_little_shared_memory_is_named() -> None:
+    problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
+    _select.backward_q_config(problem, 227 << 10, 16)
+    with pytest.raises(NotImplementedError, match="101376 bytes of shared memory"):
+        _select.backward_q_config(problem, 99 << 10, 16)
+
+
 @pytest.mark.parametrize("head_dim", [257, 1024])
 def test_a_head_too_wide_is_named(head_dim: int) -> None:
     problem = replace(base_problem(), head_dim=head_dim)
