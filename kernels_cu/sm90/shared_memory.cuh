@@ -8,7 +8,7 @@
 //   v_raw        1 + bytes          v of a block is there whose rows are to be cleared in part
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
-//   work_empty   readers (threads)  every reader has a copy: draw the next
+//   work_empty   readers (warps)    every reader has a copy: draw the next
 //   never        -                  nobody waits: see Consumer::next_block
 //
 // Named barriers: `turn` passes the right to start products from warpgroup to warpgroup, so that
@@ -92,19 +92,26 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   }
   for (int i = 0; i < 2; ++i) {
     init(smem.work_full[i], 1);
-    init(smem.work_empty[i], 32 * (4 * consumers + stages_out));
+    init(smem.work_empty[i], 4 * consumers + stages_out);
   }
   init(smem.v_raw, 1);
   init(smem.never, 1);
   ptx::fence_mbarrier_init();
 }
 
-// The next tile of this block of threads, as the producer drew it; each reading thread asks once.
+// The next tile of this block of threads, as the producer drew it; each reading warp asks once. Its
+// first lane reads for all and vouches for what it read, once all are past their wait.
 __device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());
-  const Work work = smem.work[stage];
-  arrive_if(smem.work_empty[stage], true);
+  Work work;
+  if (lane_index() == 0) work = smem.work[stage];
+  work.first_row = __shfl_sync(0xffffffff, work.first_row, 0);
+#pragma unroll
+  for (int i = 0; i < max_batch_axes; ++i) {
+    work.entry.axis[i] = __shfl_sync(0xffffffff, work.entry.axis[i], 0);
+  }
+  arrive_if(smem.work_empty[stage], lane_index() == 0);
   return work;
 }
 
