@@ -104,14 +104,15 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
 __device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());
-  Work work;
-  if (lane_index() == 0) work = smem.work[stage];
+  const bool first = ptx::thread_index() % 32 == 0;
+  Work work{};
+  if (first) work = smem.work[stage];
   work.first_row = __shfl_sync(0xffffffff, work.first_row, 0);
 #pragma unroll
   for (int i = 0; i < max_batch_axes; ++i) {
     work.entry.axis[i] = __shfl_sync(0xffffffff, work.entry.axis[i], 0);
   }
-  arrive_if(smem.work_empty[stage], lane_index() == 0);
+  arrive_if(smem.work_empty[stage], first);
   return work;
 }
 
