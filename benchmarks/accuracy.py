@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from cuflash._bench.cells import Run, free_memory  # noqa: E402
 from cuflash._bench.command import names_of, open_run  # noqa: E402
-from cuflash._bench.machine import describe_machine  # noqa: E402
+from cuflash._bench.machine import describe_machine, short_commit  # noqa: E402
 from cuflash._bench.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
 from cuflash._bench.report import first_line, write_json  # noqa: E402
 from cuflash._bench.workload import DTYPES, PASSES, Workload, square  # noqa: E402
@@ -209,9 +209,9 @@ def markdown(result: dict[str, Any]) -> str:
     """Tables of a result by dtype."""
     meta = result["meta"]
     names = ", ".join(f"{key} {meta[key]}" for key in ("driver", "cupy", "nvrtc") if meta[key])
-    kind, _, digest = meta["commit"].rpartition(" ")
-    state = f"{kind or 'commit'} {digest[:9]}"
-    lines = [f"{meta['device']}, {meta['date']}; {names or 'NumPy'}; {state}."]
+    lines = [
+        f"{meta['device']}, {meta['date']}; {names or 'NumPy'}; {short_commit(meta['commit'])}."
+    ]
     for dtype in DTYPES:
         if any(row["dtype"] == dtype for row in result["rows"]):
             lines += ["", f"**{dtype}**", "", *family_table(result["rows"], dtype)]

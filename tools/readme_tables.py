@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cuflash import _config, _options, _problem  # noqa: E402
+from cuflash._bench.machine import short_commit  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
@@ -35,13 +36,6 @@ def support() -> str:
     names = ", ".join(f"`{name}`" for name in _options.OPTION_NAMES)
     lines += ["", f"Score options, on both: {names}."]
     return "\n".join(lines)
-
-
-def state(commit: str) -> str:
-    """What was measured, shortened: a commit, or the digest of the sources where git was absent."""
-    kind, _, digest = commit.rpartition(" ")
-    changed = " and changes" if digest.endswith("-dirty") else ""
-    return f"{kind or 'commit'} {digest[:9]}{changed}"
 
 
 def newest(topic: str) -> dict[str, Any] | None:
@@ -81,7 +75,7 @@ def speed() -> str:
             cell[column] = row["tflops"]
     device = found[0]["meta"]["device"]
     runs = "; ".join(
-        f"{pass_} {result['meta']['date']}, {state(result['meta']['commit'])}"
+        f"{pass_} {result['meta']['date']}, {short_commit(result['meta']['commit'])}"
         for pass_, result in results.items()
         if result
     )

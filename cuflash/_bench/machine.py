@@ -62,6 +62,13 @@ def commit() -> str:
     return head + ("-dirty" if changed.strip() else "")
 
 
+def short_commit(commit: str) -> str:
+    """What was measured, shortened: a commit, or the digest of the sources where git was absent."""
+    kind, _, digest = commit.rpartition(" ")
+    changed = " and changes" if digest.endswith("-dirty") else ""
+    return f"{kind or 'commit'} {digest[:9]}{changed}"
+
+
 def describe_machine(xp: ModuleType, device_name: str, command: str) -> dict[str, Any]:
     """The meta part of a result."""
     meta: dict[str, Any] = dict.fromkeys(META_KEYS)
