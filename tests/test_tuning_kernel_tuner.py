@@ -19,6 +19,7 @@ from support.simulated_sweep import DEVICE, WORK, space_of
 kernel_tuner = pytest.importorskip("kernel_tuner")
 pytestmark = pytest.mark.filterwarnings("default")  # those of kernel-tuner and what it imports
 
+SWEEPS = Path(__file__).resolve().parents[1] / "benchmarks" / "sweeps"
 LOOP = (Path(__file__).parent / "support" / "timed_loop.cpp").read_text(encoding="utf-8")
 
 
@@ -71,6 +72,17 @@ def test_kernel_tuner_simulates_on_our_sweeps(tmp_path, swept, given):
         best = min(measured, key=measured.get)
         assert env["best_config"]["time"] == measured[best]
         assert len([r for r in results if "__error__" not in r]) == len(measured)
+
+
+def test_kernel_tuner_simulates_on_the_committed_sweep_of_an_h100(tmp_path):
+    (source,) = SWEEPS.glob("h100-forward-sm90-d128.jsonl")
+    found = tuning.load(source)
+    path = tmp_path / "cache.json"
+    tuning.write_cache(found, path)
+    results, env = simulate(path, found)
+    assert env["device_name"] == "NVIDIA H100 80GB HBM3"
+    assert len([r for r in results if "__error__" not in r]) == len(found.timed) == 210
+    assert env["best_config"]["time"] == min(row["ms"] for row in found.timed)
 
 
 def test_our_sweep_comes_back_whole(tmp_path, swept):
