@@ -10,13 +10,16 @@ from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, Tile
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
 from cuflash._problem import HALVES, Problem
+from cuflash._shared_keys import with_shared_rows
 
 _TMA_BYTES = 16
+_ARRAYS = ("offset", "kv_lengths", "sink")  # the others keep rows apart in any case
 
 
 def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> TileConfig:
     """The forward kernel; ``portable``: the one that every architecture has."""
     width = _copy_bytes(problem)
+    problem, _ = with_shared_rows(problem, _layouts(problem))
     chosen: ForwardConfig | ForwardSm90Config | None = None
     if hardware.arch == "sm_90" and width == _TMA_BYTES and not portable:
         chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
@@ -49,6 +52,17 @@ def backward(
         tiled.append(of_q or _select.backward_q_config(problem, smem, width))
     own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]
     return steps + own
+
+
+def _layouts(problem: Problem) -> dict[str, Layout]:
+    """Where operands lie, arrays of options included."""
+    ndim = len(problem.batch)
+    found = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
+    for name in _ARRAYS:
+        operand = getattr(problem, name)
+        if operand is not None:
+            found[name] = Layout(operand.dtype.itemsize, operand.strides[:ndim])
+    return found
 
 
 def _for_device(config: TileConfig, hardware: Hardware) -> TileConfig:

@@ -131,6 +131,14 @@ def test_explain_says_what_was_chosen(capsys):
     assert "b2 h16 8192x8192 d128 causal bfloat16" in text
 
 
+def test_query_heads_that_share_a_tile_are_explained_as_they_run():
+    decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
+    config = _chosen.forward(decoding.problem(), H100)
+    assert not config.window_right  # one row sees all keys: no mask is compiled in
+    apart = tuning.Workload(8, 8, 8, 65, 4096, 128, 128, "bfloat16", causal=True)
+    assert _chosen.forward(apart.problem(), H100).window_right
+
+
 @pytest.mark.parametrize(
     ("words", "tflops", "by"),
     [

@@ -315,6 +315,8 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
     [
         {}, {"causal": True}, {"arrays": ("bias",)}, {"head_dim": 100}, {"head_dim_v": 64},
         {"dropout": 0.25}, {"softcap": 20.0, "arrays": ("mask",)}, {"heads_kv": 2},
+        {"heads_kv": 2, "seqlen_q": 1, "causal": True}, {"heads_kv": 1, "seqlen_q": 7},
+        {"dtype": "float32"}, {"dtype": "float64", "causal": True},
     ],
 )  # fmt: skip
 def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
