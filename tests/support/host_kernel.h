@@ -201,8 +201,8 @@ T __shfl_xor_sync(unsigned, T x, int mask, int = 32) {
 }
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
-  const int first = host::current % 32 / width * width;
-  return host::gather(x, [&](const T* values) { return values[first + lane % width]; });
+  const int first = host::current % 32 & -width;  // lanes count modulo the width, negative ones too
+  return host::gather(x, [&](const T* values) { return values[first + (lane & (width - 1))]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return host::gather(vote, [](const bool* votes) {
