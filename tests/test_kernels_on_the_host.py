@@ -88,6 +88,17 @@ def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str)
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)
+def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
+    """Several tiles, with the bias of kernel regression."""
+    d, d_v = head_dims
+    bias = np.random.default_rng(0).standard_normal((1, 150)).astype(np.float32)
+    shapes = (1, 100, d), (1, 150, d), (1, 150, d_v)
+    call = make_call("normal", 1, np.float16, *shapes, options={"bias": bias}, wrt=("k", "bias"))
+    check(call, cuflash.Options(bias=bias))
+
+
+@pytest.mark.usefixtures("device")
 def test_tf32_rounds_operands_and_nothing_else() -> None:
     """Results are off by what rounding to 11 bits explains, and by no less than a tenth of it."""
     call = make_call("normal", 0, np.dtype(np.float32), (40, 64), (50, 64), (50, 32))

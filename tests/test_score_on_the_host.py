@@ -18,7 +18,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import MaskMod, Options, ScoreMod, _params, _select, _source, reference
+from cuflash import MaskMod, Options, ScoreMod, _params, _philox, _select, _source, reference
 from cuflash._formulas import formulas_of
 from cuflash._problem import canonical_view, describe
 
@@ -28,6 +28,7 @@ from cuflash import _score_params
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+HOST_PTX = ("arithmetic", "mma_sync", "special", "tma")  # that host_ptx.h stands for
 BATCH, HEADS, ROWS, KEYS = 2, 3, 37, 41
 AMP = np.array([0.5, -1.0, 2.0])
 SQUARE = ScoreMod(
@@ -139,3 +140,25 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(kept, bits if options.dropout else True)
     sink = -np.inf if options.sink is None else options.sink.astype(np.float32)
     np.testing.assert_array_equal(sinks, np.broadcast_to(sink, sinks.shape))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
+    """What Hopper's forward multiplies weights with, for every lane."""
+    macros = "#define CUFLASH_DROPOUT true\n"
+    ptx = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX]
+    text = _source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(ptx))
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{macros}{text}')
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    probe = ctypes.CDLL(str(library)).probe
+    seed, row, key = 2**40 + 7, 48, 256
+    for p in (1 / 65536, 0.3, 0.5, 0.5 + 1 / 65536, 0.9, 65535 / 65536, 1.0):
+        params = np.zeros((), _params.SCORE)
+        params["dropout_seed"] = seed
+        params["dropout_threshold"] = _philox.threshold(p)
+        kept = np.zeros((16, 128), bool)
+        probe(ctypes.c_void_p(params.ctypes.data), row, key, ctypes.c_void_p(kept.ctypes.data))
+        bits = cuflash.dropout_mask((row + 16, key + 128), p, seed)
+        np.testing.assert_array_equal(kept, bits[row:, key:], f"{p=}")

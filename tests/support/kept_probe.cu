@@ -1,0 +1,21 @@
+// Which weights of a warp's accumulator are kept, as its operand asks for them: 16 rows, 128
+// columns. For a host compiler, lane by lane.
+#include "dropout.cuh"
+
+extern "C" void probe(const cuflash::ScoreParams* params, int first_row, int first_key,
+                      bool (*kept)[128]) {
+  using namespace cuflash;
+  const BatchAxes axes{0, {1, 1, 1, 1, 1, 1}};
+  const Score score(*params, BatchIndex(axes, 0));
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    threadIdx.x = lane;
+    const KeptPairs<1, 16> pairs(score, first_row, first_key);
+    for (int t = 0; t < 16; ++t) {
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t mask = pairs.mask(0, t, i / 2) >> (16 * (i % 2)) & 0xffff;
+        kept[fragment_row(0, i, lane)][fragment_column(t, i, lane)] = mask == 0xffff;
+        if (mask != 0 && mask != 0xffff) std::abort();  // half of a weight
+      }
+    }
+  }
+}
