@@ -70,7 +70,7 @@ SPILLS = {
         24, f"{COUNTER}; with all options the next block; {NO_DEVICE}"
     ),
     ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
-        40, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
+        72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_89", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
