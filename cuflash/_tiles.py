@@ -45,7 +45,7 @@ _FORWARD_FLOAT32: Tiles = {
     32: (Tile(64, 64, 4, 2),),
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
     96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-    128: (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
@@ -58,12 +58,16 @@ _FORWARD_GENERAL_FLOAT32: Tiles = {
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 _BACKWARD_Q_FLOAT32: Tiles = {
-    32: (Tile(64, 16, 4, 2),),
-    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+}
+_BACKWARD_Q_GENERAL_FLOAT32: Tiles = _BACKWARD_Q_FLOAT32 | {
+    32: (Tile(64, 16, 4, 2),),
+    64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
 }
 _BACKWARD_KV_FLOAT32: Tiles = {
     32: (Tile(16, 64, 4, 2),),
@@ -85,7 +89,7 @@ FLOAT32 = Tables(
     _FORWARD_FLOAT32,
     _FORWARD_GENERAL_FLOAT32,
     _BACKWARD_Q_FLOAT32,
-    _BACKWARD_Q_FLOAT32,
+    _BACKWARD_Q_GENERAL_FLOAT32,
     _BACKWARD_KV_FLOAT32,
     _BACKWARD_KV_FLOAT32,
     _BACKWARD_SCORE_FLOAT32,
@@ -97,7 +101,7 @@ FLOAT32 = Tables(
 )
 _FORWARD_TF32: Tiles = _FORWARD_FLOAT32 | {
     64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 1)),
-    128: (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
+    128: (Tile(256, 32, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
 }
 TF32 = FLOAT32._replace(forward=_FORWARD_TF32)
 

@@ -1,12 +1,11 @@
 // The two products of attention, warp by warp, from shared memory and registers.
 //
-// Tensor cores multiply 16-bit elements and float64 as they are. A float32 x is split into a TF32
-// number and a rest, at most 2^-12 of it, so that x y = high(x) high(y) + rest(x) y + x rest(y) but
-// for the product of the rests. The first term is a product of TF32. For the others, which are so
-// much smaller, bfloat16 will do, at twice the rate: they are off by some 2^-21 of x y.
-//
-// Sums come out of the tensor cores truncated, not rounded: small terms have accumulators of their
-// own, and sums over many rows are taken block by block and added in float32.
+// Tensor cores multiply 16-bit elements and float64 as they are. A float32 is the sum of two TF32
+// numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
+// below its rounding. (In bfloat16 the two small products run at twice the rate, but leave 1.6
+// times the error of float32 arithmetic: docs/measured-facts.md.) Sums come out of the tensor cores
+// truncated, not rounded: small terms have accumulators of their own, and sums over many rows are
+// taken block by block and added in float32.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -17,6 +16,16 @@ namespace cuflash {
 
 constexpr bool splits_operands =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
+
+// acc += a . b of TF32, by two products of eight columns.
+__device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8],
+                                              const uint32_t (&b)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t left[4] = {a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]};
+    ptx::mma_m16n8k8_tf32(acc, left, b[2 * half], b[2 * half + 1]);
+  }
+}
 
 // Tensor cores cut a float32 off after the 11 significant bits of TF32. This factor makes up for
 // what is lost, on average; it leaves alone what has no more bits.
@@ -34,13 +43,12 @@ __device__ __forceinline__ void multiply_fragments(float (&acc)[4], const uint32
 
 __device__ __forceinline__ void multiply_fragments(float (&acc)[4], const float (&a)[8],
                                                    const float* b) {
+  uint32_t left[8], right[4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t left[4];
+  for (int i = 0; i < 8; ++i) left[i] = for_tf32(a[i]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) left[i] = for_tf32(a[4 * half + i]);
-    ptx::mma_m16n8k8_tf32(acc, left, for_tf32(b[2 * half]), for_tf32(b[2 * half + 1]));
-  }
+  for (int i = 0; i < 4; ++i) right[i] = for_tf32(b[i]);
+  multiply_tf32(acc, left, right);
 }
 
 __device__ __forceinline__ void multiply_fragments(double (&acc)[4], const double (&a)[8],
@@ -56,34 +64,24 @@ __device__ __forceinline__ void multiply_fragments(double (&acc)[4], const doubl
   }
 }
 
-// An operand of float32, left (8 elements to a lane) or right (4). Rounding x to the 11 significant
-// bits of TF32 leaves a rest; what overflows leaves an infinite one, and no sum of it is finite:
-// exact.cuh computes its row.
+// An operand of float32: high is x rounded to the 11 significant bits of TF32, and tensor cores cut
+// off the bits of low that they have no room for. What overflows in rounding leaves an infinite
+// low: no sum of it is finite, and exact.cuh computes its row.
 template <int count>
 struct Split {
-  uint32_t high[count];                        // TF32
-  uint32_t whole[count / 2], rest[count / 2];  // pairs of bfloat16
+  uint32_t high[count], low[count];
 
   Split() = default;
   __device__ __forceinline__ explicit Split(const float* x) {
-    float low[count];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       high[i] = (__float_as_uint(x[i]) + 0x1000) & 0xffffe000;
-      low[i] = x[i] - __uint_as_float(high[i]);
-    }
-    // A product of 16-bit elements takes them in pairs: this lane's two of each eight of a row.
-    constexpr int rows = count / 4;
-#pragma unroll
-    for (int i = 0; i < count / 2; ++i) {
-      const int first = i / rows * 2 * rows + i % rows, second = first + rows;
-      whole[i] = pack<Dtype::bfloat16>(x[first], x[second]);
-      rest[i] = pack<Dtype::bfloat16>(low[first], low[second]);
+      low[i] = __float_as_uint(x[i] - __uint_as_float(high[i]));
     }
   }
 };
 
-// Accumulators of split products: terms with a rest, and the others.
+// Accumulators of split products: terms with a low part, and the others.
 template <int slices, int tiles>
 struct SplitSums {
   float large[slices][tiles][4], small[slices][tiles][4];
@@ -94,14 +92,9 @@ struct SplitSums {
   }
 
   __device__ __forceinline__ void add(int slice, int tile, const Split<8>& a, const Split<4>& b) {
-    ptx::mma_m16n8k16<Dtype::bfloat16>(small[slice][tile], a.rest, b.whole[0], b.whole[1]);
-    ptx::mma_m16n8k16<Dtype::bfloat16>(small[slice][tile], a.whole, b.rest[0], b.rest[1]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t left[4] = {a.high[4 * half], a.high[4 * half + 1], a.high[4 * half + 2],
-                                a.high[4 * half + 3]};
-      ptx::mma_m16n8k8_tf32(large[slice][tile], left, b.high[2 * half], b.high[2 * half + 1]);
-    }
+    multiply_tf32(small[slice][tile], a.low, b.high);
+    multiply_tf32(small[slice][tile], a.high, b.low);
+    multiply_tf32(large[slice][tile], a.high, b.high);
   }
 
   // Added to `acc`, whose tiles from `first_tile` on are these.
