@@ -96,6 +96,20 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
         pictures.memory(result)
 
 
+def test_memory_is_drawn_for_every_implementation():
+    rows = [
+        {"impl": impl, "pass": "fwd", "bytes": size * n, "head_dim": 128, "causal": False,
+         "seqlen_q": n, "dtype": "bfloat16"}
+        for impl, size in (("cuflash", 1), ("naive", 4096))
+        for n in (1024, 2048)
+    ]  # fmt: skip
+    result = {"meta": {"device": "simulated", "date": "today"}, "rows": [], "memory": rows}
+    (axes,) = pictures.memory(result).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [
+        [1024, 2048], [4096 * 1024, 4096 * 2048],
+    ]  # fmt: skip
+
+
 def test_movement_shows_the_model_and_the_counters(monkeypatch):
     monkeypatch.setattr(io_grid, "present", lambda: None)
     rows = io_grid.rows()

@@ -30,7 +30,7 @@ def pictures() -> dict[str, list[str]]:
         "speed-backward": ["speed", newest("h100-backward-*.json"), "--pass", "bwd"],
         "heatmap": ["heatmap", sweep],
         "parallel": ["parallel", sweep],
-        "roofline": ["roofline", sweep],
+        "roofline": ["roofline", sweep, "--memory", newest("h100-memory-*.json")],
         "io": ["io", newest("h100-io-*.json")],
     }
 
