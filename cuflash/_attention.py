@@ -200,6 +200,8 @@ def attention_backward(
 ) -> Gradients:
     """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
 
+    On Hopper, at head sizes 64 and 128, it may take as much as dq in float32, too.
+
     The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
     best one :class:`Options` for both, or use :func:`attention_vjp`.
 
@@ -221,7 +223,10 @@ def attention_backward(
     grads_out : Gradients, optional
         Arrays to write into, of exactly the shape and dtype of the inputs; fields of gradients
         that ``wrt`` does not name are left alone.
-    options, axes, precision, deterministic, workspace, config, **score_options
+    deterministic : bool
+        Same bits every run on one device. Otherwise dq of 16-bit arrays may differ between runs by
+        two units in the last place of its largest element, where that is faster.
+    options, axes, precision, workspace, config, **score_options
         As in :func:`attention`.
 
     Returns
@@ -274,7 +279,10 @@ def attention_backward(
             require_shape(name, array, problem.lse_shape, "the lse of attention")
     read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
     gradients = gradient_buffers(xp, wanted, grads_out, given, read)
-    run_backward(problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config)
+    run_backward(
+        problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
+        deterministic=bool(deterministic),
+    )  # fmt: skip
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 

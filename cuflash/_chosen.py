@@ -5,7 +5,7 @@ The same choices as ``_launch.py`` makes with the arrays before it, for arrays i
 
 from __future__ import annotations
 
-from cuflash import _philox, _select, _tuned
+from cuflash import _philox, _select, _select_one_pass, _tuned
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
@@ -42,6 +42,10 @@ def backward(
     steps: list[KernelConfig] = [
         _select.delta_config(problem, problem.dtype, rows_v, grad_lse=False)
     ]
+    together = _select_one_pass.config_of(problem, ordered=True) if hopper else None
+    wins = together is not None and _select_one_pass.wins(problem, together)
+    if together is not None and wins and wanted >= {"q", "k", "v"}:
+        return [*steps, together, _select_one_pass.convert_config(together)]
     of_keys = wanted & {"k", "v"}
     tiled: list[TileConfig] = []
     if of_keys:

@@ -300,7 +300,6 @@ class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
     num_stages: int  # buffers of what is streamed
-    scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
@@ -331,6 +330,8 @@ class BackwardQSm90Config(BackwardSm90Config):
     source = "backward_dq_sm90.cu"
     entry = "cuflash_backward_dq_sm90"
 
+    scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
+
     @property
     def smem_bytes(self) -> int:
         """Tiles of q and dout, rings of k and v, and a KiB of barriers."""
@@ -345,6 +346,7 @@ class BackwardKVSm90Config(BackwardSm90Config):
     source = "backward_dkv_sm90.cu"
     entry = "cuflash_backward_dkv_sm90"
 
+    scores_ahead: bool  # as of BackwardQSm90Config
     grad_k: bool
     grad_v: bool
 
@@ -366,6 +368,53 @@ class BackwardKVSm90Config(BackwardSm90Config):
         streamed = self._panel_bytes(self.block_m, self.head_dim, self.head_dim_v)
         rest = self.num_stages * (8 * self.block_m + 16) + 16
         return kept + self.num_stages * streamed + -(-rest // 1024) * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardOnePassConfig(BackwardSm90Config):
+    """``backward_sm90.cu``: all gradients in one pass, dq as sums that tiles of keys add to."""
+
+    source = "backward_sm90.cu"
+    entry = "cuflash_backward_sm90"
+
+    keys_in_registers: bool  # are k and v of a tile?
+    ordered: bool  # do tiles add one after the other?
+
+    def __post_init__(self) -> None:
+        BackwardSm90Config.__post_init__(self)
+        parts = self.block_m * self.head_dim // 64**2
+        if self.block_m % 64 or self.head_dim % 64 or parts != self.num_warps // 4 - 1:
+            raise ValueError(
+                f"{self.block_m=} by {self.head_dim=} must be one 64 x 64 part of dq for each "
+                f"warpgroup: {self.num_warps=}"
+            )
+
+    @property
+    def own_rows(self) -> int:
+        """A block owns keys and streams queries."""
+        return self.block_n
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v, rings of q, dout, lse and delta; two of ds; dq; whole KiB."""
+        kept = self._panel_bytes(self.block_n, self.head_dim, self.head_dim_v)
+        streamed = self._panel_bytes(self.block_m, self.head_dim, self.head_dim_v)
+        rest = self.num_stages * (8 * self.block_m + 16) + 16
+        loaded = kept + self.num_stages * streamed + -(-rest // 1024) * 1024
+        ds = 2 * self._panel_bytes(self.block_n, self.block_m)
+        return loaded + ds + 4 * self.block_m * self.head_dim + 1024
+
+
+class BackwardConvertConfig(TileConfig):
+    """``backward_convert.cu``: dq from its sums; tiles are those of the kernel that added."""
+
+    source = "backward_convert.cu"
+    entry = "cuflash_backward_convert"
+
+    @property
+    def rows(self) -> int:
+        """Rows are dealt out to threads, not to warps."""
+        return 16 * self.num_warps
 
 
 def _spelled(value: str | int | bool) -> str:

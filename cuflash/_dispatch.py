@@ -90,6 +90,7 @@ def run_backward(
     workspace: Array | None,
     config: Any,
     *,
+    deterministic: bool = True,
     first_entry: int = 0,
     **of_packed: Any,
 ) -> None:
@@ -102,6 +103,7 @@ def run_backward(
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
         path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
+        extra["deterministic"] = deterministic
     path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
 

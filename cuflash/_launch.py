@@ -20,6 +20,7 @@ from cupy_backends.cuda.api import runtime
 from cuflash import (
     _launch_segments,
     _launch_sm90,
+    _one_pass,
     _params,
     _plan,
     _score_gradients,
@@ -27,11 +28,11 @@ from cuflash import (
     _segments,
     _select,
 )
-from cuflash._arguments import KnownArguments
 from cuflash._arrays import Array, refuse_capture
 from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardOnePassConfig,
     BackwardQConfig,
     BackwardQSm90Config,
     BackwardSm90Config,
@@ -56,10 +57,14 @@ _ALIGNMENT = 16  # of the bounds of segments: a pair of the largest ids is read 
 
 
 class BackwardConfigs(NamedTuple):
-    """Tiles that override the choice for the two backward passes, and decide which kernels run."""
+    """Tiles that override the choice for the backward passes, and decide which kernels run.
+
+    ``qkv`` is one pass for all three gradients.
+    """
 
     q: BackwardQConfig | BackwardQSm90Config | None = None
     kv: BackwardKVConfig | BackwardKVSm90Config | None = None
+    qkv: BackwardOnePassConfig | None = None
 
 
 def _on_device(device: int) -> Any:
@@ -190,11 +195,7 @@ def _plan_forward(
         if launch is not None:
             return launch
     if isinstance(config, ForwardSm90Config):
-        raise problem_with(
-            "config", ValueError, got=type(config).__name__,
-            expected="a device, head sizes, options, strides and alignments that it can serve",
-            fix="leave it out, and the portable kernel serves",
-        )  # fmt: skip
+        raise _launch_sm90.unservable(config)
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
         problem,
@@ -248,9 +249,14 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
     With segments, bounds of their ids: see ``_segments.py``. The backward keeps lse and delta of
-    each query before them.
+    each query before them; on the current device, where all gradients come from one pass, float32
+    sums of dq behind them.
     """
-    return _statistics_size(problem, pass_name) + _segments.room_for(problem)
+    size = _statistics_size(problem, pass_name) + _segments.room_for(problem)
+    if pass_name == "forward":
+        return size
+    one_pass = _one_pass.config_of(problem, runtime.getDevice(), ordered=False)  # the most
+    return size if one_pass is None else size + _one_pass.workspace_size(problem, one_pass)
 
 
 def _statistics_size(problem: Problem, pass_name: str) -> int:
@@ -275,6 +281,7 @@ def backward(
     *,
     workspace: Array | None = None,
     config: BackwardConfigs | None = None,
+    deterministic: bool = True,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
     """Write the ``gradients`` asked for, by input name; extents are positive but that of keys."""
@@ -290,15 +297,16 @@ def backward(
             out = out.astype(real, copy=False)
         lse = lse.astype(real, copy=False)
         dlse = None if dlse is None else dlse.astype(real, copy=False)
-        rows = _workspace(problem, "backward", workspace)
+        rows = None
         if problem.segment_ids_q is not None:
+            rows = _workspace(problem, "backward", workspace)
             start = _statistics_size(problem, "backward")
             score_pointers = _with_bounds(problem, score_pointers, rows, start, device)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
-            "out": out.data.ptr, "lse": lse.data.ptr, "rows": rows.data.ptr,
+            "out": out.data.ptr, "lse": lse.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
-            "dq": 0, "dk": 0, "dv": 0, "sums": 0,
+            "dq": 0, "dk": 0, "dv": 0, "sums": 0, "turns": 0,
             **dict(zip(_params.SCORE_POINTERS, score_pointers, strict=True)),
             **{f"d{name}": array.data.ptr for name, array in gradients.items()},
         }  # fmt: skip
@@ -314,13 +322,25 @@ def backward(
         aligned = (a for name, a in addresses.items() if name not in _score_params.NUMBERS)
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
         key = (
-            id(problem), device, bits & 15, addresses["out"] & 15, config,
+            id(problem), device, bits & 15, addresses["out"] & 15, config, deterministic,
             functools.reduce(int.__or__, aligned) & 7,
             dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, array.strides) for name, array in gradients.items()),
         )  # fmt: skip
         plan = _backward_plans.get(key)
+        if plan is not None:
+            one_pass = plan.one_pass
+        else:
+            wanted = frozenset(gradients)
+            one_pass = _one_pass.config_of(problem, device, wanted, config, ordered=deterministic)
+        beside = 0 if one_pass is None else _one_pass.workspace_size(problem, one_pass)
+        if rows is None:
+            rows = _workspace(problem, "backward", workspace, beside)
+        addresses["rows"] = rows.data.ptr
+        if one_pass is not None:
+            end = rows.data.ptr + _statistics_size(problem, "backward")
+            addresses |= _one_pass.addresses(problem, one_pass, end)
         if plan is None:
             layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
             layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
@@ -335,10 +355,10 @@ def backward(
             _plan.refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), addresses,
-                config or BackwardConfigs(), plans,
+                config or BackwardConfigs(), plans, one_pass,
             )  # fmt: skip
-            plan = _remember(_backward_plans, key, (problem, steps))
-        for names, launch in plan[1]:
+            plan = _remember(_backward_plans, key, BackwardPlan(problem, steps, one_pass))
+        for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
         ends = held.get("cu_seqlens_q")
         for name, own in plans.items():
@@ -349,8 +369,18 @@ def backward(
 
 
 # Launches with the names of their pointers.
-Steps = tuple[tuple[tuple[str, ...], Launch | MappedLaunch], ...]
-_backward_plans: dict[Any, tuple[Problem, Steps]] = {}
+Steps = tuple[tuple[tuple[str, ...], Launch | MappedLaunch | _one_pass.Clear], ...]
+
+
+class BackwardPlan(NamedTuple):
+    """What calls with the same layouts share."""
+
+    problem: Problem  # kept alive: the key holds its identity
+    steps: Steps
+    one_pass: BackwardOnePassConfig | None
+
+
+_backward_plans: dict[Any, BackwardPlan] = {}
 
 
 def forget_plans() -> None:
@@ -359,9 +389,9 @@ def forget_plans() -> None:
     _backward_plans.clear()
 
 
-def _workspace(problem: Problem, pass_name: str, workspace: Array | None) -> Array:
-    """Scratch memory of a call: the caller's, or new."""
-    size = workspace_size(problem, pass_name)
+def _workspace(problem: Problem, pass_name: str, workspace: Array | None, sums: int = 0) -> Array:
+    """Scratch memory of a call, with ``sums`` bytes behind: the caller's, or new."""
+    size = _statistics_size(problem, pass_name) + _segments.room_for(problem) + sums
     alignment = statistics_bytes(problem) if problem.segment_ids_q is None else _ALIGNMENT
     if workspace is not None:
         fits = workspace.nbytes >= size and workspace.data.ptr % alignment == 0
@@ -395,6 +425,7 @@ def _plan_backward(
     addresses: dict[str, int],
     config: BackwardConfigs,
     sums: dict[GradOf, ScoreSums],
+    one_pass: BackwardOnePassConfig | None,
 ) -> Steps:
     """The launches of one backward call."""
     smem_limit = _plan.smem_limit(device)
@@ -411,11 +442,17 @@ def _plan_backward(
         _params.DELTA, delta, problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // delta.block_m),
     )  # fmt: skip
-    steps: list[tuple[tuple[str, ...], Launch | MappedLaunch]] = [
-        (_params.pointer_names(_params.DELTA), launch)
-    ]
+    steps: _one_pass.Steps = [(_params.pointer_names(_params.DELTA), launch)]
     names = _params.pointer_names(_params.BACKWARD)
     of_keys = wanted & {"k", "v"} if problem.seqlen_k else frozenset[str]()  # they may be empty
+    together = None
+    if one_pass is not None:
+        together = _one_pass.plan(problem, device, layouts, addresses, one_pass)
+        if together is None and config.qkv is not None:  # strides, or alignments
+            raise _launch_sm90.unservable(config.qkv)
+    if together is not None:
+        steps += together
+        wanted, of_keys = wanted - _one_pass.ALL, frozenset()
     hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
     if hopper is None:
         for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
@@ -481,49 +518,12 @@ def _plan_backward_sm90(
     else:
         chosen = _select.backward_kv_sm90_configs(problem, wanted)
     launches = [
-        _plan_gradient_sm90(problem, device, layouts, addresses, config, given)
+        _launch_sm90.plan_gradient(problem, device, layouts, addresses, config, given)
         for config in chosen or (None,)
     ]
     found = [launch for launch in launches if launch is not None]
     if len(found) == len(launches):
         return found
     if given is not None:
-        raise problem_with(
-            "config", ValueError, got=type(given).__name__,
-            expected="a device, head sizes, options, strides and alignments that it can serve",
-            fix="leave it out, and the portable kernels serve",
-        )  # fmt: skip
+        raise _launch_sm90.unservable(given)
     return None
-
-
-def _plan_gradient_sm90(
-    problem: Problem,
-    device: int,
-    layouts: dict[str, Layout],
-    addresses: dict[str, int],
-    chosen: BackwardSm90Config | None,
-    override: BackwardSm90Config | None,
-) -> MappedLaunch | None:
-    """Prepare one launch; None where the device, the problem or a layout is not for it."""
-    if chosen is None or not _launch_sm90.available(device):
-        return None
-    config = _select.overridden(chosen, override, device)
-    of_keys = isinstance(config, BackwardKVSm90Config)
-    owned = problem.q
-    if isinstance(config, BackwardKVSm90Config):
-        owned = problem.k if config.grad_k else problem.v
-    mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)
-    maps = _launch_sm90.gradient_maps(problem, layouts, config, mapped, owned.summed)
-    if maps is None:
-        return None
-    rows, streamed = problem.seqlen_q, problem.seqlen_k
-    if of_keys:
-        rows, streamed = streamed, rows
-    launch = _plan.plan_launch(
-        _params.BACKWARD_SM90, config, problem, layouts, device,
-        num_blocks=_plan.num_tiles(problem, rows, config.own_rows),
-        streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
-        summed=owned.summed,
-    )  # fmt: skip
-    end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
-    return MappedLaunch(launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments())

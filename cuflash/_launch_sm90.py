@@ -11,10 +11,16 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash import _params, _tensor_map
+from cuflash import _params, _plan, _select, _tensor_map
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel
-from cuflash._config import BackwardSm90Config, ForwardSm90Config
+from cuflash._config import (
+    BackwardKVSm90Config,
+    BackwardSm90Config,
+    ForwardSm90Config,
+    TileConfig,
+)
+from cuflash._errors import problem_with
 from cuflash._grid import Grid, Layout, even_sections, plan_grid
 from cuflash._plan import num_tiles
 from cuflash._problem import Problem
@@ -118,6 +124,15 @@ def available(device: int) -> bool:
     return _tensor_map.available() and bool(capability == "90")
 
 
+def unservable(config: TileConfig) -> Exception:
+    """The error of a caller's ``config`` that cannot serve the call."""
+    return problem_with(
+        "config", ValueError, got=type(config).__name__,
+        expected="a device, head sizes, options, strides and alignments that it can serve",
+        fix="leave it out, and the portable kernels serve",
+    )  # fmt: skip
+
+
 @functools.cache
 def multiprocessors(device: int) -> int:
     """How many blocks of threads run side by side."""
@@ -178,6 +193,39 @@ def gradient_maps(
         "v": (of_keys[0], problem.head_dim_v, of_keys[1]),
     }
     return _encoded(problem, layouts, grid, shapes, addresses)
+
+
+def plan_gradient(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    addresses: dict[str, int],
+    chosen: BackwardSm90Config | None,
+    override: BackwardSm90Config | None,
+) -> MappedLaunch | None:
+    """Prepare one launch; None where the device, the problem or a layout is not for it."""
+    if chosen is None or not available(device):
+        return None
+    config = _select.overridden(chosen, override, device)
+    of_keys = isinstance(config, BackwardKVSm90Config)
+    owned = problem.q
+    if isinstance(config, BackwardKVSm90Config):
+        owned = problem.k if config.grad_k else problem.v
+    mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)
+    maps = gradient_maps(problem, layouts, config, mapped, owned.summed)
+    if maps is None:
+        return None
+    rows, streamed = problem.seqlen_q, problem.seqlen_k
+    if of_keys:
+        rows, streamed = streamed, rows
+    launch = _plan.plan_launch(
+        _params.BACKWARD_SM90, config, problem, layouts, device,
+        num_blocks=_plan.num_tiles(problem, rows, config.own_rows),
+        streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
+        summed=owned.summed,
+    )  # fmt: skip
+    end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
+    return MappedLaunch(launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments())
 
 
 def _encoded(

@@ -122,7 +122,7 @@ SEGMENT_BOUNDS = _struct(
     ("num_ids_k", np.int32),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
+    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums", "turns"),
     ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
     ("head_dim", np.int32),
     ("head_dim_v", np.int32),

@@ -13,7 +13,12 @@ import numpy as np
 from cuflash import _params, _score_params, _select
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel, compile_kernel
-from cuflash._config import BackwardKVSm90Config, KernelConfig, TileConfig
+from cuflash._config import (
+    BackwardKVSm90Config,
+    BackwardOnePassConfig,
+    KernelConfig,
+    TileConfig,
+)
 from cuflash._errors import problem_with
 from cuflash._grid import Layout, even_sections, plan_grid
 from cuflash._problem import Problem
@@ -67,7 +72,8 @@ def plan_launch(
         _params.MAX_BATCH_AXES - packed,
     )
     section = 1
-    if isinstance(config, TileConfig) and config.window_right:
+    one_pass = isinstance(config, BackwardOnePassConfig)
+    if isinstance(config, TileConfig) and (config.window_right or one_pass):
         section = _owners_per_section(config, grid.num_owners, streamed_bytes, device)
     filled = np.zeros(1, params)[0]
     filled["batch"]["num_axes"] = len(grid.axes)
@@ -118,7 +124,7 @@ def _owners_per_section(
     """
     attributes = cupy.cuda.Device(device).attributes
     processors = int(attributes["MultiProcessorCount"])
-    if isinstance(config, BackwardKVSm90Config):
+    if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
         return even_sections(num_owners, processors // 8)
     fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, processors // 4))

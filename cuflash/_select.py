@@ -267,7 +267,11 @@ def forward_sm90_config(
 
 
 def _sm90_row(
-    tiles: dict[tuple[int, int], Sm90Tile] | dict[tuple[int, int], GradientSm90Tile],
+    tiles: (
+        dict[tuple[int, int], Sm90Tile]
+        | dict[tuple[int, int], GradientSm90Tile]
+        | dict[tuple[int, int], Any]
+    ),
     problem: Problem,
 ) -> dict[str, Any]:
     """The fields of the smallest row that holds the head sizes."""
@@ -409,7 +413,7 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
         )
-    names = {*Tile._fields, *Sm90Tile._fields, *GradientSm90Tile._fields} & {
+    names = {*Tile._fields, *Sm90Tile._fields, *GradientSm90Tile._fields, "keys_in_registers"} & {
         f.name for f in fields(config)
     }
     return replace(chosen, **{name: getattr(config, name) for name in names})

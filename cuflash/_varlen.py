@@ -239,7 +239,7 @@ def attention_varlen_backward(
         if count:
             run_backward(
                 problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
-                cu_seqlens=ends,
+                deterministic=bool(deterministic), cu_seqlens=ends,
             )  # fmt: skip
         return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
     sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}

@@ -141,12 +141,6 @@ struct Producer {
     }
     ring.advance();
   }
-
-  template <typename Tile>
-  __device__ __forceinline__ void clear_outside(Tile& tile, Range kept, int loaded) {
-    clear_rows(tile, 0, kept.begin);
-    clear_rows(tile, kept.end, loaded);
-  }
 };
 
 // --------------------------------------------------------------------------------- the consumers

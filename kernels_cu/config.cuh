@@ -54,6 +54,12 @@
 #ifndef CUFLASH_SCORES_AHEAD
 #define CUFLASH_SCORES_AHEAD false
 #endif
+#ifndef CUFLASH_KEYS_IN_REGISTERS
+#define CUFLASH_KEYS_IN_REGISTERS false
+#endif
+#ifndef CUFLASH_ORDERED
+#define CUFLASH_ORDERED true
+#endif
 #ifndef CUFLASH_WINDOW_LEFT
 #define CUFLASH_WINDOW_LEFT false
 #endif
@@ -167,6 +173,10 @@ struct Config {
   static constexpr int overlap_quarters = CUFLASH_OVERLAP_QUARTERS;
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = CUFLASH_SCORES_AHEAD;
+  // Are k and v of a tile kept as operands in registers?
+  static constexpr bool keys_in_registers = CUFLASH_KEYS_IN_REGISTERS;
+  // Do tiles add to dq one after the other, in a fixed order?
+  static constexpr bool ordered = CUFLASH_ORDERED;
 
   static constexpr bool window_left = CUFLASH_WINDOW_LEFT;  // is that side bounded?
   static constexpr bool window_right = CUFLASH_WINDOW_RIGHT;

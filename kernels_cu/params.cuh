@@ -164,7 +164,8 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  Real* sums;  // of the scores' gradient
+  Real* sums;       // of the scores' gradient, or dq before it is scaled and rounded
+  uint32_t* turns;  // of the tiles that add to dq: see backward_sm90.cu
   ScoreParams score;
   Layout dout_layout;
   Layout q_layout;

@@ -12,7 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select
+from cuflash import _select, _select_one_pass
 from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
@@ -25,8 +25,13 @@ pytestmark = pytest.mark.gpu
 from cuflash import _launch  # noqa: E402
 from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
+from cuflash._one_pass import Clear  # noqa: E402
 
 ALL = ("q", "k", "v")
+SMALL = np.zeros((1, 1, 8, 64), np.float16)
+ONE_PASS = _select_one_pass.config_of(
+    describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,28 +44,36 @@ def upload(array):
     return to_device(cupy, array)
 
 
-def forced(q, k, v, options, wrt=ALL):
+def forms(q, k, v, options, wrt=ALL):
+    """Configurations of every form that serves: one pass for all gradients, if they are all."""
     problem = describe(q, k, v, options)
     of_queries = _select.backward_q_sm90_config(problem)
     of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
     assert of_queries is not None
     assert of_keys is not None
-    return BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)
+    found = {"two kernels": BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)}
+    together = _select_one_pass.config_of(problem, ordered=True)
+    if together is not None and set(wrt) == set(ALL):
+        found["one pass"] = BackwardConfigs(qkv=together)
+    return found
 
 
-def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, **keywords):
-    """Gradients of the forced path, by input name, written over NaN."""
+def differentiate(dout, q, k, v, out, lse, *, wrt=ALL, dlse=None, deterministic=True, **keywords):
+    """Gradients of each form, by its name and that of the input, written over NaN."""
     options = cuflash.Options(**keywords)
-    room = {
-        f"d{n}": upload(np.full(x.shape, np.nan, x.dtype))
-        for n, x in zip("qkv", (q, k, v), strict=True)
-    }
-    found = cuflash.attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, options=options,
-        grads_out=cuflash.Gradients(**{n: room[n] for n in room if n[1:] in wrt}),
-        config=forced(q, k, v, options, wrt),
-    )  # fmt: skip
-    return {name: getattr(found, f"d{name}") for name in wrt}
+    gradients = {}
+    for form, config in forms(q, k, v, options, wrt).items():
+        room = {
+            f"d{n}": upload(np.full(x.shape, np.nan, x.dtype))
+            for n, x in zip("qkv", (q, k, v), strict=True)
+        }
+        found = cuflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, options=options, config=config,
+            grads_out=cuflash.Gradients(**{n: room[n] for n in room if n[1:] in wrt}),
+            deterministic=deterministic,
+        )  # fmt: skip
+        gradients[form] = {name: getattr(found, f"d{name}") for name in wrt}
+    return gradients
 
 
 def given(call):
@@ -75,24 +88,28 @@ def given(call):
     return on_device
 
 
-def check(call):
-    """Hold one call against the budget; returns its arrays, options and gradients."""
+def check(call, deterministic=True):
+    """Hold one call against the budget; returns its arrays, options and gradients by form."""
     arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
     options = given(call)
     arrays += cuflash.attention(*arrays[1:], return_lse=True, **options)
     dlse = None if call.dlse is None else upload(call.dlse)
-    found = differentiate(*arrays, wrt=call.wrt, dlse=dlse, **options)
+    found = differentiate(
+        *arrays, wrt=call.wrt, dlse=dlse, deterministic=deterministic, **options
+    )  # fmt: skip
     budget = Budget(call)
-    budget.check_backward(
-        {name: x.get() for name, x in found.items()},
-        given=(arrays[4].get(), arrays[5].get()),
-    )
+    for gradients in found.values():
+        budget.check_backward(
+            {name: x.get() for name, x in gradients.items()},
+            given=(arrays[4].get(), arrays[5].get()),
+        )
     return arrays, options, found
 
 
 def assert_same_bits(a, b):
-    for name in a:
-        assert a[name].get().tobytes() == b[name].get().tobytes(), f"d{name}"
+    for form in a:
+        for name in a[form]:
+            assert a[form][name].get().tobytes() == b[form][name].get().tobytes(), (form, name)
 
 
 @pytest.mark.parametrize(("head_dims", "name"), CASES, ids=str)
@@ -115,8 +132,8 @@ def test_some_of_the_gradients(head_dims, wrt):
     call = make(head_dims, SHAPES[1], {"causal": True}, np.float16)
     *_, everything = check(call)
     *_, found = check(call.but(wrt=wrt))
-    for name in wrt:
-        assert found[name].get().tobytes() == everything[name].get().tobytes()
+    for name, gradient in found["two kernels"].items():
+        assert gradient.get().tobytes() == everything["two kernels"][name].get().tobytes()
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
@@ -195,7 +212,15 @@ def test_packed_sequences(head_dims, options):
     out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
     q[:, 400:410], dout[:, 400:410] = np.nan, np.nan
     k[:, 201:211], v[:, 201:211] = np.inf, np.nan
-    found = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, **options)
+    config = forms(q, k, v, cuflash.Options(**options))["two kernels"]
+    found = cuflash.attention_varlen_backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, config=config, **options
+    )
+    with pytest.raises(ValueError, match="config"):
+        cuflash.attention_varlen_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, **options,
+            config=BackwardConfigs(qkv=ONE_PASS),
+        )  # fmt: skip
     ends_q, ends_k = ends
     pairs = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
     for i, (a, b, c, d) in enumerate(pairs):
@@ -206,9 +231,8 @@ def test_packed_sequences(head_dims, options):
             dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows],
             **options,
         )  # fmt: skip
-        assert alone["q"].get().tobytes() == found.dq[:, rows].get().tobytes()
-        assert alone["k"].get().tobytes() == found.dk[:, keys].get().tobytes()
-        assert alone["v"].get().tobytes() == found.dv[:, keys].get().tobytes()
+        packed = {"q": found.dq[:, rows], "k": found.dk[:, keys], "v": found.dv[:, keys]}
+        assert_same_bits({"two kernels": packed}, alone)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -244,29 +268,86 @@ def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 def test_the_same_bits_beside_a_busy_stream(head_dims):
-    arrays, options, want = check(make(head_dims, ((2, 12), 300, 350), {"causal": True}))
+    """With more tiles than processors, which a busy stream takes away at times."""
+    arrays, options, want = check(make(head_dims, ((2, 12), 900, 1100), {"causal": True}))
     options = cuflash.Options(**options)
     busy = cupy.cuda.Stream(non_blocking=True)
     with busy:
         load = cupy.ones((2048, 2048), np.float32)
     differs = cupy.zeros((), np.bool_)
-    for i in range(300):
-        if i % 10 == 0:
-            with busy:
-                load @ load
-        found = cuflash.attention_backward(*arrays, options=options)
-        for name in ALL:
-            now = getattr(found, f"d{name}")
-            differs |= (now.view(np.int16) != want[name].view(np.int16)).any()
+    for form, config in forms(*arrays[1:4], options).items():
+        for i in range(300):
+            if i % 10 == 0:
+                with busy:
+                    load @ load
+            found = cuflash.attention_backward(*arrays, options=options, config=config)
+            for name in ALL:
+                now = getattr(found, f"d{name}")
+                differs |= (now.view(np.int16) != want[form][name].view(np.int16)).any()
     busy.synchronize()
     assert not differs
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_streams_share_the_processors(head_dim):
+    """Tiles wait for tiles drawn before: two calls that share the processors both come through."""
+    arrays, options, want = check(
+        make((head_dim, head_dim), ((2, 12), 900, 1100), {"causal": True})
+    )
+    options = cuflash.Options(**options)
+    config = forms(*arrays[1:4], options)["one pass"]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    found = []
+    for _ in range(50):
+        for stream in streams:
+            with stream:
+                found.append(cuflash.attention_backward(*arrays, options=options, config=config))
+    for stream in streams:
+        stream.synchronize()
+    for gradients in found:
+        assert_same_bits(
+            {"one pass": {name: getattr(gradients, f"d{name}") for name in ALL}},
+            {"one pass": want["one pass"]},
+        )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_sums_in_any_order(head_dim, options):
+    """Without a fixed order dk and dv keep their bits, dq changes in its last places."""
+    call = make((head_dim, head_dim), ((2, 12), 900, 1100), options)
+    arrays, _, want = check(call)
+    want = want["one pass"]
+    unit = float(np.spacing(abs(want["q"]).max().astype(np.float32).get())) * 2**16  # of bfloat16
+    for _ in range(20):
+        found = differentiate(*arrays, deterministic=False, **options)["one pass"]
+        for name in ("k", "v"):
+            assert found[name].get().tobytes() == want[name].get().tobytes()
+        difference = found["q"].astype(np.float32) - want["q"].astype(np.float32)
+        assert float(abs(difference).max()) <= 2 * unit
+    check(call, deterministic=False)
+
+
+def test_dout_that_repeats_one_row():
+    call = make((64, 64), SHAPES[1], {"causal": True})
+    row = call.dout[..., :1, :]
+    arrays, options, _ = check(call.but(dout=np.broadcast_to(row, call.dout.shape)))
+    arrays[0] = cupy.broadcast_to(upload(row), call.dout.shape)
+    found = cuflash.attention_backward(*arrays, **options)
+    Budget(call.but(dout=np.broadcast_to(row, call.dout.shape))).check_backward(
+        {name: getattr(found, f"d{name}").get() for name in ALL},
+        given=(arrays[4].get(), arrays[5].get()),
+    )
 
 
 def test_neighbours_leave_the_bits_alone():
     arrays, options, found = check(make((128, 128), ((3, 7), 300, 350), {"causal": True}))
     one = (slice(1, 2), slice(3, 4))
     alone = differentiate(*(x[one] for x in arrays), **options)
-    assert_same_bits(alone, {name: x[one] for name, x in found.items()})
+    cut = {
+        form: {name: x[one] for name, x in gradients.items()} for form, gradients in found.items()
+    }
+    assert_same_bits(alone, cut)
 
 
 def test_config_decides_which_kernels_run(monkeypatch):
@@ -278,18 +359,20 @@ def test_config_decides_which_kernels_run(monkeypatch):
         q=_select.backward_q_config(problem, 227 * 1024, 16),
         kv=_select.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
     )
-    hopper = forced(*arrays[1:4], cuflash.Options())
+    hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
-    for config, kind in (
-        (portable, Launch),
-        (hopper, MappedLaunch),
-        (smaller, MappedLaunch),
-        (None, MappedLaunch),
+    one_pass = [Clear, MappedLaunch, Launch]
+    for config, kinds in (
+        (portable, [Launch, Launch]),
+        (hopper, [MappedLaunch, MappedLaunch]),
+        (smaller, [MappedLaunch, MappedLaunch]),
+        (together, one_pass),
+        (None, [MappedLaunch, MappedLaunch]),  # at this head size
     ):
         monkeypatch.setattr(_launch, "_backward_plans", {})
         gradients = cuflash.attention_backward(*arrays, config=config)
-        [(_, steps)] = _launch._backward_plans.values()
-        assert [type(launch) for _, launch in steps[1:]] == [kind, kind]
+        [plan] = _launch._backward_plans.values()
+        assert [type(launch) for _, launch in plan.steps[1:]] == kinds
         Budget(call).check_backward(
             {name: getattr(gradients, f"d{name}").get() for name in ALL},
             given=(arrays[4].get(), arrays[5].get()),
@@ -300,12 +383,13 @@ def test_what_they_cannot_serve_goes_to_the_portable_kernels():
     call = make((64, 64), SHAPES[0], {})
     arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
     arrays += cuflash.attention(*arrays[1:], return_lse=True)
-    config = forced(*arrays[1:4], cuflash.Options())
+    config, together = forms(*arrays[1:4], cuflash.Options()).values()
     moved = upload(np.append(call.q[:1, :1, :1, :1], call.q))[1:].reshape(call.q.shape)
     apart = upload(np.pad(call.dout, ((0, 0),) * 3 + ((0, 2),)))[..., :64]
     for place, array in ((1, moved), (0, apart)):
         changed = [array if i == place else x for i, x in enumerate(arrays)]
-        for given_config in (config, BackwardConfigs(q=config.q), BackwardConfigs(kv=config.kv)):
+        halves = BackwardConfigs(q=config.q), BackwardConfigs(kv=config.kv)
+        for given_config in (config, *halves, together):
             with pytest.raises(ValueError, match="config"):
                 cuflash.attention_backward(*changed, config=given_config)
         gradients = cuflash.attention_backward(*changed)
@@ -318,19 +402,21 @@ def test_what_they_cannot_serve_goes_to_the_portable_kernels():
 def test_graphs():
     arrays, options, want = check(make((128, 128), ((2, 12), 300, 350), {"causal": True}))
     options = cuflash.Options(**options)
-    room = {f"d{name}": cupy.empty_like(x) for name, x in want.items()}
     workspace = cupy.empty(
         cuflash.workspace_size(*arrays[1:4], options=options, backward=True), np.uint8
     )
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        stream.begin_capture()
-        cuflash.attention_backward(
-            *arrays, options=options, grads_out=cuflash.Gradients(**room), workspace=workspace
-        )
-        graph = stream.end_capture()
-        for _ in range(3):
-            for x in room.values():
-                x.fill(np.nan)
-            graph.launch(stream)
-            stream.synchronize()
-            assert_same_bits({name: room[f"d{name}"] for name in want}, want)
+    for form, config in forms(*arrays[1:4], options).items():
+        room = {f"d{name}": cupy.empty_like(x) for name, x in want[form].items()}
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            cuflash.attention_backward(
+                *arrays, options=options, grads_out=cuflash.Gradients(**room),
+                workspace=workspace, config=config,
+            )  # fmt: skip
+            graph = stream.end_capture()
+            for _ in range(3):
+                for x in room.values():
+                    x.fill(np.nan)
+                graph.launch(stream)
+                stream.synchronize()
+                assert_same_bits({form: {n: room[f"d{n}"] for n in ALL}}, want)

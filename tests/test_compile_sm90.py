@@ -17,9 +17,9 @@ import pytest
 from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, pairwise, problem_of
 
-from cuflash import _select
+from cuflash import _select, _select_one_pass
 from cuflash._compile import compile_static, params_struct
-from cuflash._config import BackwardSm90Config, ForwardSm90Config
+from cuflash._config import BackwardConvertConfig, BackwardSm90Config, ForwardSm90Config
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -67,7 +67,9 @@ def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm9
     return [of_queries, *of_keys]
 
 
-def complaints(config: ForwardSm90Config | BackwardSm90Config) -> list[str]:
+def complaints(
+    config: ForwardSm90Config | BackwardSm90Config | BackwardConvertConfig,
+) -> list[str]:
     """Compile, and say what is wrong."""
     report = compile_static(config, "sm_90a")
     found = list(report.warnings)
@@ -78,7 +80,13 @@ def complaints(config: ForwardSm90Config | BackwardSm90Config) -> list[str]:
     return [f"{text}: {config}" for text in found]
 
 
-def compile_all(configs: set[ForwardSm90Config] | set[BackwardSm90Config]) -> None:
+def compile_all(
+    configs: (
+        set[ForwardSm90Config]
+        | set[BackwardSm90Config]
+        | set[BackwardSm90Config | BackwardConvertConfig]
+    ),
+) -> None:
     """Compile on all cores: NVRTC runs without Python's lock."""
     with ThreadPoolExecutor() as pool:
         found = list(itertools.chain(*pool.map(complaints, sorted(configs, key=repr))))
@@ -108,6 +116,26 @@ def test_every_row_of_the_gradient(options: dict[str, Any]) -> None:
     }
     rows = {(c.head_dim, c.head_dim_v) for c in configs}
     assert rows == set(_select._BACKWARD_KV_SM90) == set(_select._BACKWARD_Q_SM90)
+    compile_all(configs)
+
+
+#: Each with registers of its own; what lies between compiles in less.
+ONE_PASS_OPTIONS = (
+    "none", "causal", "window, offset and lengths", "negative scale, window, lengths",
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+def test_all_gradients_in_one_pass() -> None:
+    configs: set[BackwardSm90Config | BackwardConvertConfig] = set()
+    for head_dims, name in itertools.product(_select_one_pass.TILES, ONE_PASS_OPTIONS):
+        case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED_GRADIENT, "head_dims": head_dims}
+        config = _select_one_pass.config_of(problem_of(case), ordered=name != "causal")
+        assert config is not None
+        assert (config.head_dim, config.head_dim_v) == head_dims
+        configs.add(config)
+        if name == "none":
+            configs.add(_select_one_pass.convert_config(config))
     compile_all(configs)
 
 
@@ -163,3 +191,7 @@ def test_wgmma_headers_are_fresh() -> None:
 def test_parameters_are_its_own() -> None:
     assert params_struct(config_of(PLAIN)) == "ForwardSm90Params"
     assert {params_struct(c) for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
+    together = _select_one_pass.config_of(problem_of(PLAIN), ordered=True)
+    assert together is not None
+    assert params_struct(together) == "BackwardSm90Params"
+    assert params_struct(_select_one_pass.convert_config(together)) == "BackwardParams"

@@ -9,8 +9,10 @@ import pytest
 
 from cuflash._config import (
     HEAD_DIMS,
+    BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardOnePassConfig,
     BackwardQConfig,
     BackwardQSm90Config,
     BackwardScoreConfig,
@@ -63,6 +65,11 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **{**TILE, "num_warps": 12}, num_stages=3, scores_ahead=False, grad_k=True, grad_v=True
     ),
     SegmentBoundsConfig(num_warps=8, segment_ids="int32"),
+    BackwardOnePassConfig(
+        **{**TILE, "num_warps": 12, "head_dim": 128}, num_stages=2,
+        keys_in_registers=True, ordered=True,
+    ),
+    BackwardConvertConfig(**TILE),
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _params
+from cuflash import _launch, _launch_sm90, _params
 
 SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 NUM_PROBLEMS = 100_000
@@ -190,10 +191,18 @@ def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
         )
 
 
-def test_workspace_is_two_numbers_for_each_query() -> None:
-    problem = base_problem()
+def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers for each query, and on Hopper dq in float32 and a turn for each block."""
+    q = np.zeros((2, 3, 20, 64), np.float16)
+    problem = describe(q, q, q, Options())
+    monkeypatch.setattr(_launch, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
     assert _launch.workspace_size(problem, "forward") == 0
-    assert _launch.workspace_size(problem, "backward") == 8 * 2 * 3 * 4
+    statistics = 8 * 2 * 3 * 20
+    assert _launch.workspace_size(problem, "backward") == statistics
+    monkeypatch.setattr(_launch_sm90, "available", lambda _: True)
+    sums, turns = 4 * 2 * 3 * 32 * 64, 4 * (1 + 2 * 3)  # rows in slices of 16
+    assert _launch.workspace_size(problem, "backward") == statistics + sums + turns + 128
 
 
 def test_a_device_with_too_little_shared_memory_is_named() -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _params, _select, _tuned
+from cuflash import Options, _params, _select, _select_one_pass, _tuned
 from cuflash._grid import Layout
 from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _arguments, _launch, _launch_sm90, _plan, _tensor_map
+from cuflash import _arguments, _launch, _launch_sm90, _one_pass, _plan, _tensor_map
 
 COUNTERS = 4096  # their address
 NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
@@ -188,8 +188,15 @@ GRADIENT_POINTERS = {
 }
 
 
+WORKSPACE = 1 << 30
+
+
 def plan_gradient(
-    problem: Problem, wrt: tuple[str, ...] = ("q", "k", "v"), config: Any = None, **moved: int
+    problem: Problem,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    config: Any = None,
+    one_pass: Any = None,
+    **moved: int,
 ) -> list[tuple[dict[str, int], Any]]:
     """The launches after that of delta, with their addresses."""
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
@@ -197,9 +204,11 @@ def plan_gradient(
     layouts |= {f"d{name}": layouts[name] for name in wrt}
     layouts |= {n: _plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))}
     addresses = GRADIENT_POINTERS | moved
+    if one_pass is not None:
+        addresses |= _one_pass.addresses(problem, one_pass, WORKSPACE)
     steps = _launch._plan_backward(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
-        config or _launch.BackwardConfigs(), {},
+        config or _launch.BackwardConfigs(), {}, one_pass,
     )  # fmt: skip
     return [({n: addresses[n] for n in names}, launch) for names, launch in steps[1:]]
 
@@ -220,6 +229,64 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
     )
     assert of_keys["k"].box_rows == of_queries["q"].box_rows == 128
     assert of_keys["q"].extents[1] == of_queries["dout"].extents[1] == 300
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
+    problem = problem_of(2, causal=True)
+    config = _select_one_pass.config_of(problem, ordered=ordered)
+    assert config is not None
+    cleared: list[tuple[int, ...]] = []
+    runtime = SimpleNamespace(memsetAsync=lambda *arguments: cleared.append(arguments))
+    monkeypatch.setattr(_one_pass, "runtime", runtime)
+    steps = plan_gradient(problem, one_pass=config)
+    sums = _one_pass.addresses(problem, config, WORKSPACE)["dq sums"]
+    for addresses, launch in steps:
+        recorder.struct = (
+            _params.BACKWARD_SM90 if isinstance(launch, _launch_sm90.MappedLaunch)
+            else _params.BACKWARD
+        )  # fmt: skip
+        launch.run(tuple(addresses.values()), STREAM)
+    turns = (WORKSPACE, 0, 4 * (1 + 2 * 4 * 3), STREAM)  # three blocks of 128 queries
+    size = 4 * 2 * 4 * 304 * 64  # rows in slices of 16
+    assert cleared == ([turns] if ordered else [turns, (sums, 0, size, STREAM)])
+    assert sums % 128 == 0
+    assert sums >= WORKSPACE + turns[2]
+    assert sums + size <= WORKSPACE + _one_pass.workspace_size(problem, config)
+    (_, grid, params), (_, rows, converted) = recorder.launches
+    assert (grid, rows) == (32, 24)  # tiles of 128 keys, blocks of 128 queries
+    assert params["turns"] == WORKSPACE
+    for of_kernel in (params, converted):
+        assert of_kernel["sums"] == sums
+        assert of_kernel["sums_layout"]["batch"]["axis"][0] == 304 * 64
+    assert int.from_bytes(params["v_map"].tobytes(), "big") == GRADIENT_POINTERS["v"]
+
+
+def test_one_pass_serves_and_wins() -> None:
+    """What it serves has to be asked for where it was not seen to win."""
+    full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))
+    narrow, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 80))
+    mask = np.ones((300, 300), np.bool_)
+    for q, k, v, options, serves, ordered, unordered in (
+        (full, full, full, {}, True, True, True),
+        (full, full, full, {"causal": True}, True, True, True),
+        (narrow, narrow, narrow, {}, True, False, True),
+        (full, group, group, {"enable_gqa": True}, True, False, False),
+        (full, full, full, {"mask": mask}, False, False, False),
+        (full, full, full, {"window": (9, 9)}, True, False, False),
+        (full, full, full, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
+        (full, full, full, {"scale": -1.0}, True, False, False),
+        (full, full, full, {"bias": mask.astype(np.float32)}, False, False, False),
+        (row, full, full, {}, False, False, False),
+        (full, row, full, {}, False, False, False),
+        (between, between, between, {}, False, False, False),
+        (narrow, narrow, full, {}, False, False, False),
+    ):
+        problem = describe(q, k, v, Options(**options))
+        configs = [_select_one_pass.config_of(problem, ordered=o) for o in (True, False)]
+        assert [c is not None for c in configs] == [serves, serves]
+        wins = [c is not None and _select_one_pass.wins(problem, c) for c in configs]
+        assert wins == [ordered, unordered], (q.shape, options)
 
 
 def test_heads_of_a_group_share_an_owner(recorder: Recorder) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
 #: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
-#: sm90 rows of cuflash/_select.py.
+#: sm90 rows of cuflash/_select.py; those of a part of dq, whose operands are read by rows; and
+#: those of scores whose keys stay in registers.
 SHARED_A = (48, 64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)
+SHARED_ROWS = (64,)
+REGISTER_A_COLUMNS = (64,)
 PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 HEADER = """\
@@ -34,6 +37,9 @@ namespace cuflash::ptx {{
 TITLES = {
     "wgmma_shared_a.cuh": "A and B lie in shared memory, the summed index contiguous in both.",
     "wgmma_register_a.cuh": "A lies in registers, B in shared memory, its columns contiguous.",
+    "wgmma_register_a_columns.cuh": "A lies in registers, B^T in shared memory, its columns "
+    "contiguous.",
+    "wgmma_shared_rows.cuh": "A^T and B lie in shared memory, the columns contiguous in both.",
 }
 
 FOOTER = """
@@ -53,16 +59,17 @@ def wrapped(text: str, indent: str, quote: str = "") -> str:
     )
 
 
-def instruction(columns: int, dtype: str, *, a_in_registers: bool) -> str:
+def instruction(columns: int, dtype: str, *, a_in_registers: bool, b_by_rows: bool) -> str:
     """One asm statement."""
     count = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     if a_in_registers:
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         inputs = [f'"r"(a[{i}])' for i in range(4)]
-        flags = "1, 1, 1"
+        flags = "1, 1, 1" if b_by_rows else "1, 1, 0"
     else:
-        a, inputs, flags = f"%{count}", ['"l"(a)'], "1, 1, 0, 0"
+        a, inputs = f"%{count}", ['"l"(a)']
+        flags = "1, 1, 1, 1" if b_by_rows else "1, 1, 0, 0"
     b, predicate = f"%{count + len(inputs)}", f"%{count + len(inputs) + 1}"
     ptx = PTX_TYPES[dtype]
     text = (
@@ -82,13 +89,19 @@ def instruction(columns: int, dtype: str, *, a_in_registers: bool) -> str:
     )
 
 
-def function(columns: int, *, a_in_registers: bool) -> str:
+def function(columns: int, *, a_in_registers: bool, b_by_rows: bool) -> str:
     """One overload, for both element types."""
-    name = "wgmma_registers" if a_in_registers else "wgmma_shared"
+    name = {
+        (False, False): "wgmma_shared",
+        (False, True): "wgmma_shared_rows",
+        (True, False): "wgmma_registers_columns",
+        (True, True): "wgmma_registers",
+    }[a_in_registers, b_by_rows]
     a = "const uint32_t (&a)[4]" if a_in_registers else "uint64_t a"
     pad = " " * len(f"__device__ __forceinline__ void {name}(")
     first, second = (
-        instruction(columns, dtype, a_in_registers=a_in_registers) for dtype in PTX_TYPES
+        instruction(columns, dtype, a_in_registers=a_in_registers, b_by_rows=b_by_rows)
+        for dtype in PTX_TYPES
     )
     return (
         "\ntemplate <Dtype dtype>\n"
@@ -106,8 +119,10 @@ def function(columns: int, *, a_in_registers: bool) -> str:
 def generate() -> dict[str, str]:
     """The headers, by name."""
     functions = (
-        [function(n, a_in_registers=False) for n in SHARED_A],
-        [function(n, a_in_registers=True) for n in REGISTER_A],
+        [function(n, a_in_registers=False, b_by_rows=False) for n in SHARED_A],
+        [function(n, a_in_registers=True, b_by_rows=True) for n in REGISTER_A],
+        [function(n, a_in_registers=True, b_by_rows=False) for n in REGISTER_A_COLUMNS],
+        [function(n, a_in_registers=False, b_by_rows=True) for n in SHARED_ROWS],
     )
     return {
         name: HEADER.format(title=title) + "".join(texts) + FOOTER

@@ -37,6 +37,23 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem, i
       : "memory");
 }
 
+// Bytes in one piece, multiples of 16 at such addresses; the source may change as for tma_store.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void bulk_store(float* to, uint32_t smem, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem),
+               "r"(bytes)
+               : "memory");
+}
+
+// Adds float32 elements, each addition in one piece.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
+__device__ __forceinline__ void bulk_add(float* to, uint32_t smem, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(smem), "r"(bytes)
+      : "memory");
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -45,6 +62,9 @@ __device__ __forceinline__ void tma_store_commit() {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 }  // namespace cuflash::ptx

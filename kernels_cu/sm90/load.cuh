@@ -4,6 +4,7 @@
 #include "params.cuh"
 #include "ptx/tma.cuh"
 #include "scheduler.cuh"
+#include "score.cuh"
 #include "sm90/barrier.cuh"
 #include "tile/matmul_sm90.cuh"
 
@@ -52,6 +53,13 @@ __device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
       if (row < end) chunks[lane_index() % 8] = make_uint4(0, 0, 0, 0);
     }
   }
+}
+
+// Of the rows that were loaded, those outside `kept`.
+template <typename Tile>
+__device__ __forceinline__ void clear_outside(Tile& tile, Range kept, int loaded) {
+  clear_rows(tile, 0, min(kept.begin, loaded));
+  clear_rows(tile, max(kept.end, 0), loaded);
 }
 
 }  // namespace cuflash

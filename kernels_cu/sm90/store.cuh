@@ -113,19 +113,6 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
 }
 
 // ----------------------------------------------------------------------------- from registers
-// x[i] of lane j of a quad and x[j] of lane i change places.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const bool odd = lane_index() & 1, high = lane_index() & 2;
-  uint32_t a = __shfl_xor_sync(0xffffffff, odd ? x[0] : x[1], 1);
-  uint32_t b = __shfl_xor_sync(0xffffffff, odd ? x[2] : x[3], 1);
-  (odd ? x[0] : x[1]) = a;
-  (odd ? x[2] : x[3]) = b;
-  a = __shfl_xor_sync(0xffffffff, high ? x[0] : x[2], 2);
-  b = __shfl_xor_sync(0xffffffff, high ? x[1] : x[3], 2);
-  (high ? x[0] : x[2]) = a;
-  (high ? x[1] : x[3]) = b;
-}
-
 // Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
 // four lanes of a quad trade places, so that each stores eight neighbouring columns.
 __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,

@@ -3,9 +3,12 @@
 
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
+#include "ptx/special.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_register_a.cuh"
+#include "ptx/wgmma_register_a_columns.cuh"
 #include "ptx/wgmma_shared_a.cuh"
+#include "ptx/wgmma_shared_rows.cuh"
 
 namespace cuflash {
 
@@ -33,8 +36,10 @@ struct PanelTile {
   }
 
   // As an operand whose rows are summed: V in P V. The leading offset leads to the next panel.
-  __device__ __forceinline__ uint64_t summed_over_rows() const {
-    return ptx::smem_descriptor(ptx::shared_address(data), panel_bytes);
+  __device__ __forceinline__ uint64_t summed_over_rows(int first_row = 0,
+                                                       int first_panel = 0) const {
+    return ptx::smem_descriptor(
+        ptx::shared_address(data) + first_row * 128 + first_panel * panel_bytes, panel_bytes);
   }
 };
 
@@ -62,11 +67,60 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
   ptx::pin(flat(acc));
 }
 
+// The same with A in registers.
+template <typename BTile, int tiles, int steps>
+__device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4],
+                                                         uint32_t (&a_frag)[1][steps][4],
+                                                         uint64_t b) {
+  static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 16, "shapes");
+  auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
+  ptx::pin(a_registers);
+  ptx::pin(flat(acc));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    ptx::wgmma_registers_columns<Config::dtype>(
+        flat(acc), a_frag[0][k], b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(flat(acc));
+  ptx::pin(a_registers);
+}
+
+// Reads 64 rows of a tile as such an operand, by a warpgroup.
+template <typename Tile, int steps>
+__device__ __forceinline__ void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile,
+                                             int first_row) {
+  const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
+  const uint32_t row = first_row + thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    ptx::ldmatrix_x4(frag[0][k], ptx::shared_address(tile.data[k / 4]) +
+                                     Tile::chunk_offset(row, k % 4 * 2 + lane / 16));
+  }
+}
+
+// Starts acc = A^T . B for one panel of either, whose rows are summed.
+template <typename ATile, typename BTile>
+__device__ __forceinline__ void start_panel_product(float (&acc)[1][8][4], uint64_t a, uint64_t b) {
+  static_assert(ATile::rows == BTile::rows, "shapes");
+  ptx::pin(flat(acc));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ATile::rows / 16; ++k) {
+    // 16 rows are 2048 bytes of every panel.
+    ptx::wgmma_shared_rows<Config::dtype>(flat(acc), a + k * 128, b + k * 128, k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(flat(acc));
+}
+
 // Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.
 template <typename BTile, int first = 0, int count = BTile::rows / 16, int tiles, int steps>
 __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
                                               uint32_t (&a_frag)[1][steps][4], uint64_t b) {
-  static_assert(tiles == BTile::columns / 8 && steps == BTile::rows / 16, "shapes");
+  static_assert(tiles == BTile::columns / 8 && steps <= BTile::rows / 16, "shapes");
+  static_assert(first + count <= steps, "A has them");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
   ptx::pin(flat(acc));

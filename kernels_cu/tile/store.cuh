@@ -42,6 +42,12 @@ struct RowTarget {
     }
   }
 
+  // Can eight columns of every row be written at once?
+  __device__ __forceinline__ bool takes_chunks() const {
+    return column_stride == 1 && row_stride % 8 == 0 && num_columns % 8 == 0 &&
+           reinterpret_cast<uint64_t>(data) % 16 == 0;
+  }
+
   // Own columns `column` and column + 1 of a row; one store where the two are neighbours in memory.
   __device__ __forceinline__ void store_pair(int row, int column, Real first, Real second) const {
     if (column >= num_columns) return;
@@ -72,6 +78,48 @@ __device__ __forceinline__ void store_slice(const RowTarget& target, int first_r
     for (int t = 0; t < tiles; ++t) {
       target.store_pair(first_row + row, fragment_column(t, 0), acc[t][2 * half] * factor,
                         acc[t][2 * half + 1] * factor);
+    }
+  }
+}
+
+// x[i] of lane j of a quad and x[j] of lane i change places.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+  const bool odd = lane_index() & 1, high = lane_index() & 2;
+  uint32_t a = __shfl_xor_sync(0xffffffff, odd ? x[0] : x[1], 1);
+  uint32_t b = __shfl_xor_sync(0xffffffff, odd ? x[2] : x[3], 1);
+  (odd ? x[0] : x[1]) = a;
+  (odd ? x[2] : x[3]) = b;
+  a = __shfl_xor_sync(0xffffffff, high ? x[0] : x[2], 2);
+  b = __shfl_xor_sync(0xffffffff, high ? x[1] : x[3], 2);
+  (high ? x[0] : x[2]) = a;
+  (high ? x[1] : x[3]) = b;
+}
+
+// The same by 16 bytes where the addresses allow it: the four lanes of a quad trade places, so that
+// each stores eight neighbouring columns.
+template <int tiles>
+__device__ __forceinline__ void store_slice_wide(const RowTarget& target, int first_row,
+                                                 int num_rows, float factor,
+                                                 const float (&acc)[tiles][4]) {
+  static_assert(tiles % 4 == 0 && sizeof(RowTarget::Value) == 2, "a quad holds 8 columns of each");
+  if (!target.takes_chunks()) return store_slice(target, first_row, num_rows, factor, acc);
+  const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
+  RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
+#pragma unroll
+  for (int t = 0; t < tiles; t += 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
+                                       acc[t + i][2 * half + 1] * factor);
+      }
+      transpose_quad(x);
+      if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
+        *reinterpret_cast<uint4*>(to + 8 * half * target.row_stride + 8 * t) =
+            make_uint4(x[0], x[1], x[2], x[3]);
+      }
     }
   }
 }

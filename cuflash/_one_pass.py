@@ -1,0 +1,131 @@
+"""How do all gradients come from one pass over the scores? Workspace, order of kernels.
+
+``backward_sm90.cu`` adds to float32 sums of dq, ``backward_convert.cu`` scales and rounds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+from cupy_backends.cuda.api import runtime
+
+from cuflash import _launch_sm90, _params, _plan, _select, _select_one_pass
+from cuflash._arguments import Addresses, KnownArguments
+from cuflash._config import BackwardOnePassConfig
+from cuflash._grid import Layout
+from cuflash._launch_sm90 import MappedLaunch
+from cuflash._plan import Launch
+from cuflash._problem import Problem
+
+_FLOAT_BYTES = 4
+_SUMS_ALIGNMENT = 128
+_SLICE_ROWS = 16
+_NAMES = tuple(
+    {"sums": "dq sums"}.get(name, name) for name in _params.pointer_names(_params.BACKWARD)
+)
+
+
+class Clear(NamedTuple):
+    """Zeros at the start of a call."""
+
+    size: int
+
+    def run(self, pointers: Addresses, stream: int) -> None:
+        """Write them from the first pointer on."""
+        runtime.memsetAsync(pointers[0], 0, self.size, stream)
+
+
+ALL = frozenset(("q", "k", "v"))
+Steps = list[tuple[tuple[str, ...], Launch | MappedLaunch | Clear]]
+
+
+def config_of(
+    problem: Problem,
+    device: int,
+    wanted: frozenset[str] = ALL,
+    config: Any = None,
+    *,
+    ordered: bool = True,
+) -> BackwardOnePassConfig | None:
+    """The kernel of all gradients; None where kernels of their own serve.
+
+    A ``config``, the caller's ``BackwardConfigs``, that names others excludes it.
+    """
+    override, chosen = None if config is None else config.qkv, None
+    if config is not None and override is None:
+        return None
+    if wanted >= ALL and _launch_sm90.available(device):
+        chosen = _select_one_pass.config_of(problem, ordered=ordered)
+    if override is None:
+        wins = chosen is not None and _select_one_pass.wins(problem, chosen)
+        return chosen if wins else None
+    if chosen is None:
+        raise _launch_sm90.unservable(override)
+    return _select.overridden(chosen, override, device)
+
+
+def workspace_size(problem: Problem, config: BackwardOnePassConfig) -> int:
+    """Bytes beside the row statistics: one float32 for each element of q, and turns."""
+    return _turns_size(problem, config) + _SUMS_ALIGNMENT + _sums_size(problem)
+
+
+def addresses(problem: Problem, config: BackwardOnePassConfig, workspace: int) -> dict[str, int]:
+    """Where turns and sums lie, from the end of the row statistics on."""
+    end = workspace + _turns_size(problem, config)
+    return {"turns": workspace, "dq sums": -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT}
+
+
+def plan(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    addresses: dict[str, int],
+    config: BackwardOnePassConfig,
+) -> Steps | None:
+    """Prepare the kernels behind that of delta; None where a layout is not for them."""
+    layouts = layouts | {"sums": _sums_layout(problem)}
+    mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)
+    maps = _launch_sm90.gradient_maps(problem, layouts, config, mapped, problem.k.summed)
+    if maps is None:
+        return None
+    launch = _plan.plan_launch(
+        _params.BACKWARD_SM90, config, problem, layouts, device,
+        num_blocks=_plan.num_tiles(problem, problem.seqlen_k, config.block_n),
+        streamed_bytes=2 * problem.seqlen_q * (problem.head_dim + problem.head_dim_v),
+        summed=problem.k.summed,
+    )  # fmt: skip
+    end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
+    gradients = MappedLaunch(
+        launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments()
+    )
+    convert = _plan.plan_launch(
+        _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, device,
+        num_blocks=-(-problem.seqlen_q // config.block_m),
+    )  # fmt: skip
+    steps: Steps = [(("turns",), Clear(_turns_size(problem, config)))]
+    if not config.ordered:  # else the first tile stores
+        steps.append((("dq sums",), Clear(_sums_size(problem))))
+    return [*steps, (_NAMES, gradients), (_NAMES, convert)]
+
+
+def _turns_size(problem: Problem, config: BackwardOnePassConfig) -> int:
+    """The number of tiles drawn, and a turn for each block of queries."""
+    blocks = -(-problem.seqlen_q // config.block_m)
+    return _FLOAT_BYTES * (1 + math.prod(problem.batch) * blocks)
+
+
+def _entry_bytes(problem: Problem) -> int:
+    """Of the sums of one batch entry: whole slices of rows."""
+    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * problem.head_dim
+
+
+def _sums_size(problem: Problem) -> int:
+    return math.prod(problem.batch) * _entry_bytes(problem)
+
+
+def _sums_layout(problem: Problem) -> Layout:
+    """C order of batch entries; within them, that of ``kernels_cu/sm90/dq_sums.cuh``."""
+    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=_entry_bytes(problem))
+    return Layout(_FLOAT_BYTES, tuple(steps)[::-1] if problem.batch else ())

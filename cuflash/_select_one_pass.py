@@ -1,0 +1,70 @@
+"""When do all gradients of Hopper come from one pass over the scores, and with which tiles?"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import NamedTuple
+
+from cuflash import _select
+from cuflash._config import BackwardConvertConfig, BackwardOnePassConfig
+from cuflash._problem import Problem
+
+
+class OnePassTile(NamedTuple):
+    """One row of the table of all gradients in one pass: see ``BackwardOnePassConfig``."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    keys_in_registers: bool
+
+
+TILES: dict[tuple[int, int], OnePassTile] = {
+    (64, 64): OnePassTile(128, 128, 2, True),
+    (128, 128): OnePassTile(64, 128, 2, False),
+}
+
+
+def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | None:
+    """Choose Hopper's kernel of all gradients; None where those of their own serve, that is
+
+    * with a bias and the other options above, softcap, slopes, a mask or segments;
+    * where q is broadcast, or k and v are along different axes;
+    * for packed sequences, of which each would begin with rows of its own;
+    * for head sizes that leave columns of the sums of dq empty, or of which registers do not hold
+      dk, dv and a part of dq.
+    """
+    if (
+        not _select._gradient_is_for_sm90(problem)
+        or _select._is_general(problem)
+        or any(problem.q.summed)
+        or problem.k.summed != problem.v.summed
+        or problem.cu_seqlens_q is not None
+        or (problem.head_dim, problem.head_dim) not in TILES
+        or problem.head_dim_v > problem.head_dim
+        or not _select._shares_keys(problem, ["k", "v"])
+    ):
+        return None
+    fields = _select._fields(problem, 16, problem.dtype) | _select._sm90_row(TILES, problem)
+    return BackwardOnePassConfig(num_warps=fields["block_n"] // 16 + 4, ordered=ordered, **fields)
+
+
+def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
+    """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
+
+    What a device has shown right and by 5 % faster: plain and causal scores, and at head size 64
+    sums in any order alone.
+    """
+    seen = (
+        not (config.window_left or any(problem.k.summed))
+        and config.scale_in_exponent
+        and config.offset == "value"
+        and config.q_lengths == config.kv_lengths == "none"
+    )
+    return seen and (config.head_dim == 128 or not config.ordered)
+
+
+def convert_config(config: BackwardOnePassConfig) -> BackwardConvertConfig:
+    """Choose the kernel that scales and rounds the sums of dq."""
+    own = {f.name: getattr(config, f.name) for f in fields(BackwardConvertConfig)}
+    return BackwardConvertConfig(**own | {"num_warps": 8})

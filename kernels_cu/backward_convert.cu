@@ -1,0 +1,54 @@
+// dq from its float32 sums: scaled, rounded, in the caller's strides. Rows that came out non-finite
+// are computed again, pair by pair.
+//
+// A block of threads converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
+// block that sees no key nothing was stored: it is zero.
+#include "config.cuh"
+#include "params.cuh"
+#include "exact.cuh"
+#include "sm90/dq_sums.cuh"
+
+namespace cuflash {
+
+static_assert(Config::num_warps == 4 * DqSums::parts, "a warp for each slice");
+
+// Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
+__device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
+                                                  const BatchIndex& entry, int block, bool sees) {
+  const int part = warp_index() / 4, slice = warp_index() % 4;
+  const DqSums sums(params, entry);
+  if (slice >= sums.slices(block, part)) return 0;
+  float acc[8][4] = {};
+  if (sees) sums.part(block, part)[slice].read(acc, lane_index());
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[t][i] += 0.0f;  // what no key contributes to is +0
+  }
+  const int first_column = part / DqSums::row_parts * 64;
+  const int first_row = block * Config::block_m + part % DqSums::row_parts * 64 + slice * 16;
+  RowTarget target(params.dq, params.dq_layout, entry, 0, params.head_dim, Config::head_dim);
+  target.data += first_column * target.column_stride;
+  target.num_columns -= first_column;
+  const int num_rows = min(sums.num_rows - first_row, 16);
+  store_slice_wide(target, first_row, num_rows, params.score.scale, acc);
+  return non_finite_rows(acc) & ((1u << num_rows) - 1);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_backward_convert(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  const Tile tile = tile_of(params.grid, blockIdx.x);
+  const BatchIndex entry(params.batch, tile.owner);
+  const int first_row = tile.block * Config::block_m;
+  const BlockRanges blocks =
+      Score(params.score, entry).kv_blocks(first_row, first_row + Config::block_m);
+  const uint32_t broken =
+      convert_slice(params, entry, tile.block, warp_agrees(blocks.begin < blocks.end));
+  __syncthreads();  // a row was written by several warps, and an exact one by one
+  const int part = warp_index() / 4;
+  const int row = first_row + part % DqSums::row_parts * 64 + warp_index() % 4 * 16;
+  for_each_bit(broken, [&](int bit) { exact_dq(params, tile.owner, 0, row + bit); });
+}

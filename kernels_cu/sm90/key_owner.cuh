@@ -1,0 +1,455 @@
+// What two kernels share whose blocks of threads own keys and stream queries: backward_dkv_sm90.cu
+// and backward_sm90.cu. What lies in shared memory, the warp that loads, and what a warpgroup
+// computes of its 64 keys.
+//
+//   barrier      arrivals a phase   what the end of a phase says
+//   keys_full    32 + bytes         k and v of the tile are there
+//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
+//   raw          1 + bytes          q and dout are there, of which rows are to be cleared
+//   empty        consumers          every warpgroup is done with the block: load the next
+#pragma once
+
+#include "exact.cuh"
+#include "params.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "segments.cuh"
+#include "sm90/gradient.cuh"
+#include "sm90/load.cuh"
+#include "tile/matmul_sm90.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+struct KeyOwnerMemory {
+  using KTile = PanelTile<Config::block_n, Config::head_dim>;
+  // dv alone does not need v: eight rows, the least that a tile has, stand for it.
+  using VTile = PanelTile<Config::grad_k ? Config::block_n : 8, Config::head_dim_v>;
+  using QTile = PanelTile<Config::block_m, Config::head_dim>;
+  using DoutTile = PanelTile<Config::block_m, Config::head_dim_v>;
+
+  QTile q[Config::num_stages];
+  DoutTile dout[Config::num_stages];
+  KTile k;
+  VTile v;
+  alignas(16) float lse[Config::num_stages][Config::block_m];
+  alignas(16) float delta[Config::num_stages][Config::block_m];
+  uint64_t full[Config::num_stages], empty[Config::num_stages];
+  uint64_t keys_full, raw;
+};
+static_assert(Config::block_n == 64 * consumers, "64 keys per warpgroup");
+
+__device__ __forceinline__ void init_rings(KeyOwnerMemory& smem) {
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.full[i], 32);  // the lanes of the producer
+    init(smem.empty[i], consumers);
+  }
+  init(smem.keys_full, 32);
+  init(smem.raw, 1);
+}
+
+// The tile of a block of threads, as often as it is asked for.
+struct KeyTile {
+  int first_key;
+  int owner;
+  int sequence;
+
+  __device__ __forceinline__ static KeyTile at(const BackwardParams& params, int index) {
+    const Tile tile = tile_of(params.grid, index);
+    // Under a causal bound the first keys are seen by the most queries.
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {place.block * Config::block_n, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+};
+
+// In which order the blocks of queries that see a tile are taken; `masked` is of the last asked
+// for.
+struct FirstRowsFirst {
+  static constexpr bool sums_over_keys = false;  // does the kernel that walks so?
+
+  const BlockRanges& blocks;
+  VisitedBlocks<Walk::queries> visited;
+
+  __device__ __forceinline__ FirstRowsFirst(const Score& score, const BlockRanges& blocks,
+                                            Range tile)
+      : blocks(blocks), visited(score, blocks, tile) {}
+
+  __device__ __forceinline__ int first() { return visited.first_from(blocks.begin); }
+  __device__ __forceinline__ int next(int block) { return visited.next_after(block); }
+  __device__ __forceinline__ bool is_left(int block) const { return block < blocks.end; }
+  __device__ __forceinline__ bool masked(int block) const {
+    return blocks.masked(block) || !visited.of_one_segment(block);
+  }
+};
+
+struct LastRowsFirst {
+  static constexpr bool sums_over_keys = true;
+
+  const BlockRanges& blocks;
+
+  __device__ __forceinline__ LastRowsFirst(const Score&, const BlockRanges& blocks, Range)
+      : blocks(blocks) {}
+
+  __device__ __forceinline__ int first() const { return blocks.end - 1; }
+  __device__ __forceinline__ int next(int block) const { return block - 1; }
+  __device__ __forceinline__ bool is_left(int block) const { return block >= blocks.begin; }
+  __device__ __forceinline__ bool masked(int block) const { return blocks.masked(block); }
+};
+
+// ---------------------------------------------------------------------------------- the producer
+// Statistics of the rows of a block, dealt out to the lanes; a row past the end sees nothing.
+struct LaneRows {
+  static constexpr int count = (Config::block_m + 31) / 32;
+
+  RowStatistics row[count];
+
+  __device__ __forceinline__ LaneRows(const RowStatistics* from, int first_row, int num_rows) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int q_idx = first_row + 32 * i + lane_index();
+      row[i] = q_idx < num_rows ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+    }
+  }
+
+  __device__ __forceinline__ void store(KeyOwnerMemory& smem, int stage) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int at = 32 * i + lane_index();
+      if (Config::block_m % 32 != 0 && at >= Config::block_m) break;
+      smem.lse[stage][at] = row[i].lse;
+      smem.delta[stage][at] = row[i].delta;
+    }
+  }
+
+  // Rows that see nothing, lanes as bits.
+  __device__ __forceinline__ uint32_t hidden(int i) const {
+    return __ballot_sync(0xffffffff, row[i].lse == infinity());
+  }
+};
+
+// Loads the keys, and blocks of queries in the order of `RowWalk`.
+template <typename RowWalk>
+struct KeyOwnerProducer {
+  const BackwardSm90Params& params;
+  KeyOwnerMemory& smem;
+  Ring<Config::num_stages> ring;
+  Ring<1> raw_ring;
+
+  __device__ __forceinline__ void run(const KeyTile& work) {
+    load_keys(work);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const BatchIndex entry = work.entry(params, index);
+      const Score score(params.score, entry);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      RowWalk walk(score, blocks, keys);
+      const Seqlen& seqlen = score.seqlen;
+      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+      const auto rows_of = [&](int block) {
+        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
+      };
+      int block = walk.first();
+      LaneRows statistics = rows_of(max(block, 0));
+#pragma unroll 1
+      while (walk.is_left(block)) {
+        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
+        block = walk.next(block);
+        statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+      }
+    }
+  }
+
+ private:
+  // Broadcast axes are those that an owner's entries differ in.
+  __device__ __forceinline__ void load_keys(const KeyTile& work) {
+    constexpr int bytes =
+        KeyOwnerMemory::KTile::bytes + (Config::grad_k ? KeyOwnerMemory::VTile::bytes : 0);
+    const BatchIndex entry = work.entry(params, 0);
+    const int from = Seqlen(params.score, entry).first_k + work.first_key;
+    const int loaded = min(Config::block_n, params.score.seqlen_k - from);
+    const Range kept = RowWalk::sums_over_keys ? seen_keys(work) : Range{0, loaded};
+    const bool clears = kept.begin > 0 || kept.end < loaded;
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.raw : smem.keys_full;
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), bytes);
+      start_load(smem.k, params.k_map, params.k_layout, entry, from, full);
+      if constexpr (Config::grad_k) {
+        start_load(smem.v, params.v_map, params.v_layout, entry, from, full);
+      }
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) {
+      wait(smem.raw, raw_ring.full_parity());
+      raw_ring.advance();
+      clear_outside(smem.k, kept, loaded);
+      clear_outside(smem.v, kept, loaded);
+      ptx::fence_async_proxy();
+    }
+    arrive_if(smem.keys_full, clears || lane_index() != 0);
+  }
+
+  // Keys of the tile, counted from its first, that a query of some entry may see: where a product
+  // sums over keys, 0 * NaN of another would count.
+  __device__ __forceinline__ Range seen_keys(const KeyTile& work) const {
+    Range seen{Config::block_n, 0};
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const Score score(params.score, work.entry(params, index));
+      const Range keys = score.kv_range(0, score.seqlen.rows_q).relative_to(work.first_key);
+      if (keys.begin >= keys.end) continue;
+      seen = {min(seen.begin, max(keys.begin, 0)), max(seen.end, keys.end)};
+    }
+    return seen;
+  }
+
+  // Rows of q from `first_row` of the array on. Nothing of a row that saw nothing, or that belongs
+  // to the next packed sequence, may reach a product, where 0 * NaN would count.
+  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
+                                            const LaneRows& statistics) {
+    const int stage = ring.stage();
+    const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+    bool clears = false;
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
+      clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
+    }
+    wait(smem.empty[stage], ring.empty_parity());
+    statistics.store(smem, stage);
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.raw : smem.full[stage];
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                  KeyOwnerMemory::QTile::bytes + KeyOwnerMemory::DoutTile::bytes);
+      start_load(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+      start_load(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row, full);
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) clear_hidden_rows(stage, statistics);
+    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+    arrive_if(smem.full[stage], clears || lane_index() != 0);
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void clear_hidden_rows(int stage, const LaneRows& statistics) {
+    wait(smem.raw, raw_ring.full_parity());
+    raw_ring.advance();
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      for_each_bit(statistics.hidden(i), [&](int bit) {
+        const int row = 32 * i + bit;
+        if (row >= Config::block_m) return;
+        clear_row(smem.q[stage], row);
+        clear_row(smem.dout[stage], row);
+      });
+    }
+    ptx::fence_async_proxy();
+  }
+};
+
+// --------------------------------------------------------------------------------- the consumers
+// The first query and key of a lane's scores.
+struct LaneIndices {
+  int row, key;
+
+  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+    const int thread = ptx::thread_index(), lane = thread % 32;
+    row = first_row + fragment_column(0, 0, lane);
+    key = first_key + 16 * (thread / 32 - 4) + fragment_row(0, 0, lane);
+  }
+
+  // Rows that see the key of a half, mask apart, counted from `row`: the column of a register is
+  // compared as a constant.
+  __device__ __forceinline__ Range seeing(const Score& score, int half) const {
+    const int kv_idx = key + 8 * half;
+    return score.q_range(kv_idx, kv_idx + 1).relative_to(row);
+  }
+};
+
+// A warpgroup takes `rows` queries of a block at a time, from row `first` of the block on.
+template <int rows>
+struct KeyOwner {
+  static constexpr int tiles = rows / 8;
+
+  const BackwardSm90Params& params;
+  KeyOwnerMemory& smem;
+  const int warpgroup;  // of the consumers
+  Ring<Config::num_stages> ring;
+  float dk_acc[1][Config::head_dim / 8][4];
+  float dv_acc[1][Config::head_dim_v / 8][4];
+  uint32_t frag[1][tiles / 2][4];  // p^T, then ds^T
+  // k and v, where they are kept here.
+  uint32_t k_frag[1][Config::keys_in_registers ? Config::head_dim / 16 : 1][4];
+  uint32_t v_frag[1][Config::keys_in_registers ? Config::head_dim_v / 16 : 1][4];
+
+  __device__ __forceinline__ void wait_for_keys() {
+    wait(smem.keys_full, 0);
+    if constexpr (Config::keys_in_registers) {
+      read_operand(k_frag, smem.k, 64 * warpgroup);
+      read_operand(v_frag, smem.v, 64 * warpgroup);
+    }
+  }
+
+  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
+                                               const Ring<Config::num_stages>& at, int first = 0) {
+    wait(smem.full[at.stage()], at.full_parity());
+    const uint64_t q = smem.q[at.stage()].summed_over_columns(first);
+    if constexpr (Config::keys_in_registers) {
+      start_transposed_product<KeyOwnerMemory::QTile>(s_acc, k_frag, q);
+    } else {
+      start_transposed_product<KeyOwnerMemory::KTile, KeyOwnerMemory::QTile>(
+          s_acc, smem.k.summed_over_columns(64 * warpgroup), q);
+    }
+  }
+
+  __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4], int first = 0) {
+    const uint64_t dout = smem.dout[ring.stage()].summed_over_columns(first);
+    if constexpr (Config::keys_in_registers) {
+      start_transposed_product<KeyOwnerMemory::DoutTile>(dp_acc, v_frag, dout);
+    } else {
+      start_transposed_product<KeyOwnerMemory::VTile, KeyOwnerMemory::DoutTile>(
+          dp_acc, smem.v.summed_over_columns(64 * warpgroup), dout);
+    }
+  }
+
+  __device__ __forceinline__ void start_dv(int first = 0) {
+    start_product<KeyOwnerMemory::DoutTile, 0, tiles / 2>(
+        dv_acc, frag, smem.dout[ring.stage()].summed_over_rows(first));
+  }
+
+  __device__ __forceinline__ void start_dk(int first = 0) {
+    start_product<KeyOwnerMemory::QTile, 0, tiles / 2>(
+        dk_acc, frag, smem.q[ring.stage()].summed_over_rows(first));
+  }
+
+  __device__ __forceinline__ void release_block_before() {
+    const Ring<Config::num_stages> before{ring.uses - 1};
+    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+  }
+
+  // lse or delta of the block at hand, of the queries of this lane's columns.
+  __device__ __forceinline__ void read(float2 (&of_columns)[tiles],
+                                       const float (&of_rows)[Config::num_stages][Config::block_m],
+                                       int first = 0) const {
+    const float* from =
+        of_rows[ring.stage()] + first + fragment_column(0, 0, ptx::thread_index() % 32);
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) of_columns[t] = *reinterpret_cast<const float2*>(from + 8 * t);
+  }
+
+  // Raw products become probabilities.
+  __device__ __forceinline__ void compute_p(float (&p)[1][tiles][4],
+                                            const float (&products)[1][tiles][4],
+                                            const float2 (&lse)[tiles], const Score& score,
+                                            int first_row, int first_key, int first = 0) const {
+    const LaneIndices lane(first_row + first, first_key);
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float logit =
+            score.apply(products[0][t][i], lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
+        p[0][t][i] =
+            ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? lse[t].x : lse[t].y));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void hide_pairs(float (&p)[1][tiles][4], const Score& score,
+                                             int first_row, int first_key, bool masked,
+                                             int first = 0) const {
+    if (!warp_agrees(masked)) return;
+    const LaneIndices lane(first_row + first, first_key);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range seeing = lane.seeing(score, half);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
+        }
+      }
+    }
+  }
+
+  // Where scores take more: raw products become p score', frag the operand p^T.
+  template <bool masked>
+  __device__ __forceinline__ void compute_p_and_weights(float (&s_acc)[1][tiles][4],
+                                                        const Score& score, int first_row,
+                                                        int first_key) {
+    const LaneIndices lane(first_row, first_key);
+    ColumnBits unmasked[2];
+    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane.key, lane.row);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range seeing = lane.seeing(score, half);
+      ColumnBits segment;
+      if constexpr (masked) {
+        segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
+      }
+      const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        float p[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = s_acc[0][t][2 * half + i];
+          const float product = value;
+          const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
+          const bool visible =
+              !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                          unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
+          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
+          value = visible ? p[i] * score.derivative(product, q_idx, kv_idx) : 0.0f;
+        }
+        frag[0][t / 2][t % 2 * 2 + half] = pack<Config::dtype>(p[0], p[1]);
+      }
+    }
+  }
+
+  // The weights of dp^T - delta become ds^T.
+  __device__ __forceinline__ void compute_ds(float (&weight)[1][tiles][4],
+                                             const float (&dp_acc)[1][tiles][4],
+                                             const float2 (&delta)[tiles]) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weight[0][t][i] *= dp_acc[0][t][i] - (i % 2 == 0 ? delta[t].x : delta[t].y);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const KeyTile& work) const {
+    const int first_key = work.first_key + 16 * (warp_index() - 4);
+    const BatchIndex entry = work.entry(params, 0);
+    const Seqlen seqlen(params.score, entry);
+    const int num_keys = min(max(seqlen.rows_k - first_key, 0), 16);
+    uint32_t broken = 0;
+    if constexpr (Config::grad_k) {
+      store_slice_wide(RowTarget(params.dk, params.dk_layout, entry, seqlen.first_k,
+                                 params.head_dim, Config::head_dim),
+                       first_key, num_keys, params.score.scale, dk_acc[0]);
+      broken |= non_finite_rows(dk_acc[0]);
+    }
+    if constexpr (Config::grad_v) {
+      store_slice_wide(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k,
+                                 params.head_dim_v, Config::head_dim_v),
+                       first_key, num_keys, 1.0f, dv_acc[0]);
+      broken |= non_finite_rows(dv_acc[0]);
+    }
+    __syncwarp();  // a row was written by four lanes, and an exact one by all
+    for_each_bit(broken & ((1u << num_keys) - 1),
+                 [&](int row) { exact_dkv(params, work.owner, work.sequence, first_key + row); });
+  }
+};
+
+}  // namespace cuflash
