@@ -163,6 +163,11 @@ _FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
 }
+# And packed sequences: where they begin takes registers, too.
+_FORWARD_SM90_GENERAL_WINDOW_PACKED: Sm90Tiles = {
+    (192, 128): Sm90Tile(128, 64, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 48, 2, 1, 0),
+}
 #: What a call is planned for where no device is at hand: an H100 SXM.
 _MULTIPROCESSORS = 132
 
@@ -256,6 +261,8 @@ def forward_sm90_config(
         tiles = _FORWARD_SM90_GENERAL
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
+            if fields["cu_seqlens"] != "none":
+                tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW_PACKED
     else:
         if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
             tiles = tiles | _FORWARD_SM90_LENGTHS
