@@ -37,6 +37,7 @@ struct float4 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 template <typename T>
@@ -80,6 +81,7 @@ struct {
 } static threadIdx, blockIdx, gridDim;
 
 namespace host {
+static long copied_bytes = 0;  // of global memory to shared memory, asynchronously
 
 constexpr int max_threads = 1024;
 constexpr int stack_bytes = 512 << 10;

@@ -32,11 +32,10 @@ inline uint32_t pack_bfloat16(float low, float high) {
   return bfloat16_bits(low) | static_cast<uint32_t>(bfloat16_bits(high)) << 16;
 }
 
-static long copied_bytes = 0;  // of global memory
 template <int bytes>
 inline void cp_async(uint32_t smem, const void* source, bool valid) {
   if (valid) {
-    copied_bytes += bytes;
+    host::copied_bytes += bytes;
     std::memcpy(smem_bytes + smem, source, bytes);
   } else {
     std::memset(smem_bytes + smem, 0, bytes);

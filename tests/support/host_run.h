@@ -4,7 +4,7 @@
 // Returns how many bytes were copied to shared memory asynchronously.
 extern "C" long run(unsigned blocks, int threads, const void* params) {
   const auto& given = *static_cast<const cuflash::HOST_PARAMS*>(params);
-  cuflash::ptx::copied_bytes = 0;
+  host::copied_bytes = 0;
   host::run(blocks, threads, [&] { HOST_KERNEL(given); });
-  return cuflash::ptx::copied_bytes;
+  return host::copied_bytes;
 }
