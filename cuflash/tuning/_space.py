@@ -167,7 +167,11 @@ def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -
     portable = kernel.endswith("_sm80")
     found: list[Any] = [_chosen.forward(problem, hardware, portable=portable)]
     if kernel.startswith("backward"):
-        found = list(_chosen.backward(problem, hardware, portable=portable))
+        found = [
+            config
+            for wanted in ("q", "kv")  # all three at once may be one pass
+            for config in _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
+        ]
     for config in found:
         if type(config) is kind:
             return config

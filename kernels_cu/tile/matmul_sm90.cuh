@@ -80,7 +80,7 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
 #pragma unroll
   for (int k = 0; k < steps; ++k) {
     ptx::wgmma_registers_columns<Config::dtype>(
-        flat(acc), a_frag[0][k], b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+        flat(acc), a_frag[0][k], b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
