@@ -97,7 +97,7 @@ FLOAT32 = Tables(
     own_columns=128,
     own_columns_general=128,
     own_columns_backward=128,
-    own_columns_backward_general=128,
+    own_columns_backward_general=96,
 )
 _FORWARD_TF32: Tiles = _FORWARD_FLOAT32 | {
     64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 1)),

@@ -46,13 +46,13 @@ __device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, i
   const int thread_row = thread / Tile::row_chunks;
   const Element* row_data = source.data + (first_row + thread_row) * source.row_stride;
   const uint32_t smem = ptx::shared_address(tile.data);
-#pragma unroll(Config::copy_bytes >= 4 ? steps : 1)
+#pragma unroll(Config::copy_bytes > sizeof(Element) ? steps : 1)
   for (int step = 0; step < steps; ++step) {
     const int tile_row = thread_row + step * row_step;
     if (chunks % num_threads != 0 && tile_row >= Tile::rows) break;
     const bool row_valid = static_cast<uint32_t>(first_row + tile_row - valid.begin) <
                            static_cast<uint32_t>(valid.end - valid.begin);
-#pragma unroll(Config::copy_bytes >= 4 ? Tile::num_panels : 1)
+#pragma unroll(Config::copy_bytes > sizeof(Element) ? Tile::num_panels : 1)
     for (int panel = 0; panel < Tile::num_panels; ++panel) {
       const int column = panel * Tile::panel_columns + Tile::chunk_columns * chunk;
       const int offset = panel * Tile::panel_bytes + Tile::chunk_offset(tile_row, chunk);
