@@ -108,7 +108,7 @@ def test_a_key_of_nan_reaches_those_that_see_it_alone(kernel: str) -> None:
     expected, result = run(cupy, clean), run(cupy, call)
     truth = reference.attention(call.q, k, v, return_lse=True, **call.options)
     exact = reference.attention_backward(call.dout, call.q, k, v, *truth, **call.options)
-    for name, array in {"out": truth[0], "dq": exact.dq, "dk": exact.dk, "dv": exact.dv}.items():
+    for name, array in {"out": truth[0], "q": exact.dq, "k": exact.dk, "v": exact.dv}.items():
         of = (result.out, expected.out) if name == "out" else (
             result.gradients[name], expected.gradients[name]
         )  # fmt: skip
