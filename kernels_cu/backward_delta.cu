@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const BatchIndex entry(params.batch, tile.owner);
   const int first_row = tile.block * Config::block_m + threadIdx.x / lanes_per_row;
   const int lane = threadIdx.x % lanes_per_row;
-#pragma unroll 4
+#pragma unroll 2
   for (int step = 0; step < Config::block_m / rows_per_step; ++step) {
     const int row = first_row + step * rows_per_step;
     // Lanes past the end repeat the last row, so that whole warps take part in the sums.

@@ -53,7 +53,7 @@ LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227
 class Spill:
     """Why a row may keep registers in memory."""
 
-    size: int  # bytes of all stores and loads in the code of NVRTC 12.9; 13.5 has no more
+    size: int  # bytes of all stores and loads in the code of NVRTC 12.9 or 13.5, whichever has more
     reason: str
 
 
@@ -71,6 +71,9 @@ SPILLS = {
     ),
     ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
         72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
+    ),
+    ("sm_80", "cuflash_forward_sm80", 256): Spill(
+        16, f"{INVARIANTS}, in float32 with eleven options at once (12.9: nothing); {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_89", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
@@ -229,7 +232,7 @@ def gate(arch: str) -> set[KernelConfig]:
     if arch in ("sm_80", "sm_90"):
         cases = [*rows(), *pairwise()]
     else:
-        cases = [{**PLAIN, "head_dims": (head_dim, head_dim)} for head_dim in HEAD_DIMS]
+        cases = [{**PLAIN, "head_dims": (head_dim, head_dim)} for head_dim in HEAD_DIMS[::2]]
     cases += wide_rows(arch)
     found = set()
     for case in cases:
@@ -298,15 +301,16 @@ def test_few_cases_hold_every_pair_of_options() -> None:
 
 @pytest.mark.nvrtc
 def test_no_exception_is_wider_than_what_is_spilled() -> None:
-    """The sizes in SPILLS are those of NVRTC 12.9."""
-    if compiler_of(12) is None:
-        pytest.skip("nvrtc: version 12 is not installed")
+    """The sizes in SPILLS are those of one of the two compilers."""
+    if any(compiler_of(generation) is None for generation in DISTRIBUTIONS):
+        pytest.skip("nvrtc: version 12 or 13 is not installed")
     spilled = dict.fromkeys(SPILLS, 0)
     for arch in {arch for arch, *_ in SPILLS}:
         chosen = [config for config in gate(arch) if row_of(config, arch) in SPILLS]
-        for config, report in reports(chosen, arch, 12).items():
-            row = row_of(config, arch)
-            spilled[row] = max(spilled[row], report.spill_bytes)
+        for generation in DISTRIBUTIONS:
+            for config, report in reports(chosen, arch, generation).items():
+                row = row_of(config, arch)
+                spilled[row] = max(spilled[row], report.spill_bytes)
     assert spilled == {row: spill.size for row, spill in SPILLS.items()}
 
 

@@ -7,6 +7,7 @@ model or on time is left to the tests marked gpu.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -78,8 +79,9 @@ def check(call: Call, options: cuflash.Options) -> None:
     budget.check_backward(gradients, given=(out, lse))
 
 
-@pytest.mark.parametrize("dtype", covering.FACTORS["dtype"])
-@pytest.mark.parametrize("number", ROWS)
+@pytest.mark.parametrize(
+    ("number", "dtype"), zip(itertools.cycle(ROWS), covering.FACTORS["dtype"], strict=False)
+)
 def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str) -> None:
     row = covering.rows()[number] | {"dtype": dtype}
     call = covering.call_of(row, number).but(axes=None, placements={})
@@ -112,8 +114,10 @@ def test_tf32_rounds_operands_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(200, 180), (20, 200), (200, 40)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "head_dim_v"),
+    [("float32", 20, 200), ("float32", 200, 40), ("float64", 200, 180)],
+)
 def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
     """Of wide results each block of threads computes some columns, of a row of NaN too."""
     call = make_call(
