@@ -163,7 +163,8 @@ _FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
 }
-# And packed sequences: where they begin takes registers, too.
+# Packed sequences besides: where they begin takes registers, too.
+_FORWARD_SM90_GENERAL_PACKED: Sm90Tiles = {(256, 256): Sm90Tile(128, 48, 2, 1, 0)}
 _FORWARD_SM90_GENERAL_WINDOW_PACKED: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 64, 2, 1, 0),
     (192, 192): Sm90Tile(128, 48, 2, 1, 0),
@@ -243,7 +244,8 @@ def forward_sm90_config(
     * with a bias: it is read element by element, which spills registers beside a Hopper tile;
     * where out has another dtype than q: its tile would not fit where q's was;
     * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
-    * with the caller's formulas: nobody knows how many registers they take.
+    * with the caller's formulas: nobody knows how many registers they take;
+    * for packed sequences with a mask at head sizes above 192: every tile spills registers.
     """
     if (
         problem.dtype not in HALVES
@@ -253,12 +255,15 @@ def forward_sm90_config(
         or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
         or not problem.seqlen_k  # a map holds at least one row
         or problem.formulas is not None
+        or _spills_packed(problem)
     ):
         return None
     fields = _fields(problem, 16, problem.dtype) | _sink_field(problem)
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
+        if fields["cu_seqlens"] != "none":
+            tiles = tiles | _FORWARD_SM90_GENERAL_PACKED
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
             if fields["cu_seqlens"] != "none":
@@ -271,6 +276,12 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_FEW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
+
+
+def _spills_packed(problem: Problem) -> bool:
+    """Whether a mask of packed sequences leaves no tile without spilled registers."""
+    wide = max(problem.head_dim, problem.head_dim_v) > 192
+    return wide and problem.mask is not None and problem.cu_seqlens_q is not None
 
 
 def _sm90_row(

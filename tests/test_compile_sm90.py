@@ -20,6 +20,7 @@ from test_compile import ALL, LIMITS, PLAIN, pairwise, problem_of
 from cuflash import _select, _select_one_pass
 from cuflash._compile import compile_static, params_struct
 from cuflash._config import BackwardConvertConfig, BackwardSm90Config, ForwardSm90Config
+from cuflash._problem import HALVES
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -155,7 +156,8 @@ def test_other_combinations() -> None:
     """A sample of those in which two options meet: a kernel of this kind compiles for seconds."""
     extremes = ((64, 64), (256, 256))
     cases = [{**case, **SERVED} for case in pairwise() if case["head_dims"] in extremes]
-    chosen = {config_of(case) for case in cases}
+    halves = [{**c, "dtype": c["dtype"] if c["dtype"] in HALVES else np.float16} for c in cases]
+    chosen = {config_of(case) for case in halves} - {None}
     assert len(chosen) > 10
     compile_all(chosen)
 
@@ -175,7 +177,10 @@ def test_serialised_products_would_be_noticed() -> None:
 
 
 def test_what_the_portable_kernel_serves() -> None:
-    for case in ({"bias": np.float32}, {"out_dtype": np.float32}, {"head_dims": (64, 33)}):
+    wide_mask = {**PACKED, "mask": True, "head_dims": (256, 256)}
+    for case in (
+        {"bias": np.float32}, {"out_dtype": np.float32}, {"head_dims": (64, 33)}, wide_mask,
+    ):  # fmt: skip
         assert config_of({**PLAIN, **case}) is None
     assert config_of({**PLAIN, "dtype": bfloat16}) is not None
     assert not gradient_configs({**PLAIN, "bias": np.float32})
