@@ -80,7 +80,8 @@ def check(call: Call, options: cuflash.Options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "dtype"), zip(itertools.cycle(ROWS), covering.FACTORS["dtype"], strict=False)
+    ("number", "dtype"),
+    list(zip(itertools.cycle(ROWS), covering.FACTORS["dtype"], strict=False)),
 )
 def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str) -> None:
     row = covering.rows()[number] | {"dtype": dtype}
