@@ -5,7 +5,7 @@ The same choices as ``_launch.py`` makes with the arrays before it, for arrays i
 
 from __future__ import annotations
 
-from cuflash import _philox, _select, _select_one_pass, _tuned
+from cuflash import _select, _select_one_pass, _sm90_refusals, _tuned
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
@@ -83,36 +83,17 @@ def _copy_bytes(problem: Problem) -> int:
 
 def why_portable(problem: Problem, hardware: Hardware) -> str:
     """Why Hopper's forward does not serve a problem; empty where it does."""
-    if hardware.arch != "sm_90":
-        return f"{hardware.arch} has no wgmma as sm_90 has it"
-    reasons = (
-        (
-            problem.dtype not in HALVES,
-            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
-        ),
-        (_copy_bytes(problem) != _TMA_BYTES, "rows of q, k or v are not multiples of 16 bytes"),
-        (problem.bias is not None, "a bias is read element by element, which spills there"),
-        (problem.out.dtype != problem.dtype, "out has another dtype than q"),
-        (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
-        (not problem.seqlen_k, "there are no keys"),
-        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-    )
-    return next((text for applies, text in reasons if applies), "")
+    return _why_not_here(problem, hardware) or _sm90_refusals.against_forward(problem)
 
 
 def why_portable_gradient(problem: Problem, hardware: Hardware) -> str:
     """Why Hopper's gradient does not serve a problem; empty where it does."""
+    return _why_not_here(problem, hardware) or _sm90_refusals.against_gradient(problem)
+
+
+def _why_not_here(problem: Problem, hardware: Hardware) -> str:
     if hardware.arch != "sm_90":
         return f"{hardware.arch} has no wgmma as sm_90 has it"
-    reasons = (
-        (
-            problem.dtype not in HALVES,
-            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
-        ),
-        (_copy_bytes(problem) != _TMA_BYTES, "rows of q, k or v are not multiples of 16 bytes"),
-        (problem.bias is not None, "a bias is read element by element, which spills there"),
-        (_philox.threshold(problem.dropout) > 0, "dropout takes registers that it has not"),
-        (not problem.seqlen_k, "there are no keys"),
-        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
-    )
-    return next((text for applies, text in reasons if applies), "")
+    if problem.dtype in HALVES and _copy_bytes(problem) != _TMA_BYTES:
+        return "rows of q, k or v are not multiples of 16 bytes"
+    return ""

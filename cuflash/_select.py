@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cuflash import _philox, _tuned
+from cuflash import _philox, _sm90_refusals, _tuned
 from cuflash._config import (
     HEAD_DIMS,
     BackwardKVConfig,
@@ -238,25 +238,8 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
 def forward_sm90_config(
     problem: Problem, multiprocessors: int = _MULTIPROCESSORS
 ) -> ForwardSm90Config | None:
-    """Choose the forward kernel of Hopper; None where the portable one serves, that is
-
-    * for float32 and float64;
-    * with a bias: it is read element by element, which spills registers beside a Hopper tile;
-    * where out has another dtype than q: its tile would not fit where q's was;
-    * for head sizes of v that are no multiple of 8: rows of out are stored by 16 bytes;
-    * with the caller's formulas: nobody knows how many registers they take;
-    * for packed sequences with a mask at head sizes above 192: every tile spills registers.
-    """
-    if (
-        problem.dtype not in HALVES
-        or problem.bias is not None
-        or problem.out.dtype != problem.dtype
-        or problem.head_dim_v % 8
-        or max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]
-        or not problem.seqlen_k  # a map holds at least one row
-        or problem.formulas is not None
-        or _spills_packed(problem)
-    ):
+    """Choose the forward kernel of Hopper; None where the portable one serves."""
+    if _sm90_refusals.against_forward(problem):
         return None
     fields = _fields(problem, 16, problem.dtype) | _sink_field(problem)
     tiles = _FORWARD_SM90
@@ -278,12 +261,6 @@ def forward_sm90_config(
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 
 
-def _spills_packed(problem: Problem) -> bool:
-    """Whether a mask of packed sequences leaves no tile without spilled registers."""
-    wide = max(problem.head_dim, problem.head_dim_v) > 192
-    return wide and problem.mask is not None and problem.cu_seqlens_q is not None
-
-
 def _sm90_row(
     tiles: (
         dict[tuple[int, int], Sm90Tile]
@@ -303,14 +280,11 @@ def _sm90_row(
 
 
 def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
-    """Choose Hopper's kernel of dq; None where the portable one serves, that is
+    """Choose Hopper's kernel of dq; None where the portable one serves.
 
-    * for float32 and float64;
-    * with a bias: it is read element by element, which spills registers beside a Hopper tile;
-    * with dropout or formulas, which take registers, too;
-    * where q is broadcast: its gradient is a sum over batch entries.
+    So it does where q is broadcast, too: its gradient is a sum over batch entries.
     """
-    if not _gradient_is_for_sm90(problem) or any(problem.q.summed):
+    if _sm90_refusals.against_gradient(problem) or any(problem.q.summed):
         return None
     tiles = _BACKWARD_Q_SM90
     if problem.window_right is not None:
@@ -322,12 +296,11 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
 def backward_kv_sm90_configs(
     problem: Problem, wanted: frozenset[str]
 ) -> tuple[BackwardKVSm90Config, ...] | None:
-    """Choose Hopper's passes for dk, dv or both; None where the portable ones serve, that is
+    """Choose Hopper's passes for dk, dv or both; None where the portable ones serve.
 
-    * with a bias and the other options above;
-    * where the batch entries that are summed into one result have not the same k and v.
+    So they do where batch entries that are summed into one result have not the same k and v, too.
     """
-    if not _gradient_is_for_sm90(problem):
+    if _sm90_refusals.against_gradient(problem):
         return None
     tiles = _BACKWARD_KV_SM90
     if _is_general(problem):
@@ -344,17 +317,6 @@ def backward_kv_sm90_configs(
             **fields,
         )
         for names in passes
-    )
-
-
-def _gradient_is_for_sm90(problem: Problem) -> bool:
-    return (
-        problem.dtype in HALVES
-        and problem.bias is None
-        and problem.formulas is None
-        and _philox.threshold(problem.dropout) == 0
-        and problem.seqlen_k > 0  # a map holds at least one row
-        and max(problem.head_dim, problem.head_dim_v) <= HEAD_DIMS[-1]
     )
 
 

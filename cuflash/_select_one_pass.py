@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import NamedTuple
 
-from cuflash import _select
+from cuflash import _select, _sm90_refusals
 from cuflash._config import BackwardConvertConfig, BackwardOnePassConfig
 from cuflash._problem import Problem
 
@@ -28,14 +28,14 @@ TILES: dict[tuple[int, int], OnePassTile] = {
 def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | None:
     """Choose Hopper's kernel of all gradients; None where those of their own serve, that is
 
-    * with a bias and the other options above, softcap, slopes, a mask or segments;
+    * with what no gradient of Hopper takes, softcap, slopes, a mask or segments;
     * where q is broadcast, or k and v are along different axes;
     * for packed sequences, of which each would begin with rows of its own;
     * for head sizes that leave columns of the sums of dq empty, or of which registers do not hold
       dk, dv and a part of dq.
     """
     if (
-        not _select._gradient_is_for_sm90(problem)
+        _sm90_refusals.against_gradient(problem)
         or _select._is_general(problem)
         or any(problem.q.summed)
         or problem.k.summed != problem.v.summed

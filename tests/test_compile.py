@@ -2,7 +2,7 @@
 
 By NVRTC 12 and 13: no warning, shared memory within the architecture's limit, and no spilled
 register but for the rows that `SPILLS` lists with the reason. A quick share of them each time; all
-of them, and whether an exception is too wide, with --slow: 25 minutes on 2 cores.
+of them, and whether an exception is too wide, with --slow, which takes tens of minutes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,48 @@
+"""What keeps a problem from Hopper's kernels? A reason or nothing; the portable ones serve it then.
+
+What layouts and addresses keep from them is not here: the copy engine decides it at launch.
+"""
+
+from __future__ import annotations
+
+from cuflash import _philox
+from cuflash._config import HEAD_DIMS
+from cuflash._problem import HALVES, Problem
+
+
+def against_forward(problem: Problem) -> str:
+    """Why Hopper's forward does not serve a problem; empty where it does."""
+    packed_mask = problem.mask is not None and problem.cu_seqlens_q is not None
+    return _against_both(problem) or _first(
+        (problem.out.dtype != problem.dtype, "out has another dtype than q, whose tile it takes"),
+        (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+        (packed_mask and _widest(problem) > 192, "a mask of packed sequences spills in every tile"),
+    )
+
+
+def against_gradient(problem: Problem) -> str:
+    """Why Hopper's gradient does not serve a problem; empty where it does."""
+    return _against_both(problem) or _first(
+        (_philox.threshold(problem.dropout) > 0, "dropout takes registers that it has not"),
+    )
+
+
+def _against_both(problem: Problem) -> str:
+    return _first(
+        (
+            problem.dtype not in HALVES,
+            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
+        ),
+        (problem.bias is not None, "a bias is read element by element, which spills there"),
+        (_widest(problem) > HEAD_DIMS[-1], f"no tile is wider than {HEAD_DIMS[-1]}"),
+        (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
+        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
+    )
+
+
+def _widest(problem: Problem) -> int:
+    return max(problem.head_dim, problem.head_dim_v)
+
+
+def _first(*reasons: tuple[bool, str]) -> str:
+    return next((text for applies, text in reasons if applies), "")
