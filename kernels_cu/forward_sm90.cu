@@ -39,17 +39,16 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  Producer producer{params, smem};
+  if (warp == 0) producer.find_first_tile();
+  if (warp == 1 && lane_index() == 0) init_barriers(smem);
+  __syncthreads();  // the barriers are there
   if (warp < 4) {
-    Producer producer{params, smem};
-    if (warp == 0) producer.find_first_tile();
-    if (warp == 1 && lane_index() == 0) init_barriers(smem);
-    __syncthreads();  // the barriers are there
     ptx::give_registers<producer_registers>();
     if (warp == 0) producer.run();
     if (stages_out && warp == 1) send_tiles(params, smem);
     if (is_packed && warp == 2) clear_unowned_rows(params);
   } else {
-    __syncthreads();  // the same barriers
     ptx::take_registers<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();
   }
