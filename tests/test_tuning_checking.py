@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import pytest
 import cuflash
 from cuflash import _hardware, tuning
 from cuflash._ahead import kernels_of
-from cuflash.tuning import _checking, _kernels
+from cuflash._bench.clock import Measurement
+from cuflash.tuning import _checking, _kernels, _timing
 
 WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
 
@@ -132,6 +136,56 @@ def test_wide_dtypes_are_compared_in_wider_ones(dtype):
     assert _checking.complaint(_checking.errors(worse, truth), found, truth, dtype)
 
 
+class HostCalls:
+    """What ``_timing.Calls`` is, by the CPU path; a configuration is the scale of scores."""
+
+    def __init__(self, workload, kernel, copies=1):
+        self.inputs = workload.inputs(np, copies)
+        self.results = [
+            {"out": np.empty_like(dout), "lse": np.empty(q.shape[:-1], np.float32)}
+            for q, _, _, dout in self.inputs
+        ]
+
+    def of(self, config):
+        def call(q, k, v, _, results):
+            out = results["out"], results["lse"]
+            cuflash.attention(q, k, v, return_lse=True, out=out, scale=config)
+
+        pairs = zip(self.inputs, self.results, strict=True)
+        return [functools.partial(call, *arrays, results) for arrays, results in pairs]
+
+
+class HostClock:
+    """A device whose calls are short or long."""
+
+    def __init__(self, ms):
+        self.ms, self.stream = ms, SimpleNamespace(synchronize=lambda: None)
+
+    def scope(self):
+        return contextlib.nullcontext()
+
+    def measure(self, calls, budget_ms):
+        return {name: Measurement(self.ms, "events") for name in calls}
+
+    def copies_to_leave_l2(self, bytes_per_copy):
+        return 3
+
+
+@pytest.mark.parametrize("ms", [0.01, 1.0])
+def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
+    """Calls that are short enough for graphs have several sets of inputs."""
+    monkeypatch.setattr(_timing, "Calls", HostCalls)
+    monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(ms))
+    monkeypatch.setattr(_timing, "config_from_json", lambda scale: scale)
+    monkeypatch.setattr(_timing, "difference", lambda a, b: float(np.abs(a - b).max()))
+    work = tuning.Workload(1, 1, 1, 60, 60, 16, 16, "float32")
+    request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
+    bench = _timing.Bench(request | {"check": False, "budget_ms": 1.0})
+    assert (bench.graphs, len(bench.calls.inputs)) == ((True, 3) if ms < 0.2 else (False, 1))
+    assert bench.compared(0.25) == ""
+    assert bench.compared(0.3).startswith("out of the timed problem differs by")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])
@@ -148,7 +202,7 @@ def test_kernels_are_swept_on_the_device(tmp_path, number, options):
     result = tuning.sweep(
         work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=2, time_limit=60.0
     )
-    assert [row["status"] for row in result.rows] == ["ok"] * len(found), result.rows
+    assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"] * len(found)
     assert {row["timing"] for row in result.rows} <= {"graph", "events"}
     assert all(0.01 < row["relative"] < 20 for row in result.rows)
     assert result.finals[-1]["default_ms"] > 0
