@@ -96,6 +96,20 @@ def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+def test_unfused_baseline_multiplies_no_bfloat16():
+    """CuPy cannot; rounded inputs give what they give in float32, to the last bit."""
+    work = replace(TINY, dtype="bfloat16")
+    ((q, k, v, dout),) = work.inputs(np)
+    wide = [array.astype(np.float32) for array in (q, k, v, dout)]
+    out, p = peers.naive_forward(q, k, v, None, 0.25)
+    exact, weights = peers.naive_forward(*wide[:3], None, 0.25)
+    assert out.dtype == p.dtype == np.float32
+    assert out.tobytes() == exact.tobytes()
+    ours = peers.naive_backward(dout, q, k, v, p, 0.25)
+    theirs = peers.naive_backward(wide[3], *wide[:3], weights, 0.25)
+    assert [a.tobytes() for a in ours] == [a.tobytes() for a in theirs]
+
+
 def test_every_candidate_goes_first_equally_often():
     order = []
 

@@ -214,7 +214,6 @@ class Naive(Implementation):
         scale = 1 / math.sqrt(work.head_dim)
         out, p = naive_forward(q, k, v, None, scale)
         found = (out, *naive_backward(dout, q, k, v, p, scale))
-        # NumPy's products of bfloat16 are float32.
         rounded = (array.astype(q.dtype, copy=False) for array in found)
         return dict(zip(("out", "dq", "dk", "dv"), rounded, strict=True))
 
@@ -222,11 +221,12 @@ class Naive(Implementation):
 def naive_forward(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float
 ) -> tuple[Array, Array]:
-    """Attention out of array operations: (out, probabilities in the dtype of q).
+    """Attention out of array operations: (out, probabilities), in the dtype of :func:`_multiplied`.
 
     ``mask`` is True where a key is invisible.
     """
     xp = _module_of(q)
+    q, k, v = _multiplied(q, k, v)
     wide = np.float64 if q.dtype == np.float64 else np.float32
     groups = q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
@@ -246,6 +246,7 @@ def naive_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients (dq, dk, dv) from the probabilities that the forward kept."""
     xp = _module_of(q)
+    dout, q, k, v = _multiplied(dout, q, k, v)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
     dv = p.swapaxes(-1, -2) @ dout
@@ -258,6 +259,11 @@ def naive_backward(
     if groups > 1:
         dk, dv = (a.reshape(a.shape[0], heads, groups, *a.shape[2:]).sum(2) for a in (dk, dv))
     return dq, dk, dv
+
+
+def _multiplied(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays in a dtype that NumPy and CuPy multiply: neither has a product of bfloat16."""
+    return tuple(a.astype(np.float32) if a.dtype == bfloat16 else a for a in arrays)
 
 
 class Torch(Implementation):
