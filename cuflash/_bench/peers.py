@@ -230,14 +230,14 @@ def naive_forward(
     wide = np.float64 if q.dtype == np.float64 else np.float32
     groups = q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
-    s = (q @ k.swapaxes(-1, -2)).astype(wide)
+    s = (q @ k.swapaxes(-1, -2)).astype(wide, copy=False)
     s *= scale
     if mask is not None:
         xp.putmask(s, xp.broadcast_to(mask, s.shape), -np.inf)
     s -= s.max(-1, keepdims=True)
     xp.exp(s, out=s)
     s /= s.sum(-1, keepdims=True)
-    p = s.astype(q.dtype)
+    p = s.astype(q.dtype, copy=False)
     return p @ v, p
 
 
@@ -250,11 +250,12 @@ def naive_backward(
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
     dv = p.swapaxes(-1, -2) @ dout
-    ds = (dout @ v.swapaxes(-1, -2)).astype(np.float64 if q.dtype == np.float64 else np.float32)
+    wide = np.float64 if q.dtype == np.float64 else np.float32
+    ds = (dout @ v.swapaxes(-1, -2)).astype(wide, copy=False)
     ds *= p
     ds -= p * ds.sum(-1, keepdims=True)
     ds *= scale
-    ds = ds.astype(q.dtype)
+    ds = ds.astype(q.dtype, copy=False)
     dq, dk = ds @ k, ds.swapaxes(-1, -2) @ q
     if groups > 1:
         dk, dv = (a.reshape(a.shape[0], heads, groups, *a.shape[2:]).sum(2) for a in (dk, dv))
