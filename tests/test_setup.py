@@ -105,11 +105,11 @@ def test_nvidia_smi_that_hangs(monkeypatch):
         ("demo", None, "linux", ("demo",)),
         ("demo", (12, 4), "linux", ("demo", "cuda12")),
         ("demo", (13, 0), "win32", ("demo", "cuda13")),
-        ("test", None, "linux", ("test", "demo", "examples", "compile12")),
-        ("test", None, "win32", ("test", "demo", "examples", "compile12")),
-        ("test", None, "darwin", ("test", "demo", "examples")),
-        ("test", (12, 9), "linux", ("test", "demo", "examples", "cuda12")),
-        ("test", (13, 0), "linux", ("test", "demo", "examples", "cuda13")),
+        ("test", None, "linux", ("test", "demo", "examples", "tune", "compile12")),
+        ("test", None, "win32", ("test", "demo", "examples", "tune", "compile12")),
+        ("test", None, "darwin", ("test", "demo", "examples", "tune")),
+        ("test", (12, 9), "linux", ("test", "demo", "examples", "tune", "cuda12")),
+        ("test", (13, 0), "linux", ("test", "demo", "examples", "tune", "cuda13")),
         ("check", (13, 0), "linux", ("dev",)),
     ],
 )
@@ -228,7 +228,7 @@ def test_what_the_tests_cannot_do_without():
     project = probe_extras.read_project((setup_env.ROOT / "pyproject.toml").read_bytes())
     lines = [
         line
-        for extra in ("test", "demo", "examples")
+        for extra in ("test", "demo", "examples", "tune")
         for line in project["optional-dependencies"][extra]
     ]
     names = {probe_extras.Requirement(line).name for line in lines}
@@ -378,7 +378,7 @@ def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
 @pytest.mark.parametrize("cuda", [None, "11.8"])
 def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cuda):
     """The real command on a machine without a usable driver, in an interpreter that has all."""
-    extras = ("test", "demo", "examples", "compile12")
+    extras = ("test", "demo", "examples", "tune", "compile12")
     missing = setup_env.missing_from(sys.executable, extras, setup_env.ROOT / "pyproject.toml")
     if missing is None or not set(missing) <= set(setup_env.OPTIONAL):
         pytest.skip("this interpreter cannot compile kernels")

@@ -43,7 +43,7 @@ class Task:
 TASKS = {
     "demo": Task(extras=("demo",), command=("examples/atom_mapping.py",), uses_gpu=True),
     "test": Task(
-        extras=("test", "demo", "examples"),
+        extras=("test", "demo", "examples", "tune"),
         command=("-m", "pytest"),
         uses_gpu=True,
         compiles_kernels=True,
@@ -58,6 +58,7 @@ OPTIONAL = {
     "scikit-learn": "the examples' digits and photographs (pip install scikit-learn)",
     "matplotlib": "the examples' pictures (pip install matplotlib)",
     "scipy": "comparisons with SciPy in the docs (pip install scipy)",
+    "kernel-tuner": "searches of kernel-tuner, and its files (pip install kernel-tuner)",
     "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }
 
