@@ -35,7 +35,8 @@ def texts(axes) -> list[str]:
 
 
 def test_a_heat_map_shows_the_best_of_each_tile_and_why_others_are_none(found):
-    axes = pictures.heat_map(found).axes[0]
+    figure = pictures.heat_map(found)
+    axes = figure.axes[0]
     (image,) = axes.images
     shown = np.ma.filled(image.get_array().astype(float), np.nan)
     columns, rows = found.header["parameters"]["block_n"], found.header["parameters"]["block_m"]
@@ -49,6 +50,11 @@ def test_a_heat_map_shows_the_best_of_each_tile_and_why_others_are_none(found):
     words = [text.replace("\n", " ") for text in texts(axes)]
     assert "wrong" in words
     assert sum(np.isnan(shown.ravel())) == sum(not text[0].isdigit() for text in words)
+    numbers = [int(text.split()[0]) for text in words if text[0].isdigit()]
+    assert numbers == [round(value) for value in shown[~np.isnan(shown)].tolist()]
+    (legend,), final = figure.legends, found.finals[-1]
+    share = min(final["ms"].values()) / final["default_ms"]
+    assert f"best: {share:.3f} of the time of shipped" in legend.get_texts()[1].get_text()
 
 
 def test_a_tile_that_no_memory_holds_says_so(tmp_path):

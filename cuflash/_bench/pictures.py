@@ -79,13 +79,12 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
                 best = min(timed, key=lambda row: float(row["relative"]))
                 speed[y, x] = found.tflops(best)
                 spilled = best.get("facts", {}).get("spill_bytes", 0)
-                texts[y, x] = f"{best['tflops']:.0f}" + (
-                    f"\n{spilled} B spilled" if spilled else ""
-                )
+                texts[y, x] = f"{speed[y, x]:.0f}"
+                texts[y, x] += f"\n{spilled} B spilled" if spilled else ""
             else:
                 reason = own[0]["status"].replace("_", " ") if own else ""
                 texts[y, x] = reason or refusals.get((value_x, value_y), "not tried")
-    figure = _figure(1.7 + 1.15 * len(columns), 1.9 + 0.8 * len(rows))
+    figure = _figure(max(1.7 + 1.15 * len(columns), 5.0), 2.0 + 0.8 * len(rows))
     from matplotlib import colormaps
 
     axes = figure.add_subplot()
@@ -99,27 +98,28 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
             x, y, text if known else "\n".join(textwrap.wrap(text, 14)), ha="center", va="center",
             color=colour, fontsize=9 if known else 6.5,
         )  # fmt: skip
+    gain = f"best: {found.best_relative:.3f} of the time of shipped, compared once more"
     best_values = found.best["values"]
-    for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", "best")):
+    for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", gain)):
         if values[across] in columns and values[along] in rows:
-            _frame(axes, columns.index(values[across]), rows.index(values[along]), colour, label)
+            inset = 0.42 if values is shipped else 0.46  # both are seen where they are one
+            place = columns.index(values[across]), rows.index(values[along])
+            _frame(axes, *place, inset, colour, label)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
-    axes.set_xlabel(f"{across} (best over {', '.join(others)})")
+    axes.set_xlabel(f"{across}\n(best over {', '.join(others)})")
     axes.set_ylabel(along)
-    axes.set_title(f"{found.kernel}, {found.workload}\n{found.device}", fontsize=9)
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, frameon=True, fontsize=8,
-        facecolor="#b0b0b0",
-    )  # fmt: skip
+    axes.set_title(
+        f"{found.kernel}, {found.workload} {found.workload.dtype}\n{found.device}", fontsize=9
+    )
+    figure.legend(loc="outside lower center", fontsize=8, facecolor="#b0b0b0")
     figure.colorbar(image, label="TFLOP/s")
     return figure
 
 
-def _frame(axes: Any, x: int, y: int, colour: str, label: str) -> None:
+def _frame(axes: Any, x: int, y: int, inset: float, colour: str, label: str) -> None:
     from matplotlib.patches import Rectangle
 
-    inset = 0.46 if label == "best" else 0.42
     axes.add_patch(
         Rectangle(
             (x - inset, y - inset), 2 * inset, 2 * inset, fill=False, edgecolor=colour,
@@ -350,7 +350,8 @@ def movement(result: Mapping[str, Any]) -> Figure:
     line("unfused", rows, color="#999999", linestyle=":", label="unfused, device memory")
     for colour, (block_m, kernel) in zip(_LEVELS, tiles, strict=False):
         own = [row for row in rows if (row["block_m"], row["kernel"]) == (block_m, kernel)]
-        line("loaded", own, color=colour, linewidth=1.2,
+        dashes = "--" if kernel.endswith("_sm90") else "-"  # tiles of as many rows load as much
+        line("loaded", own, color=colour, linewidth=1.4, linestyle=dashes,
              label=f"from L2, block_m {block_m} ({kernel})")  # fmt: skip
         counted = [(r["seqlen"], r["measured"]["L2 to processors"]) for r in own if "measured" in r]
         if counted:

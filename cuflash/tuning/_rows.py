@@ -86,6 +86,15 @@ class Sweep:
                 return timed[min(ms, key=lambda key: (ms[key], key))]
         return next(iter(timed.values()))
 
+    @property
+    def best_relative(self) -> float:
+        """Time of the best relative to the shipped configuration, by the final comparison."""
+        best = self.best
+        final = self.finals[-1] if self.finals else {"ms": {}}
+        if best["key"] in final["ms"]:
+            return float(final["ms"][best["key"]]) / float(final["default_ms"])
+        return float(best["relative"])
+
 
 def load(path: str | os.PathLike[str]) -> Sweep:
     """Read the file of a sweep; a cut-off last line is left out, anything else is an error."""

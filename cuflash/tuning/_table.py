@@ -108,9 +108,7 @@ def best_row(found: Sweep, margin: float = 0.0) -> _tuned.Row:
     of_tables = typical(header["arch"])._replace(name="")  # no measured row is for it
     config = default_config(found.workload, found.kernel, of_tables)
     values = dict(best["values"])
-    final = found.finals[-1] if found.finals else None
-    ms = final["ms"].get(best["key"], 0.0) if final is not None else 0.0
-    if final is not None and final["default_ms"] < (1 + margin) * ms:
+    if found.finals and found.best_relative * (1 + margin) > 1:
         values = tile_of(config)
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return _tuned.Row(_tuned.key_of(config, found.device), tuple(values.items()), measured)
