@@ -232,7 +232,11 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     tiles = tables.forward_general if general else tables.forward
     own = tables.own_columns_general if general else tables.own_columns
     fields["column_parts"] = _parts(fields["head_dim_v"], own)
-    return _fitting([ForwardConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
+    configs = [ForwardConfig(**fields, **t) for t in _rows(tiles, fields)]
+    if configs[-1].smem_bytes > smem_limit:
+        parts = _parts(fields["head_dim_v"], own // 2)
+        configs.append(replace(configs[-1], column_parts=parts))
+    return _fitting(configs, smem_limit)
 
 
 def forward_sm90_config(
