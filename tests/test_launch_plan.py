@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _grid, _select
+from cuflash import Options, _grid, _select, _select_one_pass, _sm90_refusals
+from cuflash._config import BackwardKVConfig, KernelConfig, TileConfig
 from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _launch_sm90, _params
+from cuflash import _launch, _launch_sm90, _params, _plan
 
-SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
+SMALLEST, AMPERE, HOPPER = SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
+DTYPES = (bfloat16, np.float16, np.float32, np.float64)
+SUMS = (("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"))
+WANTED = (frozenset("qkv"), frozenset("k"), frozenset("qv"))
 NUM_PROBLEMS = 100_000
 
 
@@ -125,58 +129,130 @@ def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
     def operand(old: Operand, own: tuple[bool, ...]) -> Operand:
         return replace(old, summed=own)
 
-    def maybe(dtype: Any) -> Operand | None:
-        if rng.random() < 0.8:
+    def maybe(dtype: Any, shape: tuple[int, ...] = batch) -> Operand | None:
+        if rng.random() < 0.9:
             return None
-        return Operand(np.dtype(dtype), batch, (0, 0), (False, False))
+        return Operand(np.dtype(dtype), shape, (0, 0), (False, False))
 
+    ids, ends = maybe(np.int32), maybe(np.int64, (5,))
+    dtype = np.dtype(DTYPES[rng.integers(4)])
     return replace(
         base,
         batch=batch,
         batch_shape=batch,
         seqlen_q=int(2 ** rng.uniform(0, 20)),
         seqlen_k=int(2 ** rng.uniform(0, 20)),
-        head_dim=int(rng.integers(1, 257)),
-        head_dim_v=int(rng.integers(0, 257)),
-        dtype=np.dtype(bfloat16 if rng.random() < 0.5 else np.float16),
+        head_dim=int(rng.choice([rng.integers(1, 257), 64, 128])),
+        head_dim_v=int(rng.choice([rng.integers(0, 257), 64, 128])),
+        dtype=dtype,
+        precision="tf32" if rng.random() < 0.3 else None,
         q=operand(base.q, summed[0]),
         k=operand(base.k, summed[1]),
         v=operand(base.v, summed[2]),
+        out=replace(base.out, dtype=np.dtype(np.float32) if rng.random() < 0.1 else dtype),
         bias=maybe(np.float32),
         mask=maybe(np.bool_),
+        alibi_slopes=maybe(np.float32),
+        sink=maybe(bfloat16),
+        segment_ids_q=ids,
+        segment_ids_k=ids,
         offset=maybe(np.int32),
         q_lengths=maybe(np.int64),
         kv_lengths=maybe(np.int32),
         window_left=7 if rng.random() < 0.3 else None,
         window_right=0 if rng.random() < 0.5 else None,
-        scale=float(rng.choice([0.125, -1.0, 0.0, 1e-38, 1e35])),
-        softcap=20.0 if rng.random() < 0.2 else None,
+        scale=float(rng.choice([0.125, 0.125, -1.0, 0.0, 1e-38, 1e35])),
+        softcap=20.0 if rng.random() < 0.1 else None,
+        dropout=0.25 if rng.random() < 0.1 else 0.0,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
     )
+
+
+def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
+    """Kernels of every device; only those are refused of which the README says so."""
+    limit, wanted = SMEM_LIMITS[number % 3], WANTED[number % 3]
+    given = (problem, limit, copy_bytes)
+    wide = max(problem.head_dim, problem.head_dim_v) if problem.dtype == np.float64 else 0
+    found: list[KernelConfig] = [
+        _select.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
+    ]
+    try:
+        found.append(_select.forward_config(*given))
+    except NotImplementedError:
+        assert limit == SMALLEST
+        assert wide > 192
+    try:
+        of_keys = _select.backward_kv_configs(*given, wanted)
+        scores = _select.backward_score_config(*given, *SUMS[number % 4])
+        found += [_select.backward_q_config(*given), *of_keys, scores]
+    except NotImplementedError:
+        assert wide > {SMALLEST: 128, AMPERE: 192}[limit]
+    else:
+        assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
+        assert sum(c.grad_v for c in of_keys) == ("v" in wanted)
+    assert all(c.smem_bytes <= limit for c in found)
+    return found
+
+
+def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
+    """Hopper's own kernels, where nothing that `_sm90_refusals` names keeps a problem from them."""
+    found: list[KernelConfig] = []
+    forward = _select.forward_sm90_config(problem, (1, 132)[number % 2])
+    assert (forward is None) == bool(_sm90_refusals.against_forward(problem))
+    of_queries = _select.backward_q_sm90_config(problem)
+    of_keys = _select.backward_kv_sm90_configs(problem, WANTED[number % 3])
+    together = _select_one_pass.config_of(problem, ordered=bool(number % 2))
+    if _sm90_refusals.against_gradient(problem):
+        assert of_queries is of_keys is together is None
+    if together is not None:
+        assert None not in (of_queries, of_keys), "what one pass serves, two serve, too"
+        found += [together, _select_one_pass.convert_config(together)]
+    found += [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
+    assert all(c.smem_bytes <= HOPPER for c in found)
+    return found
+
+
+def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator) -> int:
+    """Every batch entry in some launch, and no launch past the limit; return the launches."""
+    rows = problem.seqlen_k if isinstance(config, BackwardKVConfig) else problem.seqlen_q
+    own = config.block_n if isinstance(config, BackwardKVConfig) else config.block_m
+    num_blocks = _plan.num_tiles(problem, rows, own)
+    tiles = num_blocks * (config.column_parts if isinstance(config, TileConfig) else 1)
+    step, last = 2 * problem.head_dim * rows, problem.batch[1]
+    strides = [(last * step * int(rng.integers(1, 3)), step), (0, step), (last * step, 0)]
+    summed = problem.k.summed if isinstance(config, BackwardKVConfig) else (False, False)
+    grid = _grid.plan_grid(problem.batch, strides, summed, tiles)
+    launches = math.prod(extent for extent, _ in grid.peeled)
+    assert launches * grid.num_owners * grid.entries_per_owner == math.prod(problem.batch)
+    assert tiles * grid.num_owners <= 2**31 - 1
+    assert grid.entries_per_owner == math.prod(
+        n for n, s in zip(problem.batch, summed, strict=True) if s
+    )
+    return launches
 
 
 def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
     rng, base = np.random.default_rng(1), base_problem()
-    wanted = [frozenset("qkv"), frozenset("k"), frozenset("qv")]
+    seen: set[type] = set()
+    split = 0
     for number in range(NUM_PROBLEMS):
         problem = random_problem(base, rng)
-        limit, copy_bytes = SMEM_LIMITS[number % 3], (2, 4, 8, 16)[number % 4]
-        names = wanted[number % 3]
-        forward = _select.forward_config(problem, limit, copy_bytes)
-        q_config = _select.backward_q_config(problem, limit, copy_bytes)
-        kv_configs = _select.backward_kv_configs(problem, limit, copy_bytes, names)
-        for config in (forward, q_config, *kv_configs):
-            assert config.smem_bytes <= limit
-            assert problem.head_dim <= config.head_dim
-            assert problem.head_dim_v <= config.head_dim_v
+        copy_bytes = max((2, 4, 8, 16)[number % 4], problem.dtype.itemsize)
+        configs = portable_configs(problem, number, copy_bytes) + hopper_configs(problem, number)
+        for config in configs:
             assert config.num_threads <= 1024
-            assert config.scale_in_exponent == (
-                problem.softcap is None and problem.bias is None and problem.scale == 0.125
-            )
-        assert [c for c in kv_configs if c.grad_k] or "k" not in names
-        assert sum(c.grad_k for c in kv_configs) == ("k" in names)
-        assert sum(c.grad_v for c in kv_configs) == ("v" in names)
-        tiles = -(-problem.seqlen_q // forward.block_m)
-        assert tiles * math.prod(problem.batch) < 2**63
+            assert problem.head_dim_v <= getattr(config, "head_dim_v", 256)
+            if isinstance(config, TileConfig):
+                assert problem.head_dim <= config.head_dim
+                assert config.scale_in_exponent == (
+                    problem.softcap is problem.bias is problem.alibi_slopes is None
+                    and problem.scale == 0.125
+                )
+        split += check_grid(problem, configs[number % len(configs)], rng) > 1
+        seen.update(map(type, configs))
+    assert len(seen) == 10, "some kernel was never chosen"
+    assert split > 100
 
 
 def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
