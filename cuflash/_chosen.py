@@ -45,6 +45,7 @@ def backward(
     together = _select_one_pass.config_of(problem, ordered=True) if hopper else None
     wins = together is not None and _select_one_pass.wins(problem, together)
     if together is not None and wins and wanted >= {"q", "k", "v"}:
+        together = _tuned.applied(together, hardware.name)
         return [*steps, together, _select_one_pass.convert_config(together)]
     of_keys = wanted & {"k", "v"}
     tiled: list[TileConfig] = []

@@ -56,7 +56,9 @@ def _described(
         return found
     found["tile"] = tile_of(config)
     row = _tuned.row_of(config, hardware.name)
-    found["tile_from"] = "cuflash/_select.py" if row is None else row.measured or "a table in use"
+    table = "_select_one_pass" if name == "backward_sm90" else "_select"
+    measured = None if row is None else row.measured or "a table in use"
+    found["tile_from"] = measured or f"cuflash/{table}.py"
     once = io_model.least_bytes(work, name)
     flops = work.kernel_flops(name)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
@@ -79,7 +81,9 @@ def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> 
 
 def _why(work: Workload, kernel: str, hardware: _hardware.Hardware) -> str:
     if kernel == "backward_delta":
-        return "rowsum(dout * out), which both passes read"
+        return "rowsum(dout * out), which the gradients' kernels read"
+    if kernel == "backward_convert":
+        return "scales and rounds the sums of dq, which tiles of keys add to"
     problem = work.problem()
     if kernel.startswith("forward"):
         portable = _chosen.why_portable(problem, hardware)

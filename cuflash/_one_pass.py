@@ -59,9 +59,9 @@ def config_of(
     if wanted >= ALL and _launch_sm90.available(device):
         chosen = _select_one_pass.config_of(problem, ordered=ordered)
     if override is None:
-        wins = chosen is not None and _select_one_pass.wins(problem, chosen)
-        return chosen if wins else None
-    if chosen is None:
+        if chosen is None or not _select_one_pass.wins(problem, chosen):
+            return None
+    elif chosen is None:
         raise _launch_sm90.unservable(override)
     return _select.overridden(chosen, override, device)
 

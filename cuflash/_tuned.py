@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardOnePassConfig,
     ForwardConfig,
     KernelConfig,
     TileConfig,
@@ -69,6 +70,9 @@ _WORDS = {
 }
 
 
+_TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
+
+
 def options_of(config: TileConfig) -> str:
     """The options that are compiled into a kernel: "causal sink"; "plain" where there are none.
 
@@ -89,6 +93,8 @@ def options_of(config: TileConfig) -> str:
         words += [] if config.grad_k and config.grad_v else ["dk" if config.grad_k else "dv"]
     if config.copy_bytes < 16:
         words.append("narrow")
+    if isinstance(config, BackwardOnePassConfig) and not config.ordered:
+        words.append("unordered")
     if isinstance(config, ForwardConfig) and config.out_dtype != config.dtype:
         words.append(config.out_dtype)
     return " ".join(words) or "plain"
@@ -211,8 +217,8 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
             "parameter", ValueError, got=unknown[0], expected=f"a field of {type(config).__name__}"
         )
     changed: dict[str, Any] = dict(values)
-    if "scores_ahead" in changed:
-        changed["scores_ahead"] = bool(changed["scores_ahead"])
+    for name in _TRUTH_VALUES & set(changed):
+        changed[name] = bool(changed[name])
     rows = _owned_rows(config)
     if rows in changed:
         changed["num_warps"] = changed[rows] // 16 + 4
@@ -223,7 +229,8 @@ def _owned_rows(config: KernelConfig) -> str | None:
     """The parameter that decides how many warps Hopper's kernels have."""
     if not config.source.endswith("_sm90.cu"):
         return None
-    return "block_n" if isinstance(config, BackwardKVSm90Config) else "block_m"
+    of_keys = isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig)
+    return "block_n" if of_keys else "block_m"
 
 
 @functools.cache

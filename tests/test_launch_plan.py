@@ -18,7 +18,7 @@ from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _launch_sm90, _params, _plan
+from cuflash import _launch, _launch_sm90, _params, _plan, _tuned
 
 SMALLEST, AMPERE, HOPPER = SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 DTYPES = (bfloat16, np.float16, np.float32, np.float64)
@@ -272,6 +272,7 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     q = np.zeros((2, 3, 20, 64), np.float16)
     problem = describe(q, q, q, Options())
     monkeypatch.setattr(_launch, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(_tuned, "device_name", lambda _: "simulated")
     monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
     assert _launch.workspace_size(problem, "forward") == 0
     statistics = 8 * 2 * 3 * 20

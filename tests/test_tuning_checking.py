@@ -104,7 +104,8 @@ def test_a_default_that_is_wrong_is_noticed(forward):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "wrt"), [("backward_dq_sm90", "q"), ("backward_dkv_sm80", "kv")]
+    ("kernel", "wrt"),
+    [("backward_dq_sm90", "q"), ("backward_dkv_sm80", "kv"), ("backward_sm90", "qkv")],
 )
 def test_gradients_are_compared_by_name(kernel, wrt):
     work = replace(_checking.small(WORK), seqlen_q=100, seqlen_k=100)

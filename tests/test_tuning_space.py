@@ -8,7 +8,8 @@ from dataclasses import replace
 import gen_wgmma
 import pytest
 
-from cuflash import _compile, _hardware, _kernel_store, _tuned, tuning
+from cuflash import _compile, _config, _hardware, _kernel_store, _tuned, tuning
+from cuflash._ahead import kernels_of
 from cuflash.tuning import _kernels
 
 WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
@@ -27,14 +28,37 @@ def test_widths_are_those_that_can_be_multiplied():
     assert gen_wgmma.SHARED_A == _kernels.WGMMA_WIDTHS
 
 
-@pytest.mark.parametrize("kernel", _kernels.KERNELS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [
+        (kernel, head_dim)
+        for kernel in _kernels.KERNELS
+        for head_dim in ((128,) if kernel == "backward_sm90" else (64, 128, 256))
+    ],
+)
 def test_the_shipped_configuration_is_a_member(kernel, head_dim):
     work = replace(WORK, head_dim=head_dim, head_dim_v=head_dim)
     found = tuning.space(work, kernel, arch="sm_90a")
     assert found.kernel == kernel
     assert found.default_key in found
     assert found.candidate(found.default_key).config == found.default
+
+
+def test_one_pass_is_tuned_where_it_runs():
+    with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
+        tuning.space(replace(WORK, head_dim=64, head_dim_v=64), "backward_sm90", arch="sm_90a")
+    found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
+    config = next(c.config for c in found if c.config != found.default)
+    row = _tuned.Row(_tuned.key_of(config, found.hardware.name), (("keys_in_registers", 1),))
+    before = dict(_tuned.in_use())
+    _tuned.replace_rows({row.key: row})
+    try:
+        chosen = kernels_of(WORK, found.hardware, backward=True)[2]
+    finally:
+        _tuned.replace_rows(before)
+    assert chosen == replace(found.default, keys_in_registers=True)
+    unordered = replace(found.default, ordered=False)
+    assert _tuned.options_of(unordered) != _tuned.options_of(found.default)
 
 
 @pytest.mark.parametrize("kernel", PORTABLE)
@@ -90,6 +114,14 @@ def test_configurations_travel_as_json(kernel):
         text = json.dumps(_kernels.config_as_json(candidate.config))
         assert _kernels.config_from_json(json.loads(text)) == candidate.config
         assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
+
+
+def test_every_kernel_travels():
+    def kinds(above):
+        return {above, *(kind for below in above.__subclasses__() for kind in kinds(below))}
+
+    sources = {kind.source for kind in kinds(_config.KernelConfig) if hasattr(kind, "source")}
+    assert {f"{name}.cu" for name in _kernels._ALL} == sources
 
 
 @pytest.mark.nvrtc

@@ -108,7 +108,9 @@ class Workload:
         """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
         d, d_v = self.head_dim, self.head_dim_v
         width = d + d_v
-        if kernel.startswith("backward"):
+        if kernel == "backward_sm90":  # all gradients
+            width = 3 * d + 2 * d_v
+        elif kernel.startswith("backward"):
             width = 2 * d + d_v if "_dq_" in kernel else 2 * (d + d_v)
         return 2 * self.batch * self.heads_q * width * self.visible_pairs()
 

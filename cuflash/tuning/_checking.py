@@ -52,11 +52,18 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
     exact = reference.attention(q, k, v, return_lse=True, dtype=wide, **options)
     if kernel.startswith("forward"):
         return {"out": exact.out, "lse": exact.lse}
-    wrt = ("q",) if "_dq_" in kernel else ("k", "v")
+    wrt = gradients_of(kernel)
     found = reference.attention_backward(
         dout, q, k, v, exact.out, exact.lse, wrt=wrt, dtype=wide, **options
     )
     return {f"d{name}": getattr(found, f"d{name}") for name in wrt}
+
+
+def gradients_of(kernel: str) -> tuple[str, ...]:
+    """The inputs whose gradients a kernel computes."""
+    if kernel == "backward_sm90":
+        return ("q", "k", "v")
+    return ("q",) if "_dq_" in kernel else ("k", "v")
 
 
 def errors(results: Results, truth: Results) -> dict[str, Errors]:

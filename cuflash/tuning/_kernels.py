@@ -7,8 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from cuflash._config import (
+    BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardOnePassConfig,
     BackwardQConfig,
     BackwardQSm90Config,
     BackwardScoreConfig,
@@ -16,6 +18,7 @@ from cuflash._config import (
     ForwardConfig,
     ForwardSm90Config,
     KernelConfig,
+    SegmentBoundsConfig,
     TileConfig,
 )
 from cuflash._errors import problem_with
@@ -48,6 +51,12 @@ PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
     ForwardConfig: _PORTABLE,
     BackwardQSm90Config: {"block_m": _HOPPER_ROWS, "block_n": WGMMA_WIDTHS, **_GRADIENT},
     BackwardKVSm90Config: {"block_m": WGMMA_WIDTHS, "block_n": _HOPPER_ROWS, **_GRADIENT},
+    BackwardOnePassConfig: {
+        "block_m": (64, 128),
+        "block_n": _HOPPER_ROWS,
+        "num_stages": _STAGES,
+        "keys_in_registers": (0, 1),
+    },
     BackwardQConfig: _PORTABLE,
     BackwardKVConfig: _PORTABLE_KV,
 }
@@ -56,10 +65,11 @@ KERNELS: dict[str, type[TileConfig]] = {
 }
 
 
+_FIXED = (DeltaConfig, BackwardScoreConfig, BackwardConvertConfig, SegmentBoundsConfig)
 #: Kernels that have no tile to choose travel, too.
 _ALL: dict[str, type[KernelConfig]] = {
     **KERNELS,
-    **{kind.source.removesuffix(".cu"): kind for kind in (DeltaConfig, BackwardScoreConfig)},
+    **{kind.source.removesuffix(".cu"): kind for kind in _FIXED},
 }
 
 

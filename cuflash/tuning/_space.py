@@ -169,7 +169,7 @@ def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -
     if kernel.startswith("backward"):
         found = [
             config
-            for wanted in ("q", "kv")  # all three at once may be one pass
+            for wanted in ("q", "kv", "qkv")  # all three at once may be one pass
             for config in _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
         ]
     for config in found:

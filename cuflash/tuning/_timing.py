@@ -54,9 +54,9 @@ class Calls:
                     q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32
                 ),
             }
-        if "_dq_" in self.kernel:
-            return {"dq": cupy.empty_like(q)}
-        return {"dk": cupy.empty_like(k), "dv": cupy.empty_like(v)}
+        arrays = {"q": q, "k": k, "v": v}
+        wrt = _checking.gradients_of(self.kernel)
+        return {f"d{name}": cupy.empty_like(arrays[name]) for name in wrt}
 
     def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         import cuflash
@@ -99,8 +99,8 @@ class Calls:
             q, k, v, backward=True, options=self.options, precision=self.workload.precision
         )
         room = cupy.empty(size, np.uint8)
-        wrt = tuple(name.removeprefix("d") for name in results)
-        configs = BackwardConfigs(**{"q" if wrt == ("q",) else "kv": config})  # type: ignore[arg-type]
+        wrt = _checking.gradients_of(self.kernel)
+        configs = BackwardConfigs(**{"".join(wrt): config})  # type: ignore[arg-type]
         gradients = cuflash.Gradients(**results)
 
         def backward() -> None:
