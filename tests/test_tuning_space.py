@@ -188,6 +188,8 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
         ({"arch": "sm_70"}, "arch: got 'sm_70', expected one of sm_80"),
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
+        ({"parameters": {"block_n": (100,)}}, "none of them legal"),
+        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,1,0: block_n = 100 must be a positive"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

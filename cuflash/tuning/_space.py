@@ -127,8 +127,8 @@ def space(
     Raises
     ------
     ValueError
-        For an unknown kernel, parameter or architecture, or a kernel that does not serve the
-        problem.
+        For an unknown kernel, parameter or architecture, values of which no combination is legal,
+        or a kernel that does not serve the problem.
 
     Examples
     --------
@@ -155,6 +155,11 @@ def space(
         _candidate(default, dict(zip(tried, values, strict=True)), hardware)
         for values in itertools.product(*tried.values())
     ]
+    if all(c.config is None for c in candidates):
+        raise problem_with(
+            "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",
+            expected="at least one that is", fix=f"{candidates[0].key}: {candidates[0].refusal}",
+        )  # fmt: skip
     return Space(workload, kernel_name(default), hardware, default, tried, candidates)
 
 
