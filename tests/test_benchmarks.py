@@ -71,6 +71,15 @@ def test_flops_follow_the_convention_of_publications():
     assert work.flops("fwd") / 0.902432 / 1e9 == pytest.approx(304.6, abs=0.1)
 
 
+def test_kernels_compute_two_products_forward_and_five_or_seven_backward():
+    work = workload.square(2, 16, 4096, 64, causal=True)
+    product = work.flops("fwd") / 2
+    of = work.kernel_flops
+    assert of("forward_sm90") == 2 * product
+    assert of("backward_sm90") == work.flops("bwd") == 5 * product
+    assert of("backward_dq_sm90") + of("backward_dkv_sm90") == 7 * product
+
+
 def test_training_shapes_have_16384_tokens_and_width_2048():
     shapes = workload.training((64, 128), (2048, 8192))
     assert len(set(shapes)) == 8
