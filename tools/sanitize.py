@@ -198,7 +198,7 @@ def run(xp: ModuleType, case: Case) -> None:
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
         limit = xp.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-        portable = _select.forward_config(problem, limit, 2)
+        portable = _select.forward_config(problem, limit, q.dtype.itemsize)
         cuflash.attention(q, k, v, config=portable, **case.keywords, **options)
     dlse = None
     if case.dlse:
