@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cuflash import _host
+from setup_env import NVRTC_FOLDER
+from support import nvrtc
 from support.problems import HOST_TILE
 
 pytest_plugins = ["gpu_report", "gpu_watchdog"]
@@ -106,3 +108,13 @@ def small_host_tiles():
         patch.setattr(_host, "_BLOCK_N", HOST_TILE)
         patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
         yield
+
+
+@pytest.fixture(params=nvrtc.DISTRIBUTIONS, ids="nvrtc{}".format)
+def generation(request: pytest.FixtureRequest) -> int:
+    """Return each major version of NVRTC that is there."""
+    if nvrtc.compiler_of(request.param) is None:
+        wheel = f"'{nvrtc.DISTRIBUTIONS[request.param]}<{request.param + 1}'"
+        install = f"pip install --target {NVRTC_FOLDER.name} {wheel}"
+        pytest.skip(f"nvrtc: version {request.param} is not installed ({install})")
+    return int(request.param)

@@ -1,8 +1,7 @@
 """Does every kernel that can be chosen compile cleanly, for every architecture, without a GPU?
 
 By NVRTC 12 and 13: no warning, shared memory within the architecture's limit, and no spilled
-register but for the rows that `SPILLS` lists with the reason. A quick share of them each time; all
-of them, and whether an exception is too wide, with --slow, which takes tens of minutes.
+register but for the rows that `SPILLS` lists with the reason.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ from cuflash._select import (
     forward_config,
 )
 from cuflash._source import flatten, kernels_dir
-from setup_env import NVRTC_FOLDER
 from support.nvrtc import DISTRIBUTIONS, Library, compiler_of, library_of
 
 KIB = 1024
 #: Shared memory that one block of threads may have.
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227 * KIB,
           "sm_100": 227 * KIB, "sm_120": 99 * KIB}  # fmt: skip
+#: For these every option is compiled; SMALLEST has the least shared memory.
+FULL, SMALLEST = ("sm_80", "sm_90"), "sm_86"
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,11 @@ SPILLS = {
     ),
 }
 
+TF32 = "tf32"  # float32 with a permission
+WIDE = (np.float32, TF32, np.float64)
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "dtype": (bfloat16, np.float16, np.float32, np.float64),
-    "head_dims": ((64, 64), (128, 128), (32, 32), (96, 64), (192, 128), (256, 256), (20, 33)),
+    "dtype": (bfloat16, np.float16, np.float32, TF32, np.float64),
+    "head_dims": ((64, 64), (128, 128), (96, 64), (192, 128), (256, 256), (20, 33)),
     "out_dtype": (None, np.float32),
     "window": ((None, None), (None, 0), (7, None), (7, 3)),
     "scale": (None, -0.5),
@@ -119,7 +121,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "copy_bytes": (16, 8, 4, 2),
     "cu_seqlens": (None, np.int32, np.int64),
     "grad": ("qkv", "k", "v"),
-    "sums": (("bias", "pairs"), ("bias", "keys"), ("bias", "queries"), ("scale", "queries")),
+    "sums": (("scale", "queries"), ("bias", "pairs"), ("bias", "keys"), ("bias", "queries")),
     "dlse": (False, True),
 }
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
@@ -127,13 +129,15 @@ ALL = {
     **PLAIN, "window": (7, 3), "softcap": 20.0, "bias": np.float32, "mask": True,
     "alibi_slopes": np.float32, "segment_ids": np.int32, "sink": np.float32, "offset": np.int64,
     "q_lengths": np.int32, "kv_lengths": np.int64, "dropout": 0.25, "dlse": True,
+    "sums": ("bias", "pairs"),
 }  # fmt: skip
 
 
 def problem_of(case: dict[str, Any]) -> Problem:
     """Describe a small problem with these options."""
     (d, d_v), (m, n) = case["head_dims"], (4, 6)
-    q, k, v = (np.zeros((2, *s), case["dtype"]) for s in ((m, d), (n, d), (n, d_v)))
+    precision = TF32 if case["dtype"] == TF32 else None
+    q, k, v = (np.zeros((2, *s), dtype_of(case)) for s in ((m, d), (n, d), (n, d_v)))
     per_entry = {
         name: None if case[name] is None else np.ones(2, case[name])
         for name in ("offset", "q_lengths", "kv_lengths", "alibi_slopes", "sink")
@@ -154,104 +158,112 @@ def problem_of(case: dict[str, Any]) -> Problem:
     if case["out_dtype"] is not None and q.itemsize == 2:  # wider ones have but one
         out = np.zeros((2, m, d_v), case["out_dtype"])
     if case["cu_seqlens"] is None:
-        return describe(q, k, v, options, out=out)
+        return describe(q, k, v, options, precision=precision, out=out)
     ends = {name: np.zeros(3, case["cu_seqlens"]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    return describe_packed(q, k, v, options, ends, axes=None, precision=None, out=out)
+    return describe_packed(q, k, v, options, ends, axes=None, precision=precision, out=out)
 
 
-def configs_of(case: dict[str, Any], smem_limit: int) -> list[KernelConfig]:
-    """Return every kernel that forward and backward of this case would launch."""
-    problem, copy_bytes = problem_of(case), _copy_bytes(case)
-    return [
-        forward_config(problem, smem_limit, copy_bytes),
-        delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"]),
-        backward_q_config(problem, smem_limit, copy_bytes),
-        *backward_kv_configs(problem, smem_limit, copy_bytes, frozenset(case["grad"])),
-        *score_configs(case, problem, smem_limit),
-    ]
+def dtype_of(case: dict[str, Any]) -> np.dtype[Any]:
+    """TF32 is an arithmetic of float32."""
+    return np.dtype(np.float32 if case["dtype"] == TF32 else case["dtype"])
 
 
-def _copy_bytes(case: dict[str, Any]) -> int:
-    """Never less than an element."""
-    return max(case["copy_bytes"], np.dtype(case["dtype"]).itemsize)
+def configs_of(case: dict[str, Any], smem_limit: int) -> Iterator[KernelConfig]:
+    """Yield every kernel that forward and backward of this case would launch.
 
-
-def score_configs(case: dict[str, Any], problem: Problem, smem_limit: int) -> list[KernelConfig]:
-    """Return those of the gradients of options."""
-    of_slopes = [("alibi_slopes", "queries")] if case["alibi_slopes"] is not None else []
-    return [
-        backward_score_config(problem, smem_limit, _copy_bytes(case), *sums)
-        for sums in (case["sums"], *of_slopes)
-    ]
-
-
-def rows() -> Iterator[dict[str, Any]]:
-    """Yield each row of the tables, without options and with all of them."""
-    for head_dim, base in itertools.product(HEAD_DIMS, (PLAIN, ALL)):
-        yield {**base, "head_dims": (head_dim, head_dim)}
-
-
-def wide_rows(arch: str) -> Iterator[dict[str, Any]]:
-    """Yield rows of float32 and float64, where registers and shared memory are scarcest."""
-    base = {"sm_90": ALL, "sm_86": PLAIN}.get(arch)
-    if base is not None:
-        for dtype, head_dim in itertools.product((np.float32, np.float64), (64, 256)):
-            yield {**base, "dtype": dtype, "head_dims": (head_dim, head_dim)}
-
-
-def pairwise() -> list[dict[str, Any]]:
-    """Return cases in which every two values of two options meet."""
-    rng = np.random.default_rng(0)
-    names = list(OPTIONS)
-    open_pairs = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(OPTIONS[a]))
-        for j in range(len(OPTIONS[b]))
-    }
-
-    def pairs(case: dict[str, int]) -> set[Any]:
-        return {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(names, 2)}
-
-    cases = []
-    while open_pairs:
-        drawn = [{n: int(rng.integers(len(OPTIONS[n]))) for n in names} for _ in range(60)]
-        (a, i), (b, j) = min(open_pairs, key=repr)
-        best = max(
-            ({**case, a: i, b: j} for case in drawn), key=lambda c: len(pairs(c) & open_pairs)
-        )
-        open_pairs -= pairs(best)
-        cases.append({n: OPTIONS[n][i] for n, i in best.items()})
-    return cases
-
-
-def gate(arch: str, share_of: int | None = None) -> set[KernelConfig]:
-    """Return what has to compile for an architecture; for one NVRTC its share, quick to compile.
-
-    The shares: each row once by either, without options by one and with all of them by the other;
-    every eighth of the pairwise cases for each pair of architecture and NVRTC; two head sizes for
-    architectures whose tiles are not their own.
+    Those that need more shared memory than there is are refused by name, not compiled.
     """
-    bounds: set[KernelConfig] = {
-        SegmentBoundsConfig(num_warps=8, segment_ids=dtype) for dtype in ("int32", "int64")
-    }
-    if arch in ("sm_80", "sm_90"):
-        cases, pairs = list(rows()), pairwise()
-        if share_of is not None:
-            odd = share_of == max(DISTRIBUTIONS)
-            cases = [case for i, case in enumerate(cases) if (i // 2 + i) % 2 == odd]
-            pairs = pairs[2 * odd + (arch == "sm_90") :: 8]
-        cases += pairs
-    else:
-        widths = HEAD_DIMS if share_of is None else (64, 256)
-        cases = [{**PLAIN, "head_dims": (head_dim, head_dim)} for head_dim in widths]
-    cases += wide_rows(arch)
-    found = set()
-    for case in cases:
-        # Wide heads of float64 do not fit everywhere: what does not is refused by name.
+    problem, copy_bytes = problem_of(case), max(case["copy_bytes"], dtype_of(case).itemsize)
+    sums = [case["sums"]] if case["bias"] is not None or case["sums"][0] == "scale" else []
+    if case["alibi_slopes"] is not None:
+        sums.append(("alibi_slopes", "queries"))
+    given = (problem, smem_limit, copy_bytes)
+    yield delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
+    for choose in (
+        lambda: [forward_config(*given)],
+        lambda: [backward_q_config(*given)],
+        lambda: backward_kv_configs(*given, frozenset(case["grad"])),
+        lambda: [backward_score_config(*given, *names) for names in sums],
+    ):
         with contextlib.suppress(NotImplementedError):
-            found |= set(configs_of(case, LIMITS[arch]))
-    return bounds | {for_architecture(c, int(arch.removeprefix("sm_"))) for c in found}
+            yield from choose()
+
+
+def rows(arithmetic: Any) -> list[dict[str, Any]]:
+    """Return each row of the tables of an arithmetic, without options and with all of them."""
+    return [
+        {**base, "dtype": arithmetic, "head_dims": (head_dim, head_dim)}
+        for head_dim, base in itertools.product(HEAD_DIMS, (PLAIN, ALL))
+    ]
+
+
+@functools.cache
+def pairwise() -> tuple[dict[str, Any], ...]:
+    """Return cases in which, beside the rows of bfloat16, every two values of two options meet.
+
+    NVRTC's version is an option, too. A case starts from a pair that has not met; then, until every
+    option has a value, that is added which closes the most pairs with those of the case. A fixed
+    seed breaks ties.
+    """
+    options = {**OPTIONS, "nvrtc": tuple(DISTRIBUTIONS)}
+    values = [(name, value) for name, choices in options.items() for value in choices]
+    option = np.array([list(options).index(name) for name, _ in values])
+    apart = (option[:, None] != option).astype(float)  # 1 where a pair has not met
+    for row, generation in itertools.product(rows(bfloat16), DISTRIBUTIONS):
+        case = {**row, "nvrtc": generation}
+        met = [n for n, (name, value) in enumerate(values) if value == case[name]]
+        apart[np.ix_(met, met)] = 0
+    rng = np.random.default_rng(1)
+    cases = []
+    while apart.any():
+        start = np.argmax(apart * (1 + rng.random(apart.shape)))
+        chosen = [int(n) for n in np.unravel_index(start, apart.shape)]
+        while len(chosen) < len(options):
+            gain = apart[:, chosen].sum(1) + 1e-3 * apart.sum(1) + 1e-6 * rng.random(len(values))
+            chosen.append(int(np.argmax(np.where(np.isin(option, option[chosen]), -1, gain))))
+        apart[np.ix_(chosen, chosen)] = 0
+        cases.append(dict(values[n] for n in sorted(chosen)))
+    return tuple(cases)
+
+
+def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig]:
+    """Return what these cases launch on an architecture."""
+    capability = int(arch.removeprefix("sm_"))
+    found = itertools.chain(*(configs_of(case, LIMITS[arch]) for case in cases))
+    return {for_architecture(config, capability) for config in found}
+
+
+@functools.cache
+def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]]:
+    """Return what one NVRTC compiles for each architecture, in minutes, or the whole of it.
+
+    For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
+    one NVRTC for one of the two and by the other for the other; for the rest the rows without
+    options. What remains of the tables, rows of wider elements and tiles that only the least shared
+    memory makes choose, is compiled for one architecture that chooses it, a row without options by
+    one NVRTC and with all by the other.
+    """
+    last = generation == max(DISTRIBUTIONS)
+    halves = rows(bfloat16)
+    found = {}
+    for arch in LIMITS:
+        cases = halves[::2]
+        if arch in FULL:
+            own = min(DISTRIBUTIONS) if last == (arch == FULL[0]) else max(DISTRIBUTIONS)
+            cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
+        found[arch] = compiled_for(cases, arch)
+        for dtype in ("int32", "int64"):
+            found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
+    tables = [row for arithmetic in (bfloat16, *WIDE) for row in rows(arithmetic)]
+    own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
+    choosing: dict[KernelConfig, list[str]] = {}
+    for arch in (*FULL, SMALLEST):
+        for config in compiled_for(own_rows, arch):
+            choosing.setdefault(config, []).append(arch)
+    for number, (config, archs) in enumerate(sorted(choosing.items(), key=repr)):
+        if not any(config in found[arch] for arch in archs):
+            found[archs[number % len(archs)]].add(config)
+    return found
 
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, int]:
@@ -289,28 +301,22 @@ def reports(
         )
 
 
-@pytest.fixture(params=DISTRIBUTIONS, ids="nvrtc{}".format)
-def generation(request: pytest.FixtureRequest) -> int:
-    """Return each major version of NVRTC that is there."""
-    if compiler_of(request.param) is None:
-        wheel = f"'{DISTRIBUTIONS[request.param]}<{request.param + 1}'"
-        install = f"pip install --target {NVRTC_FOLDER.name} {wheel}"
-        pytest.skip(f"nvrtc: version {request.param} is not installed ({install})")
-    return int(request.param)
-
-
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) -> None:
-    configs = gate(arch, None if whole else generation)
+    configs = gate(generation, whole=whole)[arch]
     found = [complaints(c, arch, r) for c, r in reports(configs, arch, generation).items()]
     if any(found):
         pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)
 
 
 def test_few_cases_hold_every_pair_of_options() -> None:
-    assert len(pairwise()) < 60
+    assert len(pairwise()) < 40
+    cases = [*rows(bfloat16), *pairwise()]
+    for (one, first), (other, second) in itertools.combinations(OPTIONS.items(), 2):
+        met = {(repr(case[one]), repr(case[other])) for case in cases}
+        assert met >= {(repr(a), repr(b)) for a, b in itertools.product(first, second)}
 
 
 @pytest.mark.nvrtc
@@ -321,8 +327,9 @@ def test_no_exception_is_wider_than_what_is_spilled() -> None:
         pytest.skip("nvrtc: version 12 or 13 is not installed")
     spilled = dict.fromkeys(SPILLS, 0)
     for arch in {arch for arch, *_ in SPILLS}:
-        chosen = [config for config in gate(arch) if row_of(config, arch) in SPILLS]
         for generation in DISTRIBUTIONS:
+            configs = gate(generation, whole=True)[arch]
+            chosen = [config for config in configs if row_of(config, arch) in SPILLS]
             for config, report in reports(chosen, arch, generation).items():
                 row = row_of(config, arch)
                 spilled[row] = max(spilled[row], report.spill_bytes)
@@ -398,7 +405,7 @@ def test_a_wrong_source_names_config_log_and_dump(
     import cuflash._compile as module
 
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "dump"))
-    config = configs_of(PLAIN, LIMITS["sm_90"])[0]
+    config = next(configs_of(PLAIN, LIMITS["sm_90"]))
     broken = source_of(config) + "\nint f() { return nonsense; }\n"
     monkeypatch.setattr(module, "source_of", lambda _: broken)
     with pytest.raises(CompileError, match="nonsense") as caught:
