@@ -84,9 +84,11 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
     import cupy
     from cupy_backends.cuda.api import driver
 
+    from cuflash import _device
+
     with cupy.cuda.Device(device):
         function, owner = _function(cupy, config)
-        limit = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+        limit = _device.smem_limit(device)
         if config.smem_bytes > limit:
             raise ValueError(
                 f"config: got {config.smem_bytes} bytes of shared memory, "

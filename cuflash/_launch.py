@@ -18,6 +18,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from cuflash import (
+    _device,
     _launch_segments,
     _launch_sm90,
     _one_pass,
@@ -199,7 +200,7 @@ def _plan_forward(
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
         problem,
-        _plan.smem_limit(device),
+        _device.smem_limit(device),
         _plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits),
     )
     config = _select.overridden(chosen, config, device)
@@ -220,7 +221,7 @@ def _plan_forward_sm90(
     """Prepare Hopper's forward; None where the device, the problem or a layout is not for it."""
     if not _launch_sm90.available(device):
         return None
-    chosen = _select.forward_sm90_config(problem, _launch_sm90.multiprocessors(device))
+    chosen = _select.forward_sm90_config(problem, _device.multiprocessors(device))
     if chosen is None:
         return None
     config = _select.overridden(chosen, override, device)
@@ -428,7 +429,7 @@ def _plan_backward(
     one_pass: BackwardOnePassConfig | None,
 ) -> Steps:
     """The launches of one backward call."""
-    smem_limit = _plan.smem_limit(device)
+    smem_limit = _device.smem_limit(device)
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
     copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)

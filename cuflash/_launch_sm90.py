@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 import threading
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash import _params, _plan, _select, _tensor_map
+from cuflash import _device, _params, _plan, _select, _tensor_map
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel
 from cuflash._config import (
@@ -131,12 +130,6 @@ def unservable(config: TileConfig) -> Exception:
         expected="a device, head sizes, options, strides and alignments that it can serve",
         fix="leave it out, and the portable kernels serve",
     )  # fmt: skip
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """How many blocks of threads run side by side."""
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def keys_to_load(problem: Problem) -> int:
@@ -278,7 +271,7 @@ def persistent(
     device: int,
 ) -> Sm90Launch:
     """Prepare the launch from the parameters of one block of threads for each tile."""
-    processors = multiprocessors(device)
+    processors = _device.multiprocessors(device)
     filled = np.frombuffer(bytearray(params), _params.FORWARD_SM90)[0]
     filled["score"]["seqlen_k"] = keys_to_load(problem)
     owners, num_blocks = int(filled["grid"]["num_owners"]), int(filled["grid"]["num_blocks"])

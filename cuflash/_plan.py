@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import struct
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from cuflash import _params, _score_params, _select
+from cuflash import _device, _params, _score_params, _select
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
@@ -122,11 +121,10 @@ def _owners_per_section(
     dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
     docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
     """
-    attributes = cupy.cuda.Device(device).attributes
-    processors = int(attributes["MultiProcessorCount"])
+    processors = _device.multiprocessors(device)
     if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
         return even_sections(num_owners, processors // 8)
-    fitting = int(attributes["L2CacheSize"]) // 2 // max(streamed_bytes, 1)
+    fitting = _device.attribute("L2CacheSize", device) // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, processors // 4))
 
 
@@ -171,8 +169,3 @@ def copy_bytes(
         layouts[name].copy_bytes(columns.get(name, problem.head_dim_v), address_bits)
         for name in names
     )
-
-
-@functools.cache
-def smem_limit(device: int) -> int:
-    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])

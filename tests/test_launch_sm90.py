@@ -17,7 +17,7 @@ from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _arguments, _launch, _launch_sm90, _one_pass, _plan, _tensor_map
+from cuflash import _arguments, _device, _launch, _launch_sm90, _one_pass, _plan, _tensor_map
 
 COUNTERS = 4096  # their address
 NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
@@ -34,12 +34,11 @@ class Recorder:
         self.cleared: list[tuple[int, int, int, int]] = []
         runtime = SimpleNamespace(memsetAsync=lambda *arguments: self.cleared.append(arguments))
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
-        device = SimpleNamespace(
-            compute_capability="90",
-            attributes={"MultiProcessorCount": 132, "L2CacheSize": 50 << 20},
-        )
+        device = SimpleNamespace(compute_capability="90")
+        attributes = {"MultiProcessorCount": 132, "L2CacheSize": 50 << 20,
+                      "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
+        monkeypatch.setattr(_device, "attribute", lambda name, _: attributes[name])
         monkeypatch.setattr(_launch_sm90, "_counters", {})
-        monkeypatch.setattr(_launch_sm90, "multiprocessors", lambda _: 132)
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
         monkeypatch.setattr(_tuned, "device_name", lambda device: "simulated")
         monkeypatch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=self.launch))
@@ -54,7 +53,6 @@ class Recorder:
         monkeypatch.setattr(_tensor_map, "encode", lambda _, address: address.to_bytes(128, "big"))
         monkeypatch.setattr(_tensor_map, "available", lambda: True)
         kernel = SimpleNamespace(pointer=5, num_threads=384, smem_bytes=1 << 16)
-        monkeypatch.setattr(_plan, "smem_limit", lambda _: 227 * 1024)
         monkeypatch.setattr(_plan, "compile_kernel", lambda *_: kernel)
 
     def launch(self, function: int, grid: int, *rest: Any) -> None:

@@ -24,6 +24,7 @@ import pytest
 from cuflash import (
     _arguments,
     _compile,
+    _device,
     _formulas,
     _launch,
     _launch_segments,
@@ -112,7 +113,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
                   "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
     cuda = SimpleNamespace(
         get_current_stream=lambda: stream,
-        Device=lambda _: SimpleNamespace(attributes=attributes, compute_capability="80"),
+        Device=lambda _: SimpleNamespace(compute_capability="80"),
     )
     library = SimpleNamespace(
         cuda=cuda,
@@ -135,7 +136,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
         patch.setattr(_launch, "_on_device", lambda _: nullcontext())
         patch.setattr(_launch_sm90, "available", lambda _: False)
         patch.setattr(_tuned, "device_name", lambda _: "host")
-        patch.setattr(_plan, "smem_limit", lambda _: 227 << 10)
+        patch.setattr(_device, "attribute", lambda name, _: attributes[name])
         for module in (_plan, _launch_segments):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))

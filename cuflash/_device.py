@@ -1,0 +1,26 @@
+"""How much of something has a device? One number at a time.
+
+CuPy's dictionary of all of them asks for clocks, too, which takes milliseconds of the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from cupy_backends.cuda.api import runtime
+
+
+@functools.cache
+def attribute(name: str, device: int) -> int:
+    """A number by CUDA's name for it, without the prefix cudaDevAttr."""
+    return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device))
+
+
+def smem_limit(device: int) -> int:
+    """Bytes of shared memory that one block of threads may ask for."""
+    return attribute("MaxSharedMemoryPerBlockOptin", device)
+
+
+def multiprocessors(device: int) -> int:
+    """How many blocks of threads run side by side."""
+    return attribute("MultiProcessorCount", device)
