@@ -225,7 +225,11 @@ OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[mis
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _of_plain_values(names: tuple[str, ...], *values: Any) -> Options:
+def _of_plain_values(
+    names: tuple[str, ...],
+    _sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
+    *values: Any,
+) -> Options:
     return Options(**dict(zip(names, values, strict=True)))
 
 
@@ -234,8 +238,10 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     if options is None:
         if "score_mod" in keywords or "mask_mod" in keywords:  # a cache would hold their arrays
             return _of_keywords(keywords)
+        window = keywords.get("window")
+        sides = tuple(map(type, window)) if isinstance(window, tuple) else ()
         try:
-            return _of_plain_values(tuple(keywords), *keywords.values())
+            return _of_plain_values(tuple(keywords), sides, *keywords.values())
         except TypeError:  # an array or a list is not hashable; a genuine error comes again
             return _of_keywords(keywords)
     if not isinstance(options, Options):

@@ -332,6 +332,17 @@ WRONG = {
 }  # fmt: skip
 
 
+def test_a_wrong_call_is_no_better_after_an_equal_one():
+    """Options and layouts are looked up by value, and 1 == True == 1.0."""
+    q, k, v = np.zeros((3, 4, 8), np.float32)
+    cuflash.attention(q, k, v, window=(1, None), axes=[(-2, -1)] * 4, kv_lengths=1)
+    for wrong in ({"window": (True, None)}, {"window": (1.0, None)}, {"kv_lengths": True},
+                  {"kv_lengths": 1.0}, {"axes": [(-2.0, -1.0)] * 4}):  # fmt: skip
+        right = {"window": (1, None), "axes": [(-2, -1)] * 4, "kv_lengths": 1}
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}: "):
+            cuflash.attention(q, k, v, **{**right, **wrong})
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_is_named(name):
     wrong, kind, argument, rest = WRONG[name]
