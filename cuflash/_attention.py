@@ -126,7 +126,7 @@ def attention(
         For an argument of the wrong kind or value; the message names it, what came and what was
         expected. Nothing has been launched or written.
     NotImplementedError
-        For an option that a later version brings.
+        On a GPU: head sizes above 256, and those of float64 that its shared memory does not hold.
 
     Notes
     -----
