@@ -392,6 +392,8 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
     What follows from the problem stays.
     """
     if config is None:
+        if not _tuned.has_row(chosen):
+            return chosen
         return _tuned.applied(chosen, _tuned.device_name(device))
     if type(config) is not type(chosen):
         raise problem_with(

@@ -202,6 +202,12 @@ def row_of(config: TileConfig, device: str) -> Row | None:
     return in_use().get(key) or shipped().get(key)
 
 
+def has_row(config: TileConfig) -> bool:
+    """Whether a row holds for a configuration on some device: a name takes the driver long."""
+    own = key_of(config, "")
+    return any(key._replace(device="") == own for rows in (in_use(), shipped()) for key in rows)
+
+
 def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
     """The configuration with the tile that was measured for it; as it is where there is none."""
     row = row_of(chosen, device)

@@ -105,6 +105,9 @@ def test_a_configuration_is_a_key() -> None:
     assert again == CONFIGS[0]
     assert hash(again) == hash(CONFIGS[0])
     assert replace(again, block_n=64) != again
+    assert BackwardQConfig(**TILE) != BackwardConvertConfig(**TILE)  # the same values
+    assert len(set(CONFIGS)) == len(CONFIGS)
+    assert eval(repr(again), {"ForwardConfig": ForwardConfig}) == again
 
 
 @pytest.mark.parametrize(
