@@ -189,13 +189,21 @@ def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("head_dim", "heads_kv", "number"), [(64, 2, 0), (64, 2, 1), (64, 2, 2), (128, 4, 1)]
+    ("dtype", "head_dim", "heads_kv", "number"),
+    [
+        ("bfloat16", 64, 2, 0),
+        ("bfloat16", 64, 2, 1),
+        ("bfloat16", 64, 2, 2),
+        ("bfloat16", 128, 4, 1),
+        ("float32", 64, 2, 0),
+        ("float32", 64, 2, 2),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])
-def test_kernels_are_swept_on_the_device(tmp_path, head_dim, heads_kv, number, options):
+def test_kernels_are_swept_on_the_device(tmp_path, dtype, head_dim, heads_kv, number, options):
     """Forward, dk with dv, dq, and one pass; a problem that is short enough for graphs."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
-    work = replace(WORK, heads_kv=heads_kv, **sizes, **options)
+    work = replace(WORK, dtype=dtype, heads_kv=heads_kv, **sizes, **options)
     steps = kernels_of(work, _hardware.present(), backward=True)
     config = [c for c in steps if type(c) in _kernels.PARAMETERS][number]
     name, tile = _kernels.kernel_name(config), _kernels.tile_of(config)

@@ -97,7 +97,10 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
         measure_options,
     ),
     "naive": ("factor and memory against unfused array operations", measure_naive),
-    "memory": ("peak beside the inputs, head_dim 128, seqlen 1024 to 16384", measure_memory),
+    "memory": (
+        "peak beside the inputs, head_dim 128, without a mask, seqlen 1024 to 16384",
+        measure_memory,
+    ),
     "cpu": (
         "batch 1, 8 heads, head_dim 64, seqlen 1024 and 2048, full and causal",
         measure_shapes(CPU_SHAPES),

@@ -121,7 +121,8 @@ def measure_memory(run: Run) -> None:
     if run.xp is np:
         run.note("memory: it needs a GPU")
         return
-    for work, pass_ in run.workloads(training((128,), (1024, 2048, 4096, 8192, 16_384))):
+    shapes = training((128,), (1024, 2048, 4096, 8192, 16_384))
+    for work, pass_ in run.workloads([work for work in shapes if not work.causal]):
         for implementation in run.implementations:
             note_memory(run, implementation, work, pass_)
 
