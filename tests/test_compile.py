@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,9 @@ SPILLS = {
         16, f"{INVARIANTS}, in float32 with eleven options at once (12.9: nothing); {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
+    ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(
+        56, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
+    ),
     ("sm_89", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_90", "cuflash_backward_dq_sm80", 128): Spill(
         32,
@@ -239,15 +242,15 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
 
     For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
     one NVRTC for one of the two and by the other for the other; for the rest the rows without
-    options. What remains of the tables, rows of wider elements and tiles that only the least shared
-    memory makes choose, is compiled for one architecture that chooses it, a row without options by
-    one NVRTC and with all by the other.
+    options, in turns. What remains of the tables, rows of wider elements and tiles that only the
+    least shared memory makes choose, is compiled for one architecture that chooses it, a row
+    without options by one NVRTC and with all by the other.
     """
     last = generation == max(DISTRIBUTIONS)
     halves = rows(bfloat16)
     found = {}
     for arch in LIMITS:
-        cases = halves[::2]
+        cases = halves[::2] if whole else halves[2 * last :: 4]
         if arch in FULL:
             own = min(DISTRIBUTIONS) if last == (arch == FULL[0]) else max(DISTRIBUTIONS)
             cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
@@ -258,12 +261,23 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
     own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
     choosing: dict[KernelConfig, list[str]] = {}
     for arch in (*FULL, SMALLEST):
-        for config in compiled_for(own_rows, arch):
+        chosen = compiled_for(own_rows, arch)
+        for config in chosen if whole else chosen - same_tiles(arch):
             choosing.setdefault(config, []).append(arch)
     for number, (config, archs) in enumerate(sorted(choosing.items(), key=repr)):
         if not any(config in found[arch] for arch in archs):
             found[archs[number % len(archs)]].add(config)
     return found
+
+
+def same_tiles(arch: str) -> set[KernelConfig]:
+    """Return the rows of TF32 that are rows of float32: the pairwise cases hold TF32, too."""
+    ieee = compiled_for(rows(np.float32), arch)
+    return {
+        config
+        for config in compiled_for(rows(TF32), arch)
+        if isinstance(config, TileConfig) and replace(config, precision="ieee") in ieee
+    }
 
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, int]:

@@ -54,7 +54,7 @@ GRADIENT_OPTIONS = OPTIONS | {"slopes": {**CAUSAL, "alibi_slopes": np.float32}}
 
 
 #: Options that each row is compiled with by every NVRTC.
-BY_BOTH = ("none", "all", "all, packed")
+BY_BOTH = ("none", "all")
 
 #: (NVRTC, options, head sizes) of forwards that keep registers in memory.
 SPILLS = {
