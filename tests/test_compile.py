@@ -67,14 +67,9 @@ NO_DEVICE = "sm_90's tile; no device of this kind was there to time its neighbou
 #: (architecture, entry, larger padded head size). How much longer the neighbouring tile without
 #: spills takes was measured on an H100 SXM, 2026-11-21, bf16, full, seqlen 8192.
 SPILLS = {
-    ("sm_80", "cuflash_backward_dkv_sm80", 64): Spill(
-        24, f"{COUNTER}; with all options the next block; {NO_DEVICE}"
-    ),
+    ("sm_80", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
         72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
-    ),
-    ("sm_80", "cuflash_forward_sm80", 256): Spill(
-        16, f"{INVARIANTS}, in float32 with eleven options at once (12.9: nothing); {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(

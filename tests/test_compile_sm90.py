@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -64,6 +64,11 @@ SPILLS = {
     ),
 }  # fmt: skip
 
+#: (NVRTC, padded head sizes): what forwards of the pairwise cases spill at most, all of them with
+#: seven options and more at once, among them slopes or dropout, lengths, segments or softcap.
+COMBINED_SPILLS = {(12, (192, 128)): 96, (13, (128, 128)): 120, (13, (256, 256)): 120}
+NONE: Mapping[tuple[int, tuple[int, int]], int] = {}
+
 Sm90Config = ForwardSm90Config | BackwardSm90Config | BackwardConvertConfig
 
 #: Of a device that is too small for the smaller tiles, and of one that is large enough.
@@ -108,22 +113,29 @@ def by_turns(names: Iterable[str]) -> list[Any]:
     return found
 
 
-def complaints(config: Sm90Config, generation: int) -> list[str]:
-    """Compile, and say what is wrong."""
+def complaints(
+    config: Sm90Config, generation: int, most: Mapping[tuple[int, tuple[int, int]], int] = NONE
+) -> list[str]:
+    """Compile, and say what is wrong; ``most`` bytes may be spilled."""
     report = compile_static(config, "sm_90a", compiler_of(generation))
     found = list(report.warnings)
-    if report.spill_bytes != spilled(generation).get(config, 0):
+    at_most = most.get((generation, (config.head_dim, config.head_dim_v)), 0)
+    if report.spill_bytes > max(spilled(generation).get(config, 0), at_most):
         found.append(f"{report.spill_bytes} bytes spilled, {report.registers} registers")
     if config.smem_bytes > LIMITS["sm_90"]:
         found.append(f"{config.smem_bytes} bytes of shared memory")
     return [f"{text}: {config}" for text in found]
 
 
-def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
+def compile_all(
+    configs: Iterable[Sm90Config],
+    generation: int,
+    most: Mapping[tuple[int, tuple[int, int]], int] = NONE,
+) -> None:
     """Compile on all cores: NVRTC runs without Python's lock."""
     with ThreadPoolExecutor() as pool:
         ordered = sorted(configs, key=repr)
-        found = itertools.chain(*pool.map(complaints, ordered, itertools.repeat(generation)))
+        found = itertools.chain(*pool.map(lambda c: complaints(c, generation, most), ordered))
     if text := "\n".join(found):
         pytest.fail(text, pytrace=False)
 
@@ -191,14 +203,14 @@ def test_one_gradient_alone(generation: int) -> None:
 @pytest.mark.nvrtc
 def test_other_combinations(generation: int) -> None:
     """A sample of those in which two options meet: a kernel of this kind compiles for seconds."""
-    extremes = ((64, 64), (256, 256))
+    widths = ((64, 64), (128, 128), (192, 128), (256, 256))
     chosen = set()
     for case in pairwise():
-        if case["head_dims"] in extremes and case["nvrtc"] == generation:
+        if case["head_dims"] in widths and case["nvrtc"] == generation:
             dtype = case["dtype"] if dtype_of(case) in HALVES else np.float16
             chosen.add(config_of({**case, **SERVED, "dtype": dtype}))
-    assert len(chosen - {None}) > 5
-    compile_all(chosen - {None}, generation)
+    assert len(chosen - {None}) > 8
+    compile_all(chosen - {None}, generation, COMBINED_SPILLS)
 
 
 @pytest.mark.nvrtc
