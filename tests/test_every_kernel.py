@@ -14,18 +14,22 @@ import pytest
 
 from cuflash import reference
 from support.budget import Budget
+from support.memory import Placement
 from support.problems import Call, Results, make_call, run
 
 pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = {"portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64)}
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
+#: A mask whose rows begin at multiples of 16 bytes, which is read by as many.
+ALIGNED = Placement(tuple(range(4)), (1, 1, 8, 1), (False,) * 4, (False,) * 4, lead=16)
 
 
 def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     """The options of a case; every array differs from head to head or from entry to entry."""
     ids = tuple(np.sort(rng.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
     slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
+    mask = rng.random((BATCH, 1, ROWS, KEYS)) < 0.7
     return {
         "plain": {},
         "steep": {"scale": 1.0},
@@ -43,7 +47,8 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "key bias": {
             "bias": rng.standard_normal((BATCH, HEADS, 1, KEYS)).astype(np.float16), "causal": True,
         },
-        "mask": {"mask": rng.random((BATCH, 1, ROWS, KEYS)) < 0.7, "window": (None, 40)},
+        "mask": {"mask": mask, "window": (None, 40)},
+        "aligned mask": {"mask": mask, "window": (200, 40)},
         "segments": {"segment_ids": ids},
         "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
         "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
@@ -54,7 +59,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 NAMES = (
     "plain", "steep", "causal", "window", "lengths", "scores", "bias", "key bias", "mask",
-    "segments", "segments, causal", "dropout", "groups", "shared",
+    "aligned mask", "segments", "segments, causal", "dropout", "groups", "shared",
 )  # fmt: skip
 CASES = [
     (kernel, name) for kernel in HEAD_DIMS for name in NAMES
@@ -73,7 +78,10 @@ def call_of(kernel: str, name: str) -> Call:
     )  # fmt: skip
     dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
     wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
-    return call.but(wrt=wrt, dlse=dlse if name in ("plain", "groups", "segments") else None)
+    return call.but(
+        wrt=wrt, dlse=dlse if name in ("plain", "groups", "segments") else None,
+        placements={"mask": ALIGNED} if name == "aligned mask" else {},
+    )  # fmt: skip
 
 
 @functools.cache
