@@ -57,7 +57,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: killed, survived or broken, if it is no program at all."""
+    """What became of a mutant: killed, survived, broken if it is no program, or not run."""
 
     name: str
     outcome: str
@@ -131,9 +131,11 @@ def run_tests(folder: Path, tests: Iterable[str], kernels: Path) -> tuple[int | 
     return status, said.read_text(errors="replace") if said.exists() else ""
 
 
-def judge(mutant: Mutant, kernels: Path) -> Outcome:
-    """Try one mistake."""
+def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
+    """Try one mistake, if it is not too late."""
     start = time.perf_counter()
+    if start > deadline:
+        return Outcome(mutant.name, "not run", 0.0, mutant.survives, "")
     with tempfile.TemporaryDirectory() as name:
         status, said = run_tests(copy_project(Path(name), mutant), mutant.tests, kernels)
     outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
@@ -162,6 +164,7 @@ def report(outcomes: Sequence[Outcome], seconds: float) -> dict[str, object]:
         "share": killed / max(len(outcomes), 1),
         "survived": {o.name: o.expected for o in outcomes if o.outcome == "survived"},
         "broken": [o.name for o in outcomes if o.outcome == "broken"],
+        "not run": [o.name for o in outcomes if o.outcome == "not run"],
         "seconds": round(seconds, 1),
         "outcomes": [asdict(o) for o in outcomes],
     }
@@ -172,18 +175,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names (default: all)")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
+    parser.add_argument(
+        "--within", type=float, default=float("inf"), metavar="SECONDS",
+        help="begin no run later than this (default: all are run)",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(argv)
     chosen = [
         m for m in mutants() if not arguments.names or any(n in m.name for n in arguments.names)
     ]
     start = time.perf_counter()
+    deadline = start + arguments.within
     PROCESSES.set_forkserver_preload(list(PRELOADED))
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:
         kernels = Path(name)
         healthy = pool.map(lambda test: without_mistake(test, kernels), tests)
-        outcomes = list(pool.map(lambda mutant: judge(mutant, kernels), chosen))
+        outcomes = list(pool.map(lambda mutant: judge(mutant, kernels, deadline), chosen))
         wrong = [text for text in healthy if text]
     if wrong:
         print("without a mistake\n" + "\n".join(wrong))
