@@ -28,6 +28,8 @@ ALIGNED = Placement(tuple(range(4)), (1, 1, 8, 1), (False,) * 4, (False,) * 4, l
 def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     """The options of a case; every array differs from head to head or from entry to entry."""
     ids = tuple(np.sort(rng.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
+    strays = tuple(a.copy() for a in ids)  # a query and a key that meet far from their like
+    strays[0][1, 0, 13] = strays[1][1, 0, 385] = 9
     slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
     mask = rng.random((BATCH, 1, ROWS, KEYS)) < 0.7
     return {
@@ -49,7 +51,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         },
         "mask": {"mask": mask, "window": (None, 40)},
         "aligned mask": {"mask": mask, "window": (200, 40)},
-        "segments": {"segment_ids": ids},
+        "segments": {"segment_ids": strays},
         "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
         "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
         "groups": {"enable_gqa": True, "causal": True},
