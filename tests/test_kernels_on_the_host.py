@@ -33,7 +33,7 @@ from support.host_device import COMPILER, HostDevice, host_device, on_device, op
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 #: Rows of the covering array: between them every kernel, and every option and its gradient.
-ROWS = (3, 4, 79)
+ROWS = (14, 103, 91)
 
 
 @pytest.fixture

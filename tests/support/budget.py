@@ -194,7 +194,7 @@ class Budget:
         with np.errstate(divide="ignore"):
             distance = np.where(self.p > 0, np.abs(np.log(self.p)), 0.0)
         e = (sum_error(x.q.shape[-1]) + 4) * self.score_sum
-        added = np.abs(x.bias) + np.abs(x.slopes) * x.distance
+        added = np.abs(x.bias) + np.abs(x.slopes) * x.distance + np.abs(x.shift)
         e = e + 8 * (x.softcap or 0.0) + 4 * added + 2 * distance
         return np.where(self.p > 0, u * e, 0.0)
 

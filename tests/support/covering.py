@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import MaskMod, ScoreMod
 from support.memory import Placement
 from support.problems import (
     DTYPES,
@@ -21,6 +22,7 @@ from support.problems import (
     SEQUENCE_OUTSIDE_HEADS,
     Call,
     make_call,
+    packed,
 )
 
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -36,10 +38,13 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "dropout": ("none", "a quarter"),
     "segments": ("none", "some"),
     "lengths": ("none", "numbers", "per entry"),
+    "packed": ("no", "yes"),
+    "formulas": ("none", "score", "pairs", "both"),
     "dlse": ("none", "some"),
     "d": ("1", "3", "16", "40"),
     "d_v": ("0", "1", "5", "24"),
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
+    "deterministic": ("yes", "no"),
 }
 #: An alignment word and an offset are two answers to one question: a ValueError.
 EXCLUDED = tuple((("position", "top left"), ("offset", level)) for level in ("number", "per entry"))
@@ -102,14 +107,20 @@ def rows() -> list[Row]:
 
 
 def call_of(row: Row, seed: int) -> Call:
-    """The call with the levels of ``row``, asking for every gradient that it has."""
+    """The call with the levels of ``row``, asking for every gradient that it has.
+
+    It is to be run as it is; where sequences are packed, `problems.unpacked` makes of it and its
+    results what the definition knows.
+    """
     rng = np.random.default_rng(seed)
     dtype = DTYPES[row["dtype"]]
     batch = (BATCH, HEADS)
+    is_packed = row["packed"] == "yes"
     k_batch, v_batch = {
         "own": (batch, batch),
         "grouped": ((BATCH, HEADS // 2),) * 2,
-        "broadcast": ((BATCH, 1), (HEADS,)),
+        # Every packed sequence has values of its own.
+        "broadcast": ((BATCH, 1), batch if is_packed else (HEADS,)),
     }[row["heads"]]
     d, d_v = int(row["d"]), int(row["d_v"])
     call = make_call(
@@ -125,7 +136,10 @@ def call_of(row: Row, seed: int) -> Call:
         dlse = rng.standard_normal((*batch, SEQLEN_Q)).astype(call.lse_dtype)
         call = call.but(dlse=dlse)
     wrt = tuple(n for n in FIELDS if n in ("q", "k", "v", "scale") or n in call.options)
-    return _laid_out(call.but(wrt=wrt, origin=f"{call.origin}, {row}"), row["layout"])
+    call = call.but(
+        wrt=wrt, origin=f"{call.origin}, {row}", deterministic=row["deterministic"] == "yes"
+    )
+    return _laid_out(packed(call) if is_packed else call, row["layout"])
 
 
 def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> dict[str, Any]:
@@ -144,6 +158,20 @@ def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> 
         np.sort(rng.integers(0, 2, (BATCH, 1, SEQLEN_Q))).astype(np.int32),
         np.sort(rng.integers(0, 2, SEQLEN_K)),
     )
+    # Of slope -1, which changes what a mistaken sign or order does and no bound of errors.
+    flipped = {
+        "score_mod": ScoreMod(
+            "shift[h] * (k % 3) - score", grad="-1.0f", arrays={"shift": normal(HEADS)},
+            host=lambda score, b, h, q, k, shift: shift[h] * (k % 3) - score,
+            host_grad=lambda score, *_, **__: -np.ones_like(score),
+        )
+    }  # fmt: skip
+    thinned = {
+        "mask_mod": MaskMod(
+            "(q + 2 * k + h + b) % 5 != 0",
+            host=lambda b, h, q, k: (q + 2 * k + h + b) % 5 != 0,
+        )
+    }
     levels: dict[str, dict[str, dict[str, Any]]] = {
         "position": {
             "causal": {"causal": True},
@@ -174,6 +202,7 @@ def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> 
             "numbers": {"q_lengths": 18, "kv_lengths": 30},
             "per entry": {"q_lengths": per_entry[:, :1], "kv_lengths": per_entry[:, 1:]},
         },
+        "formulas": {"score": flipped, "pairs": thinned, "both": flipped | thinned},
     }
     options: dict[str, Any] = {}
     for name, of_level in levels.items():
@@ -198,7 +227,7 @@ def _laid_out(call: Call, layout: str) -> Call:
     changes: dict[str, Any] = {"axes": FEATURE_FIRST, "placements": {}}
     for (name, axes), pair in zip(constant.items(), FEATURE_FIRST, strict=True):
         array = call.array(name)
-        along = [axis for axis in axes if array.shape[axis] > 1]
+        along = [axis for axis in axes if axis >= -array.ndim and array.shape[axis] > 1]
         first = array[
             tuple(slice(1) if i - array.ndim in along else slice(None) for i in range(array.ndim))
         ]

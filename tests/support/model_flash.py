@@ -31,6 +31,7 @@ class Expanded:
     q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
     bias, distance (what a slope multiplies), visible and kept (batch, m, n), slopes (batch, 1, 1),
     sink (batch, m, 1), -inf where there is none. Dropout multiplies a kept weight by kept_scale.
+    A formula makes sign * score + shift (batch, m, n) of a score, with a sign of 1 or -1.
     Rows that see a non-finite value are not compared, so 0 serves.
     """
 
@@ -49,6 +50,8 @@ class Expanded:
     kept_scale: float
     scale: float
     softcap: float | None
+    sign: np.ndarray
+    shift: np.ndarray
 
     def fold(self, name: str, gradient: np.ndarray) -> np.ndarray:
         """Sum a written-out gradient over broadcast axes and head groups, to the input's shape."""
@@ -105,7 +108,24 @@ def expand(call: Any, dtype: Any) -> Expanded:
         *_dropout(call, batch + core),
         q.shape[-1] ** -0.5 if scale is None else scale,
         options.get("softcap"),
+        *_formula(call, batch + core, dtype),
     )
+
+
+def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The derivative of the caller's formula, 1 or -1, and its value at 0."""
+    formula = call.options.get("score_mod")
+    if formula is None:
+        return np.ones((), dtype), np.zeros((), dtype)
+    *batch, heads, rows, keys = shape
+    b, h, q, k = np.ogrid[: int(np.prod(batch)), :heads, :rows, :keys]
+    zeros = np.zeros((b.size, heads, rows, keys), dtype)
+    slope = formula.host_grad(zeros, b, h, q, k, **formula.arrays)
+    sign = np.unique(slope)
+    assert sign.size == 1
+    assert abs(sign[0]) == 1
+    shift = np.broadcast_to(formula.host(zeros, b, h, q, k, **formula.arrays), zeros.shape)
+    return sign[0].astype(dtype), shift.reshape(shape).astype(dtype)
 
 
 def _sinks(sink: np.ndarray, dtype: Any) -> np.ndarray:
@@ -200,8 +220,8 @@ def backward(
         "q": lambda: scale * (draw @ inputs.k),
         "k": lambda: scale * (draw.swapaxes(-1, -2) @ inputs.q),
         "v": lambda: kept_scale * (_rounded(p * inputs.kept, dtype).swapaxes(-1, -2) @ dout),
-        "bias": lambda: ds,
-        "alibi_slopes": lambda: -(ds * inputs.distance).sum((-1, -2)),
+        "bias": lambda: ds * inputs.sign,
+        "alibi_slopes": lambda: -(ds * inputs.sign * inputs.distance).sum((-1, -2)),
         "sink": lambda: -(sink * delta).sum(-1),
         "scale": lambda: ds * slope * (inputs.q @ inputs.k.swapaxes(-1, -2)),
     }
@@ -213,7 +233,7 @@ def backward(
 
 
 def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
-    """Final scores, -inf where invisible, and the derivative of the softcap."""
+    """Final scores, -inf where invisible, and the derivative of softcap and formula."""
     scores = (inputs.q @ inputs.k.swapaxes(-1, -2)) * inputs.q.dtype.type(inputs.scale)
     slope: np.ndarray | float = inputs.q.dtype.type(1)
     if inputs.softcap is not None:
@@ -222,6 +242,7 @@ def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
         scores, slope = cap * tanh, 1 - tanh * tanh
     with np.errstate(over="ignore"):
         scores = scores + inputs.bias - inputs.slopes * inputs.distance
+    scores, slope = inputs.sign * scores + inputs.shift, inputs.sign * slope
     return np.where(inputs.visible, scores, -np.inf).astype(inputs.q.dtype), slope
 
 

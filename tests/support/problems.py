@@ -47,6 +47,7 @@ class Call:
 
     ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
     ``placements`` says by name how inputs, array options and results lie in memory, if not dense.
+    With ``sequences`` so many of equal length are packed, see :func:`packed`.
     """
 
     q: np.ndarray
@@ -58,6 +59,8 @@ class Call:
     axes: Pairs | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     wrt: tuple[str, ...] = _OPERANDS
+    deterministic: bool = True
+    sequences: int = 0
     origin: str = ""
 
     @property
@@ -123,6 +126,8 @@ class Call:
         parts += [] if self.dlse is None else [f"dlse={text(self.dlse)}"]
         parts += [] if self.axes is None else [f"axes={self.axes}"]
         parts += [f"placements={dict(self.placements)}"] if self.placements else []
+        parts += [] if self.deterministic else ["deterministic=False"]
+        parts += [f"sequences={self.sequences}"] if self.sequences else []
         return f"Call({', '.join(parts)}, wrt={self.wrt}, origin={self.origin!r})"
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
@@ -215,6 +220,41 @@ def make_call(
     return call.but(dout=dout)
 
 
+def packed(call: Call) -> Call:
+    """The call with the entries of its first batch axis as packed sequences."""
+    arrays = {name: _joined(getattr(call, name), -3) for name in (*_OPERANDS, "dout")}
+    dlse = None if call.dlse is None else _joined(call.dlse, -2)
+    return call.but(sequences=call.batch[0], dlse=dlse, **arrays)
+
+
+def unpacked(call: Call, results: Results) -> tuple[Call, Results]:
+    """A packed call and its results as those of a batch, which is what it was made of."""
+    n = call.sequences
+    arrays = {name: _parted(getattr(call, name), n, -3) for name in (*_OPERANDS, "dout")}
+    dlse = None if call.dlse is None else _parted(call.dlse, n, -2)
+    gradients = {
+        name: _parted(array, n, -3) if name in _OPERANDS else array
+        for name, array in results.gradients.items()
+    }
+    batch = call.but(sequences=0, axes=None, placements={}, dlse=dlse, **arrays)
+    return batch, Results(_parted(results.out, n, -3), _parted(results.lse, n, -2), gradients)
+
+
+def _joined(array: np.ndarray, heads: int) -> np.ndarray:
+    """Entries (sequences, heads, rows, ...) one after the other: (heads, sequences * rows, ...)."""
+    moved = np.moveaxis(array, 0, heads)
+    rows = moved.shape[heads] * moved.shape[heads + 1]
+    return moved.reshape(*moved.shape[:heads], rows, *moved.shape[moved.ndim + heads + 2 :])
+
+
+def _parted(array: np.ndarray, sequences: int, heads: int) -> np.ndarray:
+    """What was joined, apart again."""
+    at = array.ndim + heads + 1
+    rows = array.shape[at] // sequences
+    parts = array.reshape(*array.shape[:at], sequences, rows, *array.shape[at + 1 :])
+    return np.moveaxis(parts, at, 0)
+
+
 def probe(call: Call) -> Call:
     """The call with one-hot values, key j to column j mod d_v: out is sums of probabilities."""
     keys, columns = call.v.shape[-2:]
@@ -245,7 +285,11 @@ def run(
     }
     for name, value in call.option_arrays.items():
         inputs[name] = _placed(xp, call, name, value, None, poison)
-    given = {n: inputs[n].view if n in inputs else value for n, value in call.options.items()}
+    given = {
+        n: inputs[n].view if n in inputs else _on_device(xp, value)
+        for n, value in call.options.items()
+    }
+    given["deterministic"] = call.deterministic
     if "segment_ids" in given:
         given["segment_ids"] = (inputs["segment_ids_q"].view, inputs["segment_ids_k"].view)
     q, k, v, dout = (inputs[name].view for name in (*_OPERANDS, "dout"))
@@ -259,7 +303,15 @@ def run(
             ),
         }
     rooms = tuple(room.view for room in outputs.values()) or None
-    out, log_sum = cuflash.attention(q, k, v, axes=call.axes, return_lse=True, out=rooms, **given)
+    attend, attend_backward = cuflash.attention, cuflash.attention_backward
+    ends: tuple[Array, ...] = ()
+    if call.sequences:
+        attend, attend_backward = cuflash.attention_varlen, cuflash.attention_varlen_backward
+        ends = tuple(
+            xp.asarray(np.linspace(0, n, call.sequences + 1, dtype=np.int32))
+            for n in (call.q.shape[-2], call.k.shape[-2])
+        )
+    out, log_sum = attend(q, k, v, *ends, axes=call.axes, return_lse=True, out=rooms, **given)
     if rooms is None:
         assert type(out) is xp.ndarray
         assert type(log_sum) is xp.ndarray
@@ -283,8 +335,8 @@ def run(
                 buffers[gradient] = _room(
                     xp, call, gradient, own.shape, own.dtype, of.get(name), poison
                 )
-        gradients = cuflash.attention_backward(
-            dout, q, k, v, out, log_sum if lse is None else memory.to_device(xp, lse),
+        gradients = attend_backward(
+            dout, q, k, v, out, log_sum if lse is None else memory.to_device(xp, lse), *ends,
             dlse=dlse, wrt=call.wrt, axes=call.axes,
             grads_out=cuflash.Gradients(**{n: room.view for n, room in buffers.items()})
             if with_out else None, **given,
@@ -296,6 +348,13 @@ def run(
     for name, placed in outputs.items():
         memory.assert_written_inside(name, placed)
     return result
+
+
+def _on_device(xp: ModuleType, value: Any) -> Any:
+    """An option that is no array; of a formula the arrays move."""
+    if not hasattr(value, "arrays"):
+        return value
+    return replace(value, arrays={n: memory.to_device(xp, a) for n, a in value.arrays.items()})
 
 
 def _collect_gradients(call: Call, pairs: Pairs, gradients: Any, result: Results) -> None:
