@@ -1,7 +1,8 @@
 """Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
 
-Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for. The calls
-are those that `tools/mutants.py` holds mistakes in the kernels against.
+Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for; "hopper"
+are calls whose arrays lie as it wants them, and that its kernels serve. The calls are those that
+`tools/mutants.py` holds mistakes in the kernels against.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ def call_of(kernel: str, name: str) -> Call:
     )  # fmt: skip
     dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
     wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
+    placements = {"mask": ALIGNED} if name == "aligned mask" else {}
+    if "hopper" in kernel:
+        operands = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+        placements |= dict.fromkeys(operands, Placement.dense(4, lead=64))
     return call.but(
         wrt=wrt, dlse=dlse if name in ("plain", "groups", "segments") else None,
-        placements={"mask": ALIGNED} if name == "aligned mask" else {},
+        placements=placements,
     )  # fmt: skip
 
 
@@ -90,8 +95,19 @@ def call_of(kernel: str, name: str) -> Call:
 def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget]:
     import cupy
 
+    from cuflash import _launch
+    from cuflash._launch_sm90 import MappedLaunch, Sm90Launch, available
+
     call = call_of(kernel, name)
-    return call, run(cupy, call, backward=backward, with_out=True), Budget(call)
+    _launch.forget_plans()
+    result = run(cupy, call, backward=backward, with_out=True)
+    launches = [plan[1] for plan in _launch._forward_plans.values()]
+    if backward and name != "dropout":  # which Hopper's kernels of the gradient do not know
+        launches = [launch for p in _launch._backward_plans.values() for _, launch in p.steps]
+    if available(cupy.cuda.Device().id):
+        served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
+        assert served == ("hopper" in kernel)
+    return call, result, Budget(call)
 
 
 @pytest.mark.parametrize(("kernel", "name"), CASES, ids=str)
