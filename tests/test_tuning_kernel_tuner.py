@@ -104,6 +104,21 @@ def test_entries_have_what_kernel_tuner_gives_its_own(tmp_path, swept):
     assert set(swept.header["parameters"]) <= set(own)
 
 
+def test_the_dashboard_finds_what_it_looks_up(tmp_path, swept):
+    """Its KTdashboard takes entries by the objective, and those that have a number there."""
+    path = tmp_path / "cache.json"
+    tuning.write_cache(swept, path)
+    text = path.read_text()
+    assert text.strip().endswith("}\n}")  # else it closes the file itself
+    content = json.loads(text)
+    objective = content["objective"]
+    shown = [e for e in content["cache"].values() if not isinstance(e[objective], str)]
+    assert sorted(e[objective] for e in shown) == sorted(row["ms"] for row in swept.timed)
+    assert len(shown) < len(content["cache"])
+    for name in content["tune_params_keys"]:
+        assert {e[name] for e in shown} <= set(content["tune_params"][name])
+
+
 def tuned(tmp_path, values):
     """Return a cache file that kernel-tuner wrote, measuring."""
     if shutil.which("g++") is None:

@@ -135,7 +135,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     for candidate in _swept(found).candidates if found.header["workload"] else ():
         if candidate.config is None:
             values = dict(zip(names, candidate.values, strict=True))
-            entries[candidate.key] = values | {"__error__": _INVALID}
+            entries[candidate.key] = values | {"__error__": _INVALID, "time": _INVALID}
     for row in found.rows:
         entries[row["key"]] = _entry(row)
     work = found.header["workload"]
@@ -145,7 +145,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
         "problem_size": [work["batch"] * work["heads_q"], work["seqlen_q"]] if work else [],
         "tune_params_keys": names,
         "tune_params": found.header["parameters"],
-        "objective": ["time"],
+        "objective": "time",  # a list, as kernel-tuner 1.5 writes, is none to its dashboard
         "cache": entries,
         "cuflash": {"header": found.header, "finals": found.finals, "rows": found.rows},
     }
