@@ -296,7 +296,7 @@ def _panels(
         )
     head_dims = sorted({row["head_dim"] for row in rows})
     masks = sorted({row["causal"] for row in rows})
-    figure = _figure(2.9 * len(head_dims) + 0.9, 2.5 * len(masks) + 1.1)
+    figure = _figure(max(2.9 * len(head_dims) + 0.9, 5.4), max(2.5 * len(masks) + 1.1, 4.4))
     grid = figure.subplots(len(masks), len(head_dims), squeeze=False, sharex=True, sharey=True)
     drawn = {}
     for y, causal in enumerate(masks):
@@ -318,16 +318,19 @@ def _panels(
             axes.grid(alpha=0.25)
             if value == "bytes":
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(lambda count, _: _bytes(count))
     for row_of_axes in grid:
         row_of_axes[0].set_ylabel(unit)
     for axes in grid[-1]:
         axes.set_xlabel("seqlen")
     if value != "bytes":
         grid[0][0].set_ylim(bottom=0)
-    figure.suptitle(f"{name}, {rows[0]['dtype']}, {meta['device']}, {meta['date']}", fontsize=10)
+    where = f"{meta['device']}, {meta['date']}"
+    between = ", " if len(head_dims) > 1 else "\n"
+    figure.suptitle(f"{name}, {rows[0]['dtype']}{between}{where}", fontsize=10)
     figure.legend(
         drawn.values(), [_NAMES.get(impl, impl) for impl in drawn], loc="outside lower center",
-        ncols=min(len(drawn), 4), fontsize=8,
+        ncols=min(len(drawn), 4 if len(head_dims) > 1 else 3), fontsize=8,
     )  # fmt: skip
     return figure
 
