@@ -41,7 +41,6 @@ struct Producer : KeyOwnerProducer<FirstRowsFirst> {
 struct Consumer : KeyOwner<Config::block_m> {
   static constexpr bool ahead =
       Config::scores_ahead && Score::is_plain && Config::grad_k && Config::grad_v;
-  static constexpr int rows_read = 1;  // the first of the warpgroups' named barriers
 
   __device__ __forceinline__ void run() {
     const KeyTile work = KeyTile::at(params, ptx::block_index());
@@ -87,7 +86,6 @@ struct Consumer : KeyOwner<Config::block_m> {
     if constexpr (Config::grad_k) start_dp(dp_acc);
     ptx::wgmma_wait<Config::grad_k && Score::is_plain>();
     ptx::pin(flat(s_acc));
-    ptx::named_barrier_sync(rows_read + warpgroup, 128);
     release_block_before();
     if constexpr (Score::is_plain) {
       float2 lse[tiles];
@@ -128,7 +126,6 @@ struct Consumer : KeyOwner<Config::block_m> {
     compute_p(p, s_acc, lse, score, first_row, first_key);
     hide_pairs(p, score, first_row, first_key, masked);
     ptx::wgmma_wait<1>();  // dk of the block before has read frag
-    ptx::named_barrier_sync(rows_read + warpgroup, 128);
     release_block_before();
     to_operand(frag, p);
     start_dv();

@@ -123,6 +123,9 @@
 #ifndef CUFLASH_SUMS_TO
 #define CUFLASH_SUMS_TO pairs
 #endif
+#ifndef CUFLASH_UNDER_RACECHECK
+#define CUFLASH_UNDER_RACECHECK false
+#endif
 #ifndef CUFLASH_GRAD_OF
 #define CUFLASH_GRAD_OF bias
 #endif
@@ -201,6 +204,8 @@ struct Config {
   static constexpr bool grad_lse = CUFLASH_GRAD_LSE;
   static constexpr SumsTo sums_to = SumsTo::CUFLASH_SUMS_TO;
   static constexpr GradOf grad_of = GradOf::CUFLASH_GRAD_OF;
+
+  static constexpr bool under_racecheck = CUFLASH_UNDER_RACECHECK;  // tools/sanitize.py
 
   static_assert(head_dim % 16 == 0 && head_dim_v % 16 == 0, "one mma consumes 16 columns");
   static_assert(block_m % 16 == 0 && block_n % 16 == 0, "one mma produces 16 rows");

@@ -82,7 +82,8 @@ def macros_read() -> set[str]:
 
 def test_fields_are_the_macros_that_the_sources_read() -> None:
     defined = {name for config in CONFIGS for name in config.defines()}
-    assert defined == macros_read()
+    assert defined | {"CUFLASH_UNDER_RACECHECK"} == macros_read()  # no field: tools/sanitize.py
+    assert "CUFLASH_UNDER_RACECHECK" not in defined
 
 
 def test_every_macro_has_a_default() -> None:

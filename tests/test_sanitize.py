@@ -45,7 +45,7 @@ def program(tmp_path, monkeypatch):
     return install
 
 
-NAMES = "sys.argv[sys.argv.index('--inside') + 1:]"
+NAMES = "sys.argv[sys.argv.index('--inside') + 2:]"
 RAN = "[print('ran:', name) for name in names]\n"
 
 

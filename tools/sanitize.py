@@ -37,6 +37,7 @@ TOOLS = {
     "synccheck": (),
     "racecheck": ("--racecheck-report", "all"),
 }  # fmt: skip
+DEFINED = {"racecheck": ("-DCUFLASH_UNDER_RACECHECK=true",)}  # kernels_cu/sm90/barrier.cuh says why
 FOUND = 86  # exit status of a run with findings
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
@@ -216,7 +217,7 @@ def run(xp: ModuleType, case: Case) -> None:
             raise SystemExit(f"{case.name}: a result is not finite")
 
 
-def run_inside(names: Iterable[str]) -> None:
+def run_inside(tool: str, names: Iterable[str]) -> None:
     """Run cases in this process, which the sanitizer watches."""
     import cupy
 
@@ -224,7 +225,7 @@ def run_inside(names: Iterable[str]) -> None:
 
     # Each array is an allocation of its own, with borders that memcheck sees.
     cupy.cuda.set_allocator(None)
-    _compile.OPTIONS = (*_compile.OPTIONS, "-lineinfo")
+    _compile.OPTIONS = (*_compile.OPTIONS, "-lineinfo", *DEFINED.get(tool, ()))
     chosen = set(names)
     for case in CASES:
         if case.name in chosen:
@@ -250,7 +251,7 @@ def read_verdict(status: int, log: str) -> Verdict:
 
 def command(program: str, tool: str, names: Sequence[str]) -> list[str]:
     """The command line of one process."""
-    inside = [sys.executable, str(Path(__file__)), "--inside", *names]
+    inside = [sys.executable, str(Path(__file__)), "--inside", tool, *names]
     if tool == "none":
         return inside
     return [
@@ -295,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.inside:
-        run_inside(arguments.inside)
+        run_inside(arguments.inside[0], arguments.inside[1:])
         return 0
     names = [case.name for case in CASES if arguments.case in case.name]
     if arguments.list or not names:

@@ -4,6 +4,7 @@
 // a phase pass by an arrival, all its threads are past their own wait.
 #pragma once
 
+#include "config.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "tile/fragment.cuh"
@@ -26,6 +27,15 @@ __device__ __forceinline__ void arrive_if(uint64_t& barrier, bool mine) {
 __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
   arrive_if(barrier, lane_index() == 0);
+}
+
+// Arrivals of a warp whose lanes have all read what is written anew after the phase: they meet, and
+// one speaks for all. racecheck follows no arrival but a thread's own: under it every lane arrives.
+constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
+
+__device__ __forceinline__ void arrive_as_readers(uint64_t& barrier, bool mine) {
+  __syncwarp();
+  arrive_if(barrier, lane_index() < reader_arrivals && mine);
 }
 
 // A product is done only when all four warps have issued it, so that this thread's arrival after it

@@ -6,7 +6,7 @@
 //   keys_full    32 + bytes         k and v of the tile are there
 //   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
 //   raw          1 + bytes          q and dout are there, of which rows are to be cleared
-//   empty        consumers          every warpgroup is done with the block: load the next
+//   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
 #include "exact.cuh"
@@ -43,7 +43,7 @@ static_assert(Config::block_n == 64 * consumers, "64 keys per warpgroup");
 __device__ __forceinline__ void init_rings(KeyOwnerMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 32);  // the lanes of the producer
-    init(smem.empty[i], consumers);
+    init(smem.empty[i], 4 * consumers * reader_arrivals);
   }
   init(smem.keys_full, 32);
   init(smem.raw, 1);
@@ -328,10 +328,9 @@ struct KeyOwner {
         dk_acc, frag, smem.q[ring.stage()].summed_over_rows(first));
   }
 
-  // A barrier says before that the whole warpgroup has read lse and delta of the block.
   __device__ __forceinline__ void release_block_before() {
     const Ring<Config::num_stages> before{ring.uses - 1};
-    arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
+    arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta, too
   }
 
   // lse or delta of the block at hand, of the queries of this lane's columns.
