@@ -236,10 +236,10 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
     """Return what one NVRTC compiles for each architecture, in minutes, or the whole of it.
 
     For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
-    one NVRTC for one of the two and by the other for the other; for the rest the rows without
-    options, in turns. What remains of the tables, rows of wider elements and tiles that only the
-    least shared memory makes choose, is compiled for one architecture that chooses it, a row
-    without options by one NVRTC and with all by the other.
+    one NVRTC for one of the two and by the other for the other, a row without options opposite to
+    that with all; for the rest the rows without options, in turns. What remains of the tables, rows
+    of wider elements and tiles that only the least shared memory makes choose, is compiled for one
+    architecture that chooses it, a row without options by one NVRTC and with all by the other.
     """
     last = generation == max(DISTRIBUTIONS)
     halves = rows(bfloat16)
@@ -247,8 +247,10 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
     for arch in LIMITS:
         cases = halves[::2] if whole else halves[2 * last :: 4]
         if arch in FULL:
-            own = min(DISTRIBUTIONS) if last == (arch == FULL[0]) else max(DISTRIBUTIONS)
-            cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
+            first = last == (arch == FULL[0])
+            own = min(DISTRIBUTIONS) if first else max(DISTRIBUTIONS)
+            cases = [case for n, case in enumerate(halves) if whole or n % 2 == first]
+            cases += [case for case in pairwise() if whole or case["nvrtc"] != own]
         found[arch] = compiled_for(cases, arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
