@@ -27,9 +27,9 @@ from ml_dtypes import bfloat16
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# initcheck does not see what the copy engine stores: tiles of results, which tests/support/memory.py
-# poisons, and the sums of dq that only backward_convert.cu reads: test_graphs of
-# tests/test_backward_sm90.py asks for the same bits from a workspace that was used before.
+# initcheck does not see what the copy engine stores: tiles of results (tests/support/memory.py
+# poisons them), and the sums of dq that only backward_convert.cu reads (test_graphs of
+# tests/test_backward_sm90.py asks for the same bits from a workspace that was used before).
 TOOLS = {
     "memcheck": (),
     "initcheck": (
