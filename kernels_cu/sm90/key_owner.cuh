@@ -259,9 +259,9 @@ struct LaneIndices {
   int row, key;
 
   __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
-    const int thread = ptx::thread_index(), lane = thread % 32;
+    const uint32_t thread = ptx::thread_index(), lane = thread % 32;
     row = first_row + fragment_column(0, 0, lane);
-    key = first_key + 16 * (thread / 32 - 4) + fragment_row(0, 0, lane);
+    key = first_key + 16 * (thread / 32) - 64 + fragment_row(0, 0, lane);
   }
 
   // Rows that see the key of a half, mask apart, counted from `row`: the column of a register is
@@ -337,8 +337,8 @@ struct KeyOwner {
   __device__ __forceinline__ void read(float2 (&of_columns)[tiles],
                                        const float (&of_rows)[Config::num_stages][Config::block_m],
                                        int first = 0) const {
-    const float* from =
-        of_rows[ring.stage()] + first + fragment_column(0, 0, ptx::thread_index() % 32);
+    const uint32_t thread = ptx::thread_index();
+    const float* from = of_rows[ring.stage()] + first + fragment_column(0, 0, thread % 32);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) of_columns[t] = *reinterpret_cast<const float2*>(from + 8 * t);
   }
