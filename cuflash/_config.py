@@ -310,12 +310,15 @@ class BackwardScoreConfig(TileConfig):
 class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
+    other_warps: ClassVar[int] = 4  # that own no rows
+
     num_stages: int  # buffers of what is streamed
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        if self.own_rows not in (128, 192) or self.own_rows != 16 * (self.num_warps - 4):
-            raise ValueError(f"{self.own_rows=} must be 128 or 192, {self.num_warps=} 12 or 16")
+        warps = self.own_rows // 16 + self.other_warps
+        if self.own_rows not in (128, 192) or warps != self.num_warps or warps > 16:
+            raise ValueError(f"{self.own_rows=} must be 128 or 192, {self.num_warps=} {warps=}")
         if self.num_stages < 2:  # a buffer is released when the next one is in use
             raise ValueError(f"{self.num_stages=} must be at least 2")
 
@@ -326,7 +329,7 @@ class BackwardSm90Config(TileConfig):
 
     @property
     def rows(self) -> int:
-        """Four warps have none, the others 16 each."""
+        """As many as all warps would have by 16."""
         return 16 * self.num_warps
 
     def _panel_bytes(self, rows: int, *head_dims: int) -> int:
@@ -387,6 +390,7 @@ class BackwardOnePassConfig(BackwardSm90Config):
 
     source = "backward_sm90.cu"
     entry = "cuflash_backward_sm90"
+    other_warps = 8  # four that load and write, a warpgroup that multiplies dq
 
     keys_in_registers: bool  # are k and v of a tile?
     ordered: bool  # do tiles add one after the other?
@@ -394,11 +398,8 @@ class BackwardOnePassConfig(BackwardSm90Config):
     def __post_init__(self) -> None:
         BackwardSm90Config.__post_init__(self)
         parts = self.block_m * self.head_dim // 64**2
-        if self.block_m % 64 or self.head_dim % 64 or parts != self.num_warps // 4 - 1:
-            raise ValueError(
-                f"{self.block_m=} by {self.head_dim=} must be one 64 x 64 part of dq for each "
-                f"warpgroup: {self.num_warps=}"
-            )
+        if self.block_m % 64 or self.head_dim % 64 or parts != 2:
+            raise ValueError(f"{self.block_m=} by {self.head_dim=} must be two 64 x 64 parts of dq")
 
     @property
     def own_rows(self) -> int:

@@ -46,7 +46,8 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
     ):
         return None
     fields = _select._fields(problem, 16, problem.dtype) | _select._sm90_row(TILES, problem)
-    return BackwardOnePassConfig(num_warps=fields["block_n"] // 16 + 4, ordered=ordered, **fields)
+    num_warps = fields["block_n"] // 16 + BackwardOnePassConfig.other_warps
+    return BackwardOnePassConfig(num_warps=num_warps, ordered=ordered, **fields)
 
 
 def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:

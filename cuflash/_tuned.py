@@ -227,7 +227,8 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
         changed[name] = bool(changed[name])
     rows = _owned_rows(config)
     if rows in changed:
-        changed["num_warps"] = changed[rows] // 16 + 4
+        others = getattr(config, "other_warps", 4)
+        changed["num_warps"] = changed[rows] // 16 + others
     return replace(config, **changed)
 
 

@@ -32,6 +32,9 @@
 
 namespace cuflash {
 
+constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
+static_assert(Config::block_m % 64 == 0, "whole warpgroups");
+
 struct SharedMemory {
   using QTile = PanelTile<Config::block_m, Config::head_dim>;
   using DoutTile = PanelTile<Config::block_m, Config::head_dim_v>;
@@ -47,7 +50,6 @@ struct SharedMemory {
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardQSm90Config.smem_bytes counts this struct");
-static_assert(Config::block_m == 64 * consumers, "64 rows per warpgroup");
 
 // By one thread, before any other touches a barrier.
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {

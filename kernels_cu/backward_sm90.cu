@@ -4,12 +4,12 @@
 //     dk = 0, dv = 0                                          64 keys per warpgroup
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:  last rows first
-//         s^T = k q^T;  dp^T = v dout^T
-//         p^T = exp(score(s^T) - lse)                         while dp^T is multiplied
-//         dv += p^T dout
+//         s^T = k q^T
+//         p^T = exp(score(s^T) - lse)
+//         dv += p^T dout;  dp^T = v dout^T
 //         ds^T = p^T (dp^T - delta) score'(s^T)               also to shared memory
 //         dk += ds^T q
-//         sums of the block += ds k                           by the writer, in the tile's turn
+//         sums of the block += ds k                           the last warpgroup and the writers
 //     dk *= scale
 //
 // What a tile adds to the sums (sm90/dq_sums.cuh) is one float32 addition of each element.
@@ -19,15 +19,16 @@
 // runs on the device. All tiles walk from the last rows to the first: they follow each other
 // without waiting once each has started a block behind the one before.
 //
-// Warpgroup 0 loads (warp 0) and writes sums (warp 1). The others consume.
+// Warpgroup 0 loads (warp 0) and writes sums (warps 1 and 2, which take blocks in turns: one waits
+// until all can see what it added while the other adds). Then come the consumers, who own keys. The
+// last warpgroup multiplies dq.
 //
 //   barrier      arrivals a phase   what the end of a phase says
+//   ds_full      4 consumers        ds of a block is complete
+//   ds_empty     1                  dq was multiplied with it: stage the next
 //   dq_full      4 (warps)          64 x 64 of dq are staged: add them
 //   dq_empty     1                  they were read: stage the next
 //   others                          sm90/key_owner.cuh
-//
-// Named barrier 1 joins the warpgroups: ds of a block is complete, and that of the block before
-// the last was read.
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
@@ -36,25 +37,31 @@
 
 namespace cuflash {
 
+constexpr int writers = 2;
+
 struct SharedMemory : KeyOwnerMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
   DsTile ds[2];  // ds^T: rows are keys
-  alignas(128) DqSums::Slice dq[consumers][4];
-  uint64_t dq_full[consumers], dq_empty[consumers];
+  alignas(128) DqSums::Slice dq[DqSums::parts][4];
+  uint64_t ds_full[2], ds_empty[2];
+  uint64_t dq_full[writers][DqSums::parts], dq_empty[writers];
   int tile;
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardOnePassConfig.smem_bytes counts this struct");
 
 static_assert(Score::is_plain, "others take registers");
-static_assert(DqSums::parts == consumers, "one part of dq for each warpgroup");
 
 // By one thread, before any other touches a barrier.
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   init_rings(smem);
-  for (int i = 0; i < consumers; ++i) {
-    init(smem.dq_full[i], 4);
+  for (int i = 0; i < 2; ++i) {
+    init(smem.ds_full[i], 4 * consumers);
+    init(smem.ds_empty[i], 1);
+  }
+  for (int i = 0; i < writers; ++i) {
+    for (int part = 0; part < DqSums::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
   ptx::fence_mbarrier_init();
@@ -70,7 +77,7 @@ struct Producer {
   }
 };
 
-// ----------------------------------------------------------------------------- the writing warp
+// ----------------------------------------------------------------------------- the writing warps
 // Whose turn it is to add to the sums of each block of queries, after the number of tiles drawn.
 struct Turns {
   uint32_t* of_entry;
@@ -92,10 +99,12 @@ struct Turns {
   }
 };
 
+// Of the blocks of a tile, writer w has number w and every second one from there.
 struct Writer {
   const BackwardSm90Params& params;
   SharedMemory& smem;
-  Ring<1> ring;
+  const uint32_t writer;
+  Ring<writers> ring;
 
   __device__ __forceinline__ void run() {
     if (lane_index() != 0) return;
@@ -111,10 +120,13 @@ struct Writer {
       const LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
-        const int first_row = block * Config::block_m;
-        const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-        const int turn = work.first_key / Config::block_n - before;
-        write(sums, turns, block, turn);
+        if (ring.stage() == writer) {
+          const int first_row = block * Config::block_m;
+          const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
+          const int turn = work.first_key / Config::block_n - before;
+          write(sums, turns, block, turn);
+        }
+        ring.advance();
       }
     }
     ptx::tma_store_wait();  // shared memory ends with this block of threads
@@ -122,10 +134,10 @@ struct Writer {
 
  private:
   __device__ __forceinline__ void write(const DqSums& sums, const Turns& turns, int block,
-                                        int turn) {
+                                        int turn) const {
 #pragma unroll 1
     for (int part = 0; part < DqSums::parts; ++part) {
-      wait(smem.dq_full[part], ring.full_parity());
+      wait(smem.dq_full[writer][part], ring.full_parity());
       if (Config::ordered && part == 0) turns.await(block, turn);
       const int bytes = DqSums::Slice::bytes * sums.slices(block, part);
       if (bytes != 0) {
@@ -140,21 +152,62 @@ struct Writer {
       ptx::tma_store_commit();
     }
     ptx::tma_store_wait_read();
-#pragma unroll
-    for (int part = 0; part < consumers; ++part) arrive_if(smem.dq_empty[part], true);
+    arrive_if(smem.dq_empty[writer], true);
     if constexpr (Config::ordered) {
       ptx::tma_store_wait();
       turns.pass_on(block, turn);
     }
-    ring.advance();
+  }
+};
+
+// ---------------------------------------------------------------------------- the warpgroup of dq
+struct Multiplier {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<2> ring;
+
+  __device__ __forceinline__ void run() {
+    const KeyTile work = KeyTile::at(params, smem.tile);
+    wait(smem.keys_full, 0);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const Score score(params.score, work.entry(params, index));
+      const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+#pragma unroll 1
+      for (int left = blocks.end - blocks.begin; left > 0; --left) {
+        multiply_block();
+        ring.advance();
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void multiply_block() const {
+    const int stage = ring.stage();
+    const Ring<writers> before{ring.uses - 1};
+    wait(smem.ds_full[stage], ring.full_parity());
+#pragma unroll
+    for (int part = 0; part < DqSums::parts; ++part) {
+      float acc[1][8][4];
+      start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
+          acc, smem.ds[stage].summed_over_rows(0, part % DqSums::row_parts),
+          smem.k.summed_over_rows(0, part / DqSums::row_parts));
+      ptx::wgmma_wait<0>();
+      ptx::pin(flat(acc));
+      if (part == DqSums::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
+      if (part == 0) wait(smem.dq_empty[before.stage()], before.full_parity());
+      const uint32_t thread = ptx::thread_index() % 128;
+      smem.dq[part][thread / 32].write(acc[0], thread % 32);
+      ptx::fence_async_proxy();
+      arrive_as_warp(smem.dq_full[stage][part]);
+    }
   }
 };
 
 // --------------------------------------------------------------------------------- the consumers
 struct Consumer : KeyOwner<64> {
-  // Do registers hold dp beside the scores and dq?
-  static constexpr bool dp_beside_dq = Config::head_dim + Config::head_dim_v <= 128;
-  static constexpr int ds_complete = 1;  // a named barrier
+  // Do registers hold dp beside p and the operand p of dv?
+  static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 128;
 
   __device__ __forceinline__ void run() {
     const KeyTile work = KeyTile::at(params, shared().tile);
@@ -176,14 +229,6 @@ struct Consumer : KeyOwner<64> {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     ptx::pin(flat(dv_acc));
-    if (warp_agrees(ring.uses > 0)) {
-      float dq_acc[1][8][4];
-      start_dq_of_block_before(dq_acc);
-      ptx::wgmma_wait<0>();
-      stage_dq_of_block_before(dq_acc);
-      ptx::fence_async_proxy();
-      arrive_as_warp(shared().dq_full[warpgroup]);
-    }
     store(KeyTile::at(params, shared().tile));
   }
 
@@ -192,63 +237,40 @@ struct Consumer : KeyOwner<64> {
     return static_cast<SharedMemory&>(smem);
   }
 
-  // dq of the block before is multiplied while this one's exponentials are computed, and staged
-  // while its dv is multiplied. Before the first block it is that of whatever lies there, and not
-  // written.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
+    const Ring<2> ds_ring{ring.uses};
 #pragma unroll
-    for (int part = 0; part < DqSums::row_parts; ++part) {
-      float s_acc[1][tiles][4], dp_acc[1][tiles][4], dq_acc[1][8][4];
+    for (int part = 0; part < Config::block_m / 64; ++part) {
+      float s_acc[1][tiles][4], dp_acc[1][tiles][4];
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
-      const bool with_dq = part == 0, dp_early = !with_dq || dp_beside_dq;
       start_scores(s_acc, ring, first);
-      if (dp_early) start_dp(dp_acc, first);
-      if (with_dq) start_dq_of_block_before(dq_acc);
-      read(lse, smem.lse, first);
-      if (with_dq && dp_early) {
-        ptx::wgmma_wait<2>();
-      } else {
-        ptx::wgmma_wait<1>();
-      }
+      ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
-      if (with_dq) release_block_before();
+      if (part == 0) release_block_before();
+      read(lse, smem.lse, first);
       compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
       hide_pairs(s_acc, score, first_row, first_key, masked, first);
       to_operand(frag, s_acc);
       start_dv(first);
-      if (dp_early) read(delta, smem.delta, first);
-      ptx::wgmma_wait<1>();
-      if (with_dq) stage_dq_of_block_before(dq_acc);
-      if (!dp_early) {
-        start_dp(dp_acc, first);
-        read(delta, smem.delta, first);
+      if (!dp_beside_p) {
         ptx::wgmma_wait<0>();
+        ptx::pin(reinterpret_cast<uint32_t (&)[2 * tiles]>(frag));
       }
+      start_dp(dp_acc, first);
+      ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
+      read(delta, smem.delta, first);
       compute_ds(s_acc, dp_acc, delta);
-      ptx::wgmma_wait<0>();  // dv has read frag
       to_operand(frag, s_acc);
+      if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
       stage_ds(part);
       start_dk(first);
     }
     ptx::fence_async_proxy();
-    __syncwarp();  // its lanes are done: one speaks for all
-    arrive_if(shared().dq_full[warpgroup], lane_index() == 0 && ring.uses > 0);
+    arrive_as_warp(shared().ds_full[ds_ring.stage()]);
     ring.advance();
-  }
-
-  __device__ __forceinline__ void start_dq_of_block_before(float (&dq_acc)[1][8][4]) const {
-    ptx::named_barrier_sync(ds_complete, 128 * consumers);
-    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
-        dq_acc, shared().ds[(ring.uses + 1) % 2].summed_over_rows(0, warpgroup % DqSums::row_parts),
-        smem.k.summed_over_rows(0, warpgroup / DqSums::row_parts));
-  }
-
-  __device__ __forceinline__ void stage_dq_of_block_before(float (&dq_acc)[1][8][4]) const {
-    ptx::pin(flat(dq_acc));
-    if (warp_agrees(ring.uses > 0)) stage_dq(dq_acc);
   }
 
   // This warpgroup's rows of 64 columns of ds^T for all.
@@ -263,12 +285,6 @@ struct Consumer : KeyOwner<64> {
                        frag[0][i][3]);
     }
   }
-
-  __device__ __forceinline__ void stage_dq(const float (&dq_acc)[1][8][4]) const {
-    wait(shared().dq_empty[warpgroup], Ring<1>{ring.uses - 1}.empty_parity());
-    const uint32_t thread = ptx::thread_index() % 128;
-    shared().dq[warpgroup][thread / 32].write(dq_acc[0], thread % 32);
-  }
 };
 
 }  // namespace cuflash
@@ -278,7 +294,24 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  // Drawn, so that a tile runs only when all before it do.
-  if (threadIdx.x == 0) smem.tile = Config::ordered ? atomicAdd(params.turns, 1) : blockIdx.x;
-  run_roles<Producer, Consumer, Writer>(params, smem);
+  if (threadIdx.x == 0) {
+    // Drawn, so that a tile runs only when all before it do.
+    smem.tile = Config::ordered ? atomicAdd(params.turns, 1) : blockIdx.x;
+    init_barriers(smem);
+  }
+  __syncthreads();  // the barriers are there
+  // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
+  constexpr int producer_registers = 24, consumer_registers = 208, multiplier_registers = 72;
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+    if (warp == 0) Producer{params, smem}.run();
+    if (warp == 1 || warp == 2) Writer{params, smem, warp - 1u}.run();
+  } else if (warp < 4 + 4 * consumers) {
+    ptx::take_registers<consumer_registers>();
+    Consumer{params, smem, warp / 4 - 1}.run();
+  } else {
+    ptx::give_registers<multiplier_registers>();
+    Multiplier{params, smem}.run();
+  }
 }

@@ -66,7 +66,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     ),
     SegmentBoundsConfig(num_warps=8, segment_ids="int32"),
     BackwardOnePassConfig(
-        **{**TILE, "num_warps": 12, "head_dim": 128}, num_stages=2,
+        **{**TILE, "num_warps": 16, "head_dim": 128}, num_stages=2,
         keys_in_registers=True, ordered=True,
     ),
     BackwardConvertConfig(**TILE),

@@ -22,6 +22,9 @@
 
 namespace cuflash {
 
+constexpr int consumers = Config::block_n / 64;  // warpgroups, of 64 keys each
+static_assert(Config::block_n % 64 == 0, "whole warpgroups");
+
 struct KeyOwnerMemory {
   using KTile = PanelTile<Config::block_n, Config::head_dim>;
   // dv alone does not need v: eight rows, the least that a tile has, stand for it.
@@ -38,7 +41,6 @@ struct KeyOwnerMemory {
   uint64_t full[Config::num_stages], empty[Config::num_stages];
   uint64_t keys_full, raw;
 };
-static_assert(Config::block_n == 64 * consumers, "64 keys per warpgroup");
 
 __device__ __forceinline__ void init_rings(KeyOwnerMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
