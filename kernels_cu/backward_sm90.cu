@@ -29,6 +29,9 @@
 //   dq_full      4 (warps)          64 x 64 of dq are staged: add them
 //   dq_empty     1                  they were read: stage the next
 //   others                          sm90/key_owner.cuh
+//
+// Named barriers pass the right to start products between the consumers: exponentials and ds of one
+// are computed under the products of the other.
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
@@ -52,6 +55,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "BackwardOnePassConfig.smem_bytes counts this struct");
 
 static_assert(Score::is_plain, "others take registers");
+static_assert(consumers == 2, "two warpgroups that take turns");
 
 // By one thread, before any other touches a barrier.
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
@@ -208,12 +212,14 @@ struct Multiplier {
 struct Consumer : KeyOwner<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 128;
+  static constexpr int first_turn = 1;  // a named barrier for each warpgroup
 
   __device__ __forceinline__ void run() {
     const KeyTile work = KeyTile::at(params, shared().tile);
     clear(dk_acc);
     clear(dv_acc);
     wait_for_keys();
+    if (warpgroup == 1) take_turn();
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
@@ -226,6 +232,7 @@ struct Consumer : KeyOwner<64> {
         add_block(score, first_row, work.first_key, walk.masked(block));
       }
     }
+    if (warpgroup == 0) pass_turn();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     ptx::pin(flat(dv_acc));
@@ -237,6 +244,7 @@ struct Consumer : KeyOwner<64> {
     return static_cast<SharedMemory&>(smem);
   }
 
+  // dk of the part before and the scores of this one are a turn, dv and dp the next.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
     const Ring<2> ds_ring{ring.uses};
@@ -246,6 +254,7 @@ struct Consumer : KeyOwner<64> {
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
       start_scores(s_acc, ring, first);
+      pass_turn();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
       if (part == 0) release_block_before();
@@ -253,12 +262,14 @@ struct Consumer : KeyOwner<64> {
       compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
       hide_pairs(s_acc, score, first_row, first_key, masked, first);
       to_operand(frag, s_acc);
+      take_turn();
       start_dv(first);
       if (!dp_beside_p) {
         ptx::wgmma_wait<0>();
         ptx::pin(reinterpret_cast<uint32_t (&)[2 * tiles]>(frag));
       }
       start_dp(dp_acc, first);
+      pass_turn();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
       read(delta, smem.delta, first);
@@ -266,11 +277,19 @@ struct Consumer : KeyOwner<64> {
       to_operand(frag, s_acc);
       if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
       stage_ds(part);
+      take_turn();
       start_dk(first);
     }
     ptx::fence_async_proxy();
     arrive_as_warp(shared().ds_full[ds_ring.stage()]);
     ring.advance();
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    ptx::named_barrier_sync(first_turn + warpgroup, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
   }
 
   // This warpgroup's rows of 64 columns of ds^T for all.
