@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cupy_backends.cuda.api import runtime
 
-from cuflash import _launch_sm90, _params, _plan, _select, _select_one_pass
+from cuflash import _device, _launch_sm90, _params, _plan, _select, _select_one_pass
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._config import BackwardOnePassConfig
 from cuflash._grid import Layout
@@ -98,7 +98,11 @@ def plan(
     )  # fmt: skip
     end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
     gradients = MappedLaunch(
-        launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments()
+        launch.kernel,
+        min(launch.grid, _device.multiprocessors(device)),
+        launch.params[:end],
+        maps,
+        KnownArguments(),
     )
     convert = _plan.plan_launch(
         _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, device,

@@ -1,6 +1,6 @@
 // dq, dk and dv on Hopper in one pass over the scores: five products for each pair of blocks.
 //
-//   for each tile of block_n keys:                            one block of threads
+//   for each tile of block_n keys that is drawn:              one block of threads
 //     dk = 0, dv = 0                                          64 keys per warpgroup
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:  last rows first
@@ -19,15 +19,19 @@
 // runs on the device. All tiles walk from the last rows to the first: they follow each other
 // without waiting once each has started a block behind the one before.
 //
-// Warpgroup 0 loads (warp 0) and writes sums (warps 1 and 2, which take blocks in turns: one waits
-// until all can see what it added while the other adds). Then come the consumers, who own keys. The
-// last warpgroup multiplies dq.
+// Warpgroup 0 draws tiles and loads (warp 0) and writes sums (warps 1 and 2, which take blocks in
+// turns: one waits until all can see what it added while the other adds). Then come the consumers,
+// who own keys. The last warpgroup multiplies dq. The next tile is loaded while dk and dv are
+// stored.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   ds_full      4 consumers        ds of a block is complete
 //   ds_empty     1                  dq was multiplied with it: stage the next
 //   dq_full      4 (warps)          64 x 64 of dq are staged: add them
 //   dq_empty     1                  they were read: stage the next
+//   keys_empty   4 consumers + 1    k and v of the tile were read: load the next
+//   tile_full    1                  the next tile is drawn
+//   tile_empty   tile_readers       it was read: draw the one after the next
 //   others                          sm90/key_owner.cuh
 //
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
@@ -40,7 +44,8 @@
 
 namespace cuflash {
 
-constexpr int writers = 2;
+constexpr int writers = 2;                                 // warps
+constexpr int tile_readers = 4 * consumers + writers + 4;  // warps
 
 struct SharedMemory : KeyOwnerMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
@@ -49,7 +54,9 @@ struct SharedMemory : KeyOwnerMemory {
   alignas(128) DqSums::Slice dq[DqSums::parts][4];
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqSums::parts], dq_empty[writers];
-  int tile;
+  uint64_t keys_empty;
+  uint64_t tile_full[2], tile_empty[2];
+  int tile[2];  // negative: none is left
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardOnePassConfig.smem_bytes counts this struct");
@@ -68,8 +75,35 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
     for (int part = 0; part < DqSums::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
+  init(smem.keys_empty, 4 * consumers * reader_arrivals + 1);
+  for (int i = 0; i < 2; ++i) {
+    init(smem.tile_full[i], 1);
+    init(smem.tile_empty[i], tile_readers);
+  }
   ptx::fence_mbarrier_init();
 }
+
+// The tiles of a block of threads, as a warp receives them: one after the other.
+struct Tiles {
+  SharedMemory& smem;
+  Ring<2> ring;
+
+  // Negative: none is left.
+  __device__ __forceinline__ int receive() const {
+    wait(smem.tile_full[ring.stage()], ring.full_parity());
+    return index();
+  }
+  __device__ __forceinline__ int index() const {
+    int tile = 0;
+    if (lane_index() == 0) tile = smem.tile[ring.stage()];
+    return __shfl_sync(0xffffffff, tile, 0);
+  }
+  __device__ __forceinline__ void release() {
+    arrive_as_warp(smem.tile_empty[ring.stage()]);
+    ring.advance();
+  }
+  __device__ __forceinline__ uint32_t keys_parity() const { return ring.uses & 1; }
+};
 
 // ----------------------------------------------------------------------------- the loading warp
 struct Producer {
@@ -77,7 +111,26 @@ struct Producer {
   SharedMemory& smem;
 
   __device__ __forceinline__ void run() {
-    KeyOwnerProducer<LastRowsFirst>{params, smem}.run(KeyTile::at(params, smem.tile));
+    KeyOwnerProducer<LastRowsFirst> rows{params, smem};
+#pragma unroll 1
+    for (Ring<2> ring;; ring.advance()) {
+      const int tile = draw(ring);
+      if (tile < 0) break;
+      wait(smem.keys_empty, (ring.uses & 1) ^ 1);
+      rows.run(KeyTile::at(params, tile));
+    }
+  }
+
+ private:
+  // Drawn, so that a tile runs only when all before it do.
+  __device__ __forceinline__ int draw(const Ring<2>& ring) const {
+    wait(smem.tile_empty[ring.stage()], ring.empty_parity());
+    int tile = lane_index() == 0 ? atomicAdd(params.turns, 1) : 0;
+    tile = __shfl_sync(0xffffffff, tile, 0);
+    if (tile >= params.grid.num_blocks * params.grid.num_owners) tile = -1;
+    if (lane_index() == 0) smem.tile[ring.stage()] = tile;
+    arrive_as_warp(smem.tile_full[ring.stage()]);
+    return tile;
   }
 };
 
@@ -112,7 +165,18 @@ struct Writer {
 
   __device__ __forceinline__ void run() {
     if (lane_index() != 0) return;
-    const KeyTile work = KeyTile::at(params, smem.tile);
+#pragma unroll 1
+    for (Ring<2> tiles;; tiles.advance()) {
+      wait(smem.tile_full[tiles.stage()], tiles.full_parity());
+      const int tile = smem.tile[tiles.stage()];
+      if (tile < 0) break;
+      write_tile(KeyTile::at(params, tile));
+      arrive_if(smem.tile_empty[tiles.stage()], true);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void write_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
@@ -133,10 +197,9 @@ struct Writer {
         ring.advance();
       }
     }
-    ptx::tma_store_wait();  // shared memory ends with this block of threads
+    ptx::tma_store_wait();  // shared memory may end with this tile
   }
 
- private:
   __device__ __forceinline__ void write(const DqSums& sums, const Turns& turns, int block,
                                         int turn) const {
 #pragma unroll 1
@@ -171,8 +234,19 @@ struct Multiplier {
   Ring<2> ring;
 
   __device__ __forceinline__ void run() {
-    const KeyTile work = KeyTile::at(params, smem.tile);
-    wait(smem.keys_full, 0);
+    Tiles tiles{smem};
+#pragma unroll 1
+    for (;; tiles.release()) {
+      const int tile = tiles.receive();
+      if (tile < 0) break;
+      wait(smem.keys_full, tiles.keys_parity());
+      multiply_tile(KeyTile::at(params, tile));
+      arrive_if(smem.keys_empty, leads_warpgroup());
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void multiply_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
@@ -185,7 +259,6 @@ struct Multiplier {
     }
   }
 
- private:
   __device__ __forceinline__ void multiply_block() const {
     const int stage = ring.stage();
     const Ring<writers> before{ring.uses - 1};
@@ -212,14 +285,30 @@ struct Multiplier {
 struct Consumer : KeyOwner<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 128;
-  static constexpr int first_turn = 1;  // a named barrier for each warpgroup
+  static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
 
   __device__ __forceinline__ void run() {
-    const KeyTile work = KeyTile::at(params, shared().tile);
-    clear(dk_acc);
-    clear(dv_acc);
-    wait_for_keys();
-    if (warpgroup == 1) take_turn();
+    Tiles tiles{shared()};
+#pragma unroll 1
+    for (;; tiles.release()) {
+      const int tile = tiles.receive();
+      if (tile < 0) break;
+      clear(dk_acc);
+      clear(dv_acc);
+      wait_for_keys(tiles.keys_parity());
+      add_tile(KeyTile::at(params, tile));
+      arrive_as_readers(shared().keys_empty, true);
+      store(KeyTile::at(params, tiles.index()));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ SharedMemory& shared() const {
+    return static_cast<SharedMemory&>(smem);
+  }
+
+  __device__ __forceinline__ void add_tile(const KeyTile& work) {
+    if (warpgroup == 1) take_turn();  // the other begins
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
@@ -236,12 +325,6 @@ struct Consumer : KeyOwner<64> {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     ptx::pin(flat(dv_acc));
-    store(KeyTile::at(params, shared().tile));
-  }
-
- private:
-  __device__ __forceinline__ SharedMemory& shared() const {
-    return static_cast<SharedMemory&>(smem);
   }
 
   // dk of the part before and the scores of this one are a turn, dv and dp the next.
@@ -264,7 +347,7 @@ struct Consumer : KeyOwner<64> {
       to_operand(frag, s_acc);
       take_turn();
       start_dv(first);
-      if (!dp_beside_p) {
+      if (!dp_beside_p) {  // frag makes room
         ptx::wgmma_wait<0>();
         ptx::pin(reinterpret_cast<uint32_t (&)[2 * tiles]>(frag));
       }
@@ -313,14 +396,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  if (threadIdx.x == 0) {
-    // Drawn, so that a tile runs only when all before it do.
-    smem.tile = Config::ordered ? atomicAdd(params.turns, 1) : blockIdx.x;
-    init_barriers(smem);
-  }
+  if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();  // the barriers are there
   // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
-  constexpr int producer_registers = 24, consumer_registers = 208, multiplier_registers = 72;
+  constexpr int producer_registers = 32, consumer_registers = 208, multiplier_registers = 64;
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
     ptx::give_registers<producer_registers>();

@@ -260,6 +260,19 @@ def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: 
     assert int.from_bytes(params["v_map"].tobytes(), "big") == GRADIENT_POINTERS["v"]
 
 
+def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
+    """They draw one tile of 128 keys after the other."""
+    problem = problem_of(20)
+    config = _select_one_pass.config_of(problem, ordered=True)
+    assert config is not None
+    _, (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
+    recorder.struct = _params.BACKWARD_SM90
+    gradients.run(tuple(addresses.values()), STREAM)
+    ((_, grid, params),) = recorder.launches
+    num_blocks, num_owners, *_ = params["grid"]
+    assert (grid, num_blocks * num_owners) == (132, 4 * 20 * 4)
+
+
 def test_one_pass_serves_and_wins() -> None:
     """What it serves has to be asked for where it was not seen to win."""
     full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))

@@ -290,8 +290,8 @@ struct KeyOwner {
   uint32_t k_frag[1][Config::keys_in_registers ? Config::head_dim / 16 : 1][4];
   uint32_t v_frag[1][Config::keys_in_registers ? Config::head_dim_v / 16 : 1][4];
 
-  __device__ __forceinline__ void wait_for_keys() {
-    wait(smem.keys_full, 0);
+  __device__ __forceinline__ void wait_for_keys(uint32_t parity = 0) {
+    wait(smem.keys_full, parity);
     if constexpr (Config::keys_in_registers) {
       read_operand(k_frag, smem.k, 64 * warpgroup);
       read_operand(v_frag, smem.v, 64 * warpgroup);
