@@ -53,16 +53,14 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
 def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
-    What a device has shown right and by 5 % faster: plain and causal scores, and at head size 64
-    sums in any order alone.
+    What a device has shown right and faster: plain and causal scores.
     """
-    seen = (
+    return (
         not (config.window_left or any(problem.k.summed))
         and config.scale_in_exponent
         and config.offset == "value"
         and config.q_lengths == config.kv_lengths == "none"
     )
-    return seen and (config.head_dim == 128 or not config.ordered)
 
 
 def convert_config(config: BackwardOnePassConfig) -> BackwardConvertConfig:
