@@ -1,8 +1,8 @@
 """Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
 
 Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for; "hopper"
-are calls whose arrays lie as it wants them, and that its kernels serve. The calls are those that
-`tools/mutants.py` holds mistakes in the kernels against.
+are calls that its kernels serve. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
+The calls are those that `tools/mutants.py` holds mistakes in the kernels against.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "segments": {"segment_ids": strays},
         "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
         "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
+        "more dropout": {"dropout": 0.8, "seed": 5, "causal": True},
+        "dropout, scores": {"dropout": 0.6, "seed": 7, "softcap": 2.0, "alibi_slopes": slopes},
         "groups": {"enable_gqa": True, "causal": True},
         "shared": {},
     }[name]  # fmt: skip
@@ -62,7 +64,8 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 NAMES = (
     "plain", "steep", "causal", "window", "lengths", "scores", "bias", "key bias", "mask",
-    "aligned mask", "segments", "segments, causal", "dropout", "groups", "shared",
+    "aligned mask", "segments", "segments, causal", "dropout", "more dropout", "dropout, scores",
+    "groups", "shared",
 )  # fmt: skip
 CASES = [
     (kernel, name) for kernel in HEAD_DIMS for name in NAMES
@@ -82,7 +85,7 @@ def call_of(kernel: str, name: str) -> Call:
     dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
     wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
     placements = {"mask": ALIGNED} if name == "aligned mask" else {}
-    if "hopper" in kernel:
+    if kernel != "small":
         operands = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
         placements |= dict.fromkeys(operands, Placement.dense(4, lead=64))
     return call.but(
@@ -102,7 +105,7 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     _launch.forget_plans()
     result = run(cupy, call, backward=backward, with_out=True)
     launches = [plan[1] for plan in _launch._forward_plans.values()]
-    if backward and name != "dropout":  # which Hopper's kernels of the gradient do not know
+    if backward and "dropout" not in name:  # which Hopper's kernels of the gradient do not know
         launches = [launch for p in _launch._backward_plans.values() for _, launch in p.steps]
     if available(cupy.cuda.Device().id):
         served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
