@@ -165,6 +165,14 @@ def run():
     return cells.Run(np, timing.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
 
 
+def test_a_row_says_which_options_were_timed(run):
+    work = replace(TINY, softcap=2.0, dropout=0.25, arrays=("mask", "sink"))
+    run.add(run.implementations[0], work, "fwd", timing.Measurement(1.0, "wall"))
+    [row] = json.loads(json.dumps(run.rows))
+    assert report.shape_text(row) == str(work)
+    assert "softcap 2 dropout 0.25 mask sink" in report.shape_text(row)
+
+
 def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     cells.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
     meta = machine.describe_machine(np, "cpu", "python benchmarks/bench.py")
@@ -178,8 +186,8 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     for row in result["rows"]:
         assert set(row) == {
             "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q",
-            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "seqlens",
-            "options", "layout", "deterministic", "timing", "ms", "tflops",
+            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "softcap", "dropout",
+            "arrays", "seqlens", "options", "layout", "deterministic", "timing", "ms", "tflops",
         }  # fmt: skip
         flops = 2 * 2 * 4 * 33 * 33 * 32 * (0.5 if row["causal"] else 1)
         flops *= 2.5 if row["pass"] == "bwd" else 1
