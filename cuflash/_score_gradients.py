@@ -15,6 +15,7 @@ from cuflash._problem import Operand, Problem, canonical_view, option_operand
 
 #: Inputs whose gradients are sums of the scores' gradient.
 SUMMED: tuple[GradOf, ...] = ("bias", "alibi_slopes", "scale")
+_GROUP = 32  # rows that are added at once
 
 
 class ScoreSums(NamedTuple):
@@ -120,21 +121,27 @@ def write_sink(
 
 
 def of_sequences(rows: Array, ends: Array) -> Array:
-    """Sums over the rows (.., total) of each packed sequence: (sequences, ..).
+    """Sums over the rows (.., total) of each packed sequence: (sequences, ..), in float64.
 
-    Differences of running sums in float64, to which what is not finite must not spread.
+    Those of its rows before and behind whole groups, and of groups in the same way: what other
+    sequences hold has no part in a sum, and none in its rounding.
     """
-    total = rows.shape[-1]
-    ends = cupy.clip(ends, 0, total).astype(np.int64)
-    finite = cupy.isfinite(rows)
-
-    def between(values: Array) -> Array:
-        running = cupy.zeros((*rows.shape[:-1], total + 1), np.float64)
-        running[..., 1:] = cupy.cumsum(values, axis=-1, dtype=np.float64)
-        return cupy.moveaxis(running[..., ends[1:]] - running[..., ends[:-1]], -1, 0)
-
-    sums = between(cupy.where(finite, rows, 0))
-    return cupy.where(between(~finite) > 0, np.nan, sums)
+    ends = cupy.clip(ends, 0, rows.shape[-1]).astype(np.int64)
+    begin, end = ends[:-1], ends[1:]
+    steps = cupy.arange(_GROUP)
+    sums = cupy.zeros((*rows.shape[:-1], begin.size), np.float64)
+    while rows.shape[-1]:
+        whole = cupy.minimum(-(-begin // _GROUP) * _GROUP, end)
+        rest = cupy.maximum(end // _GROUP * _GROUP, whole)
+        for first, last in ((begin, whole), (rest, end)):
+            at = first[:, None] + steps
+            own = cupy.where(at < last[:, None], rows[..., cupy.minimum(at, rows.shape[-1] - 1)], 0)
+            sums += own.sum(-1, dtype=np.float64)
+        begin, end = whole // _GROUP, rest // _GROUP
+        groups = rows.shape[-1] // _GROUP
+        grouped = rows[..., : groups * _GROUP].reshape(*rows.shape[:-1], groups, _GROUP)
+        rows = grouped.sum(-1, dtype=np.float64)
+    return cupy.moveaxis(sums, -1, 0)
 
 
 def _extents(problem: Problem) -> tuple[int, int]:

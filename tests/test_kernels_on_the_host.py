@@ -27,7 +27,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_modifiers
 import test_varlen
 
-from cuflash import _launch, _select
+from cuflash import _launch, _score_gradients, _select
 from cuflash._packing import describe_packed
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
@@ -163,6 +163,26 @@ def test_packed_sequences(kind: str) -> None:
         return np.asarray(out), np.asarray(lse), plain
 
     test_varlen.check_sequences(np.float16, "mixed", kind, attend)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("lead", [0, 1, 40])
+def test_sums_of_packed_sequences_know_nothing_of_each_other(lead: int) -> None:
+    lengths = (3, 0, 31, 32, 33, 1, 1100, 64, 0, 2000, 5)
+    ends = np.cumsum((lead, *lengths))
+    rows = np.random.default_rng(0).standard_normal((2, ends[-1] + 7))
+    rows[:, ends[2] : ends[3]] *= 1e30
+    rows[1, ends[5]] = np.nan
+    sums = _score_gradients.of_sequences(rows, ends.astype(np.int32))
+    assert sums.shape == (len(lengths), 2)
+    for found, first, last in zip(sums, ends[:-1], ends[1:], strict=True):
+        for entry in range(2):
+            own = rows[entry, first:last]
+            exact = math.fsum(own)
+            np.testing.assert_allclose(
+                found[entry], exact, rtol=0, atol=64 * np.finfo(float).eps * np.abs(own).sum()
+            )
+    assert np.isnan(sums).sum() == 1
 
 
 @pytest.mark.usefixtures("device")
