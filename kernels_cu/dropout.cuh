@@ -7,6 +7,7 @@
 #pragma once
 
 #include "philox.cuh"
+#include "ptx/arithmetic.cuh"
 #include "ptx/special.cuh"
 #include "score.cuh"
 #include "tile/fragment.cuh"
@@ -103,55 +104,67 @@ __device__ __forceinline__ void drop_weights(Real (&p_acc)[slices][tiles][4], co
   }
 }
 
-// Which weights of an accumulator are kept, as its operand of 16 bits asks for them: bits j and
-// 16 + j say it of two neighbouring columns of a row. They do not depend on scores, and are there
-// before these are.
+// Which weights of an accumulator are dropped, as its operand of 16 bits asks for them: all bits of
+// a half say it of one of two neighbouring columns of a row. They do not depend on scores, and are
+// there before these are.
+//
+// Both halves u of a random word are compared with the threshold t at once: r = min(u, t) is t
+// where u is kept, and max(r - t, -1) is 0 there, -1 elsewhere; r - t fits into 16 bits if t is at
+// most 2^15. For a larger one min((u - t) mod 2^16, 2^16 - t) tells those that are dropped in that
+// way.
 template <int slices, int tiles>
-struct KeptPairs {
-  static constexpr int pairs = 2 * tiles;  // of a slice, in the order of its operand's registers
-  static constexpr int words = (pairs + 15) / 16;
+struct DroppedPairs {
+  // Pairs of a slice in the order of its operand's registers. Where other options need registers, a
+  // word holds 16 of them: pair j in the bits j and 16 + j.
+  static constexpr int pairs = 2 * tiles;
+  static constexpr int pairs_to_word = Score::leaves_registers ? 1 : 16;
 
-  uint32_t bits[slices][words];
+  uint32_t below[slices][(pairs + pairs_to_word - 1) / pairs_to_word] = {};
+  uint32_t inverted;  // all bits, if those that are below are kept
+  uint32_t some = 0;  // of some of all draws: whether any is below
 
-  __device__ __forceinline__ KeptPairs(const Score& score, int first_row, int first_key) {
+  __device__ __forceinline__ DroppedPairs(const Score& score, int first_row, int first_key) {
     if constexpr (Config::dropout) {
       const uint32_t threshold = score.params.dropout_threshold;
+      const uint32_t own = __byte_perm(threshold, 0, 0x1010);
+      const uint32_t rest = __byte_perm(0x10000 - threshold, 0, 0x1010);
+      inverted = threshold > 0x8000 ? 0xffffffff : 0;
+      const uint32_t added = inverted & rest;
+      const uint32_t limit = inverted ? rest : own;
+      const uint32_t minus_limit = inverted ? own : rest;
       const int lane = ptx::thread_index() % 32;
 #pragma unroll
       for (int s = 0; s < slices; ++s) {
 #pragma unroll
-        for (int w = 0; w < words; ++w) bits[s][w] = 0;
-#pragma unroll
         for (int pair = 0; pair < pairs; pair += 4) {
-          const RandomWords drawn_words =
+          const RandomWords words =
               drawn(score, first_row / 16 + s, lane / 4, first_key / 16 + pair / 4, lane % 4);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int j = (pair + i) % 16, k_half = i / 2, q_half = i % 2;
-            const uint32_t kept = reach(drawn_words.word[2 * q_half + k_half], threshold);
-            bits[s][pair / 16] |= kept >> (15 - j) & 0x00010001u << j;
+            const int k_half = i / 2, q_half = i % 2;
+            const uint32_t word = words.word[2 * q_half + k_half];
+            const uint32_t r = ptx::min_of_halves(ptx::sum_of_halves(word, added), limit);
+            const uint32_t mask =
+                ptx::signed_max_of_halves(ptx::sum_of_halves(r, minus_limit), 0xffffffff);
+            if (i < 2) some |= mask;
+            const int j = (pair + i) % pairs_to_word;
+            below[s][(pair + i) / pairs_to_word] |=
+                pairs_to_word == 1 ? mask : mask & 0x00010001u << j;
           }
         }
-#pragma unroll
-        for (int w = 0; w < words; ++w) bits[s][w] = threshold > 0xffff ? 0 : bits[s][w];
       }
     }
   }
 
-  // All bits of the 16-bit weights that are kept, of both columns that a lane holds of a tile.
-  __device__ __forceinline__ uint32_t mask(int s, int t, int half) const {
-    if constexpr (!Config::dropout) return 0xffffffff;
+  // Two neighbouring weights of a row, 0 where they are dropped.
+  __device__ __forceinline__ uint32_t applied(uint32_t weights, int s, int t, int half) const {
+    if constexpr (!Config::dropout) return weights;
     const int pair = t / 2 * 4 + t % 2 * 2 + half;
-    return ptx::spread_high_bits(bits[s][pair / 16] << (15 - pair % 16));
-  }
-
- private:
-  // In the high bit of each half: is this half of `word` at least `threshold`, below 2^16?
-  __device__ __forceinline__ static uint32_t reach(uint32_t word, uint32_t threshold) {
-    constexpr uint32_t high_bits = 0x80008000u;
-    const uint32_t rest = (word | high_bits) - (threshold & 0x7fff) * 0x00010001u;
-    const uint32_t high = threshold & 0x8000 ? 0xffffffffu : 0;
-    return (word & rest) | (~high & (word | rest));
+    uint32_t mask = below[s][pair / pairs_to_word];
+    if constexpr (pairs_to_word > 1) {
+      mask = ptx::spread_high_bits(mask << (15 - pair % pairs_to_word));
+    }
+    return ptx::and_not_xor(weights, mask, inverted);
   }
 };
 

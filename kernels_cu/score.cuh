@@ -83,6 +83,10 @@ struct Score {
   // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
   static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
 
+  // Do options leave registers beside scores for what dropout draws?
+  static constexpr bool leaves_registers =
+      is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
+
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =
       Config::window_left || Config::window_right || may_hide_rows;

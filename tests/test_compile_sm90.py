@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window, offset and lengths": {**WINDOW, **LENGTHS, "offset": np.int64},
     "softcap": {"softcap": 20.0},
     "mask": {"mask": True},
+    "dropout": {"dropout": 0.25},
+    "dropout, causal and lengths": {**CAUSAL, **LENGTHS, "dropout": 0.25},
     "negative scale": {**CAUSAL, "scale": -0.5},
     "negative scale, window, lengths": {**WINDOW, **LENGTHS, "scale": -0.5},
     "all": ALL,
@@ -50,7 +52,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SERVED = {"bias": None, "out_dtype": None}
 #: The same for its gradient, and options beside those above.
 SERVED_GRADIENT = {"bias": None, "out_dtype": None, "dropout": 0.0}
-GRADIENT_OPTIONS = OPTIONS | {"slopes": {**CAUSAL, "alibi_slopes": np.float32}}
+GRADIENT_OPTIONS = {n: case for n, case in OPTIONS.items() if not n.startswith("dropout")} | {
+    "slopes": {**CAUSAL, "alibi_slopes": np.float32}
+}
 
 
 #: Options that each row is compiled with by every NVRTC.

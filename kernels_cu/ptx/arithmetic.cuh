@@ -35,6 +35,38 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
   return spread;
 }
 
+// Of each half, as unsigned numbers; one instruction together with a sum.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-min
+__device__ __forceinline__ uint32_t min_of_halves(uint32_t x, uint32_t y) {
+  uint32_t smallest;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(smallest) : "r"(x), "r"(y));
+  return smallest;
+}
+
+// Of each half, modulo 2^16.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-add
+__device__ __forceinline__ uint32_t sum_of_halves(uint32_t x, uint32_t y) {
+  uint32_t sum;
+  asm("add.s16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+}
+
+// Of each half, as signed numbers; one instruction together with a sum.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
+__device__ __forceinline__ uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
+  uint32_t largest;
+  asm("max.s16x2 %0, %1, %2;" : "=r"(largest) : "r"(x), "r"(y));
+  return largest;
+}
+
+// x & ~(y ^ z).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#logic-and-shift-instructions-lop3
+__device__ __forceinline__ uint32_t and_not_xor(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x90;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+
 __device__ __forceinline__ float float16_to_float(uint16_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

@@ -171,7 +171,7 @@ struct Consumer {
     take_turn();
     start_scores<keys>(s_acc);
     pass_turn();
-    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
+    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
@@ -183,7 +183,7 @@ struct Consumer {
     } else {
       weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
     }
-    keep_weights<keys>(s_acc, kept);
+    keep_weights<keys>(s_acc, dropped);
   }
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
@@ -193,12 +193,12 @@ struct Consumer {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
-    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
+    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     wait_for_scores(s_acc);
     release_q(is_last);
     weigh<edge>(s_acc, score, rows.first_row, first_key);
     end_product(before);
-    keep_weights<keys>(s_acc, kept);
+    keep_weights<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
   }
 
@@ -223,11 +223,19 @@ struct Consumer {
     pass_turn();
   }
 
-  // Which weights dropout keeps: drawn while scores are multiplied.
+  // Which weights dropout drops: drawn while scores are multiplied.
   template <int tiles>
-  __device__ __forceinline__ KeptPairs<1, tiles> kept_pairs(const Score& score, const Rows& rows,
-                                                            int first_key) const {
-    return {score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key};
+  __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
+                                                                  const Rows& rows,
+                                                                  int first_key) const {
+    const DroppedPairs<1, tiles> dropped(
+        score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
+    // ptxas would draw after the wait for the products. An arrive that never happens, because all
+    // bits of a half are the same, needs what is drawn.
+    if constexpr (Config::dropout && Score::leaves_registers) {
+      arrive_if(smem.never, dropped.some == 1);
+    }
+    return dropped;
   }
 
   // Starts q k^T of the ring's next block and p v of the one before, which it returns.
@@ -290,7 +298,7 @@ struct Consumer {
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.
   template <Keys keys>
   __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][count_of(keys)][4],
-                                               const KeptPairs<1, count_of(keys)>& kept) {
+                                               const DroppedPairs<1, count_of(keys)>& dropped) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t) {
       const int own = t - first_of(keys);
@@ -299,7 +307,7 @@ struct Consumer {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < count_of(keys)) {
           pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
-          pair &= kept.mask(0, own, half);
+          pair = dropped.applied(pair, 0, own, half);
         } else {
           pair = 0;
         }

@@ -16,6 +16,22 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline uint32_t spread_high_bits(uint32_t x) {
   return (x >> 31 ? 0xffff0000u : 0) | (x >> 15 & 1 ? 0xffffu : 0);
 }
+template <typename Function>
+inline uint32_t of_halves(uint32_t x, uint32_t y, Function function) {
+  const uint16_t low = function(static_cast<uint16_t>(x), static_cast<uint16_t>(y));
+  const uint16_t high = function(static_cast<uint16_t>(x >> 16), static_cast<uint16_t>(y >> 16));
+  return low | static_cast<uint32_t>(high) << 16;
+}
+inline uint32_t min_of_halves(uint32_t x, uint32_t y) {
+  return of_halves(x, y, [](uint16_t a, uint16_t b) { return std::min(a, b); });
+}
+inline uint32_t sum_of_halves(uint32_t x, uint32_t y) {
+  return of_halves(x, y, [](uint16_t a, uint16_t b) { return a + b; });
+}
+inline uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
+  return of_halves(x, y, [](int16_t a, int16_t b) { return std::max(a, b); });
+}
+inline uint32_t and_not_xor(uint32_t x, uint32_t y, uint32_t z) { return x & ~(y ^ z); }
 inline float float16_to_float(uint16_t bits) {
   return static_cast<float>(std::bit_cast<_Float16>(bits));
 }
