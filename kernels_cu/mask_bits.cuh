@@ -15,16 +15,31 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t four) {
   return (high >> 7) * 0x10204080u >> 28;  // bits 0, 8, 16 and 24 come to 28, 29, 30 and 31
 }
 
+__device__ __forceinline__ uint32_t nonzero_bytes(uint4 x) {
+  return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 |
+         nonzero_bytes(x.w) << 12;
+}
+
 // Of 16 bytes, of which `count` exist.
 __device__ __forceinline__ uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
-  if (count >= 16) {
-    const uint4 x = *reinterpret_cast<const uint4*>(bytes);
-    return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 |
-           nonzero_bytes(x.w) << 12;
-  }
+  if (count >= 16) return nonzero_bytes(*reinterpret_cast<const uint4*>(bytes));
   uint32_t bits = 0;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) bits |= static_cast<uint32_t>(bytes[i] != 0) << i;
+  return bits;
+}
+
+// What the lanes of a quad found of 32 columns each: bits of the columns that this one holds.
+template <int words>
+__device__ __forceinline__ uint32_t columns_of_lane(uint32_t word) {
+  const int lane = ptx::thread_index() % 4;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int w = 0; w < words; ++w) {
+    // Two bits of every eight; bits 0, 8, 16 and 24 come to 24, 26, 28 and 30.
+    const uint32_t own = __shfl_sync(0xffffffff, word, w, 4) >> (2 * lane) & 0x03030303u;
+    bits |= (own * 0x01041040u >> 24) << (8 * w);
+  }
   return bits;
 }
 
@@ -34,6 +49,37 @@ struct ByteMatrix {
 
   __device__ __forceinline__ bool by_sixteens() const {
     return column == 1 && ((reinterpret_cast<uint64_t>(data) | row) & 15) == 0;
+  }
+
+  // Of two rows, whose bytes are under way together.
+  template <int tiles>
+  __device__ __forceinline__ void columns(uint32_t (&bits)[2], const int (&row_idx)[2],
+                                          int first_column, int num_columns) const {
+    constexpr int words = (tiles + 3) / 4;  // of 32 columns, one to a lane
+    if (warp_agrees(by_sixteens() && first_column + 32 * words <= num_columns)) {
+      const int lane = ptx::thread_index() % 4;
+      uint4 bytes[2][2] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint8_t* from = data + row_idx[half] * row + first_column + 32 * lane;
+        if (words == 4 || lane < words) {
+          bytes[half][0] = reinterpret_cast<const uint4*>(from)[0];
+          bytes[half][1] = reinterpret_cast<const uint4*>(from)[1];
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        bits[half] = columns_of_lane<words>(nonzero_bytes(bytes[half][0]) |
+                                            nonzero_bytes(bytes[half][1]) << 16);
+      }
+    } else {
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t found = columns<tiles>(row_idx[half], first_column, num_columns);
+        bits[0] = half == 0 ? found : bits[0];
+        bits[1] = found;
+      }
+    }
   }
 
   // Of row `row_idx`, the same for four neighbouring lanes: bit 2 t + i for column i of tile t from
@@ -52,12 +98,7 @@ struct ByteMatrix {
         word = nonzero_bytes(from + 32 * lane, count - 32 * lane) |
                nonzero_bytes(from + 32 * lane + 16, count - 32 * lane - 16) << 16;
       }
-#pragma unroll
-      for (int w = 0; w < words; ++w) {
-        // Two bits of every eight; bits 0, 8, 16 and 24 come to 24, 26, 28 and 30.
-        const uint32_t own = __shfl_sync(0xffffffff, word, w, 4) >> (2 * lane) & 0x03030303u;
-        bits |= (own * 0x01041040u >> 24) << (8 * w);
-      }
+      bits = columns_of_lane<words>(word);
     } else {
 #pragma unroll 4
       for (int t = 0; t < tiles; ++t) {

@@ -60,7 +60,15 @@ struct alignas(2 * sizeof(Id)) IdBounds {
 struct ColumnBits {
   uint32_t bits = 0xffffffff;
 
-  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+  __device__ __forceinline__ bool contains(int t, int i) const {
+    return (bits & 1u << (2 * t + i)) != 0;
+  }
+
+  // Those of columns below `end`.
+  __device__ __forceinline__ static ColumnBits below(int end) {
+    const int count = 2 * (max(end, 0) / 8) + min(max(end, 0) % 8, 2);
+    return {count < 32 ? (1u << count) - 1 : 0xffffffff};
+  }
 };
 
 struct Score {
@@ -86,6 +94,13 @@ struct Score {
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
+
+  // Is a mask all that takes registers, and are some left? Then it is looked up while scores are
+  // multiplied. At 256 columns of values NVRTC 13 spills.
+  static constexpr bool has_mask_alone =
+      Config::mask && !has_segments && !Config::mask_mod && !Config::score_mod &&
+      !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
+      Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
 
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =
@@ -186,6 +201,22 @@ struct Score {
       seen.bits &= mask_matrix().template columns<tiles>(row, block_key, seqlen.k);
     }
     return seen;
+  }
+
+  // What the mask shows and bounds leave of row q_idx and of that 8 below.
+  template <int tiles>
+  __device__ __forceinline__ void shown_to_rows(ColumnBits (&shown)[2], int q_idx,
+                                                int first_key) const {
+    const int rows[2] = {min(q_idx, seqlen.q - 1), min(q_idx + 8, seqlen.q - 1)};
+    const int block_key = first_key - 2 * (ptx::thread_index() % 4);
+    uint32_t bits[2];
+    mask_matrix().template columns<tiles>(bits, rows, block_key, seqlen.k);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range keys = kv_range_from(first_key, q_idx + 8 * half);
+      shown[half].bits =
+          bits[half] & ColumnBits::below(keys.end).bits & ~ColumnBits::below(keys.begin).bits;
+    }
   }
 
   // What the mask shows of two keys, `kv_idx` and 8 more, to the queries of the columns.

@@ -172,16 +172,17 @@ struct Consumer {
     start_scores<keys>(s_acc);
     pass_turn();
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
+    const ShownPairs shown = shown_pairs<count_of(keys)>(score, rows, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     release_q(is_last);
     if (keys == Keys::all && !masked) {
-      weigh<Edge::none>(s_acc, score, rows.first_row, first_key);
+      weigh<Edge::none>(s_acc, score, rows.first_row, first_key, shown);
     } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
-      weigh<Edge::both>(s_acc, score, rows.first_row, first_key);
+      weigh<Edge::both>(s_acc, score, rows.first_row, first_key, shown);
     } else {
-      weigh<Edge::last>(s_acc, score, rows.first_row, first_key);
+      weigh<Edge::last>(s_acc, score, rows.first_row, first_key, shown);
     }
     keep_weights<keys>(s_acc, dropped);
   }
@@ -194,9 +195,13 @@ struct Consumer {
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
+    ShownPairs shown;
+    if constexpr (edge != Edge::none) {
+      shown = shown_pairs<count_of(keys)>(score, rows, first_key);
+    }
     wait_for_scores(s_acc);
     release_q(is_last);
-    weigh<edge>(s_acc, score, rows.first_row, first_key);
+    weigh<edge>(s_acc, score, rows.first_row, first_key, shown);
     end_product(before);
     keep_weights<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
@@ -223,6 +228,11 @@ struct Consumer {
     pass_turn();
   }
 
+  // What a mask shows to the two rows of this lane, if it is alone.
+  struct ShownPairs {
+    ColumnBits to_row[2];
+  };
+
   // Which weights dropout drops: drawn while scores are multiplied.
   template <int tiles>
   __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
@@ -236,6 +246,19 @@ struct Consumer {
       arrive_if(smem.never, dropped.some == 1);
     }
     return dropped;
+  }
+
+  // A mask's bytes are under way while scores are multiplied.
+  template <int tiles>
+  __device__ __forceinline__ ShownPairs shown_pairs(const Score& score, const Rows& rows,
+                                                    int first_key) const {
+    ShownPairs shown;
+    if constexpr (Score::has_mask_alone) {
+      const int thread = ptx::thread_index(), lane = thread % 32;
+      const int lane_row = rows.first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
+      score.shown_to_rows<tiles>(shown.to_row, lane_row, first_key + fragment_column(0, 0, lane));
+    }
+    return shown;
   }
 
   // Starts q k^T of the ring's next block and p v of the one before, which it returns.
@@ -272,8 +295,8 @@ struct Consumer {
   // Raw products become weights, relative to the rows' reference.
   template <Edge edge, int tiles>
   __device__ __forceinline__ void weigh(float (&s_acc)[1][tiles][4], const Score& score,
-                                        int first_row, int first_key) {
-    apply_score<edge>(s_acc, score, first_row, first_key);
+                                        int first_row, int first_key, const ShownPairs& shown) {
+    apply_score<edge>(s_acc, score, first_row, first_key, shown);
     softmax.find_maximum(s_acc, score);
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
@@ -341,7 +364,8 @@ struct Consumer {
   // Raw products become logits, what is invisible -inf.
   template <Edge edge, int tiles>
   __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                              int first_row, int first_key) const {
+                                              int first_row, int first_key,
+                                              const ShownPairs& shown) const {
     if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
       const int thread = ptx::thread_index(), lane = thread % 32;
       const int lane_row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
@@ -351,7 +375,9 @@ struct Consumer {
         const int q_idx = lane_row + 8 * half;
         const Range keys = score.kv_range_from(lane_key, q_idx);
         ColumnBits seen;
-        if constexpr (edge != Edge::none) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+        if constexpr (edge != Edge::none && !Score::has_mask_alone) {
+          seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+        }
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -359,14 +385,18 @@ struct Consumer {
             float& value = s_acc[0][t][2 * half + i];
             const int kv_idx = lane_key + 8 * t + i;
             bool visible = true;
-            if constexpr (edge == Edge::first || edge == Edge::both) {
-              visible = 8 * t + i >= keys.begin;
-            }
-            if constexpr (edge == Edge::last || edge == Edge::both) {
-              visible = visible && 8 * t + i < keys.end;
-            }
-            if constexpr (edge != Edge::none) {
-              visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
+            if constexpr (Score::has_mask_alone && edge != Edge::none) {
+              visible = shown.to_row[half].contains(t, i);
+            } else {
+              if constexpr (edge == Edge::first || edge == Edge::both) {
+                visible = 8 * t + i >= keys.begin;
+              }
+              if constexpr (edge == Edge::last || edge == Edge::both) {
+                visible = visible && 8 * t + i < keys.end;
+              }
+              if constexpr (edge != Edge::none) {
+                visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
+              }
             }
             value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
           }
