@@ -60,14 +60,17 @@ struct alignas(2 * sizeof(Id)) IdBounds {
 struct ColumnBits {
   uint32_t bits = 0xffffffff;
 
-  __device__ __forceinline__ bool contains(int t, int i) const {
-    return (bits & 1u << (2 * t + i)) != 0;
+  // Those of columns within a range that is counted from the lane's first.
+  __device__ __forceinline__ static ColumnBits within(const Range& columns) {
+    return {before(columns.end) & ~before(columns.begin)};
   }
 
-  // Those of columns below `end`.
-  __device__ __forceinline__ static ColumnBits below(int end) {
-    const int count = 2 * (max(end, 0) / 8) + min(max(end, 0) % 8, 2);
-    return {count < 32 ? (1u << count) - 1 : 0xffffffff};
+  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+
+ private:
+  __device__ __forceinline__ static uint32_t before(int end) {
+    const int columns = max(end, 0), held = 2 * (columns / 8) + min(columns % 8, 2);
+    return held < 32 ? (1u << held) - 1 : 0xffffffff;
   }
 };
 
@@ -214,8 +217,7 @@ struct Score {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range keys = kv_range_from(first_key, q_idx + 8 * half);
-      shown[half].bits =
-          bits[half] & ColumnBits::below(keys.end).bits & ~ColumnBits::below(keys.begin).bits;
+      shown[half].bits = bits[half] & ColumnBits::within(keys).bits;
     }
   }
 

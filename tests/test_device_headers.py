@@ -126,6 +126,8 @@ def test_visibility_and_block_ranges_on_the_device(features: Any) -> None:
         ("keys.end = min(keys.end, m_end - 1 + diagonal_end)",
          "keys.end = min(keys.end, m_end + diagonal_end)"),
         ("n_end <= seqlen.k ? seqlen.q : 0", "seqlen.q"),
+        ("held < 32 ?", "held < 31 ?"),
+        ("min(columns % 8, 2)", "columns % 8 / 2"),
     ],
 )  # fmt: skip
 def test_the_probe_finds_seeded_bugs(right: str, wrong: str, tmp_path: Path) -> None:
