@@ -128,6 +128,23 @@ def test_every_family_of_inputs(family, head_dims, dtype):
     check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (500, 0)}], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
+def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, options):
+    """Full blocks are weighed again for a warpgroup: the bits of its other rows stay."""
+    call = make(head_dims, ((2, 3), 700, 900), options)
+    calm, k, v = (call.array(name) for name in "qkv")
+    loud = 40 * calm  # logits far beyond those of the first block, of one block after the other
+    mixed = np.where(np.arange(700)[:, None] % 5 < 2, loud, calm)
+    results = [attend(*map(upload, (q, k, v)), **options) for q in (calm, loud, mixed)]
+    for of_calm, of_loud, of_mixed in zip(*results, strict=True):
+        assert not np.isnan(of_mixed.get()).any()
+        for rows, alone in (((0, 1), of_loud), ((2, 3, 4), of_calm)):
+            for first in rows:
+                at = np.s_[:, :, first::5]
+                assert_same_bits([of_mixed[at].copy()], [alone[at].copy()])
+
+
 MANY = [(d, name) for d in ROWS for name in ("none", "causal")]
 MANY += [(d, name) for d in ((64, 64), (256, 256)) for name in ("window", "softcap")]
 

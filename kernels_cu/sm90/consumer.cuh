@@ -27,6 +27,10 @@ struct Consumer {
   // With two bounds, a word of bits for each row takes fewer instructions than comparisons: the
   // compiler reads seven bits at a time.
   static constexpr bool bounds_as_bits = Score::masks_before_full;
+  // Full blocks are weighed against the rows' reference as it is: see next_block_at_reference. At
+  // wide heads products take so long that it gains nothing.
+  static constexpr bool keeps_reference =
+      Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -109,6 +113,13 @@ struct Consumer {
           next_block<Edge::last>(score, rows, block, block == own.begin);
         }
       }
+      if constexpr (keeps_reference) {
+        int patience = 2;  // scores that rise from block to block are better off with a maximum
+#pragma unroll 1
+        for (; block >= own.full_begin && patience > 0; --block) {
+          patience -= next_block_at_reference<Edge::none>(score, rows, block, block == own.begin);
+        }
+      }
 #pragma unroll 1
       for (; block >= own.full_begin; --block) {
         next_block<Edge::none>(score, rows, block, block == own.begin);
@@ -116,12 +127,12 @@ struct Consumer {
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
         for (; block >= own.begin + rows.half_first; --block) {
-          next_block<Edge::first>(score, rows, block, block == own.begin);
+          next_first_keys<Keys::all>(score, rows, block, block == own.begin);
         }
       }
       if constexpr (halves_first) {
         if (rows.half_first && block == own.begin) {
-          next_block<Edge::first, Keys::upper_half>(score, rows, block--, true);
+          next_first_keys<Keys::upper_half>(score, rows, block--, true);
           last_product<Keys::upper_half>();
         } else {
           last_product<Keys::all>();
@@ -178,8 +189,7 @@ struct Consumer {
     const ShownPairs shown = shown_pairs<count_of(keys)>(score, rows, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
-    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
-    release_q(is_last);
+    release_scores(is_last);
     if (keys == Keys::all && !masked) {
       weigh<Edge::none>(s_acc, score, rows.first_row, first_key, shown);
     } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
@@ -203,11 +213,54 @@ struct Consumer {
       shown = shown_pairs<count_of(keys)>(score, rows, first_key);
     }
     wait_for_scores(s_acc);
-    release_q(is_last);
+    release_scores(is_last);
     weigh<edge>(s_acc, score, rows.first_row, first_key, shown);
     end_product(before);
     keep_weights<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
+  }
+
+  // The same against the rows' reference as it is: no maximum is formed. Where that was too low,
+  // which is returned, the scores are multiplied again. Either way the bits are those of
+  // next_block.
+  template <Edge edge, Keys keys = Keys::all>
+  __device__ __forceinline__ bool next_block_at_reference(const Score& score, const Rows& rows,
+                                                          int block, bool is_last) {
+    float s_acc[1][count_of(keys)][4];
+    const int first_key = block * Config::block_n + 8 * first_of(keys);
+    const Ring<Config::num_stages> before = start_both<keys>(s_acc);
+    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
+    wait_for_scores(s_acc);
+    apply_score<edge>(s_acc, score, rows.first_row, first_key);
+    softmax.keep_reference();
+    exponentiate(s_acc, score);
+    const bool outgrown = any_of_warpgroup(softmax.outgrown());
+    release_scores(is_last, !outgrown);
+    end_product(before);
+    if (outgrown) {
+      start_scores<keys>(s_acc);
+      ptx::wgmma_wait<0>();
+      ptx::pin(flat(s_acc));
+      release_scores(is_last);
+      apply_score<edge>(s_acc, score, rows.first_row, first_key);
+      softmax.find_maximum(s_acc, score);
+      exponentiate(s_acc, score);
+      softmax.rescale_rows(o_acc);
+    }
+    softmax.add_block();
+    keep_weights<keys>(s_acc, kept);
+    return outgrown;
+  }
+
+  // A block in which the first visible keys of some rows lie: they have seen others before.
+  template <Keys keys>
+  __device__ __forceinline__ void next_first_keys(const Score& score, const Rows& rows, int block,
+                                                  bool is_last) {
+    if constexpr (keeps_reference) {
+      next_block_at_reference<Edge::first, keys>(score, rows, block, is_last);
+    } else {
+      next_block<Edge::first, keys>(score, rows, block, is_last);
+    }
   }
 
   // p v of the first block that these rows see.
@@ -281,7 +334,12 @@ struct Consumer {
   __device__ __forceinline__ void wait_for_scores(float (&s_acc)[1][tiles][4]) {
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
-    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
+  }
+
+  // k, and after the last block q, were multiplied.
+  __device__ __forceinline__ void release_scores(bool is_last, bool final = true) {
+    arrive_if(smem.k_empty[ring.stage()], final && leads_warpgroup());
+    release_q(final && is_last);
   }
 
   __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
@@ -301,6 +359,12 @@ struct Consumer {
                                         int first_row, int first_key, const ShownPairs& shown) {
     apply_score<edge>(s_acc, score, first_row, first_key, shown);
     softmax.find_maximum(s_acc, score);
+    exponentiate(s_acc, score);
+    softmax.add_block();
+  }
+
+  template <int tiles>
+  __device__ __forceinline__ void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
     constexpr int tied = tiles * Config::overlap_quarters / 4;
@@ -310,7 +374,6 @@ struct Consumer {
       arrive_if(smem.never, __float_as_uint(sum) == 0xffffffffu);
     }
     softmax.exponentiate<tied, tiles>(s_acc, score);
-    softmax.add_block();
   }
 
   // Tiles of 8 keys.
@@ -354,6 +417,10 @@ struct Consumer {
     wait(smem.v_full[at.stage()], at.full_parity());
     start_product<SharedMemory::VTile, first, count>(o_acc, p_frag,
                                                      smem.v[at.stage()].summed_over_rows());
+  }
+
+  __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
+    return warp_agrees(ptx::named_barrier_any(first_together + warpgroup, 128, condition));
   }
 
   __device__ __forceinline__ void take_turn() const {

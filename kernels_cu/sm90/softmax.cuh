@@ -11,6 +11,16 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   float rescale[2];  // of what was summed before
   float block_sum[2];
 
+  // Another block against the same reference.
+  __device__ __forceinline__ void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
+
+  // Was the kept reference too low for one of these rows, or is there none yet? What find_maximum
+  // would raise has a sum of almost 2^8 at least, and no other row may raise its reference.
+  __device__ __forceinline__ bool outgrown() const {
+    const float largest = fmaxf(block_sum[0], block_sum[1]);
+    return !(largest <= 200.0f) || fminf(row_max[0][0], row_max[0][1]) == -infinity();
+  }
+
   // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
   // before, and o keeps its scale.
   template <int tiles>
