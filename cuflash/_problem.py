@@ -100,6 +100,13 @@ class Problem:
         """The caller's shape of lse."""
         return (*self.batch_shape, self.seqlen_q)
 
+    @property
+    def window_keys(self) -> int | None:
+        """How many keys a query sees at most; None without a bound on either side."""
+        if self.window_left is None or self.window_right is None:
+            return None
+        return self.window_left + self.window_right + 1
+
 
 def describe(
     q: Array,

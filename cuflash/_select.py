@@ -147,6 +147,11 @@ _FORWARD_SM90: Sm90Tiles = {
 _FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
 # Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
 _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
+# A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
+# warpgroups hide more of where a tile ends and the next begins.
+_FORWARD_SM90_NARROW: Sm90Tiles = {(128, 128): Sm90Tile(192, 64, 4, 2, 1)}
+_FORWARD_SM90_NARROW_FEW: Sm90Tiles = {(128, 128): Sm90Tile(128, 64, 5, 2, 1)}
+_NARROW = 2048  # keys that one query sees
 # With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
 # and take registers.
 _FORWARD_SM90_GENERAL: Sm90Tiles = {
@@ -258,9 +263,14 @@ def forward_sm90_config(
     else:
         if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
             tiles = tiles | _FORWARD_SM90_LENGTHS
+        narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
+        if narrow:
+            tiles = tiles | _FORWARD_SM90_NARROW
         few = math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
         if few or not fields["scale_in_exponent"]:
             tiles = tiles | _FORWARD_SM90_FEW
+            if narrow:
+                tiles = tiles | _FORWARD_SM90_NARROW_FEW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 

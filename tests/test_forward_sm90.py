@@ -120,6 +120,10 @@ def test_several_tiles_for_each_block_of_threads(head_dims, name):
     check(make(head_dims, ((2, 70), 400, 410), OPTIONS[name]))
 
 
+def test_a_window_too_wide_for_narrow_blocks():
+    check(make((128, 128), ((2,), 2400, 2500), {"window": (2100, 30)}))
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
@@ -147,6 +151,7 @@ def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, opt
 
 MANY = [(d, name) for d in ROWS for name in ("none", "causal")]
 MANY += [(d, name) for d in ((64, 64), (256, 256)) for name in ("window", "softcap")]
+MANY += [((128, 128), "window")]
 
 
 @pytest.mark.parametrize(("head_dims", "name"), MANY, ids=str)

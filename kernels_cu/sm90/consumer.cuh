@@ -27,6 +27,9 @@ struct Consumer {
   // With two bounds, a word of bits for each row takes fewer instructions than comparisons: the
   // compiler reads seven bits at a time.
   static constexpr bool bounds_as_bits = Score::masks_before_full;
+  // The softmax of one warpgroup runs under the products of another. Where there are three, those
+  // of a narrow block are too short for that, and the order only delays them.
+  static constexpr bool takes_turns = consumers == 2 || Config::block_n == 128;
   // Full blocks are weighed against the rows' reference as it is: see next_block_at_reference. At
   // wide heads products take so long that it gains nothing.
   static constexpr bool keeps_reference =
@@ -43,7 +46,7 @@ struct Consumer {
 
   // All tiles of this block of threads.
   __device__ __forceinline__ void run() {
-    if (warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
+    if (takes_turns && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
 #pragma unroll 1
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
@@ -424,11 +427,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void take_turn() const {
-    ptx::named_barrier_sync(first_turn + warpgroup, 256);
+    if constexpr (takes_turns) ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
     const int next = warpgroup + 1 == consumers ? 0 : warpgroup + 1;
-    ptx::named_barrier_arrive(first_turn + next, 256);
+    if constexpr (takes_turns) ptx::named_barrier_arrive(first_turn + next, 256);
   }
 
   // Raw products become logits, what is invisible -inf.
