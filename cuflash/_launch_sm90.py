@@ -258,7 +258,10 @@ def _owners_side_by_side(
     if not config.window_right:
         return 1
     # As many as 8 MiB hold, but as many as give each processor a tile, or 16.
-    streamed_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    keys = problem.seqlen_k
+    if problem.window_keys is not None:
+        keys = min(keys, problem.window_keys)
+    streamed_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v)
     return max((8 << 20) // streamed_bytes, min(16, -(-processors // num_blocks)))
 
 

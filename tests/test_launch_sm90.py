@@ -113,6 +113,21 @@ def test_tiles_are_drawn_where_they_outnumber_blocks_of_threads(recorder: Record
     assert len(recorder.cleared) == 1
 
 
+def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> None:
+    a = np.broadcast_to(np.zeros((), bfloat16), (16, 16384, 128))
+
+    def side_by_side(**options: Any) -> int:
+        problem = describe(a, a, a, Options(**options))
+        config = _select.forward_sm90_config(problem)
+        assert config is not None
+        num_blocks = -(-16384 // config.block_m)
+        return _launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
+
+    assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 2
+    assert side_by_side(window=(1023, 0)) == 16
+    assert side_by_side(window=(8191, 0)) == 2
+
+
 def test_every_captured_launch_has_a_counter_of_its_own(recorder: Recorder) -> None:
     launch = plan(problem_of(40))
     launch.run(POINTERS, STREAM, captured=False)
