@@ -151,7 +151,7 @@ _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # warpgroups hide more of where a tile ends and the next begins.
 _FORWARD_SM90_NARROW: Sm90Tiles = {(128, 128): Sm90Tile(192, 64, 4, 2, 1)}
 _FORWARD_SM90_NARROW_FEW: Sm90Tiles = {(128, 128): Sm90Tile(128, 64, 5, 2, 1)}
-_NARROW = 2048  # keys that one query sees
+_NARROW = 4096  # keys that one query sees
 # With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
 # and take registers.
 _FORWARD_SM90_GENERAL: Sm90Tiles = {

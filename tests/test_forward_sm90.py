@@ -121,7 +121,7 @@ def test_several_tiles_for_each_block_of_threads(head_dims, name):
 
 
 def test_a_window_too_wide_for_narrow_blocks():
-    check(make((128, 128), ((2,), 2400, 2500), {"window": (2100, 30)}))
+    check(make((128, 128), ((2,), 4400, 4500), {"window": (4100, 30)}))
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -31,9 +31,11 @@ struct Consumer {
   // of a narrow block are too short for that, and the order only delays them.
   static constexpr bool takes_turns = consumers == 2 || Config::block_n == 128;
   // Full blocks are weighed against the rows' reference as it is: see next_block_at_reference. At
-  // wide heads products take so long that it gains nothing.
-  static constexpr bool keeps_reference =
-      Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
+  // wide heads products take so long that it gains nothing, and of few keys before a causal bound,
+  // which are looked at first, a reference is soon outgrown.
+  static constexpr bool keeps_reference = Config::scale_in_exponent && Score::is_plain &&
+                                          !Config::dropout && Config::head_dim <= 128 &&
+                                          (Score::masks_before_full || !Score::last_rows_see_most);
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
