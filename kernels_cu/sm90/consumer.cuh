@@ -234,9 +234,9 @@ struct Consumer {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
-    const auto kept = kept_pairs<count_of(keys)>(score, rows, first_key);
+    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     wait_for_scores(s_acc);
-    apply_score<edge>(s_acc, score, rows.first_row, first_key);
+    apply_score<edge>(s_acc, score, rows.first_row, first_key, {});
     softmax.keep_reference();
     exponentiate(s_acc, score);
     const bool outgrown = any_of_warpgroup(softmax.outgrown());
@@ -247,13 +247,13 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));
       release_scores(is_last);
-      apply_score<edge>(s_acc, score, rows.first_row, first_key);
+      apply_score<edge>(s_acc, score, rows.first_row, first_key, {});
       softmax.find_maximum(s_acc, score);
       exponentiate(s_acc, score);
       softmax.rescale_rows(o_acc);
     }
     softmax.add_block();
-    keep_weights<keys>(s_acc, kept);
+    keep_weights<keys>(s_acc, dropped);
     return outgrown;
   }
 
