@@ -16,14 +16,7 @@
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
-#include "tile/store.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "dropout.cuh"
-#include "exact.cuh"
-#include "softmax.cuh"
-#include "ptx/special.cuh"
+#include "forward_rows.cuh"
 
 namespace cuflash {
 
@@ -44,94 +37,6 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
-
-// Scores of one block of keys: raw products become logits, what is invisible -inf.
-template <bool masked, int tiles>
-__device__ __forceinline__ void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score,
-                                            int first_row, int first_key) {
-  const int lane = ptx::thread_index() % 32;
-  const int lane_row = first_row + fragment_row(0, 0, lane);
-  const int lane_key = first_key + fragment_column(0, 0, lane);
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = lane_row + 16 * s + 8 * half;
-      // Relative to this lane's first column, so that columns are compared as constants.
-      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits seen;
-      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Real& value = s_acc[s][t][2 * half + i];
-          const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                           score.formula_shows(q_idx, kv_idx));
-          value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
-        }
-      }
-    }
-  }
-}
-
-// The tile of this block of threads, as often as it is asked for.
-struct Work {
-  int first_row;
-  BatchIndex entry;
-
-  __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
-  }
-};
-
-// out and lse of this warp's rows; rows that saw nothing become +0 and the sink, or -inf.
-template <int out_tiles>
-__device__ __forceinline__ void store_rows(const ForwardParams& params,
-                                           OnlineSoftmax<slices>& softmax,
-                                           const Real (&o_acc)[slices][out_tiles][4]) {
-  const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
-  const int first_q = score.seqlen.first_q;
-  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
-                      Config::head_dim_v);
-  const int64_t lse_offset = work.entry * params.lse_layout.batch + first_q * params.lse_layout.row;
-  softmax.finish();
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = work.first_row + warp_index() * 16 * slices + fragment_row(s, 2 * half);
-      if (q_idx >= score.seqlen.rows_q) continue;
-      const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0;
-      const RowEnd end =
-          end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
-      const Real factor = kept_scale(params.score) * end.weight / end.sum;
-#pragma unroll
-      for (int t = 0; t < out_tiles; ++t) {
-        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
-                       hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
-      }
-      const bool has_lse = params.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
-      if (has_lse && lane_index() % 4 == 0) {
-        params.lse[lse_offset + q_idx * params.lse_layout.row] =
-            hidden ? score.sink(work.entry) : end.lse;
-      }
-    }
-  }
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-    const int first_row = work.first_row + warp_index() * 16 * slices + 16 * s;
-    for_each_bit(non_finite_rows(o_acc[s]), [&](int row) {
-      if (first_row + row < score.seqlen.q) exact_out(params, work.entry, first_row + row);
-    });
-  }
-}
 
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
@@ -202,5 +107,5 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);
   attend(params, *reinterpret_cast<SharedMemory*>(smem_bytes), softmax, o_acc);
-  store_rows(params, softmax, o_acc);
+  store_rows(params, warp_index(), softmax, o_acc);
 }

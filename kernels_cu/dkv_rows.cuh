@@ -1,0 +1,153 @@
+// What a warp does with its keys' rows of dk and dv, whatever multiplies them: p, ds, and
+// the end.
+#pragma once
+
+#include "dropout.cuh"
+#include "exact.cuh"
+#include "params.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "segments.cuh"
+#include "tile/fragment.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+// What a warp sums: its keys' rows of dk and dv, or of one of them.
+constexpr int dk_columns = Config::grad_k ? Config::head_dim / Config::column_parts : 16;
+constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / Config::column_parts : 16;
+
+template <int slices>
+struct Gradients {
+  Real dk[slices][dk_columns / 8][4];
+  Real dv[slices][dv_columns / 8][4];
+};
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_key;
+  int owner;
+  int sequence;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, tile_index());
+    // Under a causal bound the first keys are seen by the most queries.
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {place.block * Config::block_n, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+};
+
+// Of two neighbouring columns, read at once.
+struct alignas(16) TwoRows {
+  Real first_lse, first_delta, second_lse, second_delta;
+};
+
+// s^T becomes p^T, dp^T becomes ds^T.
+template <bool masked, int slices, int tiles>
+__device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
+                                             Real (&dp_acc)[slices][tiles][4],
+                                             const RowStatistics (&rows)[Config::block_m],
+                                             const Score& score, int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_key = first_key + fragment_row(0, 0, lane);
+  const int lane_row = first_row + fragment_column(0, 0, lane);
+  const KeptBits<slices, tiles> kept(score, first_row, first_key);
+  const Real scale = kept_scale(score.params);
+  const WarpPowers power;
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    ColumnBits unmasked[2];
+    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane_key + 16 * s, lane_row);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int kv_idx = lane_key + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range seeing = score.q_range(kv_idx, kv_idx + 1).relative_to(lane_row);
+      ColumnBits segment;
+      if constexpr (masked) segment = score.segment_of_key<tiles>(kv_idx, lane_row, seeing);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        const TwoRows pair = *reinterpret_cast<const TwoRows*>(&rows[fragment_column(t, 0, lane)]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Real lse = i == 0 ? pair.first_lse : pair.second_lse;
+          Real& value = s_acc[s][t][2 * half + i];
+          const Real product = value;
+          const int q_idx = lane_row + 8 * t + i;
+          const bool visible =
+              !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
+                          unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
+          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          value = power(score.probability_exponent(logit, lse));
+          if constexpr (Config::grad_k) {
+            const Real delta = i == 0 ? pair.first_delta : pair.second_delta;
+            Real& ds = dp_acc[s][t][2 * half + i];
+            const Real dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0;
+            ds = value * (dp - delta) * score.derivative(product, q_idx, kv_idx);
+            // An invisible value may be NaN: zero times it would not do.
+            if (masked && logit == -infinity()) ds = 0;
+          }
+          if (!kept.contains(s, t, 2 * half + i)) value = 0;
+        }
+      }
+    }
+  }
+}
+
+// One result of the keys of the `warp`th warp.
+template <int slices, int tiles>
+__device__ __forceinline__ void store_rows(const RowTarget& target, int warp, int first_key,
+                                           int num_keys, Real factor,
+                                           const Real (&acc)[slices][tiles][4]) {
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int kv_idx = first_key + warp * 16 * slices + fragment_row(s, 2 * half);
+      if (kv_idx >= num_keys) continue;
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
+                          acc[s][t][2 * half + 1] * factor);
+      }
+    }
+  }
+}
+
+template <int slices>
+__device__ __forceinline__ void store_gradients(const BackwardParams& params, int warp,
+                                                const Gradients<slices>& acc) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry = work.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const int first_k = seqlen.first_k, num_keys = seqlen.rows_k;
+  if constexpr (Config::grad_k) {
+    store_rows(
+        RowTarget(params.dk, params.dk_layout, entry, first_k, params.head_dim, Config::head_dim),
+        warp, work.first_key, num_keys, params.score.scale, acc.dk);
+  }
+  if constexpr (Config::grad_v) {
+    store_rows(RowTarget(params.dv, params.dv_layout, entry, first_k, params.head_dim_v,
+                         Config::head_dim_v),
+               warp, work.first_key, num_keys, kept_scale(params.score), acc.dv);
+  }
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const int first_key = work.first_key + warp * 16 * slices + 16 * s;
+    uint32_t rows = 0;
+    if constexpr (Config::grad_k) rows |= non_finite_rows(acc.dk[s]);
+    if constexpr (Config::grad_v) rows |= non_finite_rows(acc.dv[s]);
+    for_each_bit(rows, [&](int row) {
+      if (first_key + row < num_keys) {
+        exact_dkv(params, work.owner, work.sequence, first_key + row);
+      }
+    });
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,125 @@
+// What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
+#pragma once
+
+#include "dropout.cuh"
+#include "exact.cuh"
+#include "params.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "segments.cuh"
+#include "tile/fragment.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+// The tile of this block of threads, as often as it is asked for.
+struct Work {
+  int first_row;
+  int owner;
+  int sequence;
+
+  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+    const Tile tile = tile_of(params.grid, tile_index());
+    const int rank =
+        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {place.block * Config::block_m, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+};
+
+// The statistics of this lane's rows; a row past the end has no probabilities.
+template <int slices>
+__device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
+                                                const BackwardParams& params,
+                                                const BatchIndex& entry, const Seqlen& seqlen,
+                                                int first_row) {
+  const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = first_row + fragment_row(s, 2 * half);
+      rows[s][half] = q_idx < seqlen.q ? from[q_idx] : RowStatistics{infinity(), 0};
+    }
+  }
+}
+
+// s becomes ds.
+template <bool masked, int slices, int tiles>
+__device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
+                                           const Real (&dp_acc)[slices][tiles][4],
+                                           const RowStatistics (&rows)[slices][2],
+                                           const Score& score, int first_row, int first_key) {
+  const int lane = ptx::thread_index() % 32;
+  const int lane_row = first_row + fragment_row(0, 0, lane);
+  const int lane_key = first_key + fragment_column(0, 0, lane);
+  const WarpPowers power;
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane_row + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+      ColumnBits seen;
+      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Real& value = s_acc[s][t][2 * half + i];
+          const Real product = value;
+          const int kv_idx = lane_key + 8 * t + i;
+          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                           score.formula_shows(q_idx, kv_idx));
+          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
+          const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
+          value = ds * score.derivative(product, q_idx, kv_idx);
+          // An invisible value may be NaN: zero times it would not do.
+          if (masked && logit == -infinity()) value = 0;
+        }
+      }
+    }
+  }
+}
+
+// dq of the rows of the `warp`th warp.
+template <int slices, int dq_tiles>
+__device__ __forceinline__ void store_rows(const BackwardParams& params, int warp,
+                                           const Real (&dq_acc)[slices][dq_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry = work.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
+                     Config::head_dim);
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
+      if (q_idx >= seqlen.rows_q) continue;
+#pragma unroll
+      for (int t = 0; t < dq_tiles; ++t) {
+        dq.store_pair(q_idx, fragment_column(t, 0), dq_acc[s][t][2 * half] * params.score.scale,
+                      dq_acc[s][t][2 * half + 1] * params.score.scale);
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+    const int first_row = work.first_row + warp * 16 * slices + 16 * s;
+    for_each_bit(non_finite_rows(dq_acc[s]), [&](int row) {
+      if (first_row + row < seqlen.rows_q) {
+        exact_dq(params, work.owner, work.sequence, first_row + row);
+      }
+    });
+  }
+}
+
+}  // namespace cuflash
