@@ -1,7 +1,5 @@
 """What changes the machine code of a kernel? Frozen configurations, one per kernel.
 
-A class without fields of its own needs no decorator, which takes a millisecond of the first call;
-what all have alike, comparison and text, is written once instead of made for each.
 Every field becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh`` alone.
 Shapes, strides, lengths, scale and window bounds are run-time parameters and not here: a new shape
 never recompiles.
@@ -9,8 +7,10 @@ never recompiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import ClassVar, Literal
+
+from cuflash._frozen import Frozen
 
 #: Of q, k and v, or of results.
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -32,8 +32,7 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class KernelConfig:
+class KernelConfig(Frozen):
     """What all kernels have; a subclass is one kernel."""
 
     source: ClassVar[str]
@@ -44,16 +43,6 @@ class KernelConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
-
-    def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({named})"
 
     @property
     def real_bytes(self) -> int:
@@ -77,7 +66,6 @@ class KernelConfig:
         return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SegmentBoundsConfig(KernelConfig):
     """``segment_bounds.cu``."""
 
@@ -87,7 +75,6 @@ class SegmentBoundsConfig(KernelConfig):
     segment_ids: Integers
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperandConfig(KernelConfig):
     """A kernel that reads q, k, v, out or their gradients."""
 
@@ -116,7 +103,6 @@ class OperandConfig(KernelConfig):
         return max(4, self.element_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DeltaConfig(OperandConfig):
     """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
 
@@ -127,7 +113,6 @@ class DeltaConfig(OperandConfig):
     grad_lse: bool
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TileConfig(OperandConfig):
     """A kernel that computes scores tile by tile."""
 
@@ -183,7 +168,6 @@ class TileConfig(OperandConfig):
         return self.head_dim
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ForwardConfig(TileConfig):
     """``forward_sm80.cu``."""
 
@@ -204,7 +188,6 @@ class ForwardConfig(TileConfig):
         return self.element_bytes * (self.block_m * self.head_dim + streamed)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ForwardSm90Config(TileConfig):
     """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
 
@@ -254,7 +237,6 @@ class BackwardQConfig(TileConfig):
         return self.element_bytes * rows * (self.head_dim + self.head_dim_v)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardKVConfig(TileConfig):
     """``backward_dkv_sm80.cu``: dk, dv or both in one pass over the queries."""
 
@@ -288,7 +270,6 @@ class BackwardKVConfig(TileConfig):
         return self.element_bytes * (kept + streamed) + 4 * self.real_bytes * self.block_m
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardScoreConfig(TileConfig):
     """``backward_dscore_sm80.cu``: sums of the scores' gradient."""
 
@@ -306,7 +287,6 @@ class BackwardScoreConfig(TileConfig):
         return -(-(tiles + self.real_bytes * self.num_warps * self.block_n) // 128) * 128
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
@@ -337,7 +317,6 @@ class BackwardSm90Config(TileConfig):
         return self.element_bytes * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardQSm90Config(BackwardSm90Config):
     """``backward_dq_sm90.cu``."""
 
@@ -353,7 +332,6 @@ class BackwardQSm90Config(BackwardSm90Config):
         return self._panel_bytes(rows, self.head_dim, self.head_dim_v) + 1024
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardKVSm90Config(BackwardSm90Config):
     """``backward_dkv_sm90.cu``: dk, dv or both in one pass over the queries."""
 
@@ -384,7 +362,6 @@ class BackwardKVSm90Config(BackwardSm90Config):
         return kept + self.num_stages * streamed + -(-rest // 1024) * 1024
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BackwardOnePassConfig(BackwardSm90Config):
     """``backward_sm90.cu``: all gradients in one pass, dq as sums that tiles of keys add to."""
 
