@@ -7,7 +7,8 @@ import hashlib
 import re
 from pathlib import Path
 
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+#: A quoted include, or the line that keeps a header from being read twice.
+_DIRECTIVE = re.compile(r'^[ \t]*#(?:include[ \t]+"([^"\n]+)"|pragma once)[ \t]*$', re.MULTILINE)
 
 
 @functools.cache
@@ -43,22 +44,22 @@ def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
     texts = dict(replaced)
 
     def expand(relative: str) -> list[str]:
-        lines = [f'#line 1 "{relative}"']
         text = texts.get(relative)
         if text is None:
             text = (kernels_dir() / relative).read_text(encoding="utf-8")
-        for number, line in enumerate(text.splitlines(), start=1):
-            match = _INCLUDE.match(line)
-            if match is None:
-                if line.strip() != "#pragma once":
-                    lines.append(line)
-                else:
-                    lines.append("")
+        parts = [f'#line 1 "{relative}"\n']
+        end, lines = 0, 1
+        for found in _DIRECTIVE.finditer(text):
+            parts.append(text[end : found.start()])
+            lines += text.count("\n", end, found.end())
+            end = found.end()
+            if found[1] is None:
                 continue
-            if match[1] not in seen:
-                seen.add(match[1])
-                lines += expand(match[1])
-            lines.append(f'#line {number + 1} "{relative}"')
-        return lines
+            if found[1] not in seen:
+                seen.add(found[1])
+                parts += expand(found[1])
+            parts.append(f'#line {lines + 1} "{relative}"')
+        parts.append(text[end:] if text.endswith("\n") else f"{text[end:]}\n")
+        return parts
 
-    return "\n".join(expand(name)) + "\n"
+    return "".join(expand(name))
