@@ -1,4 +1,4 @@
-"""How does a configuration become a kernel? The only file that knows NVRTC."""
+"""How does a configuration become a kernel? The only file that compiles with NVRTC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuflash import _kernel_store
+from cuflash import _compiler, _kernel_store
 from cuflash._config import (
     BackwardSm90Config,
     DeltaConfig,
@@ -109,18 +109,31 @@ def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     if shared is not None:
         with contextlib.suppress(cupy.cuda.driver.CUDADriverError):  # a driver too old for it
             return _loaded(cupy, shared, config)
-    name = _stored_name(source, options, cupy.__version__)
-    cubin = _kernel_store.load(name)
-    if cubin is not None:
-        # The driver refuses what somebody else put there under our digest.
-        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
-            return _loaded(cupy, cubin, config)
+    stored = functools.partial(_from_store, cupy, source, options, config)
+    noted = _compiler.noted()
+    found = None if noted is None else stored(noted)
+    if found is None and _compiler.identity() != noted:
+        found = stored(_compiler.identity())
+    if found is not None:
+        return found
     try:
         cubin, _ = _nvrtc(source, options)
     except NvrtcError as error:
         raise _compile_error(config, error.log, source) from error
-    _kernel_store.save(name, cubin)
+    _kernel_store.save(_stored_name(source, options, _compiler.identity(), cupy.__version__), cubin)
     return _loaded(cupy, cubin, config)
+
+
+def _from_store(
+    cupy: Any, source: str, options: tuple[str, ...], config: KernelConfig, compiler: str
+) -> tuple[Any, Any] | None:
+    """The function and its module, as this compiler made them; None where they are not stored."""
+    cubin = _kernel_store.load(_stored_name(source, options, compiler, cupy.__version__))
+    if cubin is not None:
+        # The driver refuses what somebody else put there under our digest.
+        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
+            return _loaded(cupy, cubin, config)
+    return None
 
 
 def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
@@ -136,15 +149,16 @@ def architecture(config: KernelConfig, capability: str) -> str:
     return f"sm_{capability}"
 
 
-def _stored_name(source: str, options: tuple[str, ...], version: str) -> str:
-    return _kernel_store.name_of(source, *options, _compiler_identity(), version)
+def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: str) -> str:
+    return _kernel_store.name_of(source, *options, compiler, version)
 
 
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
     import cupy
 
-    return _stored_name(source_of(config), (*OPTIONS, f"-arch={arch}"), cupy.__version__)
+    options = (*OPTIONS, f"-arch={arch}")
+    return _stored_name(source_of(config), options, _compiler.identity(), cupy.__version__)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
@@ -163,21 +177,6 @@ def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -
     else:
         _kernel_store.save_shared(shared, shared_name(config, arch), report.cubin)
     return report
-
-
-@functools.cache
-def _compiler_identity() -> str:
-    """Which NVRTC has CuPy bound? It says its version; patches of one version differ in size."""
-    from cupy_backends.cuda.libs import nvrtc
-
-    major, minor = nvrtc.getVersion()
-    size = 0
-    with contextlib.suppress(ImportError, OSError, RuntimeError):
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        # Loaded above: this finds the file. Without it the version has to do.
-        size = os.path.getsize(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
-    return f"NVRTC {major}.{minor} of {size} bytes"
 
 
 def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:

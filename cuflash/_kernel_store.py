@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _DIGEST_BYTES = 32
+_COMPILER = "compiler.json"
 
 
 def folder() -> Path:
@@ -110,24 +111,40 @@ def _replace(path: Path, content: bytes) -> None:
 
 def load_note(name: str) -> dict[str, Any] | None:
     """What was noted about a kernel, where that kernel is still here."""
+    return None if load(name) is None else _read_note(_path(name).with_suffix(".json"))
+
+
+def save_note(name: str, note: dict[str, Any]) -> None:
+    """Note something about a kernel that is here, beside it."""
+    _write_note(_path(name).with_suffix(".json"), note)
+
+
+def load_compiler() -> dict[str, Any] | None:
+    """What was noted about the compiler."""
+    return None if _in_memory() else _read_note(folder() / _COMPILER)
+
+
+def save_compiler(note: dict[str, Any]) -> None:
+    """Note what later processes may want to know of the compiler."""
+    _write_note(folder() / _COMPILER, note)
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
     import json
 
-    if load(name) is None:
-        return None
     try:
-        note = json.loads(_path(name).with_suffix(".json").read_text(encoding="utf-8"))
+        note = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return note if isinstance(note, dict) else None
 
 
-def save_note(name: str, note: dict[str, Any]) -> None:
-    """Note something about a kernel that is here, beside it."""
+def _write_note(path: Path, note: dict[str, Any]) -> None:
     import json
 
     if not _in_memory():
         with contextlib.suppress(OSError):
-            _replace(_path(name).with_suffix(".json"), json.dumps(note).encode())
+            _replace(path, json.dumps(note).encode())
 
 
 def _in_memory() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import cuflash
-from cuflash import _compile, _hardware, _kernel_store, tuning
+from cuflash import _compile, _compiler, _hardware, _kernel_store, tuning
 from cuflash._ahead import kernels_of
 
 WORK = tuning.Workload(8, 16, 16, 1024, 1024, 64, 64, "float16")
@@ -30,7 +30,7 @@ def store(tmp_path, monkeypatch):
 def test_kernels_of_a_gradient():
     names = [c.source for c in kernels_of(WORK, H100, backward=True)]
     assert names == [
-        "forward_sm90.cu", "backward_delta.cu", "backward_dkv_sm90.cu", "backward_dq_sm90.cu",
+        "forward_sm90.cu", "backward_delta.cu", "backward_sm90.cu", "backward_convert.cu",
     ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class Cupy:
 @pytest.mark.nvrtc
 def test_a_kernel_of_the_folder_is_loaded_whatever_compiler_a_node_has(shared, monkeypatch):
     (config,) = kernels_of(WORK, _hardware.typical("sm_80"), backward=False)
-    monkeypatch.setattr(_compile, "_compiler_identity", lambda: pytest.fail("NVRTC was asked"))
+    monkeypatch.setattr(_compiler, "identity", lambda: pytest.fail("NVRTC was asked"))
     monkeypatch.setattr(_compile, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
     cupy = Cupy()
     assert _compile._function(cupy, config)[0] == config.entry

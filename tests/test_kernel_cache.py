@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import _compile, _kernel_store, _source
+from cuflash import _compile, _compiler, _kernel_store, _source
 from cuflash._config import ForwardConfig
 from support import cacheless_device
 
@@ -312,7 +312,7 @@ def test_tools_are_in_the_name(compiler, folder, monkeypatch, what):
     if what == "options":
         monkeypatch.setattr(_compile, "OPTIONS", (*_compile.OPTIONS, "-lineinfo"))
     elif what == "nvrtc":
-        monkeypatch.setattr(_compile, "_compiler_identity", lambda: "another NVRTC")
+        monkeypatch.setattr(_compiler, "identity", lambda: "another NVRTC")
     elif what == "arch":
         monkeypatch.setattr(cacheless_device, "ARCH", "80")
     else:
@@ -322,16 +322,16 @@ def test_tools_are_in_the_name(compiler, folder, monkeypatch, what):
 
 @pytest.mark.nvrtc
 def test_patches_of_nvrtc_are_told_apart(monkeypatch):
-    identity = _compile._compiler_identity.__wrapped__
+    identity = _compiler.identity.__wrapped__
     before = identity()
     assert re.fullmatch(r"NVRTC \d+\.\d+ of \d{7,} bytes", before), "and nothing of this machine"
-    monkeypatch.setattr(_compile.os.path, "getsize", lambda path: 12345678)
+    monkeypatch.setattr(_compiler, "_state", lambda path: (12345678, 0))
     assert identity() != before
 
     def gone(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(_compile.os.path, "getsize", gone)
+    monkeypatch.setattr(_compiler, "_state", gone)
     assert identity().endswith(" of 0 bytes")
 
 

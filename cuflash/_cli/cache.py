@@ -20,7 +20,7 @@ examples:
 
 warm compiles without a GPU: every dtype and head size named, full and causal.
 """
-_FILE = re.compile(r"[0-9a-f]{64}\.(cubin|json)")
+_FILE = re.compile(r"[0-9a-f]{64}\.(cubin|json)|compiler\.json")
 _ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
 
 

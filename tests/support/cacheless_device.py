@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from cuflash import _compile
+from cuflash import _compile, _compiler
 
 ARCH = "90"
 CUPY = "14.2.0"
@@ -53,7 +53,8 @@ class Compiler:
     def __init__(self, replace: Callable[[Any, str, Any], None]) -> None:
         self.compilations = 0
         replace(_compile, "_nvrtc", self._compile)
-        replace(_compile, "_compiler_identity", lambda: "NVRTC")
+        replace(_compiler, "identity", lambda: "NVRTC")
+        replace(_compiler, "noted", lambda: None)
 
     def kernel(self, config: Any) -> bytes:
         """What the library would launch for a configuration."""
