@@ -90,6 +90,28 @@ def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str)
     assert {"cuflash_forward_sm80", "cuflash_backward_dscore_sm80"} <= set(device.launched)
 
 
+def test_workspaces_may_hold_anything(device: HostDevice) -> None:
+    """Row statistics, bounds of segments, sums for gradients of scores; rows that see nothing."""
+    ids = tuple(np.sort(np.random.default_rng(n).integers(0, 4, (2, 1, n))) for n in (100, 70))
+    options = {
+        "segment_ids": ids, "causal": True, "sink": np.array([0.5, -1.0], np.float32),
+        "alibi_slopes": np.array([0.1, 0.2], np.float32),
+        "bias": np.random.default_rng(0).standard_normal((100, 70)).astype(np.float32),
+    }  # fmt: skip
+    shapes = (2, 2, 100, 24), (2, 2, 70, 24), (2, 2, 70, 24)
+    wrt = ("q", "k", "v", "bias", "alibi_slopes", "sink", "scale")
+    call = make_call("normal", 4, np.float16, *shapes, options=options, wrt=wrt)
+    found = []
+    for device.unwritten in (0xFF, 0x45):
+        out, lse, gradients = results(call, cuflash.Options(**options))
+        found.append([a.tobytes() for a in (out, lse, *gradients.values())])
+    assert found[0] == found[1]
+    budget = Budget(call)
+    budget.check_forward(out, lse)
+    budget.check_backward(gradients, given=(out, lse))
+    assert "cuflash_segment_bounds" in device.launched
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)
 def test_small_head_sizes(head_dims: tuple[int, int]) -> None:

@@ -63,7 +63,12 @@ def options_on_device(options: Options) -> Options:
 
 
 class HostDevice:
-    """Compiles kernels into a folder, and runs them."""
+    """Compiles kernels into a folder, and runs them.
+
+    Memory that nobody wrote is full of ``unwritten``: NaN in every format, if nothing else is said.
+    """
+
+    unwritten = 0xFF
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,7 +122,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
     )
     library = SimpleNamespace(
         cuda=cuda,
-        empty=lambda shape, dtype: on_device(np.empty(shape, dtype)),
+        empty=lambda size, _: on_device(np.full(size, device.unwritten, np.uint8)),
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         asarray=on_device,
     )
