@@ -22,6 +22,8 @@ LAYER = "encoder.albert_layer_groups.0.albert_layers.0."
 # q, k, v and out are (batch, seqlen, heads, head_dim), as the projections leave them: no copy.
 SEQUENCE_BEFORE_HEADS = [(-3, -1)] * 4
 
+_COLUMNS_OF_ONES = 8  # one would do; eight keep rows of 16 bits at multiples of 16 bytes
+
 
 @dataclass(frozen=True)
 class LayerAttention:
@@ -50,10 +52,13 @@ class Albert:
         Dtype of everything but attention.
     attention_dtype
         Dtype of the q, k and v that attention is given; its result comes back in ``dtype``.
+    rounded_to
+        Dtype that q, k and v are rounded to before; default: ``attention_dtype``.
     operand_parts
         2 gives attention each operand as a sum of two numbers of ``attention_dtype``, which makes
         22 bits of float16: q.k = q1.k1 + q2.k1 + q1.k2 is one product over 3 head_dim, and the two
-        parts of v are values side by side. 1 gives it the rounded operands.
+        parts of v are values side by side. A third part of ones adds up the weights as attention
+        rounded them, and the result is divided by that sum. 1 gives it the rounded operands.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Albert:
         xp: Any = np,
         dtype: Any = np.float32,
         attention_dtype: Any = np.float32,
+        rounded_to: Any = None,
         operand_parts: int = 1,
     ) -> None:
         if config["hidden_act"] != "gelu" or config["num_hidden_groups"] != 1:
@@ -72,6 +78,7 @@ class Albert:
         self.xp = xp
         self.dtype = dtype
         self.attention_dtype = attention_dtype
+        self.rounded_to = attention_dtype if rounded_to is None else rounded_to
         self.operand_parts = operand_parts
         self.weights = {
             name.removeprefix("albert."): xp.asarray(tensor, dtype=dtype)
@@ -145,18 +152,21 @@ class Albert:
             (q, q_rest), (k, k_rest), (v, v_rest) = map(self.two_parts, (q, k, v))
             q = xp.concatenate([q, q_rest, q], axis=-1)
             k = xp.concatenate([k, k, k_rest], axis=-1)
-            v = xp.concatenate([v, v_rest], axis=-1)
+            ones = xp.ones((*v.shape[:-1], _COLUMNS_OF_ONES), v.dtype)
+            v = xp.concatenate([v, v_rest, ones], axis=-1)
         else:
+            q, k, v = (x.astype(self.rounded_to, copy=False) for x in (q, k, v))
             q, k, v = (x.astype(self.attention_dtype, copy=False) for x in (q, k, v))
         batch, seqlen, num_heads, _ = q.shape
-        out = xp.empty(v.shape, self.dtype)
-        lse = xp.empty((batch, num_heads, seqlen), self.dtype)
+        wide = np.result_type(self.dtype, self.attention_dtype)
+        out, lse = xp.empty(v.shape, wide), xp.empty((batch, num_heads, seqlen), wide)
         cuflash.attention(
             q, k, v, options=options, axes=SEQUENCE_BEFORE_HEADS, return_lse=True, out=(out, lse)
         )
         if self.operand_parts == 2:
-            out = out[..., :head_dim] + out[..., head_dim:]
-        return out, LayerAttention(q, k, lse, options)
+            leading, rest, sums = xp.split(out, [head_dim, 2 * head_dim], axis=-1)
+            out = (leading + rest) / sums[..., :1]
+        return out.astype(self.dtype, copy=False), LayerAttention(q, k, lse, options)
 
     def two_parts(self, x: Array) -> tuple[Array, Array]:
         """Split an array into two of ``attention_dtype`` that add up to it almost exactly."""

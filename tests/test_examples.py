@@ -176,6 +176,53 @@ def test_two_float16_parts_add_up(checkpoint: Checkpoint) -> None:
     np.testing.assert_allclose(leading.astype(np.float64) + rest, x, rtol=2.0**-21, atol=2.0**-24)
 
 
+def attention_with_float16_weights(reference_off_by: float) -> Any:
+    """A kernel's arithmetic, exact but for weights that a product of float16 takes rounded.
+
+    They are relative to a reference that need not be the row's largest score: what is one weight
+    of 1 to a reference that follows every maximum is here rounded, too.
+    """
+
+    def attention(q: Any, k: Any, v: Any, /, *, options: Any, out: Any, **_: Any) -> None:
+        wide_q, wide_k, wide_v = (np.moveaxis(x.astype(np.float64), 1, 2) for x in (q, k, v))
+        scores = options.scale * wide_q @ np.swapaxes(wide_k, -1, -2)
+        hidden = np.arange(k.shape[1]) >= np.asarray(options.kv_lengths)[..., None, None]
+        scores = np.where(hidden, -np.inf, scores)
+        reference = scores.max(-1, keepdims=True) + reference_off_by
+        p = np.exp(scores - reference)
+        total = p.sum(-1, keepdims=True)
+        rounded = p.astype(np.float16).astype(np.float64)
+        out[0][...] = np.moveaxis(rounded @ wide_v / total, 1, 2)
+        out[1][...] = (reference + np.log(total))[..., 0]
+
+    return attention
+
+
+@pytest.mark.parametrize("reference_off_by", [0.0, 0.2, 0.37, -0.09, -0.2, 0.27])
+def test_two_parts_leave_room_for_weights_in_float16(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, reference_off_by: float
+) -> None:
+    """Whatever reference a kernel keeps, it may round its weights: what is allowed is fair."""
+    [arithmetic] = [a for a in JUDGED if a.operand_parts == 2]
+    monkeypatch.setattr(cuflash, "attention", attention_with_float16_weights(reference_off_by))
+    test_published_confidences(checkpoint, arithmetic)
+
+
+def test_rounding_operands_alone_moves_a_confidence_farther(checkpoint: Checkpoint) -> None:
+    """Plain float16 cannot be judged by what is allowed: exact attention would fail."""
+    [exact] = [a for a in atom_mapping.ARITHMETICS if a.name == "float16 exact"]
+    published = np.array(list(atom_mapping.PUBLISHED.values()))
+    farthest = 0.0
+    for one_unit in (0, 1e-7, -1e-7):
+        bent = Checkpoint(
+            checkpoint.config, checkpoint.vocabulary,
+            {name: x * np.float32(1 + one_unit) for name, x in checkpoint.tensors.items()},
+        )  # fmt: skip
+        found = confidences(bent, list(atom_mapping.PUBLISHED), exact)
+        farthest = max(farthest, float(abs(found - published).max()))
+    assert 2e-5 < farthest < 1e-3
+
+
 def test_too_long_reactions_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(ValueError, match="1006 tokens, the model reads 512"):
         confidences(checkpoint, ["C" * 501 + ">>" + "C" * 502])
