@@ -280,6 +280,18 @@ def test_import_is_measured_in_a_fresh_process(run):
     assert any("only the import" in note for note in run.notes)
 
 
+def test_first_calls_are_one_cold_and_seven_warm(run, monkeypatch):
+    firsts = iter([1700.0, 31.0, 35.0, 30.0, 49.0, 32.0, 33.0, 34.0])
+    monkeypatch.setattr(
+        overhead, "fresh_process", lambda *_: {"first": next(firsts), "second": 0.1, "import": 20.0}
+    )
+    overhead.measure_first_calls(replace(run, xp=types.ModuleType("cupy"), passes=["fwd"]))
+    assert {row["options"]: row["ms"] for row in run.rows} == {
+        "cold": 1700.0, "warm from disk": 33.0, "warm from disk, slowest of 7": 49.0,
+        "second call": 0.1, "import": 20.0,
+    }  # fmt: skip
+
+
 def test_command_on_a_machine_without_a_gpu(tmp_path):
     """The real command, in a process of its own."""
     script = ROOT / "benchmarks" / "bench.py"

@@ -1,6 +1,8 @@
 """What does a fresh process wait for: importing the library, its first call, its second?
 
-Run by overhead.py in a process of its own; prints one JSON object, milliseconds by name.
+Run by overhead.py in a process of its own; prints one JSON object, milliseconds by name. The first
+call is timed from where its arrays lie on the device, so that CuPy is imported and CUDA's context
+exists, until the device has finished; what cuflash imports, looks up, compiles or loads is in it.
 """
 
 from __future__ import annotations
