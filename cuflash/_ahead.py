@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,10 +101,13 @@ def _hardware_of(arch: str | None) -> Hardware:
     return found
 
 
-def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> Sequence[KernelConfig]:
+def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[KernelConfig]:
     """The kernels of one problem, in order of launch."""
-    from cuflash import _chosen
+    from cuflash import _chosen, _segments
 
     problem = work.problem()
-    found: list[KernelConfig] = [_chosen.forward(problem, hardware)]
+    found: list[KernelConfig] = []
+    if problem.segment_ids_q is not None:
+        found.append(_segments.config_of(problem))
+    found.append(_chosen.forward(problem, hardware))
     return found + _chosen.backward(problem, hardware) if backward else found

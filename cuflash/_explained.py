@@ -80,6 +80,8 @@ def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> 
 
 
 def _why(work: Workload, kernel: str, hardware: _hardware.Hardware) -> str:
+    if kernel == "segment_bounds":
+        return "the least and the largest id of every 64, by which blocks are left out"
     if kernel == "backward_delta":
         return "rowsum(dout * out), which the gradients' kernels read"
     if kernel == "backward_convert":

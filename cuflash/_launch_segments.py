@@ -9,11 +9,10 @@ import numpy as np
 from cuflash import _params
 from cuflash._arguments import Addresses, KnownArguments
 from cuflash._compile import compile_kernel
-from cuflash._config import Integers, SegmentBoundsConfig
 from cuflash._grid import plan_grid
 from cuflash._plan import Launch
 from cuflash._problem import Problem
-from cuflash._segments import IDS, Bounds, bounds_of, operands_of
+from cuflash._segments import IDS, Bounds, bounds_of, config_of, operands_of
 
 _LIMIT = 4096
 _POINTERS = struct.Struct(f"<{len(_params.SEGMENT_BOUNDS_POINTERS)}Q")
@@ -45,8 +44,7 @@ _plans: dict[tuple[int, int], tuple[Problem, int, Launch]] = {}
 
 def _plan(problem: Problem, bounds: Bounds, device: int) -> Launch:
     q, k = operands_of(problem)
-    dtype: Integers = "int32" if q.dtype == np.int32 else "int64"
-    config = SegmentBoundsConfig(num_warps=8, segment_ids=dtype)
+    config = config_of(problem)
     num_q, num_k = q.shape[-1], k.shape[-1]
     blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))
     ndim = len(bounds.batch)

@@ -10,6 +10,9 @@ import itertools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
+from cuflash._config import Integers, SegmentBoundsConfig
 from cuflash._grid import Layout
 from cuflash._problem import Operand, Problem
 
@@ -60,6 +63,13 @@ def bounds_of(problem: Problem) -> Bounds:
     own = tuple(n if q.strides[axis] or k.strides[axis] else 1 for axis, n in enumerate(batch))
     pairs_q, pairs_k = (-(-operand.shape[-1] // IDS) for operand in (q, k))
     return Bounds(own, pairs_q, pairs_k, 2 * q.dtype.itemsize)
+
+
+def config_of(problem: Problem) -> SegmentBoundsConfig:
+    """The kernel that finds the bounds of a problem with segments."""
+    q, _ = operands_of(problem)
+    dtype: Integers = "int32" if q.dtype == np.int32 else "int64"
+    return SegmentBoundsConfig(num_warps=8, segment_ids=dtype)
 
 
 def room_for(problem: Problem) -> int:

@@ -32,12 +32,20 @@ def test_kernels_of_a_gradient():
     assert names == [
         "forward_sm90.cu", "backward_delta.cu", "backward_sm90.cu", "backward_convert.cu",
     ]  # fmt: skip
+    segmented = replace(WORK, arrays=("segment_ids",))
+    names = [c.source for c in kernels_of(segmented, H100, backward=True)]
+    assert names == [
+        "segment_bounds.cu", "forward_sm90.cu", "backward_delta.cu", "backward_dkv_sm90.cu",
+        "backward_dq_sm90.cu",
+    ]  # fmt: skip
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("backward", [False, True])
-def test_everything_that_a_call_needs_is_in_the_folder(tmp_path, backward):
-    work = replace(WORK, causal=True)
+@pytest.mark.parametrize(
+    ("backward", "arrays"), [(False, ()), (True, ()), (False, ("segment_ids",))]
+)
+def test_everything_that_a_call_needs_is_in_the_folder(tmp_path, backward, arrays):
+    work = replace(WORK, causal=True, arrays=arrays)
     files = cuflash.compile(
         work, arch="sm_80", folder=tmp_path / "shared", backward=backward, processes=2
     )

@@ -316,26 +316,31 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
         {}, {"causal": True}, {"arrays": ("bias",)}, {"head_dim": 100}, {"head_dim_v": 64},
         {"dropout": 0.25}, {"softcap": 20.0, "arrays": ("mask",)}, {"heads_kv": 2},
         {"heads_kv": 2, "seqlen_q": 1, "causal": True}, {"heads_kv": 1, "seqlen_q": 7},
-        {"dtype": "float32"}, {"dtype": "float64", "causal": True},
+        {"dtype": "float32"}, {"dtype": "float64", "causal": True}, {"arrays": ("segment_ids",)},
     ],
 )  # fmt: skip
 def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     import cupy
 
     import cuflash
-    from cuflash import _launch, _plan, _recall
+    from cuflash import _launch, _launch_segments, _plan, _recall
     from cuflash._ahead import kernels_of
 
     _launch.forget_plans()
     _recall.forget()
 
     work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)
-    seen = []
+    seen, bounds = [], []
     compiled = _plan.compile_kernel
     monkeypatch.setattr(_plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
+    monkeypatch.setattr(
+        _launch_segments, "compile_kernel", lambda c, d: bounds.append(c) or compiled(c, d)
+    )
     ((q, k, v, dout),) = work.inputs(cupy)
     options = cuflash.Options(**work.score_options(cupy))
     out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
     if backward:
         cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
-    assert seen == list(kernels_of(work, _hardware.present(), backward=backward))
+    assert [*dict.fromkeys(bounds), *seen] == kernels_of(
+        work, _hardware.present(), backward=backward
+    )

@@ -51,10 +51,10 @@ def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     from cuflash._bench import io_model, profiler
 
     work = problem_of(arguments)
-    tile, smem = found["kernels"][0]["tile"], found["kernels"][0]["smem_bytes"]
+    own = next(k for k in found["kernels"] if k["kernel"].startswith("forward"))
     model = io_model.forward(
-        work, tile["block_m"], tile["block_n"], smem,
-        boxes=found["kernels"][0]["kernel"] == "forward_sm90",
+        work, own["tile"]["block_m"], own["tile"]["block_n"], own["smem_bytes"],
+        boxes=own["kernel"] == "forward_sm90",
     )  # fmt: skip
     table: dict[str, Any] = {
         "read_once": model.read_once,
