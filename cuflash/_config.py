@@ -193,6 +193,8 @@ class ForwardSm90Config(TileConfig):
 
     source = "forward_sm90.cu"
     entry = "cuflash_forward_sm90"
+    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
+    other_warps: ClassVar[int] = 4  # that own no rows
 
     sink: Floats
     num_stages: int  # buffers of k and of v
@@ -201,8 +203,7 @@ class ForwardSm90Config(TileConfig):
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        if self.block_m not in (128, 192) or self.block_m != 16 * (self.num_warps - 4):
-            raise ValueError(f"{self.block_m=} must be 128 or 192, with {self.num_warps=} 12 or 16")
+        _check_warpgroups(self.owned, self.block_m, self.other_warps, self.num_warps)
         if self.num_stages < 2 or self.num_q_stages not in (1, 2):
             raise ValueError(f"{self.num_stages=} must be at least 2, {self.num_q_stages=} 1 or 2")
         if self.overlap_quarters not in range(5):
@@ -290,22 +291,21 @@ class BackwardScoreConfig(TileConfig):
 class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
+    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
     other_warps: ClassVar[int] = 4  # that own no rows
 
     num_stages: int  # buffers of what is streamed
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        warps = self.own_rows // 16 + self.other_warps
-        if self.own_rows not in (128, 192) or warps != self.num_warps or warps > 16:
-            raise ValueError(f"{self.own_rows=} must be 128 or 192, {self.num_warps=} {warps=}")
+        _check_warpgroups(self.owned, self.own_rows, self.other_warps, self.num_warps)
         if self.num_stages < 2:  # a buffer is released when the next one is in use
             raise ValueError(f"{self.num_stages=} must be at least 2")
 
     @property
     def own_rows(self) -> int:
         """Rows of a block's results."""
-        return self.block_m
+        return int(getattr(self, self.owned))
 
     @property
     def rows(self) -> int:
@@ -337,6 +337,7 @@ class BackwardKVSm90Config(BackwardSm90Config):
 
     source = "backward_dkv_sm90.cu"
     entry = "cuflash_backward_dkv_sm90"
+    owned = "block_n"  # queries are streamed
 
     scores_ahead: bool  # as of BackwardQSm90Config
     grad_k: bool
@@ -346,11 +347,6 @@ class BackwardKVSm90Config(BackwardSm90Config):
         BackwardSm90Config.__post_init__(self)
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
-
-    @property
-    def own_rows(self) -> int:
-        """A block owns keys and streams queries."""
-        return self.block_n
 
     @property
     def smem_bytes(self) -> int:
@@ -367,6 +363,7 @@ class BackwardOnePassConfig(BackwardSm90Config):
 
     source = "backward_sm90.cu"
     entry = "cuflash_backward_sm90"
+    owned = "block_n"  # queries are streamed
     other_warps = 8  # four that load and write, a warpgroup that multiplies dq
 
     keys_in_registers: bool  # are k and v of a tile?
@@ -377,11 +374,6 @@ class BackwardOnePassConfig(BackwardSm90Config):
         parts = self.block_m * self.head_dim // 64**2
         if self.block_m % 64 or self.head_dim % 64 or parts != 2:
             raise ValueError(f"{self.block_m=} by {self.head_dim=} must be two 64 x 64 parts of dq")
-
-    @property
-    def own_rows(self) -> int:
-        """A block owns keys and streams queries."""
-        return self.block_n
 
     @property
     def smem_bytes(self) -> int:
@@ -404,6 +396,18 @@ class BackwardConvertConfig(TileConfig):
     def rows(self) -> int:
         """Rows are dealt out to threads, not to warps."""
         return 16 * self.num_warps
+
+
+def _check_warpgroups(name: str, rows: int, other_warps: int, num_warps: int) -> None:
+    """Refuse rows that no two or three warpgroups own, and warps that registers do not serve."""
+    if rows not in (128, 192):
+        raise ValueError(f"{name} = {rows} must be 128 or 192: two or three warpgroups of 64 rows")
+    if rows // 16 + other_warps > 16:
+        raise ValueError(
+            f"{name} = {rows} with {other_warps} warps beside: registers serve 16 warps at most"
+        )
+    if rows // 16 + other_warps != num_warps:
+        raise ValueError(f"{name} = {rows} takes {rows // 16 + other_warps} warps, {num_warps=}")
 
 
 def _spelled(value: str | int | bool) -> str:

@@ -21,8 +21,9 @@ from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
     BackwardOnePassConfig,
+    BackwardSm90Config,
     ForwardConfig,
-    KernelConfig,
+    ForwardSm90Config,
     TileConfig,
 )
 from cuflash._errors import problem_with
@@ -225,19 +226,10 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
     changed: dict[str, Any] = dict(values)
     for name in _TRUTH_VALUES & set(changed):
         changed[name] = bool(changed[name])
-    rows = _owned_rows(config)
-    if rows in changed:
-        others = getattr(config, "other_warps", 4)
-        changed["num_warps"] = changed[rows] // 16 + others
+    # A tile decides how many warps a kernel of Hopper has.
+    if isinstance(config, ForwardSm90Config | BackwardSm90Config) and config.owned in changed:
+        changed["num_warps"] = changed[config.owned] // 16 + config.other_warps
     return replace(config, **changed)
-
-
-def _owned_rows(config: KernelConfig) -> str | None:
-    """The parameter that decides how many warps Hopper's kernels have."""
-    if not config.source.endswith("_sm90.cu"):
-        return None
-    of_keys = isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig)
-    return "block_n" if of_keys else "block_m"
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def test_a_pass_without_result_is_refused() -> None:
 
 @pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 1}, {"block_n": 64}])
 def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change)).replace("block_n", "own_rows")):
+    with pytest.raises(ValueError, match=next(iter(change))):
         replace(CONFIGS[7], **change)
 
 

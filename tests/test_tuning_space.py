@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import gen_wgmma
 import pytest
@@ -116,6 +116,20 @@ def test_configurations_travel_as_json(kernel):
         assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
 
 
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_every_field_of_a_tile_is_a_parameter(kernel):
+    """A field that only one kernel has says how it computes, or is named here as what it does."""
+    what = {"sink", "grad_k", "grad_v", "ordered"}
+    kind = _kernels.KERNELS[kernel]
+    own = {f.name for f in fields(kind)} - {f.name for f in fields(_config.TileConfig)}
+    assert own - what <= set(_kernels.PARAMETERS[kind])
+    found = tuning.space(WORK, kernel, arch="sm_90a")
+    types = {name: type(getattr(found.default, name)) for name in found.parameters}
+    for candidate in found:
+        values = {name: type(getattr(candidate.config, name)) for name in found.parameters}
+        assert values == types
+
+
 def test_every_kernel_travels():
     def kinds(above):
         return {above, *(kind for below in above.__subclasses__() for kind in kinds(below))}
@@ -189,7 +203,7 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
         ({"parameters": {"block_n": (100,)}}, "none of them legal"),
-        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,1,0: block_n = 100 must be a positive"),
+        ({"parameters": {"block_n": (100,)}}, "; 64,100,2,1,0: block_n = 100 must be a positive"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
