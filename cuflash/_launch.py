@@ -196,7 +196,7 @@ def _plan_forward(
         if launch is not None:
             return launch
     if isinstance(config, ForwardSm90Config):
-        raise _launch_sm90.unservable(config)
+        raise _launch_sm90.unservable(config, problem, device)
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
     chosen = _select.forward_config(
         problem,
@@ -450,7 +450,7 @@ def _plan_backward(
     if one_pass is not None:
         together = _one_pass.plan(problem, device, layouts, addresses, one_pass)
         if together is None and config.qkv is not None:  # strides, or alignments
-            raise _launch_sm90.unservable(config.qkv)
+            raise _launch_sm90.unservable(config.qkv, problem, device)
     if together is not None:
         steps += together
         wanted, of_keys = wanted - _one_pass.ALL, frozenset()
@@ -526,5 +526,5 @@ def _plan_backward_sm90(
     if len(found) == len(launches):
         return found
     if given is not None:
-        raise _launch_sm90.unservable(given)
+        raise _launch_sm90.unservable(given, problem, device)
     return None

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash import _device, _params, _plan, _select, _tensor_map
+from cuflash import _device, _params, _plan, _select, _sm90_refusals, _tensor_map, _tuned
 from cuflash._arguments import Addresses, KnownArguments, start
 from cuflash._compile import Kernel
 from cuflash._config import (
@@ -123,12 +123,21 @@ def available(device: int) -> bool:
     return _tensor_map.available() and bool(capability == "90")
 
 
-def unservable(config: TileConfig) -> Exception:
+def unservable(config: TileConfig, problem: Problem, device: int) -> Exception:
     """The error of a caller's ``config`` that cannot serve the call."""
+    got, fix = type(config).__name__, "leave it out, and the portable kernels serve"
+    if not available(device):
+        arch = f"sm_{cupy.cuda.Device(device).compute_capability}"
+        return problem_with(
+            "config", ValueError, got=f"{got} on {_tuned.device_name(device)} ({arch})",
+            expected="a device of sm_90, with a driver of CUDA 12", fix=fix,
+        )  # fmt: skip
+    forward = isinstance(config, ForwardSm90Config)
+    refusals = _sm90_refusals
+    reason = refusals.against_forward(problem) if forward else refusals.against_gradient(problem)
     return problem_with(
-        "config", ValueError, got=type(config).__name__,
-        expected="a device, head sizes, options, strides and alignments that it can serve",
-        fix="leave it out, and the portable kernels serve",
+        "config", ValueError, got=got + (f" where {reason}" if reason else ""),
+        expected="head sizes, options, strides and alignments that it can serve", fix=fix,
     )  # fmt: skip
 
 

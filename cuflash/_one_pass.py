@@ -62,7 +62,7 @@ def config_of(
         if chosen is None or not _select_one_pass.wins(problem, chosen):
             return None
     elif chosen is None:
-        raise _launch_sm90.unservable(override)
+        raise _launch_sm90.unservable(override, problem, device)
     return _select.overridden(chosen, override, device)
 
 

@@ -160,6 +160,25 @@ def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -
         assert recorder.launches[-1][2]["score"]["kv_length"] == length
 
 
+@pytest.mark.parametrize(
+    ("capability", "options", "message"),
+    [
+        ("80", {}, "got ForwardSm90Config on simulated (sm_80), expected a device of sm_90"),
+        ("90", {"bias": np.zeros((300, 400), np.float32)}, "where a bias is read element by elem"),
+    ],
+)
+def test_a_configuration_that_cannot_serve_says_why(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capability: str,
+    options: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    wanted = _select.forward_sm90_config(problem_of(2))
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(_launch_sm90.cupy.cuda, "Device", lambda _: device)
+    with pytest.raises(ValueError, match="config: ") as error:
+        _launch._plan_forward(problem_of(2, **options), 0, POINTERS, None, wanted)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("operand", range(4))
 def test_an_address_off_16_bytes_is_refused(recorder: Recorder, operand: int) -> None:
     problem = problem_of(2)
