@@ -22,9 +22,6 @@ Results = dict[str, np.ndarray]
 _ROWS, _KEYS = 700, 2300
 _RMS = {"out": 1.25, "lse": 1.25}
 _GRADIENT_RMS = 1.5
-_SLACK = float(
-    np.finfo(np.float32).eps
-)  # of the largest value: what sums in another order differ by
 
 
 @dataclass(frozen=True)
