@@ -32,6 +32,12 @@ def digest() -> str:
     return total.hexdigest()
 
 
+def digest_of(name: str) -> str:
+    """Sha256 over the code of one kernel, whatever its comments and line breaks are."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/|#line [^\n]*", "", flatten(name), flags=re.DOTALL)
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+
+
 @functools.cache
 def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
     """Text of a source with every quoted include in place, once each.

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of matplotlib
 @pytest.fixture
 def found(tmp_path, monkeypatch):
     """Return a sweep of tiles, one of which fails in every way that it is tried."""
+    monkeypatch.setenv("SIMULATED_NAME", "NVIDIA H100 80GB HBM3")
     whole = space_of(block_m=(128, 192), num_q_stages=(1, 2), num_stages=(2, 3))
     wrong = {c.key: "wrong" for c in whole if c.key.startswith("128,48,")}
     monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(wrong))
-    monkeypatch.setenv("SIMULATED_NAME", "NVIDIA H100 80GB HBM3")
     return tuning.sweep(WORK, whole, file=tmp_path / "rows.jsonl", device_command=DEVICE)
 
 
@@ -62,6 +62,7 @@ def test_a_tile_that_no_memory_holds_says_so(tmp_path):
         WORK, "forward_sm90", arch="sm_90a",
         parameters={"num_stages": (4,), "num_q_stages": (2,), "overlap_quarters": (1,)},
     )  # fmt: skip
+    whole.hardware = space_of().hardware
     whole.compile = space_of().compile  # nothing is compiled
     whole.facts = {c.key: tuning.Facts(0) for c in whole}
     found = tuning.sweep(WORK, whole, file=tmp_path / "rows.jsonl", device_command=DEVICE)

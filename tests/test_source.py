@@ -44,6 +44,23 @@ def test_line_numbers_are_those_of_the_files(folder: Path) -> None:
     assert where["int k;"] == ("k.cu", 3)
 
 
+def test_a_digest_is_that_of_the_code(folder: Path) -> None:
+    (folder / "a.cuh").write_text("#pragma once\nint a;  // one\n")
+    (folder / "b.cuh").write_text("int b;\n")
+    (folder / "k.cu").write_text('#include "a.cuh"\nint k;\n')
+
+    def digest() -> str:
+        _source.flatten.cache_clear()
+        return _source.digest_of("k.cu")
+
+    first = digest()
+    (folder / "a.cuh").write_text("#pragma once\n/* another\n comment */\nint\n  a;\n")
+    (folder / "b.cuh").write_text("int other;\n")
+    assert digest() == first
+    (folder / "a.cuh").write_text("#pragma once\nint c;\n")
+    assert digest() != first
+
+
 def test_a_missing_include_is_an_error(folder: Path) -> None:
     (folder / "k.cu").write_text('#include "nowhere.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r"nowhere\.cuh"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import tuning
+from cuflash import _source, tuning
 from cuflash.tuning import _processes, _rows
 from support import simulated_sweep
 from support.simulated_device import milliseconds
@@ -73,7 +73,8 @@ def test_the_file_says_what_was_measured_where(tmp_path, trouble):
     assert (read.header, read.rows, read.finals) == (result.header, result.rows, result.finals)
     header = read.header
     assert (read.device, header["driver"], header["nvrtc"]) == ("simulated", "0", "0")
-    assert len(header["kernels"]) == 64
+    assert header["kernels"] == _source.digest()
+    assert header["source"] == _source.digest_of("forward_sm90.cu")
     assert read.workload == WORK
     assert header["default"] == space_of().default_key
     (final,) = read.finals
@@ -255,6 +256,27 @@ def test_another_device_does_not_go_on(tmp_path, trouble, monkeypatch, name, val
     with pytest.raises(ValueError, match="expected") as error:
         swept(tmp_path)
     assert message in str(error.value)
+
+
+def test_a_space_for_another_device_is_refused(tmp_path, trouble, monkeypatch):
+    found = space_of()
+    for name, arch in (("another", "sm_90"), ("simulated", "sm_80")):
+        monkeypatch.setenv("SIMULATED_NAME", name)
+        monkeypatch.setenv("SIMULATED_ARCH", arch)
+        with pytest.raises(ValueError, match=rf"simulated \(sm_90\), expected.*{name} \({arch}\)"):
+            swept(tmp_path, found)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_another_space_does_not_go_on(tmp_path, trouble):
+    """Times are relative to one default, and pictures show the values of one space."""
+    swept(tmp_path, budget=1)
+    with pytest.raises(ValueError, match="got a sweep with parameters"):
+        swept(tmp_path, space_of(num_q_stages=(1, 2)))
+    other = space_of()
+    other.default = next(iter(other)).config
+    with pytest.raises(ValueError, match='got a sweep with default "128,128'):
+        swept(tmp_path, other)
 
 
 def test_wrong_arguments_are_named(tmp_path):

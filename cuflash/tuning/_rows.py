@@ -20,7 +20,9 @@ from cuflash._errors import problem_with
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
 #: What must agree for a file to be continued: everything that decides times.
-_SAME = ("workload", "kernel", "device", "arch", "kernels", "nvrtc", "driver")
+_SAME = (
+    "workload", "kernel", "parameters", "default", "device", "arch", "source", "nvrtc", "driver"
+)  # fmt: skip
 Row = dict[str, Any]
 
 

@@ -151,10 +151,12 @@ class _Running:
         self.total = len(chosen)
         self.opened: object = None  # the process that knows the problem
         device = self._asked({"do": "describe"}, _OPEN_LIMIT)
-        if device["arch"] != chosen.hardware.arch:
+        planned, here = chosen.hardware, (device["device"], device["arch"])
+        if (planned.name, planned.arch) != here:
             raise problem_with(
-                "chosen", ValueError, got=f"a space for {chosen.hardware.arch}",
-                expected=f"one for {device['device']}, {device['arch']}",
+                "chosen", ValueError, got=f"a space for {planned.name} ({planned.arch})",
+                expected=f"one for the device here, {here[0]} ({here[1]})",
+                fix="leave arch out when it is made",
             )  # fmt: skip
         self.file = SweepFile(file, self._header(device))
 
@@ -169,6 +171,7 @@ class _Running:
             "default": self.space.default_key,
             **described,
             "kernels": _source.digest(),
+            "source": _source.digest_of(self.space.default.source),
             "check": self.check,
             "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         }

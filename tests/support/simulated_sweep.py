@@ -5,6 +5,7 @@ python simulated_sweep.py FILE [BUDGET]
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def space_of(**parameters: tuple[int, ...]) -> tuning.Space:
     """A small space, whose facts are made up: nothing is compiled."""
     tried = {"block_m": (128,), "num_q_stages": (1,), "overlap_quarters": (0,), **parameters}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    name = os.environ.get("SIMULATED_NAME", "simulated")
+    found.hardware = found.hardware._replace(name=name)
     found.compile = lambda chosen=None, **_: found.facts.update(  # type: ignore[method-assign]
         {c.key: tuning.Facts(c.config.smem_bytes, registers=168) for c in chosen or found}
     )
