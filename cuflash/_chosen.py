@@ -5,7 +5,7 @@ The same choices as ``_launch.py`` makes with the arrays before it, for arrays i
 
 from __future__ import annotations
 
-from cuflash import _select, _select_one_pass, _sm90_refusals, _tuned
+from cuflash import _select, _select_narrow, _select_one_pass, _sm90_refusals, _tuned
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
@@ -23,6 +23,8 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
     chosen: ForwardConfig | ForwardSm90Config | None = None
     if hardware.arch == "sm_90" and width == _TMA_BYTES and not portable:
         chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
+    if chosen is None and not portable:
+        chosen = _select_narrow.forward_config(problem, width, hardware.multiprocessors)
     if chosen is None:
         chosen = _select.forward_config(problem, hardware.limits.block_smem, width)
     return _for_device(_tuned.applied(chosen, hardware.name), hardware)

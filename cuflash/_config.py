@@ -188,6 +188,34 @@ class ForwardConfig(TileConfig):
         return self.element_bytes * (self.block_m * self.head_dim + streamed)
 
 
+class ForwardNarrowConfig(ForwardConfig):
+    """``forward_narrow.cu``: rows of a thread, on CUDA cores."""
+
+    source = "forward_narrow.cu"
+    entry = "cuflash_forward_narrow"
+
+    width: int  # true head sizes
+    width_v: int
+    key_bias: bool  # is a bias kept with its key, since all queries share it?
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if self.block_m % self.num_threads or self.block_n % 8 or self.column_parts != 1:
+            raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.block_n=} by 8")
+        if not 1 <= self.width <= 8 or not 0 <= self.width_v <= 8:
+            raise ValueError(f"{self.width=} must be from 1 to 8, {self.width_v=} from 0 to 8")
+
+    @property
+    def smem_bytes(self) -> int:
+        """A block of keys, values and biases, by four numbers."""
+        return (
+            self.real_bytes
+            * self.block_n
+            * 4
+            * -(-(self.width + self.width_v + self.key_bias) // 4)
+        )
+
+
 class ForwardSm90Config(TileConfig):
     """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
 

@@ -28,6 +28,7 @@ from cuflash import (
     _score_params,
     _segments,
     _select,
+    _select_narrow,
 )
 from cuflash._arrays import Array, refuse_capture
 from cuflash._config import (
@@ -198,11 +199,12 @@ def _plan_forward(
     if isinstance(config, ForwardSm90Config):
         raise _launch_sm90.unservable(config, problem, device)
     address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
-    chosen = _select.forward_config(
-        problem,
-        _device.smem_limit(device),
-        _plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits),
-    )
+    copy_bytes = _plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
+    chosen: ForwardConfig | None = None
+    if type(config) is not ForwardConfig:
+        chosen = _select_narrow.forward_config(problem, copy_bytes, _device.multiprocessors(device))
+    if chosen is None:
+        chosen = _select.forward_config(problem, _device.smem_limit(device), copy_bytes)
     config = _select.overridden(chosen, config, device)
     return _plan.plan_launch(
         _params.FORWARD, config, problem, layouts, device,

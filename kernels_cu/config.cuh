@@ -21,6 +21,12 @@
 #ifndef CUFLASH_HEAD_DIM_V
 #define CUFLASH_HEAD_DIM_V 64
 #endif
+#ifndef CUFLASH_WIDTH
+#define CUFLASH_WIDTH 16
+#endif
+#ifndef CUFLASH_WIDTH_V
+#define CUFLASH_WIDTH_V 16
+#endif
 #ifndef CUFLASH_BLOCK_M
 #define CUFLASH_BLOCK_M 64
 #endif
@@ -74,6 +80,9 @@
 #endif
 #ifndef CUFLASH_BIAS
 #define CUFLASH_BIAS none
+#endif
+#ifndef CUFLASH_KEY_BIAS
+#define CUFLASH_KEY_BIAS false
 #endif
 #ifndef CUFLASH_ALIBI_SLOPES
 #define CUFLASH_ALIBI_SLOPES none
@@ -160,6 +169,8 @@ struct Config {
   static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
   static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
   static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters
+  static constexpr int width = CUFLASH_WIDTH;                   // these, where a kernel is
+  static constexpr int width_v = CUFLASH_WIDTH_V;               // compiled for them
   static constexpr int block_m = CUFLASH_BLOCK_M;
   static constexpr int block_n = CUFLASH_BLOCK_N;
   static constexpr int num_warps = CUFLASH_NUM_WARPS;
@@ -186,6 +197,7 @@ struct Config {
   static constexpr bool scale_in_exponent = CUFLASH_SCALE_IN_EXPONENT;
   static constexpr bool softcap = CUFLASH_SOFTCAP;
   static constexpr Dtype bias = Dtype::CUFLASH_BIAS;
+  static constexpr bool key_bias = CUFLASH_KEY_BIAS;  // does a kernel keep a bias with its keys?
   static constexpr Dtype alibi_slopes = Dtype::CUFLASH_ALIBI_SLOPES;
   static constexpr bool mask = CUFLASH_MASK;
   static constexpr Dtype segment_ids = Dtype::CUFLASH_SEGMENT_IDS;

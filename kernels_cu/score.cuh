@@ -83,7 +83,7 @@ struct Score {
 
   // Is visibility looked up pair by pair, whichever the block?
   static constexpr bool hides_pairs =
-      Config::mask || Config::bias != Dtype::none || Config::mask_mod;
+      Config::mask || (Config::bias != Dtype::none && !Config::key_bias) || Config::mask_mod;
 
   // Can a row see nothing although it lies within the row range of some key? Lengths and windows
   // cannot cause that: they leave an interval of keys to each row.
@@ -266,6 +266,17 @@ struct Score {
     } else {
       return logit;
     }
+  }
+
+  __device__ __forceinline__ Real bias(int q_idx, int kv_idx) const {
+    const Layout& layout = params.bias_layout;
+    return read_real<Config::bias>(params.bias,
+                                   bias_offset + q_idx * layout.row + kv_idx * layout.column);
+  }
+
+  // What `apply` makes of a visible pair where its bias, which is at hand, is all that is added.
+  __device__ __forceinline__ Real with_bias(Real score, Real bias) const {
+    return fma(params.scale, score, bias);
   }
 
   // What a slope multiplies.
@@ -472,12 +483,6 @@ struct Score {
 
   __device__ __forceinline__ Real capped(Real score) const {
     return tanh(rounded_product(score, params.inverse_softcap));
-  }
-
-  __device__ __forceinline__ Real bias(int q_idx, int kv_idx) const {
-    const Layout& layout = params.bias_layout;
-    return read_real<Config::bias>(params.bias,
-                                   bias_offset + q_idx * layout.row + kv_idx * layout.column);
   }
 
   template <int block>

@@ -18,6 +18,7 @@ from cuflash._config import (
     BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
+    ForwardNarrowConfig,
     ForwardSm90Config,
     KernelConfig,
     SegmentBoundsConfig,
@@ -70,6 +71,9 @@ CONFIGS: tuple[KernelConfig, ...] = (
         keys_in_registers=True, ordered=True,
     ),
     BackwardConvertConfig(**TILE),
+    ForwardNarrowConfig(
+        **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
+    ),
 )  # fmt: skip
 
 

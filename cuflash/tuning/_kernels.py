@@ -16,6 +16,7 @@ from cuflash._config import (
     BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
+    ForwardNarrowConfig,
     ForwardSm90Config,
     KernelConfig,
     SegmentBoundsConfig,
@@ -64,9 +65,14 @@ KERNELS: dict[str, type[TileConfig]] = {
     kind.source.removesuffix(".cu"): kind for kind in PARAMETERS
 }
 
-
-_FIXED = (DeltaConfig, BackwardScoreConfig, BackwardConvertConfig, SegmentBoundsConfig)
 #: Kernels that have no tile to choose travel, too.
+_FIXED: tuple[type[KernelConfig], ...] = (
+    DeltaConfig,
+    BackwardScoreConfig,
+    BackwardConvertConfig,
+    SegmentBoundsConfig,
+    ForwardNarrowConfig,
+)
 _ALL: dict[str, type[KernelConfig]] = {
     **KERNELS,
     **{kind.source.removesuffix(".cu"): kind for kind in _FIXED},

@@ -1,0 +1,294 @@
+// Attention forward of narrow heads on CUDA cores, a few rows to each thread.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     for each block of block_n keys that some row sees:
+//       its keys, values and, if all queries share it, bias come into shared memory, by key
+//       for each run of keys:                               registers: scores of a run, for each
+//       row
+//         s = score(q.k);  m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p
+//         o = o exp(m - m') + sum dropout(p) v
+//       L = L exp(M - m) + l;  O = O exp(M - m) + o;  M = m;  l = o = 0
+//     out = O / L,  lse = M + log L                         a sink joins M and L here
+//
+// A sum of 262,144 exponentials in float32, one after the other, loses those below half a unit in
+// its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
+// 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
+// what takes longest. All threads read the same key at a time, for all their rows.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "dropout.cuh"
+#include "scheduler.cuh"
+#include "score.cuh"
+#include "segments.cuh"
+#include "softmax.cuh"
+#include "tile/load.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+constexpr int width = Config::width, width_v = Config::width_v;  // true head sizes
+constexpr int rows = Config::block_m / Config::num_threads;      // of a thread
+constexpr int run = 8;                                           // keys between two maxima
+static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
+static_assert(Config::block_n % run == 0, "a block is whole runs");
+
+// What all rows need of a key.
+struct alignas(16) Key {
+  static constexpr int room = (width + width_v + Config::key_bias + 3) / 4 * 4;
+  Real element[room];
+
+  __device__ __forceinline__ Real k(int i) const { return element[i]; }
+  __device__ __forceinline__ Real v(int i) const { return element[width + i]; }
+  __device__ __forceinline__ Real bias() const { return element[width + width_v]; }
+};
+
+struct SharedMemory {
+  Key keys[Config::block_n];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "ForwardNarrowConfig.smem_bytes counts this struct");
+
+// Does a block's masked form look at bias in global memory, at masks, at formulas?
+constexpr bool looks_up = !Config::key_bias && Score::hides_pairs;
+
+// The tile of this block of threads.
+struct Work {
+  int first_row;
+  BatchIndex entry;
+
+  __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
+    const Tile tile = tile_of(params.grid, tile_index());
+    const int rank =
+        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
+  }
+};
+
+// Exponentials under a maximum of scores, and values by their weight, summed.
+struct Sums {
+  Real maximum, weights;
+  Real o[width_v + 1];  // an array has an element
+
+  __device__ __forceinline__ void clear() {
+    weights = 0;
+#pragma unroll
+    for (int i = 0; i < width_v; ++i) o[i] = 0;
+  }
+
+  // What turns sums under this maximum into sums under another; 0 where there are none.
+  __device__ __forceinline__ Real rescale_to(Real other, const Score& score,
+                                             const WarpPowers& power) const {
+    // A row that has seen nothing yet: -inf minus -inf would be NaN.
+    const Real to = other == -infinity() ? 0 : score.reference(other);
+    return power(score.exponent_between(score.reference(maximum), to));
+  }
+};
+
+// One row of q, what is summed of it in this block, and in all blocks before.
+struct Row {
+  Real q[width];
+  Sums block, all;
+
+  __device__ __forceinline__ void begin(const RowSource& from, int q_idx, bool exists) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      q[i] = exists ? from.data[q_idx * from.row_stride + i * from.column_stride] : Real(0);
+    }
+    block.maximum = all.maximum = -infinity();
+    block.clear();
+    all.clear();
+  }
+
+  __device__ __forceinline__ Real dot(const Key& key) const {
+    Real product = 0;
+#pragma unroll
+    for (int i = 0; i < width; ++i) product = fma(q[i], key.k(i), product);
+    return product;
+  }
+
+  // Scores of a run become weights; what was summed under the old maximum is rescaled.
+  __device__ __forceinline__ void weigh(Real (&s)[run], const Score& score,
+                                        const WarpPowers& power) {
+    Real maximum = block.maximum;
+#pragma unroll
+    for (int j = 0; j < run; ++j) maximum = fmax(maximum, s[j]);
+    const Real shift = maximum == -infinity() ? 0 : score.reference(maximum);
+    const Real rescale = block.rescale_to(maximum, score, power);
+    block.maximum = maximum;
+    Real added = 0;
+#pragma unroll
+    for (int j = 0; j < run; ++j) {
+      s[j] = power(score.exponent(s[j], shift));
+      added += s[j];
+    }
+    block.weights = fma(block.weights, rescale, added);
+#pragma unroll
+    for (int i = 0; i < width_v; ++i) block.o[i] *= rescale;
+  }
+
+  // The sums of a block join those before; the next one goes on with its maximum.
+  __device__ __forceinline__ void end_block(const Score& score, const WarpPowers& power) {
+    const Real rescale = all.rescale_to(block.maximum, score, power);
+    all.maximum = block.maximum;
+    all.weights = fma(all.weights, rescale, block.weights);
+#pragma unroll
+    for (int i = 0; i < width_v; ++i) all.o[i] = fma(all.o[i], rescale, block.o[i]);
+    block.clear();
+  }
+};
+
+// Keys of a block; those outside `valid` are zeros. True for all if any has a bias of -inf.
+__device__ __forceinline__ bool load_keys(SharedMemory& smem, const RowSource& k,
+                                          const RowSource& v, const Score& score, int first_key,
+                                          Range valid) {
+  bool hides = false;
+  __syncthreads();  // every thread is done with the block before
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::block_n; i += Config::num_threads) {
+    const int kv_idx = first_key + i;
+    const bool exists = valid.contains(kv_idx);
+    Key& key = smem.keys[i];
+#pragma unroll
+    for (int c = 0; c < width; ++c) {
+      key.element[c] = exists ? k.data[kv_idx * k.row_stride + c * k.column_stride] : Real(0);
+    }
+#pragma unroll
+    for (int c = 0; c < width_v; ++c) {
+      key.element[width + c] =
+          exists ? v.data[kv_idx * v.row_stride + c * v.column_stride] : Real(0);
+    }
+    if constexpr (Config::key_bias) {
+      const Real bias = exists ? score.bias(0, kv_idx) : 0;
+      key.element[width + width_v] = bias;
+      hides |= bias == -infinity();
+    }
+  }
+  return __syncthreads_or(hides);  // the keys are there
+}
+
+// Adds the keys of a block to the rows from `first_row` on, one every num_threads.
+template <bool masked>
+__device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& smem,
+                                          const Score& score, int first_row, int first_key,
+                                          const WarpPowers& power) {
+#pragma unroll 1
+  for (int begin = 0; begin < Config::block_n; begin += run) {
+    Real s[rows][run];
+    uint32_t seen[rows] = {};
+#pragma unroll
+    for (int j = 0; j < run; ++j) {
+      const Key key = smem.keys[begin + j];
+      const int kv_idx = first_key + begin + j;
+#pragma unroll
+      for (int r = 0; r < rows; ++r) {
+        const int q_idx = first_row + r * Config::num_threads;
+        bool visible = true;
+        if constexpr (masked) {
+          visible = score.kv_range(q_idx, q_idx + 1).contains(kv_idx);
+          if constexpr (Config::key_bias) {
+            visible = visible && key.bias() != -infinity();
+          } else {
+            visible = visible && score.sees(q_idx, kv_idx);
+          }
+        }
+        const Real product = own[r].dot(key);
+        if constexpr (Config::key_bias) {
+          s[r][j] = visible ? score.with_bias(product, key.bias()) : -infinity();
+        } else {
+          s[r][j] = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+        }
+        seen[r] |= static_cast<uint32_t>(visible) << j;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      own[r].weigh(s[r], score, power);
+      if constexpr (width_v > 0) {
+#pragma unroll
+        for (int j = 0; j < run; ++j) {
+          const Key& key = smem.keys[begin + j];
+          bool counts = !masked || (seen[r] >> j & 1);
+          if constexpr (Config::dropout) {
+            counts = counts &&
+                     keeps_pair(score, first_row + r * Config::num_threads, first_key + begin + j);
+          }
+#pragma unroll
+          for (int i = 0; i < width_v; ++i) {
+            // Nothing that an invisible or dropped key holds may reach a sum, NaN included.
+            Real& o = own[r].block.o[i];
+            o = counts ? fma(s[r][j], key.v(i), o) : o;
+          }
+        }
+      }
+    }
+  }
+}
+
+// out and lse of a row; one that saw nothing becomes +0 and the sink, or -inf.
+__device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
+                                      const Score& score, const Row& row, int q_idx) {
+  if (q_idx >= score.seqlen.rows_q) return;
+  const int first_q = score.seqlen.first_q;
+  const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;
+  const RowEnd end = end_of_row(score, work.entry, row.all.maximum, row.all.weights);
+  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
+                      Config::head_dim_v);
+  const Real factor = kept_scale(params.score) * end.weight / end.sum;
+#pragma unroll
+  for (int i = 0; i < width_v; ++i) {
+    out.data[q_idx * out.row_stride + i * out.column_stride] =
+        out.rounded(hidden ? 0 : row.all.o[i] * factor);
+  }
+  if (params.lse != nullptr) {
+    const int64_t offset = work.entry * params.lse_layout.batch;
+    params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
+        hidden ? score.sink(work.entry) : end.lse;
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
+                                             cuflash::Config::blocks_per_sm)
+    cuflash_forward_narrow(const __grid_constant__ cuflash::ForwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  const Work work = Work::of_this_block(params);
+  const Score score(params.score, work.entry);
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
+  const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
+  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v);
+  const Range tile{work.first_row, work.first_row + Config::block_m};
+  const Range keys = score.kv_range(tile.begin, tile.end);
+  const BlockRanges blocks = score.kv_blocks(tile.begin, tile.end);
+  VisitedBlocks<Walk::keys> visited(score, blocks, tile);
+  const WarpPowers power;
+  const int first_row = work.first_row + threadIdx.x;
+  Row own[rows];
+#pragma unroll
+  for (int r = 0; r < rows; ++r) {
+    const int q_idx = first_row + r * Config::num_threads;
+    own[r].begin(q, q_idx, q_idx < score.seqlen.q);
+  }
+#pragma unroll 1
+  for (int block = visited.first_from(blocks.begin); block < blocks.end;
+       block = visited.next_after(block)) {
+    const int first_key = block * Config::block_n;
+    const bool hides = load_keys(smem, k, v, score, first_key, keys);
+    if (looks_up || hides || blocks.masked(block) || !visited.of_one_segment(block)) {
+      add_block<true>(own, smem, score, first_row, first_key, power);
+    } else {
+      add_block<false>(own, smem, score, first_row, first_key, power);
+    }
+#pragma unroll
+    for (int r = 0; r < rows; ++r) own[r].end_block(score, power);
+  }
+#pragma unroll
+  for (int r = 0; r < rows; ++r) {
+    store(params, work, score, own[r], first_row + r * Config::num_threads);
+  }
+}
