@@ -5,7 +5,9 @@ The same choices as ``_launch.py`` makes with the arrays before it, for arrays i
 
 from __future__ import annotations
 
-from cuflash import _select, _select_narrow, _select_one_pass, _sm90_refusals, _tuned
+import numpy as np
+
+from cuflash import _select, _select_narrow, _select_one_pass, _select_tf32, _sm90_refusals, _tuned
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
@@ -25,6 +27,8 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
         chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
     if chosen is None and not portable:
         chosen = _select_narrow.forward_config(problem, width, hardware.multiprocessors)
+    if hardware.arch == "sm_90" and chosen is None and not portable:
+        chosen = _select_tf32.forward_config(problem, width)
     if chosen is None:
         chosen = _select.forward_config(problem, hardware.limits.block_smem, width)
     return _for_device(_tuned.applied(chosen, hardware.name), hardware)
@@ -40,6 +44,7 @@ def backward(
     """The kernels of the gradients of q, k and v, in order of launch."""
     width, smem = _copy_bytes(problem), hardware.limits.block_smem
     hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
+    tf32 = hardware.arch == "sm_90" and not portable
     rows_v = Layout.of(problem.v).copy_bytes(problem.head_dim_v, 0)  # those of dout and out, too
     steps: list[KernelConfig] = [
         _select.delta_config(problem, problem.dtype, rows_v, grad_lse=False)
@@ -52,10 +57,16 @@ def backward(
     of_keys = wanted & {"k", "v"}
     tiled: list[TileConfig] = []
     if of_keys:
-        passes = _select.backward_kv_sm90_configs(problem, of_keys) if hopper else None
+        passes: tuple[TileConfig, ...] | None = None
+        if hopper:
+            passes = _select.backward_kv_sm90_configs(problem, of_keys)
+        if tf32 and passes is None:
+            passes = _select_tf32.backward_kv_configs(problem, width, of_keys)
         tiled += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
     if "q" in wanted:
-        of_q = _select.backward_q_sm90_config(problem) if hopper else None
+        of_q: TileConfig | None = _select.backward_q_sm90_config(problem) if hopper else None
+        if tf32 and of_q is None:
+            of_q = _select_tf32.backward_q_config(problem, width)
         tiled.append(of_q or _select.backward_q_config(problem, smem, width))
     own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]
     return steps + own
@@ -86,12 +97,18 @@ def _copy_bytes(problem: Problem) -> int:
 
 def why_portable(problem: Problem, hardware: Hardware) -> str:
     """Why Hopper's forward does not serve a problem; empty where it does."""
-    return _why_not_here(problem, hardware) or _sm90_refusals.against_forward(problem)
+    against = _sm90_refusals.against_forward
+    if problem.dtype == np.float32:
+        against = _sm90_refusals.against_tf32_forward
+    return _why_not_here(problem, hardware) or against(problem)
 
 
 def why_portable_gradient(problem: Problem, hardware: Hardware) -> str:
     """Why Hopper's gradient does not serve a problem; empty where it does."""
-    return _why_not_here(problem, hardware) or _sm90_refusals.against_gradient(problem)
+    against = _sm90_refusals.against_gradient
+    if problem.dtype == np.float32:
+        against = _sm90_refusals.against_tf32
+    return _why_not_here(problem, hardware) or against(problem)
 
 
 def _why_not_here(problem: Problem, hardware: Hardware) -> str:

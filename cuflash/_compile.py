@@ -144,7 +144,7 @@ def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
 
 def architecture(config: KernelConfig, capability: str) -> str:
     """What a kernel is compiled for on a device: wgmma and setmaxnreg need the "a"."""
-    if isinstance(config, ForwardSm90Config | BackwardSm90Config):
+    if config.source.endswith("_sm90.cu"):
         return "sm_90a"
     return f"sm_{capability}"
 

@@ -216,6 +216,43 @@ class ForwardNarrowConfig(ForwardConfig):
         )
 
 
+def _check_tf32_sm90(config: TileConfig, own: int, streamed: int, num_stages: int) -> None:
+    """Whether two warpgroups own 64 rows each of ``own``, and one splits what is streamed."""
+    if config.dtype != "float32":
+        raise ValueError(f"{config.dtype=} must be float32")
+    if own != 128 or streamed not in (32, 64) or config.num_warps != 12:
+        raise ValueError(f"{own} rows, {streamed} streamed, {config.num_warps=}: 128, 32 or 64, 12")
+    if num_stages < 1 or config.column_parts != 1:
+        raise ValueError(f"{num_stages=} must be at least 1, {config.column_parts=} 1")
+    if not {config.head_dim, config.head_dim_v} <= {64, 128}:
+        raise ValueError(f"{config.head_dim=}, {config.head_dim_v=} must be 64 or 128")
+
+
+class ForwardTf32Sm90Config(ForwardConfig):
+    """``forward_tf32_sm90.cu``: float32 by warpgroups of 64 query rows, one that splits keys."""
+
+    source = "forward_tf32_sm90.cu"
+    entry = "cuflash_forward_tf32_sm90"
+
+    num_stages: int  # buffers of k and of v
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages)
+
+    @property
+    def rows(self) -> int:
+        """Four warps have none, the others 16 each."""
+        return 16 * self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """The q tile, rings of the TF32 parts of k and v, and a KiB of barriers."""
+        parts = 2 if self.precision == "ieee" else 1
+        streamed = self.num_stages * parts * self.block_n * (self.head_dim + self.head_dim_v)
+        return self.element_bytes * (self.block_m * self.head_dim + streamed) + 1024
+
+
 class ForwardSm90Config(TileConfig):
     """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
 
@@ -297,6 +334,64 @@ class BackwardKVConfig(TileConfig):
         kept = self.block_n * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
         return self.element_bytes * (kept + streamed) + 4 * self.real_bytes * self.block_m
+
+
+class BackwardQTf32Sm90Config(BackwardQConfig):
+    """``backward_dq_tf32_sm90.cu``: float32 on Hopper, one warpgroup splits keys and values."""
+
+    source = "backward_dq_tf32_sm90.cu"
+    entry = "cuflash_backward_dq_tf32_sm90"
+
+    num_stages: int  # buffers of k and of v
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages)
+
+    @property
+    def rows(self) -> int:
+        """Four warps have none, the others 16 each."""
+        return 16 * self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q and dout, rings of TF32 parts of k, v and k transposed, a KiB of barriers."""
+        parts = 2 if self.precision == "ieee" else 1
+        kept = self.block_m * (self.head_dim + self.head_dim_v)
+        streamed = self.num_stages * parts * self.block_n * (2 * self.head_dim + self.head_dim_v)
+        return self.element_bytes * (kept + streamed) + 1024
+
+
+class BackwardKVTf32Sm90Config(BackwardKVConfig):
+    """``backward_dkv_tf32_sm90.cu``: float32 on Hopper, one warpgroup splits q and dout."""
+
+    source = "backward_dkv_tf32_sm90.cu"
+    entry = "cuflash_backward_dkv_tf32_sm90"
+
+    num_stages: int  # buffers of q and of dout
+
+    def __post_init__(self) -> None:
+        BackwardKVConfig.__post_init__(self)
+        _check_tf32_sm90(self, self.block_n, self.block_m, self.num_stages)
+
+    @property
+    def rows(self) -> int:
+        """Four warps have none, the others 16 each."""
+        return 16 * self.num_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v; rings of TF32 parts of q, dout and their transposes, and of rows."""
+        kept, streamed = self.head_dim, self.head_dim
+        if self.grad_k:
+            kept += self.head_dim_v
+            streamed += self.head_dim + self.head_dim_v
+        if self.grad_v:
+            streamed += self.head_dim_v
+        streamed *= self.num_stages * (2 if self.precision == "ieee" else 1)
+        rest = self.num_stages * (8 * self.block_m + 5 * 16)
+        tiles = self.element_bytes * (self.block_n * kept + self.block_m * streamed)
+        return tiles + -(-rest // 1024) * 1024
 
 
 class BackwardScoreConfig(TileConfig):

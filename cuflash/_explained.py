@@ -8,9 +8,9 @@ from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
 from cuflash._bench import io_model
 from cuflash._bench.workload import Workload
-from cuflash._config import KernelConfig, TileConfig
+from cuflash._config import BackwardOnePassConfig, KernelConfig, TileConfig
 from cuflash.tuning._facts import Facts, compile_all
-from cuflash.tuning._kernels import PARAMETERS, kernel_name, tile_of
+from cuflash.tuning._kernels import kernel_name, tile_of
 
 
 def explain(
@@ -52,7 +52,7 @@ def _described(
         }
         if facts.error:
             found["error"] = facts.error
-    if not isinstance(config, TileConfig) or type(config) not in PARAMETERS:
+    if not isinstance(config, TileConfig) or isinstance(config, BackwardOnePassConfig):
         return found
     found["tile"] = tile_of(config)
     row = _tuned.row_of(config, hardware.name)

@@ -29,6 +29,7 @@ from cuflash import (
     _segments,
     _select,
     _select_narrow,
+    _select_tf32,
 )
 from cuflash._arrays import Array, refuse_capture
 from cuflash._config import (
@@ -203,6 +204,8 @@ def _plan_forward(
     chosen: ForwardConfig | None = None
     if type(config) is not ForwardConfig:
         chosen = _select_narrow.forward_config(problem, copy_bytes, _device.multiprocessors(device))
+    if type(config) is not ForwardConfig and chosen is None and _launch_sm90.available(device):
+        chosen = _select_tf32.forward_config(problem, copy_bytes)
     if chosen is None:
         chosen = _select.forward_config(problem, _device.smem_limit(device), copy_bytes)
     config = _select.overridden(chosen, config, device)
@@ -458,7 +461,12 @@ def _plan_backward(
         wanted, of_keys = wanted - _one_pass.ALL, frozenset()
     hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
     if hopper is None:
-        for chosen in _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys):
+        passes: tuple[BackwardKVConfig, ...] | None = None
+        if type(config.kv) is not BackwardKVConfig and _launch_sm90.available(device):
+            passes = _select_tf32.backward_kv_configs(problem, copy_bytes, of_keys)
+        if passes is None:
+            passes = _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys)
+        for chosen in passes:
             kv_config = _select.overridden(chosen, config.kv, device)
             launch = _plan.plan_launch(
                 _params.BACKWARD, kv_config, problem, layouts, device,
@@ -471,7 +479,11 @@ def _plan_backward(
         steps += [(names, launch) for launch in hopper]
     hopper = _plan_backward_sm90(problem, device, layouts, wanted & {"q"}, addresses, config)
     if hopper is None:
-        chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
+        chosen_q: BackwardQConfig | None = None
+        if type(config.q) is not BackwardQConfig and _launch_sm90.available(device):
+            chosen_q = _select_tf32.backward_q_config(problem, copy_bytes)
+        if chosen_q is None:
+            chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
         q_config = _select.overridden(chosen_q, config.q, device)
         launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,

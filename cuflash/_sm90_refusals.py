@@ -5,6 +5,8 @@ What layouts and addresses keep from them is not here: the copy engine decides i
 
 from __future__ import annotations
 
+import numpy as np
+
 from cuflash import _philox
 from cuflash._config import HEAD_DIMS
 from cuflash._problem import HALVES, Problem
@@ -17,6 +19,31 @@ def against_forward(problem: Problem) -> str:
         (problem.out.dtype != problem.dtype, "out has another dtype than q, whose tile it takes"),
         (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
         (packed_mask and _widest(problem) > 192, "a mask of packed sequences spills in every tile"),
+    )
+
+
+def against_tf32_forward(problem: Problem) -> str:
+    """Why Hopper's forward for float32 does not serve a problem; empty where it does."""
+    wide_segments = problem.segment_ids_q is not None and _widest(problem) > 64
+    return against_tf32(problem) or _first(
+        (wide_segments, "segment ids of 64 keys spill beside 128 columns of out"),
+    )
+
+
+def against_tf32(problem: Problem) -> str:
+    """Why no kernel of Hopper for float32 serves a problem; empty where gradients are served."""
+    scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
+    options = sum(x is not None for x in scored) + (_philox.threshold(problem.dropout) > 0)
+    options += 2 * (problem.segment_ids_q is not None)  # ids of both sides
+    return _first(
+        (
+            problem.dtype != np.float32,
+            f"Hopper's products of TF32 are for float32, not {problem.dtype}",
+        ),
+        (_widest(problem) > 128, "registers hold no wider result"),
+        (_widest(problem) <= 32, "a tile of 64 columns would be half empty"),
+        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
+        (options > 2, "registers hold two options that change scores"),
     )
 
 

@@ -105,6 +105,12 @@ struct Score {
       !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
       Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
 
+  // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
+  static constexpr bool is_light =
+      is_plain && !has_sink && !Config::window_left && !Config::dropout &&
+      Config::alibi_slopes == Dtype::none && Config::q_lengths == Dtype::none &&
+      Config::kv_lengths == Dtype::none && Config::cu_seqlens == Dtype::none;
+
   // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
   static constexpr bool masks_before_last =
       Config::window_left || Config::window_right || may_hide_rows;

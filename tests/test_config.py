@@ -12,14 +12,17 @@ from cuflash._config import (
     BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     BackwardQConfig,
     BackwardQSm90Config,
+    BackwardQTf32Sm90Config,
     BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardNarrowConfig,
     ForwardSm90Config,
+    ForwardTf32Sm90Config,
     KernelConfig,
     SegmentBoundsConfig,
 )
@@ -49,6 +52,10 @@ TILE = {
     "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
     "wide_float64": False,
 }  # fmt: skip
+TF32 = {
+    **TILE, "dtype": "float32", "out_dtype": "float32", "num_warps": 12, "head_dim": 128,
+    "num_stages": 1, "block_m": 128, "block_n": 64,
+}  # fmt: skip
 CONFIGS: tuple[KernelConfig, ...] = (
     ForwardConfig(**TILE, sink="none"),
     BackwardQConfig(**TILE),
@@ -73,6 +80,11 @@ CONFIGS: tuple[KernelConfig, ...] = (
     BackwardConvertConfig(**TILE),
     ForwardNarrowConfig(
         **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
+    ),
+    ForwardTf32Sm90Config(**TF32, sink="none"),
+    BackwardQTf32Sm90Config(**TF32),
+    BackwardKVTf32Sm90Config(
+        **{**TF32, "block_m": 32, "block_n": 128}, grad_k=True, grad_v=True, shared_keys=True
     ),
 )  # fmt: skip
 
@@ -100,7 +112,7 @@ def test_every_macro_has_a_default() -> None:
 def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
     defines = config.defines()
     assert len(defines) == len([f for f in fields(config) if f.name != "formulas"]) + 1
-    assert defines.get("CUFLASH_DTYPE", "float16") == "float16"
+    assert defines.get("CUFLASH_DTYPE", "float16") == getattr(config, "dtype", "float16")
     assert defines["CUFLASH_SMEM_BYTES"] == str(config.smem_bytes)
     assert not {"True", "False", "None"} & set(defines.values())
 

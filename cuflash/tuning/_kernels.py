@@ -10,14 +10,17 @@ from cuflash._config import (
     BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVSm90Config,
+    BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     BackwardQConfig,
     BackwardQSm90Config,
+    BackwardQTf32Sm90Config,
     BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardNarrowConfig,
     ForwardSm90Config,
+    ForwardTf32Sm90Config,
     KernelConfig,
     SegmentBoundsConfig,
     TileConfig,
@@ -72,6 +75,9 @@ _FIXED: tuple[type[KernelConfig], ...] = (
     BackwardConvertConfig,
     SegmentBoundsConfig,
     ForwardNarrowConfig,
+    ForwardTf32Sm90Config,
+    BackwardQTf32Sm90Config,
+    BackwardKVTf32Sm90Config,
 )
 _ALL: dict[str, type[KernelConfig]] = {
     **KERNELS,
@@ -95,7 +101,7 @@ def kernel_type(name: str) -> type[TileConfig]:
 
 def tile_of(config: TileConfig) -> dict[str, int]:
     """Values of the parameters, in order; truth values as 0 and 1."""
-    return {name: int(getattr(config, name)) for name in PARAMETERS[type(config)]}
+    return {name: int(getattr(config, name)) for name in PARAMETERS.get(type(config), {})}
 
 
 def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:

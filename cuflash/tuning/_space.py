@@ -167,7 +167,9 @@ def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -
     """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
     problem = workload.problem()
     if kernel is None:
-        return _chosen.forward(problem, hardware)
+        chosen = _chosen.forward(problem, hardware)
+        tunable = type(chosen) in PARAMETERS
+        return chosen if tunable else _chosen.forward(problem, hardware, portable=True)
     kind = kernel_type(kernel)
     portable = kernel.endswith("_sm80")
     found: list[Any] = [_chosen.forward(problem, hardware, portable=portable)]

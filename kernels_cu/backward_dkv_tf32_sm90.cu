@@ -1,0 +1,251 @@
+// dk and dv (or one of them) in float32 for Hopper: wgmma on TF32 parts of the operands; the order
+// of every sum is fixed.
+//
+//   for each tile of block_n keys:                            one block of threads
+//     dk = 0, dv = 0
+//     for each batch entry that shares these keys:            heads of a group, broadcast axes
+//       for each block of block_m queries that see some key:
+//         s^T = k q^T;  p^T = exp(score(s^T) - lse)           64 keys per warpgroup
+//         dp^T = dropout(v dout^T)
+//         ds^T = p^T (dp^T - delta) score'(s^T)
+//         dv += dropout(p^T) dout;  dk += ds^T q              p^T, ds^T split in registers
+//     dk *= scale
+//
+// Warpgroup 0 produces: it splits q and dout once per block and writes them as rows for s^T and
+// dp^T, transposed for the sums, since wgmma sums float32 along rows of both operands only. The
+// others consume. k and v of the tile stay in float32 and are split by the lanes that multiply with
+// them.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "dkv_rows.cuh"
+#include "sm90/split_roles.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_tf32_sm90.cuh"
+
+namespace cuflash {
+
+using KTile = SmemTile<Config::block_n, Config::head_dim>;
+using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+using QTile = SmemTile<Config::block_m, Config::head_dim>;
+using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
+using TransposedQ = SmemTile<Config::head_dim, Config::block_m>;
+using TransposedDout = SmemTile<Config::head_dim_v, Config::block_m>;
+
+// What only dk, or only dv, needs takes no room without it.
+template <bool needed>
+struct TilesOfDk {
+  VTile v;
+  DoutTile dout[Config::num_stages][operand_parts];
+  TransposedQ summed_q[Config::num_stages][operand_parts];
+};
+template <>
+struct TilesOfDk<false> {};
+
+template <bool needed>
+struct TilesOfDv {
+  TransposedDout summed_dout[Config::num_stages][operand_parts];
+};
+template <>
+struct TilesOfDv<false> {};
+
+struct alignas(1024) SharedMemory : TilesOfDk<Config::grad_k>, TilesOfDv<Config::grad_v> {
+  KTile k;
+  QTile q[Config::num_stages][operand_parts];
+  RowStatistics rows[Config::num_stages][Config::block_m];
+  TileBarriers q_ring, rows_ring, dout_ring, summed_q_ring, summed_dout_ring;
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardKVTf32Sm90Config.smem_bytes counts this struct");
+static_assert(Config::block_n == 64 * consumers, "a consumer has 64 keys");
+static_assert(Config::block_m <= 128, "a thread of the producer copies the statistics of one row");
+static_assert(Config::shared_keys, "k and v are loaded once");
+static_assert(!Score::may_hide_rows || Config::block_m == 32, "a bit for each row of a block");
+
+// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+constexpr int producer_registers = 136, consumer_registers = 184;
+
+// The queries that see a tile's keys, of one batch entry, in the order in which both sides walk
+// them.
+struct TileWalk {
+  Work work;
+  BatchIndex entry;
+  Score score;
+  Range keys, rows;
+  BlockRanges blocks;
+
+  __device__ __forceinline__ TileWalk(const BackwardParams& params, int index)
+      : work(Work::of_this_block(params)),
+        entry(work.entry(params, index)),
+        score(params.score, entry),
+        keys{work.first_key, work.first_key + Config::block_n},
+        rows(score.q_range(keys.begin, keys.end)),
+        blocks(score.q_blocks(keys.begin, keys.end)) {}
+};
+
+// By all threads: the keys and values of the tile are there after the next barrier.
+template <typename Shared>
+__device__ __forceinline__ void load_keys(const BackwardParams& params, Shared& smem) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry = work.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
+  load_tile(smem.k, k, work.first_key, {0, seqlen.rows_k});
+  if constexpr (Config::grad_k) {
+    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
+    load_tile(smem.v, v, work.first_key, {0, seqlen.rows_k});
+  }
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+// The statistics of a block; rows outside `valid` lie in masked blocks, where nothing is visible to
+// them.
+__device__ __forceinline__ void store_statistics(RowStatistics (&to)[Config::block_m],
+                                                 const RowStatistics* from, int first_row,
+                                                 Range valid) {
+  const int row = ptx::thread_index();
+  if (row < Config::block_m) {
+    to[row] = valid.contains(first_row + row) ? from[first_row + row] : RowStatistics{0, 0};
+  }
+}
+
+// Within the rows of some key a mask or a bias can leave a row without anything visible, with lse =
+// +inf here: nothing it holds may reach a product. Bits of such rows.
+__device__ __forceinline__ uint32_t hidden_rows(const RowStatistics* statistics, int first_row,
+                                                Range valid) {
+  if constexpr (!Score::may_hide_rows) return 0;
+  const int row = first_row + lane_index();
+  return __ballot_sync(0xffffffff, valid.contains(row) && statistics[row].lse == infinity());
+}
+
+template <typename Shared>
+__device__ __forceinline__ void produce(const BackwardParams& params, Shared& smem, int index,
+                                        Ring<Config::num_stages>& ring) {
+  const TileWalk tile(params, index);
+  VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
+  const int first_q = tile.score.seqlen.first_q;
+  const ColumnSource<Config::head_dim> q(
+      RowSource(params.q, params.q_layout, tile.entry, first_q, params.head_dim));
+  const ColumnSource<Config::head_dim_v> dout(
+      RowSource(params.dout, params.dout_layout, tile.entry, first_q, params.head_dim_v));
+  const RowStatistics* statistics = params.rows + tile.entry * params.rows_layout.batch + first_q;
+  SplitColumn<Config::head_dim, Config::block_m> q_column;
+  SplitColumn<Config::head_dim_v, Config::block_m> dout_column;
+  const auto load = [&](auto& column, const auto& source, int block) {
+    const int first_row = block * Config::block_m;
+    column.load(source, first_row, tile.rows, hidden_rows(statistics, first_row, tile.rows));
+  };
+  int block = visited.first_from(tile.blocks.begin);
+  if (block >= tile.blocks.end) return;
+  load(dout_column, dout, block);
+#pragma unroll 1
+  for (int next; block < tile.blocks.end; block = next) {
+    const int stage = ring.stage();
+    next = visited.next_after(block);
+    load(q_column, q, block);
+    smem.q_ring.wait_empty(ring);
+    q_column.store_rows(smem.q[stage]);
+    smem.q_ring.publish(ring);
+    smem.rows_ring.wait_empty(ring);
+    store_statistics(smem.rows[stage], statistics, block * Config::block_m, tile.rows);
+    smem.rows_ring.publish(ring);
+    if constexpr (Config::grad_k) {
+      smem.dout_ring.wait_empty(ring);
+      dout_column.store_rows(smem.dout[stage]);
+      smem.dout_ring.publish(ring);
+    }
+    if constexpr (Config::grad_v) {
+      smem.summed_dout_ring.wait_empty(ring);
+      dout_column.store_columns(smem.summed_dout[stage]);
+      smem.summed_dout_ring.publish(ring);
+    }
+    if (next < tile.blocks.end) load(dout_column, dout, next);
+    if constexpr (Config::grad_k) {
+      smem.summed_q_ring.wait_empty(ring);
+      q_column.store_columns(smem.summed_q[stage]);
+      smem.summed_q_ring.publish(ring);
+    }
+    ring.advance();
+  }
+}
+
+// Sums over the queries of a batch entry that see the tile's keys, of the 64 keys of a warpgroup.
+template <typename Shared>
+__device__ __forceinline__ void accumulate(const BackwardParams& params, Shared& smem, int warp,
+                                           int index, Ring<Config::num_stages>& ring,
+                                           Gradients<1>& acc) {
+  const TileWalk tile(params, index);
+  VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
+  const int first_key = tile.work.first_key + 16 * warp;
+#pragma unroll 1
+  for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
+       block = visited.next_after(block)) {
+    const int stage = ring.stage(), first_row = block * Config::block_m;
+    float s_acc[1][Config::block_m / 8][4], dp_acc[1][Config::block_m / 8][4];
+    smem.q_ring.wait_full(ring);
+    multiply_transposed(s_acc, read_rows(smem.k, 16 * warp), RightOperand<QTile>(smem.q[stage]));
+    smem.q_ring.release(ring);
+    if constexpr (Config::grad_k) {
+      smem.dout_ring.wait_full(ring);
+      multiply_transposed(dp_acc, read_rows(smem.v, 16 * warp),
+                          RightOperand<DoutTile>(smem.dout[stage]));
+      smem.dout_ring.release(ring);
+    }
+    smem.rows_ring.wait_full(ring);
+    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+      compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
+    } else {
+      compute_p_ds<false>(s_acc, dp_acc, smem.rows[stage], tile.score, first_row, first_key);
+    }
+    smem.rows_ring.release_as_reader(ring);
+    if constexpr (Config::grad_v) {
+      smem.summed_dout_ring.wait_full(ring);
+      multiply_sums(acc.dv, s_acc, smem.summed_dout[stage]);
+      smem.summed_dout_ring.release(ring);
+    }
+    if constexpr (Config::grad_k) {
+      smem.summed_q_ring.wait_full(ring);
+      multiply_sums(acc.dk, dp_acc, smem.summed_q[stage]);
+      smem.summed_q_ring.release(ring);
+    }
+    ring.advance();
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_backward_dkv_tf32_sm90(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    smem.q_ring.init();
+    smem.rows_ring.init(reader_releases);
+    smem.dout_ring.init();
+    smem.summed_q_ring.init();
+    smem.summed_dout_ring.init();
+  }
+  load_keys(params, smem);
+  __syncthreads();  // keys, values and the barriers are there
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  Ring<Config::num_stages> ring;
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      produce(params, smem, index, ring);
+    }
+  } else {
+    ptx::take_registers<consumer_registers>();
+    Gradients<1> acc;
+    clear(acc.dk);
+    clear(acc.dv);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      accumulate(params, smem, warp - 4, index, ring, acc);
+    }
+    store_gradients(params, warp - 4, acc);
+  }
+}

@@ -1,0 +1,171 @@
+// dq in float32 for Hopper: wgmma on TF32 parts of the operands; the order of every sum is fixed.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     dq = 0
+//     for each block of block_n keys that some row sees:
+//       s = q k^T;  p = exp(score(s) - lse)                   64 rows per warpgroup
+//       dp = dropout(dout v^T)
+//       ds = p (dp - delta) score'(s)                         split in registers
+//       dq += ds k
+//     dq *= scale
+//
+// Warpgroup 0 produces: it splits k and v once per block and writes k twice, as it is for s and
+// transposed for dq, since wgmma sums float32 along rows of both operands only. The others consume.
+// q and dout of the tile stay in float32 and are split by the lanes that multiply with them.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "dq_rows.cuh"
+#include "sm90/split_roles.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_tf32_sm90.cuh"
+
+namespace cuflash {
+
+struct alignas(1024) SharedMemory {
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+  using TransposedK = SmemTile<Config::head_dim, Config::block_n>;
+
+  QTile q;
+  DoutTile dout;
+  KTile k[Config::num_stages][operand_parts];
+  VTile v[Config::num_stages][operand_parts];
+  TransposedK summed_k[Config::num_stages][operand_parts];
+  TileBarriers k_ring, v_ring, summed_k_ring;
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardQTf32Sm90Config.smem_bytes counts this struct");
+static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
+
+// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+constexpr int producer_registers = 136, consumer_registers = 184;
+
+// Keys of a tile, in the order in which both sides walk them.
+struct TileWalk {
+  Work work;
+  BatchIndex entry;
+  Score score;
+  Range rows, keys;
+  BlockRanges blocks;
+
+  __device__ __forceinline__ explicit TileWalk(const BackwardParams& params)
+      : work(Work::of_this_block(params)),
+        entry(work.entry(params, 0)),
+        score(params.score, entry),
+        rows{work.first_row, work.first_row + Config::block_m},
+        keys(score.kv_range(rows.begin, rows.end)),
+        blocks(score.kv_blocks(rows.begin, rows.end)) {}
+};
+
+// By all threads: the rows of the tile are there after the next barrier.
+__device__ __forceinline__ void load_rows(const BackwardParams& params, SharedMemory& smem) {
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry = work.entry(params, 0);
+  const Score score(params.score, entry);
+  const int first_q = score.seqlen.first_q;
+  const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
+  const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
+  load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  load_tile(smem.dout, dout, work.first_row, {0, score.seqlen.q});
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+__device__ __forceinline__ void produce(const BackwardParams& params, SharedMemory& smem) {
+  const TileWalk tile(params);
+  VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
+  const int first_k = tile.score.seqlen.first_k;
+  const ColumnSource<Config::head_dim> k(
+      RowSource(params.k, params.k_layout, tile.entry, first_k, params.head_dim));
+  const ColumnSource<Config::head_dim_v> v(
+      RowSource(params.v, params.v_layout, tile.entry, first_k, params.head_dim_v));
+  Ring<Config::num_stages> ring;
+  SplitColumn<Config::head_dim, Config::block_n> k_column;
+  SplitColumn<Config::head_dim_v, Config::block_n> v_column;
+  int block = visited.first_from(tile.blocks.begin);
+  if (block >= tile.blocks.end) return;
+  v_column.load(v, block * Config::block_n, tile.keys);
+#pragma unroll 1
+  for (int next; block < tile.blocks.end; block = next) {
+    const int stage = ring.stage();
+    next = visited.next_after(block);
+    k_column.load(k, block * Config::block_n, tile.keys);
+    smem.k_ring.wait_empty(ring);
+    k_column.store_rows(smem.k[stage]);
+    smem.k_ring.publish(ring);
+    smem.v_ring.wait_empty(ring);
+    v_column.store_rows(smem.v[stage]);
+    smem.v_ring.publish(ring);
+    if (next < tile.blocks.end) v_column.load(v, next * Config::block_n, tile.keys);
+    smem.summed_k_ring.wait_empty(ring);
+    k_column.store_columns(smem.summed_k[stage]);
+    smem.summed_k_ring.publish(ring);
+    ring.advance();
+  }
+}
+
+// Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
+template <int dq_tiles>
+__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
+                                           int warp, float (&dq_acc)[1][dq_tiles][4]) {
+  const TileWalk tile(params);
+  VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
+  const int first_row = tile.work.first_row + 16 * warp;
+  RowStatistics statistics[1][2];
+  read_statistics(statistics, params, tile.entry, tile.score.seqlen, first_row);
+  Ring<Config::num_stages> ring;
+#pragma unroll 1
+  for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
+       block = visited.next_after(block)) {
+    const int stage = ring.stage(), first_key = block * Config::block_n;
+    float s_acc[1][Config::block_n / 8][4], dp_acc[1][Config::block_n / 8][4];
+    smem.k_ring.wait_full(ring);
+    multiply_transposed(s_acc, read_rows(smem.q, 16 * warp),
+                        RightOperand<SharedMemory::KTile>(smem.k[stage]));
+    smem.k_ring.release(ring);
+    smem.v_ring.wait_full(ring);
+    multiply_transposed(dp_acc, read_rows(smem.dout, 16 * warp),
+                        RightOperand<SharedMemory::VTile>(smem.v[stage]));
+    smem.v_ring.release(ring);
+    drop_gradients(dp_acc, tile.score, first_row, first_key);
+    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+      compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
+    } else {
+      compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
+    }
+    smem.summed_k_ring.wait_full(ring);
+    multiply_sums(dq_acc, s_acc, smem.summed_k[stage]);
+    smem.summed_k_ring.release(ring);
+    ring.advance();
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_backward_dq_tf32_sm90(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    smem.k_ring.init();
+    smem.v_ring.init();
+    smem.summed_k_ring.init();
+  }
+  load_rows(params, smem);
+  __syncthreads();  // q, dout and the barriers are there
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+    produce(params, smem);
+  } else {
+    ptx::take_registers<consumer_registers>();
+    float dq_acc[1][Config::head_dim / 8][4];
+    clear(dq_acc);
+    accumulate(params, smem, warp - 4, dq_acc);
+    store_rows(params, warp - 4, dq_acc);
+  }
+}

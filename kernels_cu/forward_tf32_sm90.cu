@@ -1,0 +1,169 @@
+// Attention forward in float32 for Hopper: wgmma on TF32 parts of the operands.
+//
+//   for each tile of block_m rows of q:                       one block of threads
+//     m = -inf, l = 0, o = 0
+//     for each block of block_n keys that some row sees:
+//       s = q k^T;  s = score(s)                              64 rows per warpgroup
+//       m' = max(m, rowmax s);  p = exp(s - m');  l = l exp(m - m') + rowsum p
+//       o = o exp(m - m') + dropout(p) v                      p is split in registers
+//     out = o / l,  lse = m + log l                         a sink joins m and l here
+//
+// Warpgroup 0 produces: its threads load k and v, split every element into its TF32 parts once, and
+// write k as it is and v transposed, since wgmma sums float32 along rows of both operands only. The
+// others consume. q stays in float32 and is split by the lanes that multiply with it.
+#include "config.cuh"
+#include "params.cuh"
+#include "numeric.cuh"
+#include "forward_rows.cuh"
+#include "sm90/split_roles.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_tf32_sm90.cuh"
+
+namespace cuflash {
+
+struct alignas(1024) SharedMemory {
+  using QTile = SmemTile<Config::block_m, Config::head_dim>;
+  using KTile = SmemTile<Config::block_n, Config::head_dim>;
+  using TransposedV = SmemTile<Config::head_dim_v, Config::block_n>;
+
+  QTile q;
+  KTile k[Config::num_stages][operand_parts];
+  TransposedV v[Config::num_stages][operand_parts];
+  TileBarriers k_ring, v_ring;
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "ForwardTf32Sm90Config.smem_bytes counts this struct");
+static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
+
+// Where a score takes registers, none are left to load a block ahead: the producer then loads a
+// half of it when it is about to write it.
+constexpr bool loads_ahead = Score::is_light;
+// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+constexpr int producer_registers = loads_ahead ? 136 : 120;
+constexpr int consumer_registers = loads_ahead ? 184 : 192;
+
+// Keys of a tile, in the order in which both sides walk them.
+struct TileWalk {
+  Work work;
+  Score score;
+  Range rows, keys;
+  BlockRanges blocks;
+
+  __device__ __forceinline__ explicit TileWalk(const ForwardParams& params)
+      : work(Work::of_this_block(params)),
+        score(params.score, work.entry),
+        rows{work.first_row, work.first_row + Config::block_m},
+        keys(score.kv_range(rows.begin, rows.end)),
+        blocks(score.kv_blocks(rows.begin, rows.end)) {}
+};
+
+// By all threads: the queries of the tile are there after the next barrier.
+__device__ __forceinline__ void load_queries(const ForwardParams& params, SharedMemory& smem) {
+  const Work work = Work::of_this_block(params);
+  const Score score(params.score, work.entry);
+  const RowSource q(params.q, params.q_layout, work.entry, score.seqlen.first_q, params.head_dim);
+  load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+}
+
+__device__ __forceinline__ void produce(const ForwardParams& params, SharedMemory& smem) {
+  const TileWalk tile(params);
+  VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
+  const int first_k = tile.score.seqlen.first_k;
+  const ColumnSource<Config::head_dim> k(
+      RowSource(params.k, params.k_layout, tile.work.entry, first_k, params.head_dim));
+  const ColumnSource<Config::head_dim_v> v(
+      RowSource(params.v, params.v_layout, tile.work.entry, first_k, params.head_dim_v));
+  Ring<Config::num_stages> ring;
+  constexpr int rows = 32, halves = Config::block_n / rows;
+  SplitColumn<Config::head_dim, rows> k_half[halves];
+  SplitColumn<Config::head_dim_v, rows> v_half[halves];
+  const auto load = [&](auto& half, const auto& source, int block, int h) {
+    half.load(source, block * Config::block_n + h * rows, tile.keys);
+  };
+#pragma unroll 1
+  for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
+       block = visited.next_after(block)) {
+    const int stage = ring.stage();
+    if constexpr (loads_ahead) {
+#pragma unroll
+      for (int h = 0; h < halves; ++h) load(k_half[h], k, block, h);
+    }
+    smem.k_ring.wait_empty(ring);
+#pragma unroll
+    for (int h = 0; h < halves; ++h) {
+      if constexpr (!loads_ahead) load(k_half[h], k, block, h);
+      k_half[h].store_rows(smem.k[stage], h * rows);
+      if constexpr (loads_ahead) load(v_half[h], v, block, h);
+    }
+    smem.k_ring.publish(ring);
+    smem.v_ring.wait_empty(ring);
+#pragma unroll
+    for (int h = 0; h < halves; ++h) {
+      if constexpr (!loads_ahead) load(v_half[h], v, block, h);
+      v_half[h].store_columns(smem.v[stage], h * rows);
+    }
+    smem.v_ring.publish(ring);
+    ring.advance();
+  }
+}
+
+// Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
+template <int out_tiles>
+__device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem, int warp,
+                                       OnlineSoftmax<1>& softmax, float (&o_acc)[1][out_tiles][4]) {
+  const TileWalk tile(params);
+  VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
+  const int first_row = tile.work.first_row + 16 * warp;
+  Ring<Config::num_stages> ring;
+#pragma unroll 1
+  for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
+       block = visited.next_after(block)) {
+    const int stage = ring.stage(), first_key = block * Config::block_n;
+    float s_acc[1][Config::block_n / 8][4];
+    smem.k_ring.wait_full(ring);
+    multiply_transposed(s_acc, read_rows(smem.q, 16 * warp),
+                        RightOperand<SharedMemory::KTile>(smem.k[stage]));
+    smem.k_ring.release(ring);
+
+    if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
+      apply_score<true>(s_acc, tile.score, first_row, first_key);
+    } else {
+      apply_score<false>(s_acc, tile.score, first_row, first_key);
+    }
+    softmax.update(s_acc, o_acc, tile.score);
+    drop_weights(s_acc, tile.score, first_row, first_key);
+    smem.v_ring.wait_full(ring);
+    multiply_sums(o_acc, s_acc, smem.v[stage]);
+    smem.v_ring.release(ring);
+    ring.advance();
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_forward_tf32_sm90(const __grid_constant__ cuflash::ForwardParams params) {
+  using namespace cuflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    smem.k_ring.init();
+    smem.v_ring.init();
+  }
+  load_queries(params, smem);
+  __syncthreads();  // q and the barriers are there
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+    produce(params, smem);
+  } else {
+    ptx::take_registers<consumer_registers>();
+    OnlineSoftmax<1> softmax;
+    float o_acc[1][Config::head_dim_v / 8][4];
+    clear(o_acc);
+    attend(params, smem, warp - 4, softmax, o_acc);
+    store_rows(params, warp - 4, softmax, o_acc);
+  }
+}

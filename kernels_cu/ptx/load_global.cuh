@@ -1,0 +1,20 @@
+// Loads from global memory that must not become branches.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+
+// What lies at the address, or zero without reading it: a predicated instruction, so that many of
+// them are in flight together.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ float load_global_if(const float* from, bool read) {
+  float x;
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"
+      : "=f"(x)
+      : "l"(from), "r"(static_cast<int>(read)));
+  return x;
+}
+
+}  // namespace cuflash::ptx

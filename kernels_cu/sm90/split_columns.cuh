@@ -1,0 +1,107 @@
+// How a producer warpgroup brings rows of float32 as tiles of TF32 parts, split once for all who
+// multiply with them.
+//
+// A thread owns a column of the rows, or every other eight of one. Loads of a warp are neighbours
+// in memory; the same registers become rows of a tile, or of its transpose.
+#pragma once
+
+#include "ptx/load_global.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul_tf32_sm90.cuh"
+
+namespace cuflash {
+
+// A thread's column of one operand; columns past the true width are zeros.
+template <int width>
+struct ColumnSource {
+  const float* data;
+  int64_t row_stride;
+  bool exists;
+
+  __device__ __forceinline__ explicit ColumnSource(const RowSource& rows)
+      : data(rows.data + ptx::thread_index() % width * rows.column_stride),
+        row_stride(rows.row_stride),
+        exists(ptx::thread_index() % width < rows.num_columns) {}
+};
+
+template <int width, int rows>
+struct SplitColumn {
+  static_assert(width == 64 || width == 128, "a warpgroup takes whole rows");
+  static constexpr int sharers = 128 / width;        // threads of a column
+  static constexpr int groups = rows / 8 / sharers;  // of eight rows
+
+  float value[groups][8];
+
+  // Rows outside `valid` and those whose bit of `hidden` is set become zero without being read.
+  __device__ __forceinline__ void load(const ColumnSource<width>& source, int first_row,
+                                       Range valid, uint32_t hidden = 0) {
+    const int own_row = 8 * first_group();
+    hidden >>= own_row;
+    first_row += own_row;
+    const float* at = source.data + first_row * source.row_stride;
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = 8 * sharers * g + i;
+        const bool is_valid =
+            source.exists && valid.contains(first_row + row) && !(hidden >> row & 1);
+        value[g][i] = ptx::load_global_if(at, is_valid);
+        at += source.row_stride;
+      }
+      at += 8 * (sharers - 1) * source.row_stride;
+    }
+  }
+
+  // As rows of a tile from `first_row` on: a warp writes 32 neighbours of one.
+  template <typename Tile>
+  __device__ __forceinline__ void store_rows(Tile (&tiles)[operand_parts],
+                                             int first_row = 0) const {
+    const int own = column(), chunk = own % 32 / 4;
+    const int first = own / 32 * (32 * Tile::rows) + 32 * first_row + 256 * first_group() + own % 4;
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const Tf32Parts<1> parts(&value[g][i]);
+        const int index = first + 32 * (8 * sharers * g + i) + 4 * (chunk ^ i);
+#pragma unroll
+        for (int p = 0; p < operand_parts; ++p) {
+          tiles[p].data[index] = __uint_as_float(parts.part[p][0]);
+        }
+      }
+    }
+  }
+
+  // As columns of a tile from `first_column` on, of which each eight are in the order of an
+  // accumulator's registers: even ones first (tile/fragment.cuh).
+  template <typename Tile>
+  __device__ __forceinline__ void store_columns(Tile (&tiles)[operand_parts],
+                                                int first_column = 0) const {
+    const int own = column(), own_group = first_group();
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      const int group = first_column / 8 + own_group + sharers * g;
+      const int row = group / 4 * (32 * Tile::rows) + 32 * own;
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float four[4] = {value[g][odd], value[g][odd + 2], value[g][odd + 4],
+                               value[g][odd + 6]};
+        const Tf32Parts<4> parts(four);
+        const int index = row + 4 * ((group % 4 * 2 + odd) ^ (own & 7));
+#pragma unroll
+        for (int p = 0; p < operand_parts; ++p) {
+          const auto& x = parts.part[p];
+          *reinterpret_cast<uint4*>(tiles[p].data + index) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Computed where they are used: addresses that follow from them live through no loop.
+  __device__ __forceinline__ static int column() { return ptx::thread_index() % width; }
+  __device__ __forceinline__ static int first_group() { return ptx::thread_index() % 128 / width; }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,55 @@
+// What the kernels of Hopper in float32 share: one warpgroup splits what is streamed, two consume.
+//
+// Barriers: `full` ends a phase when the four warps of the producer have written a tile, `empty`
+// when every consumer has multiplied with it, or every warp of theirs has read it.
+#pragma once
+
+#include "pipeline.cuh"
+#include "ptx/sync.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/split_columns.cuh"
+
+namespace cuflash {
+
+static_assert(Config::column_parts == 1, "a consumer has all columns of its rows");
+
+constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows each
+static_assert(consumers == 2, "registers are dealt out for two");
+
+constexpr int reader_releases = 4 * consumers * reader_arrivals;
+
+// The barriers of a ring of tiles.
+struct TileBarriers {
+  uint64_t full[Config::num_stages], empty[Config::num_stages];
+
+  // `releases`: arrivals that end a phase of `empty`.
+  __device__ __forceinline__ void init(int releases = consumers) {
+    for (int i = 0; i < Config::num_stages; ++i) {
+      cuflash::init(full[i], 4);
+      cuflash::init(empty[i], releases);
+    }
+  }
+
+  __device__ __forceinline__ void wait_full(const Ring<Config::num_stages>& ring) const {
+    wait(full[ring.stage()], ring.full_parity());
+  }
+  __device__ __forceinline__ void wait_empty(const Ring<Config::num_stages>& ring) const {
+    wait(empty[ring.stage()], ring.empty_parity());
+  }
+
+  // By the producer: what its threads wrote is there for products.
+  __device__ __forceinline__ void publish(const Ring<Config::num_stages>& ring) {
+    ptx::fence_async_proxy();
+    arrive_as_warp(full[ring.stage()]);
+  }
+  // By a consumer, after its products.
+  __device__ __forceinline__ void release(const Ring<Config::num_stages>& ring) {
+    arrive_if(empty[ring.stage()], leads_warpgroup());
+  }
+  // By every warp of the consumers, after its loads: reader_releases arrivals.
+  __device__ __forceinline__ void release_as_reader(const Ring<Config::num_stages>& ring) {
+    arrive_as_readers(empty[ring.stage()], true);
+  }
+};
+
+}  // namespace cuflash

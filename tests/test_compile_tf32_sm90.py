@@ -1,0 +1,64 @@
+"""Does every kernel of Hopper for float32 compile without spills or serialised products?
+
+Needs no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_compile import PLAIN, problem_of
+from test_compile_sm90 import CAUSAL, LENGTHS, PACKED, WINDOW, by_turns, compile_all
+
+from cuflash import _select_tf32
+from cuflash._config import Precision, TileConfig
+
+TILES: list[tuple[tuple[int, int], Precision]] = [
+    ((64, 64), "ieee"), ((128, 128), "ieee"), ((128, 128), "tf32"),
+]  # fmt: skip
+#: Beside these; what lies between compiles in less.
+MIXED: list[tuple[tuple[int, int], Precision]] = [((96, 128), "ieee"), ((128, 40), "ieee")]
+BOUNDED = {**WINDOW, **LENGTHS, "offset": np.int64}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": CAUSAL,
+    "causal, sink": {**CAUSAL, "sink": np.float64},
+    "bounded": BOUNDED,
+    "bounded, negative scale": {**BOUNDED, "scale": -0.5},
+    "bounded, softcap, slopes": {**BOUNDED, "softcap": 20.0, "alibi_slopes": np.float32},
+    "bounded, bias, dropout": {**BOUNDED, "bias": np.float64, "dropout": 0.25},
+    "mask, softcap": {"mask": True, "softcap": 20.0},
+    "bounded, segments": {**BOUNDED, "segment_ids": np.int64},
+    "packed window": {**WINDOW, **PACKED},
+    "packed, slopes, dropout": {**PACKED, "alibi_slopes": np.float16, "dropout": 0.25},
+}
+
+
+def configs_of(case: dict[str, Any], precision: Precision) -> list[TileConfig]:
+    """The kernels of a case, all gradients included; the forward takes wide heads no segments."""
+    problem = replace(problem_of(case), precision=precision)
+    forward = _select_tf32.forward_config(problem, 16)
+    of_queries = _select_tf32.backward_q_config(problem, 16)
+    of_keys = _select_tf32.backward_kv_configs(problem, 16, frozenset("kv"))
+    wide = max(case["head_dims"]) > 64
+    assert (forward is None) == (wide and case["segment_ids"] is not None)
+    assert of_queries is not None
+    assert of_keys is not None
+    return [of_queries, *of_keys, *([] if forward is None else [forward])]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("name", "generation"), by_turns(OPTIONS), indirect=["generation"])
+def test_every_kernel(name: str, generation: int) -> None:
+    case = {**PLAIN, **OPTIONS[name], "dtype": np.float32, "out_dtype": None}
+    compile_all(
+        {
+            config
+            for d, precision in (*TILES, *(MIXED if name in ("none", "bounded") else []))
+            for config in configs_of({**case, "head_dims": d}, precision)
+        },
+        generation,
+    )
