@@ -10,7 +10,8 @@
 //
 // Warpgroup 0 produces: its threads load k and v, split every element into its TF32 parts once, and
 // write k as it is and v transposed, since wgmma sums float32 along rows of both operands only. The
-// others consume. q stays in float32 and is split by the lanes that multiply with it.
+// others consume. q stays in float32 and is split by the lanes that multiply with it, unless one
+// product of TF32 serves: then it is an operand where it lies.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -26,7 +27,7 @@ struct alignas(1024) SharedMemory {
   using KTile = SmemTile<Config::block_n, Config::head_dim>;
   using TransposedV = SmemTile<Config::head_dim_v, Config::block_n>;
 
-  QTile q;
+  QTile q[1];  // rows, or one part of them
   KTile k[Config::num_stages][operand_parts];
   TransposedV v[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring;
@@ -62,9 +63,28 @@ __device__ __forceinline__ void load_queries(const ForwardParams& params, Shared
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const RowSource q(params.q, params.q_layout, work.entry, score.seqlen.first_q, params.head_dim);
-  load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  load_tile(smem.q[0], q, work.first_row, {0, score.seqlen.q});
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
+  if constexpr (!splits_operands) {
+    __syncthreads();  // all rows are there
+    for (int i = threadIdx.x; i < Config::block_m * Config::head_dim; i += Config::num_threads) {
+      smem.q[0].data[i] = __uint_as_float(for_tf32(smem.q[0].data[i]));
+    }
+    ptx::fence_async_proxy();
+  }
+}
+
+// s = q k^T for the rows of a warpgroup, of which `warp` is one.
+template <int tiles, typename Tile>
+__device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
+                                                 const SharedOperand<SharedMemory::KTile>& k,
+                                                 int warp) {
+  if constexpr (splits_operands) {
+    multiply_transposed(s_acc, read_rows(q[0], 16 * warp), k);
+  } else {
+    multiply_transposed(s_acc, SharedOperand<Tile>(q, 64 * (warp / 4)), k);
+  }
 }
 
 __device__ __forceinline__ void produce(const ForwardParams& params, SharedMemory& smem) {
@@ -123,8 +143,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     const int stage = ring.stage(), first_key = block * Config::block_n;
     float s_acc[1][Config::block_n / 8][4];
     smem.k_ring.wait_full(ring);
-    multiply_transposed(s_acc, read_rows(smem.q, 16 * warp),
-                        RightOperand<SharedMemory::KTile>(smem.k[stage]));
+    multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
     smem.k_ring.release(ring);
 
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {

@@ -5,15 +5,16 @@
 
 namespace cuflash::ptx {
 
-// What lies at the address, or zero without reading it: a predicated instruction, so that many of
-// them are in flight together.
+// What lies at the address if index < count, or zero without reading it: a predicated instruction,
+// so that many of them are in flight together.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
-__device__ __forceinline__ float load_global_if(const float* from, bool read) {
+__device__ __forceinline__ float load_global_below(const float* from, uint32_t index,
+                                                   uint32_t count) {
   float x;
   asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"
+      "{.reg .pred p; setp.lt.u32 p, %2, %3; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"
       : "=f"(x)
-      : "l"(from), "r"(static_cast<int>(read)));
+      : "l"(from), "r"(index), "r"(count));
   return x;
 }
 

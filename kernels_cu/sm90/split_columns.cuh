@@ -39,14 +39,15 @@ struct SplitColumn {
     hidden >>= own_row;
     first_row += own_row;
     const float* at = source.data + first_row * source.row_stride;
+    const Range own = valid.relative_to(first_row);
+    const int count = source.exists ? own.end - own.begin : 0;
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int row = 8 * sharers * g + i;
-        const bool is_valid =
-            source.exists && valid.contains(first_row + row) && !(hidden >> row & 1);
-        value[g][i] = ptx::load_global_if(at, is_valid);
+        const bool is_hidden = Score::may_hide_rows && (hidden >> row & 1);
+        value[g][i] = ptx::load_global_below(at, row - own.begin, is_hidden ? 0 : count);
         at += source.row_stride;
       }
       at += 8 * (sharers - 1) * source.row_stride;

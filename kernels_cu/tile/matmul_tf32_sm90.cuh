@@ -42,11 +42,11 @@ struct Tf32Parts {
 
 // Descriptors of a tile's parts, from `first_row` on; its columns are summed.
 template <typename Tile>
-struct RightOperand {
+struct SharedOperand {
   uint64_t part[operand_parts];
 
-  __device__ __forceinline__ explicit RightOperand(const Tile (&tiles)[operand_parts],
-                                                   int first_row = 0) {
+  __device__ __forceinline__ explicit SharedOperand(const Tile (&tiles)[operand_parts],
+                                                    int first_row = 0) {
     static_assert(Tile::row_bytes == 128, "the swizzle of the descriptor");
 #pragma unroll
     for (int p = 0; p < operand_parts; ++p) {
@@ -64,7 +64,7 @@ struct RightOperand {
 template <int tiles, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
                                                     const RowsReader<ATile>& a,
-                                                    const RightOperand<BTile>& b) {
+                                                    const SharedOperand<BTile>& b) {
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   auto& large = reinterpret_cast<float (&)[4 * tiles]>(acc);
   [[maybe_unused]] float small[4 * tiles];
@@ -105,11 +105,31 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
   }
 }
 
+// The same of one product, with A in shared memory.
+template <int tiles, typename ATile, typename BTile>
+__device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
+                                                    const SharedOperand<ATile>& a,
+                                                    const SharedOperand<BTile>& b) {
+  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
+  static_assert(operand_parts == 1, "small terms are summed apart");
+  auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
+  ptx::pin(sums);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ATile::columns / 8; ++k) {
+    ptx::wgmma_tf32(sums, a.columns(0, k), b.columns(0, k), k > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(sums);
+  ptx::wgmma_wait<0>();
+  ptx::pin(sums);
+}
+
 // acc += A . B^T for 64 rows of B, the next of acc's columns: A in registers, steps of 8 columns.
 // Split operands are summed apart, small terms first, and added in float32.
 template <typename BTile, int steps>
 __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
-                                                 const RightOperand<BTile>& b) {
+                                                 const SharedOperand<BTile>& b) {
   static_assert(steps == BTile::columns / 8, "shapes");
   [[maybe_unused]] float sums[32];
   auto& target = splits_operands ? sums : acc;
@@ -151,7 +171,7 @@ __device__ __forceinline__ void multiply_sums(float (&acc)[1][tiles][4],
 #pragma unroll
   for (int t = 0; t < tiles; t += 8) {
     multiply_columns(reinterpret_cast<float (&)[32]>(acc[0][t]), parts,
-                     RightOperand<BTile>(b, 8 * t));
+                     SharedOperand<BTile>(b, 8 * t));
   }
 }
 
