@@ -173,6 +173,21 @@ def test_a_row_says_which_options_were_timed(run):
     assert "softcap 2 dropout 0.25 mask sink" in report.shape_text(row)
 
 
+def test_products_of_tf32_have_a_table_of_their_own(run, monkeypatch):
+    monkeypatch.setattr(command, "training", lambda *_: [TINY])
+    command.SETS["precise"][1](run)
+    kinds = {(row["impl"], row["dtype"], row["precision"]) for row in run.rows}
+    both = {
+        (name, kind, "ieee") for name in ("cuflash", "naive") for kind in ("float32", "float64")
+    }
+    assert kinds == both | {("cuflash", "float32", "tf32")}
+    meta = machine.describe_machine(np, "cpu", "python benchmarks/bench.py")
+    text = report.markdown({"meta": meta, "rows": run.rows})
+    assert [line for line in text.splitlines() if line.startswith("## fwd")] == [
+        f"## fwd, {kind}: TFLOP/s (ms)" for kind in ("float32", "float32 by TF32", "float64")
+    ]
+
+
 def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     cells.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
     meta = machine.describe_machine(np, "cpu", "python benchmarks/bench.py")

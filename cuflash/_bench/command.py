@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cuflash._bench import io_grid, memory
-from cuflash._bench.cells import Run, measure_shapes
+from cuflash._bench.cells import Run, measure_cell, measure_shapes
 from cuflash._bench.clock import DeviceClock, HostClock
 from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
 from cuflash._bench.option_costs import measure_options
@@ -50,6 +50,18 @@ examples:
   python -m cuflash bench --memory                            # read, write, L2, latency
   python -m cuflash bench --render results/h100-portable-2026-11-21.json
 """
+
+
+def measure_precisions(run: Run) -> None:
+    """Time the dtypes whose products are exact by choice, and one product of TF32 beside them."""
+    kinds = (("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"))
+    shapes = training((64, 128), (4096,))
+    for dtype, precision in kinds:
+        for work in shapes:
+            for pass_ in run.passes:
+                measure_cell(run, replace(work, dtype=dtype, precision=precision), pass_)
+
+
 SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "portable": (
         "head_dim 64 and 128, full and causal, seqlen 2048 and 8192, 16,384 tokens",
@@ -76,6 +88,10 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
                 Workload(4, 32, 32, 1000, 3000, 96, 96, "bfloat16"),
             ]
         ),
+    ),
+    "precise": (
+        "float32, that of TF32 and float64, head_dim 64 and 128, full and causal, seqlen 4096",
+        measure_precisions,
     ),
     "packed": (
         "16 packed sequences of 65 to 4096 at head_dim 128, and dense calls, by executed tile",

@@ -178,6 +178,8 @@ class Naive(Implementation):
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
+        if work.precision == "tf32":
+            raise Unsupported("compared without TF32")
         if work.window is not None:
             raise Unsupported("no window")
         if not work.plain:
@@ -342,6 +344,8 @@ class Torch(Implementation):
     def _refuse(self, work: Workload) -> None:
         if work.dtype not in self.dtypes:
             raise Unsupported(f"no {work.dtype}")
+        if work.precision == "tf32":
+            raise Unsupported("compared without TF32")
         if work.window is not None:
             raise Unsupported("no window")
         if not work.plain:

@@ -41,7 +41,8 @@ def markdown(result: dict[str, Any]) -> str:
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         kind = "speed" if row["tflops"] is not None else "overhead"
-        tables[kind, row["pass"], row["dtype"]].append(row)
+        kept = " by TF32" if row.get("precision") == "tf32" else ""
+        tables[kind, row["pass"], row["dtype"] + kept].append(row)
     for (kind, pass_, dtype), rows in tables.items():
         unit = "TFLOP/s (ms)" if kind == "speed" else "microseconds of waiting"
         lines += ["", f"## {pass_}, {dtype}: {unit}", "", *table(rows, kind)]
