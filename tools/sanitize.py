@@ -143,7 +143,29 @@ CASES = (
         options={"bias": lambda rng: rng.standard_normal((2, 1, 150)).astype(np.float32)},
     ),
     Case("float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL),
+    Case("float32 head_dim 32", (1, 2, 129, 32), (1, 2, 150, 32), dtype=np.float32),
+    Case(
+        "float32 head_dim 128 and 40, grouped heads", (1, 4, 200, 128), (1, 2, 290, 128),
+        head_dim_v=40, dtype=np.float32, options={"enable_gqa": True},
+    ),
+    Case(
+        "float32 with strided features and rows that see nothing", (1, 2, 290, 64), (1, 2, 200, 64),
+        dtype=np.float32, feature_first=True,
+        options={
+            "mask": lambda rng: (rng.random((2, 290, 200)) < 0.5)
+            & (np.arange(290) % 16 != 0)[:, None]
+        },
+    ),
+    Case(
+        "packed sequences of float32", (1, 2, 330, 64), (1, 2, 330, 64), dtype=np.float32,
+        options=CAUSAL, ends=(0, 130, 130, 131, 320),
+    ),
     Case("float32 head_dim 3", (1, 2, 129, 3), (1, 2, 150, 3), dtype=np.float32),
+    Case(
+        "points and a bias of keys", (1, 2, 600, 3), (1, 2, 300, 3), head_dim_v=5,
+        dtype=np.float64, lead=1,
+        options={"bias": lambda rng: rng.standard_normal((2, 1, 300)), "causal": True},
+    ),
     Case(
         "TF32 head_dim 128", (1, 2, 129, 128), (1, 2, 150, 128), dtype=np.float32,
         keywords={"precision": "tf32"},
