@@ -216,12 +216,16 @@ class ForwardNarrowConfig(ForwardConfig):
         )
 
 
-def _check_tf32_sm90(config: TileConfig, own: int, streamed: int, num_stages: int) -> None:
-    """Whether two warpgroups own 64 rows each of ``own``, and one splits what is streamed."""
+def _check_tf32_sm90(
+    config: TileConfig, own: int, streamed: int, num_stages: int, num_warps: int = 12
+) -> None:
+    """Whether two warpgroups own 64 rows each of ``own``, and others split what is streamed."""
     if config.dtype != "float32":
         raise ValueError(f"{config.dtype=} must be float32")
-    if own != 128 or streamed not in (32, 64) or config.num_warps != 12:
-        raise ValueError(f"{own} rows, {streamed} streamed, {config.num_warps=}: 128, 32 or 64, 12")
+    if own != 128 or streamed not in (32, 64) or config.num_warps != num_warps:
+        raise ValueError(
+            f"{own} rows, {streamed} streamed, {config.num_warps=}: 128, 32 or 64, {num_warps}"
+        )
     if num_stages < 1 or config.column_parts != 1:
         raise ValueError(f"{num_stages=} must be at least 1, {config.column_parts=} 1")
     if not {config.head_dim, config.head_dim_v} <= {64, 128}:
@@ -229,7 +233,7 @@ def _check_tf32_sm90(config: TileConfig, own: int, streamed: int, num_stages: in
 
 
 class ForwardTf32Sm90Config(ForwardConfig):
-    """``forward_tf32_sm90.cu``: float32 by warpgroups of 64 query rows, one that splits keys."""
+    """``forward_tf32_sm90.cu``: float32 by warpgroups of 64 query rows, two that split k and v."""
 
     source = "forward_tf32_sm90.cu"
     entry = "cuflash_forward_tf32_sm90"
@@ -238,11 +242,11 @@ class ForwardTf32Sm90Config(ForwardConfig):
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages)
+        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages, num_warps=16)
 
     @property
     def rows(self) -> int:
-        """Four warps have none, the others 16 each."""
+        """Eight warps have none, the others 16 each."""
         return 16 * self.num_warps
 
     @property

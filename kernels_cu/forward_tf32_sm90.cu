@@ -8,10 +8,10 @@
 //       o = o exp(m - m') + dropout(p) v                      p is split in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Warpgroup 0 produces: its threads load k and v, split every element into its TF32 parts once, and
-// write k as it is and v transposed, since wgmma sums float32 along rows of both operands only. The
-// others consume. q stays in float32 and is split by the lanes that multiply with it, unless one
-// product of TF32 serves: then it is an operand where it lies.
+// Warpgroups 0 and 1 produce: their threads load k, and v, split every element into its TF32 parts
+// once, and write k as it is and v transposed, since wgmma sums float32 along rows of both operands
+// only. The others consume. q stays in float32 and is split by the lanes that multiply with it,
+// unless one product of TF32 serves: then it is an operand where it lies.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -36,12 +36,13 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "ForwardTf32Sm90Config.smem_bytes counts this struct");
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
-// Where a score takes registers, none are left to load a block ahead: the producer then loads a
-// half of it when it is about to write it.
-constexpr bool loads_ahead = Score::is_light;
+// A warpgroup that produces holds as many rows of its operand, in as many pieces, loaded ahead:
+// where small terms are summed apart, or a score takes registers, fewer are left.
+constexpr bool loads_far_ahead = !splits_operands && Score::is_light;
+constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
 // Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
-constexpr int producer_registers = loads_ahead ? 136 : 120;
-constexpr int consumer_registers = loads_ahead ? 184 : 192;
+constexpr int producer_registers = loads_far_ahead ? 96 : 72;
+constexpr int consumer_registers = 256 - producer_registers;
 
 // Keys of a tile, in the order in which both sides walk them.
 struct TileWalk {
@@ -87,44 +88,49 @@ __device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], co
   }
 }
 
-__device__ __forceinline__ void produce(const ForwardParams& params, SharedMemory& smem) {
+// All blocks of one operand: k as it is, or v transposed.
+template <bool of_keys, int width, typename Tile>
+__device__ __forceinline__ void produce(const ForwardParams& params,
+                                        Tile (&tiles)[Config::num_stages][operand_parts],
+                                        TileBarriers& barriers) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
-  const ColumnSource<Config::head_dim> k(
-      RowSource(params.k, params.k_layout, tile.work.entry, first_k, params.head_dim));
-  const ColumnSource<Config::head_dim_v> v(
-      RowSource(params.v, params.v_layout, tile.work.entry, first_k, params.head_dim_v));
-  Ring<Config::num_stages> ring;
-  constexpr int rows = 32, halves = Config::block_n / rows;
-  SplitColumn<Config::head_dim, rows> k_half[halves];
-  SplitColumn<Config::head_dim_v, rows> v_half[halves];
-  const auto load = [&](auto& half, const auto& source, int block, int h) {
-    half.load(source, block * Config::block_n + h * rows, tile.keys);
+  const ColumnSource<width> source(
+      of_keys ? RowSource(params.k, params.k_layout, tile.work.entry, first_k, params.head_dim)
+              : RowSource(params.v, params.v_layout, tile.work.entry, first_k, params.head_dim_v));
+  constexpr int pieces = Config::block_n / piece_rows;
+  static_assert(pieces % pieces_ahead == 0, "a piece is at the same place in every block");
+  SplitColumn<width, piece_rows> held[pieces_ahead];
+  const auto load = [&](int block, int piece) {
+    held[piece % pieces_ahead].load(source, block * Config::block_n + piece * piece_rows,
+                                    tile.keys);
   };
+  int block = visited.first_from(tile.blocks.begin);
+  if (block >= tile.blocks.end) return;
+#pragma unroll
+  for (int i = 0; i < pieces_ahead; ++i) load(block, i);
+  Ring<Config::num_stages> ring;
 #pragma unroll 1
-  for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
-       block = visited.next_after(block)) {
-    const int stage = ring.stage();
-    if constexpr (loads_ahead) {
+  for (int next; block < tile.blocks.end; block = next) {
+    next = visited.next_after(block);
+    auto& to = tiles[ring.stage()];
+    barriers.wait_empty(ring);
 #pragma unroll
-      for (int h = 0; h < halves; ++h) load(k_half[h], k, block, h);
+    for (int i = 0; i < pieces; ++i) {
+      if constexpr (of_keys) {
+        held[i % pieces_ahead].store_rows(to, i * piece_rows);
+      } else {
+        held[i % pieces_ahead].store_columns(to, i * piece_rows);
+      }
+      const bool in_block = i + pieces_ahead < pieces;
+      if (in_block) {
+        load(block, i + pieces_ahead);
+      } else if (next < tile.blocks.end) {
+        load(next, i + pieces_ahead - pieces);
+      }
     }
-    smem.k_ring.wait_empty(ring);
-#pragma unroll
-    for (int h = 0; h < halves; ++h) {
-      if constexpr (!loads_ahead) load(k_half[h], k, block, h);
-      k_half[h].store_rows(smem.k[stage], h * rows);
-      if constexpr (loads_ahead) load(v_half[h], v, block, h);
-    }
-    smem.k_ring.publish(ring);
-    smem.v_ring.wait_empty(ring);
-#pragma unroll
-    for (int h = 0; h < halves; ++h) {
-      if constexpr (!loads_ahead) load(v_half[h], v, block, h);
-      v_half[h].store_columns(smem.v[stage], h * rows);
-    }
-    smem.v_ring.publish(ring);
+    barriers.publish(ring);
     ring.advance();
   }
 }
@@ -174,15 +180,19 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   load_queries(params, smem);
   __syncthreads();  // q and the barriers are there
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
-  if (warp < 4) {
+  if (warp < 8) {
     ptx::give_registers<producer_registers>();
-    produce(params, smem);
+    if (warp < 4) {
+      produce<true, Config::head_dim>(params, smem.k, smem.k_ring);
+    } else {
+      produce<false, Config::head_dim_v>(params, smem.v, smem.v_ring);
+    }
   } else {
     ptx::take_registers<consumer_registers>();
     OnlineSoftmax<1> softmax;
     float o_acc[1][Config::head_dim_v / 8][4];
     clear(o_acc);
-    attend(params, smem, warp - 4, softmax, o_acc);
-    store_rows(params, warp - 4, softmax, o_acc);
+    attend(params, smem, warp - 8, softmax, o_acc);
+    store_rows(params, warp - 8, softmax, o_acc);
   }
 }

@@ -81,7 +81,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     ForwardNarrowConfig(
         **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
     ),
-    ForwardTf32Sm90Config(**TF32, sink="none"),
+    ForwardTf32Sm90Config(**{**TF32, "num_warps": 16}, sink="none"),
     BackwardQTf32Sm90Config(**TF32),
     BackwardKVTf32Sm90Config(
         **{**TF32, "block_m": 32, "block_n": 128}, grad_k=True, grad_v=True, shared_keys=True

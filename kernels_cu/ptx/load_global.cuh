@@ -5,6 +5,13 @@
 
 namespace cuflash::ptx {
 
+// The same number, of which the compiler knows nothing: multiples of it are not computed before a
+// loop and kept.
+__device__ __forceinline__ int64_t renewed(int64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 // What lies at the address if index < count, or zero without reading it: a predicated instruction,
 // so that many of them are in flight together.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld

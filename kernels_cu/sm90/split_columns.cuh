@@ -38,7 +38,8 @@ struct SplitColumn {
     const int own_row = 8 * first_group();
     hidden >>= own_row;
     first_row += own_row;
-    const float* at = source.data + first_row * source.row_stride;
+    const int64_t row_stride = ptx::renewed(source.row_stride);
+    const float* at = source.data + first_row * row_stride;
     const Range own = valid.relative_to(first_row);
     const int count = source.exists ? own.end - own.begin : 0;
 #pragma unroll
@@ -48,9 +49,9 @@ struct SplitColumn {
         const int row = 8 * sharers * g + i;
         const bool is_hidden = Score::may_hide_rows && (hidden >> row & 1);
         value[g][i] = ptx::load_global_below(at, row - own.begin, is_hidden ? 0 : count);
-        at += source.row_stride;
+        at += row_stride;
       }
-      at += 8 * (sharers - 1) * source.row_stride;
+      at += 8 * (sharers - 1) * row_stride;
     }
   }
 

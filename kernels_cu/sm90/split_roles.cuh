@@ -1,4 +1,5 @@
-// What the kernels of Hopper in float32 share: one warpgroup splits what is streamed, two consume.
+// What the kernels of Hopper in float32 share: warpgroups that split what is streamed,
+// and two that consume.
 //
 // Barriers: `full` ends a phase when the four warps of the producer have written a tile, `empty`
 // when every consumer has multiplied with it, or every warp of theirs has read it.
@@ -13,8 +14,7 @@ namespace cuflash {
 
 static_assert(Config::column_parts == 1, "a consumer has all columns of its rows");
 
-constexpr int consumers = Config::num_warps / 4 - 1;  // warpgroups, of 64 rows each
-static_assert(consumers == 2, "registers are dealt out for two");
+constexpr int consumers = 2;  // warpgroups, of 64 rows each; registers are dealt out for two
 
 constexpr int reader_releases = 4 * consumers * reader_arrivals;
 
@@ -25,7 +25,7 @@ struct TileBarriers {
   // `releases`: arrivals that end a phase of `empty`.
   __device__ __forceinline__ void init(int releases = consumers) {
     for (int i = 0; i < Config::num_stages; ++i) {
-      cuflash::init(full[i], 4);
+      cuflash::init(full[i], 4 * reader_arrivals);
       cuflash::init(empty[i], releases);
     }
   }
@@ -37,10 +37,11 @@ struct TileBarriers {
     wait(empty[ring.stage()], ring.empty_parity());
   }
 
-  // By the producer: what its threads wrote is there for products.
+  // By the producer: what its threads wrote is there for products. It arrives as readers do, so that
+  // racecheck sees who wrote.
   __device__ __forceinline__ void publish(const Ring<Config::num_stages>& ring) {
     ptx::fence_async_proxy();
-    arrive_as_warp(full[ring.stage()]);
+    arrive_as_readers(full[ring.stage()], true);
   }
   // By a consumer, after its products.
   __device__ __forceinline__ void release(const Ring<Config::num_stages>& ring) {
