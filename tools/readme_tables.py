@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,76 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+def spread(values: list[float]) -> str:
+    """The least and the most of some factors, or the one."""
+    texts = list(dict.fromkeys(f"{value:.0f}" for value in (min(values), max(values))))
+    return " to ".join(texts)
+
+
+def measured(topic: str) -> tuple[dict[str, Any], str]:
+    """The newest result of a topic, and where and when it was measured, with a link to its rows."""
+    result = newest(topic)
+    if result is None:
+        raise SystemExit(f"no result of the topic {topic} is committed")
+    meta = result["meta"]
+    file = sorted(RESULTS.glob(f"*-{topic}-????-??-??.md"))[-1].relative_to(ROOT).as_posix()
+    where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
+    return result, f"{where}, [rows]({file})"
+
+
+def wrapped(text: str) -> str:
+    """A paragraph in lines of the width of our documents; links stay whole."""
+    return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
+
+
+def naive() -> str:
+    """Time and memory of the unfused computation as multiples of ours, by pass."""
+    result, where = measured("naive")
+    shape = ("head_dim", "seqlen_q", "causal", "pass")
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    bytes_: dict[tuple[Any, ...], dict[str, float]] = {}
+    for kept, rows, value in ((times, result["rows"], "ms"), (bytes_, result["memory"], "bytes")):
+        for row in rows:
+            kept.setdefault(tuple(row[name] for name in shape), {})[row["impl"]] = row[value]
+    texts = []
+    for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
+        cells = [cell for cell in times if cell[-1] == pass_ and "naive" in times[cell]]
+        faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
+        smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
+        texts.append(
+            f"{name} {faster} times as fast with {smaller} times less memory beside the inputs"
+        )
+    head_dims, seqlens = (
+        " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
+        for axis in (0, 1)
+    )
+    masks = {True: "causal", False: "full"}
+    kinds = " and ".join(masks[value] for value in sorted({cell[2] for cell in times}))
+    return wrapped(
+        "Against the same attention made of CuPy's own operations "
+        f"({result['rows'][0]['dtype']}, head size {head_dims}, seqlen {seqlens}, {kinds}; "
+        f"{where}): {texts[0]}, {texts[1]}."
+    )
+
+
+def waiting() -> str:
+    """What a call costs beside the device."""
+    result, where = measured("overhead")
+    ms = {(row["pass"], row["options"]): row["ms"] for row in result["rows"]}
+    slowest = next((label for _, label in ms if label.startswith("warm from disk, ")), None)
+    warm = f"{ms['fwd', 'warm from disk']:.0f} ms where the store has the kernel"
+    if slowest:
+        number = slowest.rpartition(" ")[2]
+        warm += f" (median of {number} processes; slowest {ms['fwd', slowest]:.0f})"
+    return wrapped(
+        f"A call takes {1e3 * ms['fwd', 'known arrays']:.0f} us of the host, "
+        f"{1e3 * ms['fwd', 'new arrays']:.0f} with arrays that it has not seen. "
+        f"The first call of a process takes {ms['fwd', 'cold'] / 1e3:.1f} s, "
+        f"{(ms['fwd', 'cold'] + ms['bwd', 'cold']) / 1e3:.1f} with the gradient, and {warm}; "
+        f"`import cuflash` takes {ms['fwd', 'import']:.0f} ms on top of NumPy ({where})."
+    )
+
+
 def accuracy() -> str:
     """Errors by dtype and family of inputs, of the newest committed run of each device."""
     from benchmarks.accuracy import markdown
@@ -106,7 +177,7 @@ def accuracy() -> str:
 
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"support": support, "speed": speed},
+    "README.md": {"support": support, "speed": speed, "naive": naive, "waiting": waiting},
     "docs/accuracy.md": {"accuracy": accuracy},
 }
 

@@ -48,7 +48,7 @@ examples:
   python -m cuflash bench --set portable,short --impl cuflash,fa2,cudnn
   python -m cuflash bench --set host,compile --topic overhead --out results
   python -m cuflash bench --memory                            # read, write, L2, latency
-  python -m cuflash bench --render results/h100-portable-2026-11-21.json
+  python -m cuflash bench --render results/h100-overhead-2026-11-22.json
 """
 
 
