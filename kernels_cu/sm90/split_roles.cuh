@@ -1,5 +1,5 @@
-// What the kernels of Hopper in float32 share: warpgroups that split what is streamed,
-// and two that consume.
+// What the kernels of Hopper in float32 share: warpgroups that split what is streamed, and two that
+// consume.
 //
 // Barriers: `full` ends a phase when the four warps of the producer have written a tile, `empty`
 // when every consumer has multiplied with it, or every warp of theirs has read it.
@@ -37,8 +37,8 @@ struct TileBarriers {
     wait(empty[ring.stage()], ring.empty_parity());
   }
 
-  // By the producer: what its threads wrote is there for products. It arrives as readers do, so that
-  // racecheck sees who wrote.
+  // By the producer: what its threads wrote is there for products. It arrives as readers do, so
+  // that racecheck sees who wrote.
   __device__ __forceinline__ void publish(const Ring<Config::num_stages>& ring) {
     ptx::fence_async_proxy();
     arrive_as_readers(full[ring.stage()], true);
