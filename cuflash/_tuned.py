@@ -72,6 +72,11 @@ _WORDS = {
 
 
 _TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
+#: Fields that say how a kernel computes and not what: those that a row may hold.
+TILE_FIELDS = _TRUTH_VALUES | {
+    "block_m", "block_n", "num_warps", "blocks_per_sm", "num_stages", "num_q_stages",
+    "overlap_quarters",
+}  # fmt: skip
 
 
 def options_of(config: TileConfig) -> str:
@@ -186,6 +191,11 @@ def in_use() -> Mapping[Key, Row]:
     if _in_use is None:
         named = os.environ.get(VARIABLE, "")
         path = user_file() if named == "user" else Path(named)
+        if named not in ("", "user") and not path.is_file():
+            raise problem_with(
+                VARIABLE, FileNotFoundError, got=f"{named}, which is no file",
+                expected='a file of tiles, or "user" for this user\'s table',
+            )  # fmt: skip
         rows = read(path) if named and (named != "user" or path.exists()) else []
         _in_use = {row.key: row for row in rows}
     return _in_use
@@ -212,17 +222,26 @@ def has_row(config: TileConfig) -> bool:
 def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
     """The configuration with the tile that was measured for it; as it is where there is none."""
     row = row_of(chosen, device)
-    return chosen if row is None else with_values(chosen, dict(row.values))
+    if row is None:
+        return chosen
+    try:
+        return with_values(chosen, dict(row.values))
+    except ValueError as error:
+        raise problem_with(
+            VARIABLE, ValueError, got=f"{row.key.kernel} for {device} with {dict(row.values)}",
+            expected="a legal tile", fix=str(error).replace("self.", ""),
+        ) from None  # fmt: skip
 
 
 def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConfig:
     """The configuration with another tile; a ValueError for what is no field or not legal."""
-    known = {f.name for f in fields(config)}
-    unknown = sorted(set(values) - known)
+    known = [f.name for f in fields(config) if f.name in TILE_FIELDS]
+    unknown = sorted(set(values) - set(known))
     if unknown:
         raise problem_with(
-            "parameter", ValueError, got=unknown[0], expected=f"a field of {type(config).__name__}"
-        )
+            "parameter", ValueError, got=unknown[0],
+            expected=f"one of {', '.join(known)} of {type(config).__name__}",
+        )  # fmt: skip
     changed: dict[str, Any] = dict(values)
     for name in _TRUTH_VALUES & set(changed):
         changed[name] = bool(changed[name])

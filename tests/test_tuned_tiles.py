@@ -110,6 +110,29 @@ def test_the_variable_names_a_table(tmp_path, monkeypatch, name):
     assert chosen().block_n == 96
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_m": 64}, "block_m = 64 must be 128 or 192"),
+        ({"window_right": 1}, "parameter: got window_right, expected one of num_warps, block_m"),
+    ],
+)
+def test_a_bad_row_of_the_variable_is_named_when_it_would_be_used(
+    tmp_path, monkeypatch, values, message
+):
+    monkeypatch.setenv("CUFLASH_TILES", str(written(tmp_path, row(values=values))))
+    assert chosen(replace(WORK, causal=True)) == table_of(replace(WORK, causal=True))
+    with pytest.raises(ValueError, match="CUFLASH_TILES: got forward_sm90 for NVIDIA") as error:
+        chosen()
+    assert message in str(error.value)
+
+
+def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFLASH_TILES", str(tmp_path / "no.json"))
+    with pytest.raises(FileNotFoundError, match=r"CUFLASH_TILES: got .*no\.json, which is no file"):
+        chosen()
+
+
 def test_the_table_of_a_user_need_not_exist(monkeypatch):
     monkeypatch.setenv("CUFLASH_TILES", "user")
     assert chosen() == table_of()

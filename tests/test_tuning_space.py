@@ -123,6 +123,7 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     kind = _kernels.KERNELS[kernel]
     own = {f.name for f in fields(kind)} - {f.name for f in fields(_config.TileConfig)}
     assert own - what <= set(_kernels.PARAMETERS[kind])
+    assert set(_kernels.PARAMETERS[kind]) <= _tuned.TILE_FIELDS
     found = tuning.space(WORK, kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
@@ -193,6 +194,11 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error
     assert facts.registers == 0
+
+
+def test_a_number_of_processes_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="processes: got 0, expected a positive int"):
+        tuning.space(WORK, "forward_sm90", arch="sm_90a").compile(processes=0)
 
 
 @pytest.mark.parametrize(

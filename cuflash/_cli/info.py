@@ -23,9 +23,13 @@ def run(arguments: argparse.Namespace) -> int:
     from cuflash import _hardware, _tuned, show_config
 
     table = show_config(mode="dicts")
-    shipped, asked = len(_tuned.shipped()), len(_tuned.in_use())
-    table["measured tiles"] = f"{shipped} shipped, {asked} of CUFLASH_TILES"
     found = _hardware.present()
+    sources = {"shipped": _tuned.shipped(), f"of {_tuned.VARIABLE}": _tuned.in_use()}
+    counts = [f"{len(rows)} {name}" for name, rows in sources.items()]
+    if found is not None:
+        own = [sum(key.device == found.name for key in rows) for rows in sources.values()]
+        counts = [f"{text} ({n} for this device)" for text, n in zip(counts, own, strict=True)]
+    table["measured tiles"] = ", ".join(counts)
     if found is not None:
         limits, peak = found.limits, found.peak
         table["limits"] = (

@@ -11,6 +11,7 @@ from typing import Any
 
 from cuflash import _compile, _kernel_store
 from cuflash._config import KernelConfig
+from cuflash._errors import problem_with
 from cuflash._hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Failure, ask_many
@@ -53,6 +54,8 @@ def compile_all(
 
     Into the folder ``shared``, where there is one, everything is compiled anew.
     """
+    if processes is not None and processes < 1:
+        raise problem_with("processes", ValueError, got=processes, expected="a positive int")
     ordered = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
     missing = []
