@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from cuflash import (
 )
 from cuflash._bench import io_model, profiler
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 H100 = _hardware.typical("sm_90")
 
 
@@ -102,7 +104,12 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
         (["tune", "--kernel", "forward"], "invalid choice: 'forward'"),
         (["cache", "burn"], "invalid choice: 'burn'"),
         (["cache", "warm", "--dtypes", "int8", "--arch", "sm_80"], "dtype: got 'int8'"),
+        (["tune", "--list", "--budget", "0"], "--budget: got '0', expected a positive int"),
+        (["tune", "--processes", "-1"], "--processes: got '-1', expected a positive int"),
         (["bench", "--set", "everything"], "expected one or more of portable"),
+        (["bench", "--render", __file__], "got no JSON, expected a result of bench"),
+        (["bench", "--render", "none.json"], "none.json"),
+        (["plot", "speed", "none.json"], "none.json"),
         ([], "the following arguments are required: command"),
     ],
 )
@@ -176,6 +183,16 @@ def test_explain_compiles_for_registers(capsys):
     assert all(own["registers"] > 0 and own["blocks_per_multiprocessor"] > 0 for own in found)
 
 
+def test_explain_says_what_does_not_compile(capsys, monkeypatch):
+    def broken(configs, hardware):
+        return {config: tuning.Facts(1, error="error: no such") for config in configs}
+
+    monkeypatch.setattr(_explained, "compile_all", broken)
+    status, out, _ = command(capsys, "explain", "--arch", "sm_80")
+    assert status == 1
+    assert "did not compile error: no such" in out
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -239,6 +256,28 @@ def test_explain_shows_the_io_model(capsys):
     assert io["stored"] - 4 * 16 * 8192 == pytest.approx(33_587_200, rel=0.001)
     assert io["unfused"] > 4 * io["loaded"] / 2
     assert "loaded by tiles" in command(capsys, *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h100-memory-*", ["device memory read", "of the data sheet"]),
+        ("h100-io-*", ["forward_sm90  192x80", "counted / model"]),
+        ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
+    ],
+)
+def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
+    path = sorted(RESULTS.glob(f"{name}.json"))[-1]
+    status, out, _ = command(capsys, "bench", "--render", str(path))
+    assert status == 0
+    assert all(word in out for word in words)
+    status, out, _ = command(capsys, "bench", "--render", str(path), "--json")
+    assert (status, json.loads(out)) == (0, json.loads(path.read_text()))
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"meta": {}, "rows": [1]}')
+    status, out, err = command(capsys, "bench", "--render", str(bad))
+    assert (status, out) == (2, "")
+    assert "bad.json: got something else, expected a result of bench" in err
 
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from cuflash._bench.overhead import (
 )
 from cuflash._bench.packed import measure_packed
 from cuflash._bench.peers import IMPLEMENTATIONS
-from cuflash._bench.report import markdown, write
+from cuflash._bench.report import markdown, read, write
 from cuflash._bench.workload import (
     DTYPES,
     MODEL_WIDTH,
@@ -221,18 +222,26 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     meta = describe_machine(cupy, name, command)
     topic = "memory" if arguments.memory else "io"
     if arguments.memory:
-        levels = memory.measure()
-        rows, text = [level.as_json() for level in levels], memory.table(levels)
+        rows = [level.as_json() for level in memory.measure()]
     else:
         rows = io_grid.rows()
-        text = "\n".join(json.dumps(row) for row in rows)
     result = {"meta": meta, "rows": rows}
     if arguments.out is not None and not arguments.no_write:
         arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"{device_slug(name)}-{topic}-{meta['date']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result) if arguments.json else text)
+    print(json.dumps(result) if arguments.json else rendered(result), end="")
     return 0
+
+
+def rendered(result: dict[str, Any]) -> str:
+    """A result as text, whichever of the three kinds it is."""
+    first = result["rows"][0] if result["rows"] else {}
+    if "unit" in first:
+        return memory.table([memory.Level(**row) for row in result["rows"]]) + "\n"
+    if "loaded" in first:
+        return io_grid.table(result["rows"]) + "\n"
+    return markdown(result)
 
 
 def measure(arguments: argparse.Namespace, command: str) -> int:
@@ -240,7 +249,8 @@ def measure(arguments: argparse.Namespace, command: str) -> int:
     if arguments.memory or arguments.io:
         return measure_levels(arguments, command)
     if arguments.render:
-        print(markdown(json.loads(arguments.render.read_text())), end="")
+        result = read(arguments.render)
+        print(json.dumps(result) if arguments.json else rendered(result), end="")
         return 0
     run = open_run(arguments)
     sets = arguments.set or ["cpu" if run.xp is np else "portable"]

@@ -38,6 +38,23 @@ def rows(*, causal: bool = False) -> list[dict[str, Any]]:
     return found
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """What the model predicts, and shares of it that were counted, in lines."""
+    lines = [
+        f"{'seqlen':>6}  {'kernel':<13} {'tile':<9} {'from L2':>12}  counted / model: "
+        f"{', '.join(profiler.PREDICTED)}"
+    ]
+    for row in rows:
+        own = row.get("measured", {})
+        shares = [f"{own[name] / row[of]:.3f}" for name, of in profiler.PREDICTED.items() if own]
+        tile = f"{row['block_m']}x{row['block_n']}"
+        lines.append(
+            f"{row['seqlen']:>6}  {row['kernel']:<13} {tile:<9} {row['loaded'] / 1e6:>9.1f} MB  "
+            f"{', '.join(shares) or 'not counted'}"
+        )
+    return "\n".join(lines)
+
+
 def configs(hardware: Hardware) -> list[TileConfig]:
     """The tiles that are compared on a device."""
     found = []

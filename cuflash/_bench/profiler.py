@@ -21,6 +21,13 @@ METRICS = {
     "L2 to processors": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "processors to L2": "l1tex__m_l1tex2xbar_write_bytes.sum",
 }
+#: What of the IO model each row is compared with.
+PREDICTED = {
+    "device memory read": "read_once",
+    "device memory write": "stored",
+    "L2 to processors": "loaded",
+    "processors to L2": "stored",
+}
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 

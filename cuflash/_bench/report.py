@@ -11,6 +11,7 @@ from typing import Any
 from cuflash._bench.machine import device_slug
 from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.workload import Workload
+from cuflash._errors import problem_with
 
 
 def shape_text(row: dict[str, Any]) -> str:
@@ -79,6 +80,23 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
             texts.append(ratio)
         lines.append("| " + " | ".join(texts) + " |")
     return lines
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The result of a file; a ValueError where it is none."""
+    try:
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # of the text, or of its encoding
+        raise problem_with(
+            str(path), ValueError, got="no JSON", expected="a result of bench"
+        ) from None
+    whole = isinstance(result, dict) and {"meta", "rows"} <= set(result)
+    if not whole or not all(isinstance(row, dict) for row in result["rows"]):
+        raise problem_with(
+            str(path), ValueError, got="something else",
+            expected='a result of bench, "meta" and "rows"',
+        )  # fmt: skip
+    return dict(result)
 
 
 def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:

@@ -26,7 +26,7 @@ _ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    from cuflash._cli.problem_arguments import listed
+    from cuflash._cli.problem_arguments import listed, positive
 
     p.add_argument("action", choices=("list", "verify", "warm", "clear"))
     p.add_argument("--folder", type=Path, help="another folder than the store of this machine")
@@ -34,7 +34,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--head-dims", type=listed(int), default=[64, 128], help="warm: default 64,128")
     p.add_argument("--dtypes", type=listed(str), default=["bfloat16", "float16"], help="warm")
     p.add_argument("--backward", action="store_true", help="warm: gradients, too")
-    p.add_argument("--processes", type=int, help="warm: default one for each core")
+    p.add_argument("--processes", type=positive, help="warm: default one for each core")
     p.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from cuflash._bench.profiler import PREDICTED
 from cuflash._cli.problem_arguments import add_problem, problem_of
 
 SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
@@ -39,11 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if arguments.io:
         found["io"] = _io(arguments, found)
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    print("\n".join(_lines(found)))
-    return 0
+    print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
+    return int(any("error" in own for own in found["kernels"]))
 
 
 def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +80,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         if tile:
             lines.append(f"  tile from       {own['tile_from']}")
         lines.append(f"  shared memory   {own['smem_bytes'] / 1024:.1f} KiB a block")
-        if "registers" in own:
+        if "error" in own:
+            lines.append(f"  did not compile {own['error']}")
+        elif "registers" in own:
             threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"
             lines.append(
                 f"  registers       {own['registers']} a thread, {own['spill_bytes']} bytes "
@@ -113,13 +113,7 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
     ]
     lines = ["bytes of the forward (IO model)"]
     lines += [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
-    predicted = {
-        "device memory read": "read_once",
-        "device memory write": "stored",
-        "L2 to processors": "loaded",
-        "processors to L2": "stored",
-    }
     for name, value in io.get("measured", {}).items():
-        share = value / io[predicted[name]]
+        share = value / io[PREDICTED[name]]
         lines.append(f"  {name:<20} {value / 1e6:12.2f} MB  by ncu, {share:.3f} of the model's")
     return lines

@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _drawn(arguments: argparse.Namespace) -> Any:
     from cuflash._bench import pictures
+    from cuflash._bench.report import read
     from cuflash.tuning import load
 
     kind, first = arguments.kind, arguments.files[0]
@@ -60,21 +61,9 @@ def _drawn(arguments: argparse.Namespace) -> Any:
     if kind == "parallel":
         return pictures.parallel_coordinates(load(first))
     if kind == "roofline":
-        levels = _result(arguments.memory)["rows"] if arguments.memory else []
+        levels = read(arguments.memory)["rows"] if arguments.memory else []
         return pictures.roofline([load(path) for path in arguments.files], levels)
-    result = _result(first)
+    result = read(first)
     if kind == "io":
         return pictures.movement(result)
     return (pictures.speed if kind == "speed" else pictures.memory)(result, arguments.pass_)
-
-
-def _result(path: Path) -> dict[str, Any]:
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError):
-        raise ValueError(f"{path}: got no JSON, expected a result of bench") from None
-    if not isinstance(result, dict) or not {"meta", "rows"} <= set(result):
-        raise ValueError(
-            f'{path}: got something else, expected a result of bench, "meta" and "rows"'
-        )
-    return result

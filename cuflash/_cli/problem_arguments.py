@@ -25,6 +25,14 @@ def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return parse
 
 
+def positive(text: str) -> int:
+    """An argparse type: an int from 1 on."""
+    value = int(text) if text.strip().isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive int")
+    return value
+
+
 def sides(text: str) -> tuple[int | None, int | None]:
     """A window: "512,0", one side empty for no bound."""
     parts = text.split(",")

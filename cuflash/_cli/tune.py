@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cuflash._cli.problem_arguments import add_problem, listed, problem_of
+from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 
 SUMMARY = "sweep the configurations of a kernel, and keep the fastest"
 EXAMPLES = """\
@@ -38,12 +38,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="values to try instead of all: block_n=96,128",
     )  # fmt: skip
     group.add_argument("--strategy", default="exhaustive", help="exhaustive (default), random, ...")
-    group.add_argument("--budget", type=int, help="how many configurations to time at most")
+    group.add_argument("--budget", type=positive, help="how many configurations to time at most")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--file", type=Path, help="rows, one JSON object a line (default: named)")
     group.add_argument("--no-check", action="store_true", help="do not compare with the definition")
     group.add_argument("--time-limit", type=float, default=30.0, help="seconds a configuration has")
-    group.add_argument("--processes", type=int, help="that compile (default: one for each core)")
+    group.add_argument(
+        "--processes", type=positive, help="that compile (default: one for each core)"
+    )
     group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
     group.add_argument("--list", action="store_true", help="list and compile, time nothing")
     group.add_argument("--save", action="store_true", help="keep the best in this user's table")
