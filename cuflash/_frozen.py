@@ -7,13 +7,13 @@ and type checkers see a dataclass.
 
 from __future__ import annotations
 
-from dataclasses import Field, FrozenInstanceError, dataclass, fields
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar, NoReturn, dataclass_transform
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Frozen:
-    """Values by name, all of them given; equal where class and values are."""
+    """Values by name, all of them given that have no default; equal where class and values are."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -21,11 +21,12 @@ class Frozen:
         dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
 
     def __init__(self, **values: Any) -> None:
-        names = [field.name for field in fields(self)]
-        if values.keys() != set(names):
-            wrong = ", ".join(sorted(values.keys() ^ set(names)))
-            raise TypeError(f"{type(self).__name__}: missing, or no field: {wrong}")
-        vars(self).update((name, values[name]) for name in names)
+        own = {field.name: values.get(field.name, field.default) for field in fields(self)}
+        wrong = [name for name, value in own.items() if value is MISSING]
+        wrong += sorted(values.keys() - own.keys())
+        if wrong:
+            raise TypeError(f"{type(self).__name__}: missing, or no field: {', '.join(wrong)}")
+        vars(self).update(own)
         self.__post_init__()
 
     def __post_init__(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from dataclasses import fields, replace
+from dataclasses import MISSING, FrozenInstanceError, fields, replace
 
 import pytest
 
@@ -125,6 +126,26 @@ def test_a_configuration_is_a_key() -> None:
     assert BackwardQConfig(**TILE) != BackwardConvertConfig(**TILE)  # the same values
     assert len(set(CONFIGS)) == len(CONFIGS)
     assert eval(repr(again), {"ForwardConfig": ForwardConfig}) == again
+
+
+def test_values_are_those_of_the_fields() -> None:
+    """As of a dataclass that is frozen and takes keywords."""
+    config = CONFIGS[0]
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    assert ForwardConfig(**values) == config
+    with pytest.raises(TypeError, match="no field: colour"):
+        ForwardConfig(**values, colour=1)
+    with pytest.raises(TypeError, match="missing, or no field: block_m"):
+        ForwardConfig(**{name: value for name, value in values.items() if name != "block_m"})
+    with pytest.raises(FrozenInstanceError, match="block_m"):
+        config.block_m = 32  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match="block_m"):
+        del config.block_m
+    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    assert ForwardConfig(**{n: v for n, v in values.items() if n not in defaults}) == replace(
+        config, **defaults
+    )
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(
