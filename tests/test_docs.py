@@ -56,6 +56,19 @@ def test_python_blocks_of_documents_run(path):
         pytest.skip(f"the rest passed; not installed: {', '.join(sorted(absent))}")
 
 
+def test_the_map_of_the_cuda_sources_is_whole():
+    """Every file in a row of its own question, or its folder in one."""
+    kernels = ROOT / "kernels_cu"
+    text = (kernels / "README.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| (.*?) \|", text[: text.index("## Words")], re.MULTILINE))
+    named = set(re.findall(r"`([\w/.]+)`", rows)) | {"formulas/"}  # told of with formulas.cuh
+    files = {p.relative_to(kernels).as_posix() for p in kernels.rglob("*") if p.is_file()}
+    files.remove("README.md")
+    folders = {name for name in named if name.endswith("/")}
+    assert {f for f in files - named if not f.startswith(tuple(folders))} == set()
+    assert named - folders - files == set()
+
+
 @pytest.mark.parametrize("document", TABLES)
 def test_tables_are_fresh(document):
     text = (ROOT / document).read_text(encoding="utf-8")
