@@ -12,8 +12,23 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _grid, _select, _select_one_pass, _sm90_refusals
-from cuflash._config import BackwardKVConfig, KernelConfig, TileConfig
+from cuflash import (
+    Options,
+    _grid,
+    _select,
+    _select_narrow,
+    _select_one_pass,
+    _select_tf32,
+    _sm90_refusals,
+)
+from cuflash._config import (
+    BackwardKVConfig,
+    BackwardKVSm90Config,
+    BackwardKVTf32Sm90Config,
+    BackwardOnePassConfig,
+    KernelConfig,
+    TileConfig,
+)
 from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -25,6 +40,9 @@ DTYPES = (bfloat16, np.float16, np.float32, np.float64)
 SUMS = (("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"))
 WANTED = (frozenset("qkv"), frozenset("k"), frozenset("qv"))
 NUM_PROBLEMS = 100_000
+OWNERS_OF_KEYS = (
+    BackwardKVConfig, BackwardKVSm90Config, BackwardKVTf32Sm90Config, BackwardOnePassConfig,
+)  # fmt: skip
 
 
 def walked(grid: _grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
@@ -142,8 +160,8 @@ def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
         batch_shape=batch,
         seqlen_q=int(2 ** rng.uniform(0, 20)),
         seqlen_k=int(2 ** rng.uniform(0, 20)),
-        head_dim=int(rng.choice([rng.integers(1, 257), 64, 128])),
-        head_dim_v=int(rng.choice([rng.integers(0, 257), 64, 128])),
+        head_dim=int(rng.choice([rng.integers(1, 257), 3, 64, 128])),
+        head_dim_v=int(rng.choice([rng.integers(0, 257), 3, 64, 128])),
         dtype=dtype,
         precision="tf32" if rng.random() < 0.3 else None,
         q=operand(base.q, summed[0]),
@@ -213,15 +231,34 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
     return found
 
 
+def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
+    """Hopper's kernels for float32, and the forward of narrow heads, which every device has."""
+    forward = _select_tf32.forward_config(problem, copy_bytes)
+    assert (forward is None) == bool(_sm90_refusals.against_tf32_forward(problem))
+    of_queries = _select_tf32.backward_q_config(problem, copy_bytes)
+    of_keys = _select_tf32.backward_kv_configs(problem, copy_bytes, WANTED[number % 3])
+    if _sm90_refusals.against_tf32(problem):
+        assert of_queries is of_keys is None
+    found = [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
+    assert all(c.smem_bytes <= HOPPER for c in found)
+    narrow = _select_narrow.forward_config(problem, copy_bytes, (1, 132)[number % 2])
+    if narrow is not None:
+        assert narrow.smem_bytes <= SMALLEST
+        assert max(problem.head_dim, problem.head_dim_v) <= _select_narrow.WIDEST
+        assert (narrow.width, narrow.width_v) == (problem.head_dim, problem.head_dim_v)
+    return [*found, *([] if narrow is None else [narrow])]
+
+
 def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator) -> int:
     """Every batch entry in some launch, and no launch past the limit; return the launches."""
-    rows = problem.seqlen_k if isinstance(config, BackwardKVConfig) else problem.seqlen_q
-    own = config.block_n if isinstance(config, BackwardKVConfig) else config.block_m
+    of_keys = isinstance(config, OWNERS_OF_KEYS)
+    rows = problem.seqlen_k if of_keys else problem.seqlen_q
+    own = config.block_n if of_keys else config.block_m
     num_blocks = _plan.num_tiles(problem, rows, own)
     tiles = num_blocks * (config.column_parts if isinstance(config, TileConfig) else 1)
     step, last = 2 * problem.head_dim * rows, problem.batch[1]
     strides = [(last * step * int(rng.integers(1, 3)), step), (0, step), (last * step, 0)]
-    summed = problem.k.summed if isinstance(config, BackwardKVConfig) else (False, False)
+    summed = problem.k.summed if of_keys else (False, False)
     grid = _grid.plan_grid(problem.batch, strides, summed, tiles)
     launches = math.prod(extent for extent, _ in grid.peeled)
     assert launches * grid.num_owners * grid.entries_per_owner == math.prod(problem.batch)
@@ -240,6 +277,7 @@ def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
         problem = random_problem(base, rng)
         copy_bytes = max((2, 4, 8, 16)[number % 4], problem.dtype.itemsize)
         configs = portable_configs(problem, number, copy_bytes) + hopper_configs(problem, number)
+        configs += float32_configs(problem, number, copy_bytes)
         for config in configs:
             assert config.num_threads <= 1024
             assert problem.head_dim_v <= getattr(config, "head_dim_v", 256)
@@ -251,7 +289,7 @@ def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
                 )
         split += check_grid(problem, configs[number % len(configs)], rng) > 1
         seen.update(map(type, configs))
-    assert len(seen) == 10, "some kernel was never chosen"
+    assert len(seen) == 14, "some kernel was never chosen"
     assert split > 100
 
 
