@@ -101,6 +101,24 @@ def test_tiles_that_nothing_reaches(
     assert_indifferent(call, expected)
 
 
+@pytest.mark.parametrize("head_dim", [3, 64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_wider_elements(dtype: Any, head_dim: int) -> None:
+    """Kernels of their own on Hopper, and for narrow heads."""
+    rng = np.random.default_rng(5)
+    options = {
+        "causal": True, "alibi_slopes": rng.random(3).astype(np.float32),
+        "sink": rng.standard_normal(3).astype(np.float32),
+        "segment_ids": tuple(np.sort(rng.integers(0, 4, (2, 1, n)), -1) for n in (410, 150)),
+    }  # fmt: skip
+    shapes = (2, 3, 410, head_dim), (2, 3, 150, head_dim), (2, 3, 150, head_dim)
+    call = make_call("normal", 9, dtype, *shapes, options=options)
+    call = call.but(wrt=("q", "k", "v", "alibi_slopes", "sink", "scale"))
+    expected = run(cupy, call, with_out=True)
+    every.Budget(call).check_backward(expected.gradients, given=(expected.out, expected.lse))
+    assert_indifferent(call, expected)
+
+
 @pytest.mark.parametrize("kernel", ["hopper", "hopper 64"])
 def test_sums_of_dq_in_any_order(kernel: str) -> None:
     """Bits may differ: every result stays within the budget."""
