@@ -8,7 +8,7 @@ from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
 from cuflash._bench import io_model
 from cuflash._bench.workload import Workload
-from cuflash._config import BackwardOnePassConfig, KernelConfig, TileConfig
+from cuflash._config import BackwardConvertConfig, KernelConfig, TileConfig
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
 
@@ -52,7 +52,7 @@ def _described(
         }
         if facts.error:
             found["error"] = facts.error
-    if not isinstance(config, TileConfig) or isinstance(config, BackwardOnePassConfig):
+    if not isinstance(config, TileConfig) or isinstance(config, BackwardConvertConfig):
         return found
     found["tile"] = tile_of(config)
     row = _tuned.row_of(config, hardware.name)
@@ -62,7 +62,7 @@ def _described(
     once = io_model.least_bytes(work, name)
     flops = work.kernel_flops(name)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
-    if hardware.peak is not None:
+    if hardware.peak is not None and name != "forward_narrow":  # which tensor cores do not bound
         found |= _roofline(work, flops, once, hardware.peak)
     return found
 

@@ -124,8 +124,8 @@ def peak_products(peak: Peak, dtype: str, precision: str) -> tuple[float, str]:
         return peak.tflops, "16-bit products"
     if precision == "tf32":
         return peak.tflops / 2, "TF32 products"
-    # kernels_cu/tile/matmul_sm80.cuh: TF32 has half the rate of bfloat16.
-    return peak.tflops / 4, "a TF32 and two bfloat16 products for one of float32"
+    # kernels_cu/tile/matmul_sm80.cuh; TF32 has half the rate of bfloat16.
+    return peak.tflops / 6, "three TF32 products for one of float32"
 
 
 def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int) -> int:

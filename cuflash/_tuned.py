@@ -23,6 +23,7 @@ from cuflash._config import (
     BackwardOnePassConfig,
     BackwardSm90Config,
     ForwardConfig,
+    ForwardNarrowConfig,
     ForwardSm90Config,
     TileConfig,
 )
@@ -101,6 +102,9 @@ def options_of(config: TileConfig) -> str:
         words.append("narrow")
     if isinstance(config, BackwardOnePassConfig) and not config.ordered:
         words.append("unordered")
+    if isinstance(config, ForwardNarrowConfig):
+        words.append(f"{config.width}x{config.width_v}")
+        words += ["shared"] if config.key_bias else []
     if isinstance(config, ForwardConfig) and config.out_dtype != config.dtype:
         words.append(config.out_dtype)
     return " ".join(words) or "plain"

@@ -156,10 +156,25 @@ def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     assert _chosen.forward(apart.problem(), H100).window_right
 
 
+def test_what_tensor_cores_do_not_compute_has_no_bound_by_them(capsys):
+    words = ["--arch", "sm_90a", "--no-compile", "--json", "--dtype", "float32", "--head-dim", "3"]
+    (own,) = json.loads(command(capsys, "explain", *words)[1])["kernels"]
+    assert (own["kernel"], own["tile"]["block_n"]) == ("forward_narrow", 128)
+    assert "bound_ms" not in own
+
+
+def test_all_gradients_in_one_pass_are_explained_with_their_tile(capsys):
+    words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward"]
+    found = json.loads(command(capsys, "explain", *words)[1])["kernels"]
+    tiles = {own["kernel"]: own["tile"] for own in found}
+    assert tiles["backward_sm90"]["block_n"] == 128
+    assert tiles["backward_convert"] == {}
+
+
 @pytest.mark.parametrize(
     ("words", "tflops", "by"),
     [
-        (["float32"], 247.35, "a TF32 and two bfloat16 products for one of float32"),
+        (["float32"], 164.9, "three TF32 products for one of float32"),
         (["float32", "--precision", "tf32"], 494.7, "TF32 products"),
         (["float64"], 66.9, "float64 products"),
         (["float16"], 989.4, "16-bit products"),

@@ -14,6 +14,18 @@ from cuflash.tuning import _kernels
 
 WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
 HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
+TF32 = replace(WORK, dtype="float32")
+#: What a kernel is tuned for in these tests.
+WORKS = {
+    **dict.fromkeys(_kernels.KERNELS, WORK),
+    **{name: TF32 for name in HOPPER if "tf32" in name},
+    "forward_narrow": replace(WORK, dtype="float32", head_dim=3, head_dim_v=5),
+}
+SIZES = {
+    **{name: (64, 128) for name in HOPPER if "tf32" in name},
+    "backward_sm90": (64, 128),
+    "forward_narrow": (1, 3, 8),
+}
 PORTABLE = [name for name in _kernels.KERNELS if name.endswith("sm80")]
 
 
@@ -33,11 +45,11 @@ def test_widths_are_those_that_can_be_multiplied():
     [
         (kernel, head_dim)
         for kernel in _kernels.KERNELS
-        for head_dim in ((128,) if kernel == "backward_sm90" else (64, 128, 256))
+        for head_dim in SIZES.get(kernel, (64, 128, 256))
     ],
 )
 def test_the_shipped_configuration_is_a_member(kernel, head_dim):
-    work = replace(WORK, head_dim=head_dim, head_dim_v=head_dim)
+    work = replace(WORKS[kernel], head_dim=head_dim, head_dim_v=head_dim)
     found = tuning.space(work, kernel, arch="sm_90a")
     assert found.kernel == kernel
     assert found.default_key in found
@@ -76,7 +88,7 @@ def test_every_architecture_holds_every_legal_configuration(kernel, arch):
 
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_other_combination_says_why_it_is_none(kernel):
-    found = tuning.space(WORK, kernel, arch="sm_90a")
+    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a")
     refused = [c for c in found.candidates if c.config is None]
     assert refused
     assert all(c.refusal and "self." not in c.refusal for c in refused)
@@ -110,7 +122,7 @@ def test_two_hundred_configurations_of_hopper_at_head_size_128():
 def test_configurations_travel_as_json(kernel):
     import json
 
-    for candidate in tuning.space(WORK, kernel, arch="sm_90a"):
+    for candidate in tuning.space(WORKS[kernel], kernel, arch="sm_90a"):
         text = json.dumps(_kernels.config_as_json(candidate.config))
         assert _kernels.config_from_json(json.loads(text)) == candidate.config
         assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
@@ -119,12 +131,12 @@ def test_configurations_travel_as_json(kernel):
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_every_field_of_a_tile_is_a_parameter(kernel):
     """A field that only one kernel has says how it computes, or is named here as what it does."""
-    what = {"sink", "grad_k", "grad_v", "ordered"}
+    what = {"sink", "grad_k", "grad_v", "ordered", "shared_keys"}
     kind = _kernels.KERNELS[kernel]
     own = {f.name for f in fields(kind)} - {f.name for f in fields(_config.TileConfig)}
     assert own - what <= set(_kernels.PARAMETERS[kind])
     assert set(_kernels.PARAMETERS[kind]) <= _tuned.TILE_FIELDS
-    found = tuning.space(WORK, kernel, arch="sm_90a")
+    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
         values = {name: type(getattr(candidate.config, name)) for name in found.parameters}
@@ -152,10 +164,12 @@ def test_every_kernel_travels():
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
         ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
+        ("forward_tf32_sm90", {"num_stages": (1,)}),
+        ("forward_narrow", {"num_warps": (4,), "block_n": (128,), "blocks_per_sm": (2,)}),
     ],
 )
 def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, tried):
-    found = tuning.space(WORK, kernel, arch="sm_90a", parameters=tried)
+    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a", parameters=tried)
     assert len(found) >= 2
     seen = []
     facts = found.compile(processes=2, progress=lambda done, total: seen.append((done, total)))

@@ -41,6 +41,7 @@ _PORTABLE = {
     "blocks_per_sm": (1, 2, 3, 4),
 }
 _PORTABLE_KV = _PORTABLE | {"block_m": _PORTABLE_WIDTHS, "block_n": _PORTABLE_ROWS}
+_TF32 = {"block_m": (128,), "block_n": (32, 64), "num_stages": (1, 2, 3, 4)}
 _GRADIENT = {"num_stages": _STAGES, "scores_ahead": (0, 1)}
 
 #: Values to try; whether a combination is legal is for ``_config.py`` and the device to say.
@@ -63,6 +64,15 @@ PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
     },
     BackwardQConfig: _PORTABLE,
     BackwardKVConfig: _PORTABLE_KV,
+    ForwardTf32Sm90Config: _TF32,
+    BackwardQTf32Sm90Config: _TF32,
+    BackwardKVTf32Sm90Config: _TF32 | {"block_m": (32, 64), "block_n": (128,)},
+    ForwardNarrowConfig: {
+        "block_m": (128, 256, 384, 512),
+        "block_n": (32, 64, 128, 256),
+        "num_warps": (4, 8),
+        "blocks_per_sm": (1, 2, 3, 4),
+    },
 }
 KERNELS: dict[str, type[TileConfig]] = {
     kind.source.removesuffix(".cu"): kind for kind in PARAMETERS
@@ -74,10 +84,6 @@ _FIXED: tuple[type[KernelConfig], ...] = (
     BackwardScoreConfig,
     BackwardConvertConfig,
     SegmentBoundsConfig,
-    ForwardNarrowConfig,
-    ForwardTf32Sm90Config,
-    BackwardQTf32Sm90Config,
-    BackwardKVTf32Sm90Config,
 )
 _ALL: dict[str, type[KernelConfig]] = {
     **KERNELS,
