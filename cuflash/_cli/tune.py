@@ -153,15 +153,25 @@ def _list(found: Any, arguments: argparse.Namespace) -> None:
         return
     work = f"{found.workload} {found.workload.dtype}"
     print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
-    print(f"{'  '.join(found.parameters)}   shared memory, registers, spills, blocks a processor")
+    names = ",".join(found.parameters)
+    print(
+        "shared memory of a block; registers of a thread, bytes of them spilled; blocks and warps"
+    )
+    print("of a multiprocessor; seconds to compile; warnings of ptxas")
+    print(f"{names}\n{'':<18}{'KiB':>7}{'regs':>6}{'spill':>7}{'blocks':>8}{'warps':>7}{'s':>6}")
     for c in chosen:
         own = facts[c.key]
-        mark = "  <- shipped" if c.key == found.default_key else ""
-        text = own.error or (
-            f"{own.smem_bytes / 1024:6.1f} KiB  {own.registers:3}  {own.spill_bytes:4}  "
-            f"{own.blocks_per_multiprocessor}  {' '.join(own.warnings)}"
+        text = (
+            f"  {own.error}"
+            if own.error
+            else (
+                f"{own.smem_bytes / 1024:7.1f}{own.registers:6}{own.spill_bytes:7}"
+                f"{own.blocks_per_multiprocessor:8}{own.warps_per_multiprocessor:7}"
+                f"{own.compile_seconds:6.1f}  {' '.join(own.warnings)}"
+            )
         )
-        print(f"{c.key:<20} {text}{mark}")
+        mark = "  <- shipped" if c.key == found.default_key else ""
+        print(f"{c.key:<18}{text.rstrip()}{mark}")
     refused = len(found.candidates) - len(found)
     print(f"{len(found)} legal, {refused} combinations are not (--json says why)")
 
