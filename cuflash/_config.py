@@ -492,6 +492,7 @@ class BackwardOnePassConfig(BackwardSm90Config):
     entry = "cuflash_backward_sm90"
     owned = "block_n"  # queries are streamed
     other_warps = 8  # four that load and write, a warpgroup that multiplies dq
+    cluster_blocks: ClassVar[int] = 1  # blocks of threads that share a tile
 
     keys_in_registers: bool  # are k and v of a tile?
     ordered: bool  # do tiles add one after the other?
@@ -511,6 +512,37 @@ class BackwardOnePassConfig(BackwardSm90Config):
         loaded = kept + self.num_stages * streamed + -(-rest // 1024) * 1024
         ds = 2 * self._panel_bytes(self.block_n, self.block_m)
         return loaded + ds + 4 * self.block_m * self.head_dim + 1024
+
+
+class BackwardPairConfig(BackwardOnePassConfig):
+    """``backward_pair_sm90.cu``: the same, by two blocks of threads of ``block_n`` keys each."""
+
+    source = "backward_pair_sm90.cu"
+    entry = "cuflash_backward_pair_sm90"
+    other_warps = 4  # that load and keep turns
+    cluster_blocks = 2
+
+    def __post_init__(self) -> None:
+        BackwardSm90Config.__post_init__(self)
+        if self.block_m != 64 or self.block_n != 64 or self.keys_in_registers:
+            raise ValueError("a warpgroup holds 64 queries by 64 keys, and no keys in registers")
+        if self.head_dim % 128 or self.head_dim_v % 128:
+            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be halved by 64")
+
+    @property
+    def own_rows(self) -> int:
+        """Keys of both blocks of threads."""
+        return 2 * self.block_n
+
+    @property
+    def smem_bytes(self) -> int:
+        """As of one block of threads; half of the other's keys, ds of both; whole KiB."""
+        kept = self._panel_bytes(self.block_n, self.head_dim, self.head_dim_v)
+        streamed = self._panel_bytes(self.block_m, self.head_dim, self.head_dim_v)
+        rest = self.num_stages * (8 * self.block_m + 16) + 16
+        loaded = kept + self.num_stages * streamed + -(-rest // 1024) * 1024
+        shared = self._panel_bytes(self.block_n, self.head_dim // 2, 64, 64)
+        return loaded + shared + 1024
 
 
 class BackwardConvertConfig(TileConfig):

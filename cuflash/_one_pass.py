@@ -92,14 +92,14 @@ def plan(
         return None
     launch = _plan.plan_launch(
         _params.BACKWARD_SM90, config, problem, layouts, device,
-        num_blocks=_plan.num_tiles(problem, problem.seqlen_k, config.block_n),
+        num_blocks=_plan.num_tiles(problem, problem.seqlen_k, config.own_rows),
         streamed_bytes=2 * problem.seqlen_q * (problem.head_dim + problem.head_dim_v),
         summed=problem.k.summed,
     )  # fmt: skip
     end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
     gradients = MappedLaunch(
         launch.kernel,
-        min(launch.grid, _device.multiprocessors(device)),
+        _blocks_of_threads(launch.grid, config, device),
         launch.params[:end],
         maps,
         KnownArguments(),
@@ -115,9 +115,16 @@ def plan(
 
 
 def _turns_size(problem: Problem, config: BackwardOnePassConfig) -> int:
-    """The number of tiles drawn, and a turn for each block of queries."""
-    blocks = -(-problem.seqlen_q // config.block_m)
-    return _FLOAT_BYTES * (1 + math.prod(problem.batch) * blocks)
+    """The number of tiles drawn, and turns for each block of queries."""
+    turns = -(-problem.seqlen_q // config.block_m) * config.cluster_blocks
+    return _FLOAT_BYTES * (1 + math.prod(problem.batch) * turns)
+
+
+def _blocks_of_threads(tiles: int, config: BackwardOnePassConfig, device: int) -> int:
+    """Those of one draw tiles one after the other, a cluster computes one."""
+    if config.cluster_blocks > 1:
+        return tiles * config.cluster_blocks
+    return min(tiles, _device.multiprocessors(device))
 
 
 def _entry_bytes(problem: Problem) -> int:

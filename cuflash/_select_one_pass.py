@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from cuflash import _select, _sm90_refusals
-from cuflash._config import BackwardConvertConfig, BackwardOnePassConfig
+from cuflash._config import BackwardConvertConfig, BackwardOnePassConfig, BackwardPairConfig
 from cuflash._problem import Problem
 
 
@@ -22,6 +22,7 @@ class OnePassTile(NamedTuple):
 TILES: dict[tuple[int, int], OnePassTile] = {
     (64, 64): OnePassTile(128, 128, 2, True),
     (128, 128): OnePassTile(64, 128, 2, False),
+    (256, 256): OnePassTile(64, 64, 2, False),
 }
 
 
@@ -46,8 +47,9 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
     ):
         return None
     fields = _select._fields(problem, 16, problem.dtype) | _select._sm90_row(TILES, problem)
-    num_warps = fields["block_n"] // 16 + BackwardOnePassConfig.other_warps
-    return BackwardOnePassConfig(num_warps=num_warps, ordered=ordered, **fields)
+    kind = BackwardOnePassConfig if fields["head_dim"] <= 128 else BackwardPairConfig
+    rows = kind.cluster_blocks * fields["block_n"]
+    return kind(num_warps=rows // 16 + kind.other_warps, ordered=ordered, **fields)
 
 
 def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
@@ -56,7 +58,8 @@ def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
     What a device has shown right and faster: plain and causal scores.
     """
     return (
-        not (config.window_left or any(problem.k.summed))
+        config.cluster_blocks == 1
+        and not (config.window_left or any(problem.k.summed))
         and config.scale_in_exponent
         and config.offset == "value"
         and config.q_lengths == config.kv_lengths == "none"
@@ -66,4 +69,4 @@ def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
 def convert_config(config: BackwardOnePassConfig) -> BackwardConvertConfig:
     """Choose the kernel that scales and rounds the sums of dq."""
     own = {f.name: getattr(config, f.name) for f in fields(BackwardConvertConfig)}
-    return BackwardConvertConfig(**own | {"num_warps": 8})
+    return BackwardConvertConfig(**own | {"num_warps": config.block_m * config.head_dim // 1024})

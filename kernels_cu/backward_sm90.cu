@@ -40,6 +40,7 @@
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_sums.cuh"
+#include "sm90/dq_turns.cuh"
 #include "sm90/key_owner.cuh"
 
 namespace cuflash {
@@ -135,27 +136,6 @@ struct Producer {
 };
 
 // ----------------------------------------------------------------------------- the writing warps
-// Whose turn it is to add to the sums of each block of queries, after the number of tiles drawn.
-struct Turns {
-  uint32_t* of_entry;
-
-  __device__ __forceinline__ Turns(const BackwardSm90Params& params, int flat_entry) {
-    const int64_t blocks = (params.score.seqlen_q + Config::block_m - 1) / Config::block_m;
-    of_entry = params.turns + 1 + flat_entry * blocks;
-  }
-
-  __device__ __forceinline__ void await(int block, uint32_t turn) const {
-    while (ptx::load_acquire(of_entry + block) != turn) {
-    }
-    ptx::fence_async_proxy_global();
-  }
-
-  __device__ __forceinline__ void pass_on(int block, uint32_t turn) const {
-    ptx::fence_async_proxy_global();
-    ptx::store_release(of_entry + block, turn + 1);
-  }
-};
-
 // Of the blocks of a tile, writer w has number w and every second one from there.
 struct Writer {
   const BackwardSm90Params& params;
@@ -181,7 +161,7 @@ struct Writer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
-      const Turns turns(params, work.owner * params.grid.entries_per_owner + index);
+      const DqTurns turns(params, work.owner * params.grid.entries_per_owner + index);
       const DqSums sums(params, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
@@ -200,12 +180,15 @@ struct Writer {
     ptx::tma_store_wait();  // shared memory may end with this tile
   }
 
-  __device__ __forceinline__ void write(const DqSums& sums, const Turns& turns, int block,
+  __device__ __forceinline__ void write(const DqSums& sums, const DqTurns& turns, int block,
                                         int turn) const {
 #pragma unroll 1
     for (int part = 0; part < DqSums::parts; ++part) {
       wait(smem.dq_full[writer][part], ring.full_parity());
-      if (Config::ordered && part == 0) turns.await(block, turn);
+      if (Config::ordered && part == 0) {
+        turns.await(block, turn);
+        ptx::fence_async_proxy_global();
+      }
       const int bytes = DqSums::Slice::bytes * sums.slices(block, part);
       if (bytes != 0) {
         const uint32_t from = ptx::shared_address(&smem.dq[part]);
@@ -222,6 +205,7 @@ struct Writer {
     arrive_if(smem.dq_empty[writer], true);
     if constexpr (Config::ordered) {
       ptx::tma_store_wait();
+      ptx::fence_async_proxy_global();
       turns.pass_on(block, turn);
     }
   }

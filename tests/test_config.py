@@ -15,6 +15,7 @@ from cuflash._config import (
     BackwardKVSm90Config,
     BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
+    BackwardPairConfig,
     BackwardQConfig,
     BackwardQSm90Config,
     BackwardQTf32Sm90Config,
@@ -77,6 +78,10 @@ CONFIGS: tuple[KernelConfig, ...] = (
     BackwardOnePassConfig(
         **{**TILE, "num_warps": 16, "head_dim": 128}, num_stages=2,
         keys_in_registers=True, ordered=True,
+    ),
+    BackwardPairConfig(
+        **{**TILE, "num_warps": 12, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
+        num_stages=2, keys_in_registers=False, ordered=True,
     ),
     BackwardConvertConfig(**TILE),
     ForwardNarrowConfig(

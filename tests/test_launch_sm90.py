@@ -12,6 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options, _params, _select, _select_one_pass, _tuned
+from cuflash._config import BackwardPairConfig
 from cuflash._grid import Layout
 from cuflash._problem import Problem, describe
 
@@ -307,15 +308,40 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
     assert (grid, num_blocks * num_owners) == (132, 4 * 20 * 4)
 
 
+def test_a_pair_of_blocks_of_threads_computes_a_tile(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 keys each; each of the two has turns of its own."""
+    full = np.zeros((2, 4, 300, 256), bfloat16)
+    problem = describe(full, full, full, Options())
+    config = _select_one_pass.config_of(problem, ordered=True)
+    assert isinstance(config, BackwardPairConfig)
+    cleared: list[tuple[int, ...]] = []
+    runtime = SimpleNamespace(memsetAsync=lambda *arguments: cleared.append(arguments))
+    monkeypatch.setattr(_one_pass, "runtime", runtime)
+    (at, clear), (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
+    clear.run(tuple(at.values()), STREAM)
+    assert cleared == [(WORKSPACE, 0, 4 * (1 + 2 * 4 * 5 * 2), STREAM)]  # blocks of 64 queries
+    recorder.struct = _params.BACKWARD_SM90
+    gradients.run(tuple(addresses.values()), STREAM)
+    ((_, grid, params),) = recorder.launches
+    num_blocks, num_owners, *_ = params["grid"]
+    assert (grid, num_blocks, num_owners) == (2 * 3 * 8, 3, 8)
+    boxes = dict(zip(_params.BACKWARD_MAPPED, gradients.maps.layouts, strict=True))
+    assert {layout.box_rows for layout in boxes.values()} == {64}
+
+
 def test_one_pass_serves_and_wins() -> None:
     """What it serves has to be asked for where it was not seen to win."""
     full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))
+    wide = np.zeros((2, 4, 300, 256), bfloat16)
     narrow, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 80))
     mask = np.ones((300, 300), np.bool_)
     for q, k, v, options, serves, ordered, unordered in (
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
         (narrow, narrow, narrow, {}, True, True, True),
+        (wide, wide, wide, {}, True, False, False),
         (full, group, group, {"enable_gqa": True}, True, False, False),
         (full, full, full, {"mask": mask}, False, False, False),
         (full, full, full, {"window": (9, 9)}, True, False, False),

@@ -11,11 +11,12 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
 #: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
-#: sm90 rows of cuflash/_select.py; those of a part of dq, whose operands are read by rows; and
-#: those of scores whose keys stay in registers.
+#: sm90 rows of cuflash/_select.py; those of a part of dq, whose operands are read by rows; those of
+#: dk where ds comes from shared memory; and those of scores whose keys stay in registers.
 SHARED_A = (48, 64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)
-SHARED_ROWS = (64,)
+SHARED_ROWS = (64, 128)
+SHARED_B_ROWS = (256,)
 REGISTER_A_COLUMNS = (64,)
 PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
@@ -40,6 +41,8 @@ TITLES = {
     "wgmma_register_a_columns.cuh": "A lies in registers, B^T in shared memory, its columns "
     "contiguous.",
     "wgmma_shared_rows.cuh": "A^T and B lie in shared memory, the columns contiguous in both.",
+    "wgmma_shared_b_rows.cuh": "A and B lie in shared memory, of A the summed index contiguous, of "
+    "B the columns.",
 }
 
 FOOTER = """
@@ -59,7 +62,9 @@ def wrapped(text: str, indent: str, quote: str = "") -> str:
     )
 
 
-def instruction(columns: int, dtype: str, *, a_in_registers: bool, b_by_rows: bool) -> str:
+def instruction(
+    columns: int, dtype: str, *, a_in_registers: bool, a_by_rows: bool, b_by_rows: bool
+) -> str:
     """One asm statement."""
     count = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
@@ -69,7 +74,7 @@ def instruction(columns: int, dtype: str, *, a_in_registers: bool, b_by_rows: bo
         flags = "1, 1, 1" if b_by_rows else "1, 1, 0"
     else:
         a, inputs = f"%{count}", ['"l"(a)']
-        flags = "1, 1, 1, 1" if b_by_rows else "1, 1, 0, 0"
+        flags = f"1, 1, {int(a_by_rows)}, {int(b_by_rows)}"
     b, predicate = f"%{count + len(inputs)}", f"%{count + len(inputs) + 1}"
     ptx = PTX_TYPES[dtype]
     text = (
@@ -89,18 +94,23 @@ def instruction(columns: int, dtype: str, *, a_in_registers: bool, b_by_rows: bo
     )
 
 
-def function(columns: int, *, a_in_registers: bool, b_by_rows: bool) -> str:
+def function(
+    columns: int, *, a_in_registers: bool, b_by_rows: bool, a_by_rows: bool = False
+) -> str:
     """One overload, for both element types."""
     name = {
-        (False, False): "wgmma_shared",
-        (False, True): "wgmma_shared_rows",
-        (True, False): "wgmma_registers_columns",
-        (True, True): "wgmma_registers",
-    }[a_in_registers, b_by_rows]
+        (False, False, False): "wgmma_shared",
+        (False, True, True): "wgmma_shared_rows",
+        (False, False, True): "wgmma_shared_b_rows",
+        (True, False, False): "wgmma_registers_columns",
+        (True, False, True): "wgmma_registers",
+    }[a_in_registers, a_by_rows, b_by_rows]
     a = "const uint32_t (&a)[4]" if a_in_registers else "uint64_t a"
     pad = " " * len(f"__device__ __forceinline__ void {name}(")
     first, second = (
-        instruction(columns, dtype, a_in_registers=a_in_registers, b_by_rows=b_by_rows)
+        instruction(
+            columns, dtype, a_in_registers=a_in_registers, a_by_rows=a_by_rows, b_by_rows=b_by_rows
+        )
         for dtype in PTX_TYPES
     )
     return (
@@ -122,7 +132,8 @@ def generate() -> dict[str, str]:
         [function(n, a_in_registers=False, b_by_rows=False) for n in SHARED_A],
         [function(n, a_in_registers=True, b_by_rows=True) for n in REGISTER_A],
         [function(n, a_in_registers=True, b_by_rows=False) for n in REGISTER_A_COLUMNS],
-        [function(n, a_in_registers=False, b_by_rows=True) for n in SHARED_ROWS],
+        [function(n, a_in_registers=False, a_by_rows=True, b_by_rows=True) for n in SHARED_ROWS],
+        [function(n, a_in_registers=False, b_by_rows=True) for n in SHARED_B_ROWS],
     )
     return {
         name: HEADER.format(title=title) + "".join(texts) + FOOTER

@@ -12,6 +12,7 @@ from cuflash._config import (
     BackwardKVSm90Config,
     BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
+    BackwardPairConfig,
     BackwardQConfig,
     BackwardQSm90Config,
     BackwardQTf32Sm90Config,
@@ -82,6 +83,7 @@ KERNELS: dict[str, type[TileConfig]] = {
 _FIXED: tuple[type[KernelConfig], ...] = (
     DeltaConfig,
     BackwardScoreConfig,
+    BackwardPairConfig,
     BackwardConvertConfig,
     SegmentBoundsConfig,
 )

@@ -35,6 +35,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
                : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool mine) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %2, 0; "
+      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;}" ::"r"(barrier),
+      "r"(bytes), "r"(static_cast<int>(mine))
+      : "memory");
+}
+
 // Returns once the phase of this parity is over; a fresh barrier counts as past its odd phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

@@ -27,6 +27,19 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, ui
       : "memory");
 }
 
+// The same to the same place of every block of threads of the cluster whose rank `ranks` has as a
+// bit, each of which counts its bytes.
+__device__ __forceinline__ void tma_load_multicast(uint32_t smem, const TensorMap& map,
+                                                   uint32_t barrier, int column, int row,
+                                                   const int (&batch)[3], uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0]),
+      "h"(ranks)
+      : "memory");
+}
+
 // Elements outside the tensor are not written. The source may change after tma_store_wait_read.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem, int column, int row,
                                           const int (&batch)[3]) {

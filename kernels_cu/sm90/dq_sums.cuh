@@ -6,6 +6,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/red.cuh"
 #include "scheduler.cuh"
 
 namespace cuflash {
@@ -22,6 +23,11 @@ struct DqSums {
         *reinterpret_cast<float4*>(value[t][lane]) =
             make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
       }
+    }
+
+    __device__ __forceinline__ void add(const float (&acc)[8][4], int lane) {
+#pragma unroll
+      for (int t = 0; t < 8; ++t) ptx::red_add(value[t][lane], acc[t]);
     }
 
     __device__ __forceinline__ void read(float (&acc)[8][4], int lane) const {

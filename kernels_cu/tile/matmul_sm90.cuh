@@ -8,6 +8,7 @@
 #include "ptx/wgmma_register_a.cuh"
 #include "ptx/wgmma_register_a_columns.cuh"
 #include "ptx/wgmma_shared_a.cuh"
+#include "ptx/wgmma_shared_b_rows.cuh"
 #include "ptx/wgmma_shared_rows.cuh"
 
 namespace cuflash {
@@ -100,16 +101,33 @@ __device__ __forceinline__ void read_operand(uint32_t (&frag)[1][steps][4], cons
   }
 }
 
-// Starts acc = A^T . B for one panel of either, whose rows are summed.
-template <typename ATile, typename BTile>
-__device__ __forceinline__ void start_panel_product(float (&acc)[1][8][4], uint64_t a, uint64_t b) {
-  static_assert(ATile::rows == BTile::rows, "shapes");
+// Starts acc = A^T . B, or acc += where it `accumulates`, of one panel of A and as many of B as acc
+// has columns, whose rows are summed.
+template <typename ATile, typename BTile, int tiles>
+__device__ __forceinline__ void start_panel_product(float (&acc)[1][tiles][4], uint64_t a,
+                                                    uint64_t b, bool accumulates = false) {
+  static_assert(ATile::rows == BTile::rows && tiles <= BTile::columns / 8, "shapes");
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < ATile::rows / 16; ++k) {
-    // 16 rows are 2048 bytes of every panel.
-    ptx::wgmma_shared_rows<Config::dtype>(flat(acc), a + k * 128, b + k * 128, k > 0);
+    ptx::wgmma_shared_rows<Config::dtype>(flat(acc), a + k * 128, b + k * 128,
+                                          k > 0 || accumulates);
+  }
+  ptx::wgmma_commit();
+  ptx::pin(flat(acc));
+}
+
+// Starts acc += A . B, of one panel of A, whose columns are summed, and rows of B.
+template <typename ATile, typename BTile, int tiles>
+__device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], uint64_t a,
+                                                     uint64_t b) {
+  static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8, "shapes");
+  ptx::pin(flat(acc));
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    ptx::wgmma_shared_b_rows<Config::dtype>(flat(acc), a + k * 2, b + k * 128, 1);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));

@@ -1,0 +1,504 @@
+// dq, dk and dv on Hopper in one pass, for head sizes of which one multiprocessor holds no more
+// than 64 keys: two blocks of threads, a cluster, compute with 64 keys each and share what they
+// load.
+//
+//   a tile of 2 x 64 keys is drawn:                           two blocks of threads
+//     dk = 0, dv = 0                                          each for its 64 keys
+//     for each batch entry that shares these keys:            heads of a group, broadcast axes
+//       for each block of 64 queries that see some key:       last rows first
+//         s^T = k q^T;  dp^T = v dout^T                       the first warpgroup
+//         p^T = exp(score(s^T) - lse)
+//         dv += p^T dout
+//         ds^T = p^T (dp^T - delta) score'(s^T)               to the shared memory of both
+//         dk += ds^T q                                        the second warpgroup
+//         sums of the block += ds k                           of all 128 keys, half of the columns
+//     dk *= scale
+//
+// Each loads half of the columns of q and dout for both. What a tile adds to the sums
+// (sm90/dq_sums.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
+// columns has turns of its own.
+//
+//   barrier      arrivals a phase   what the end of a phase says
+//   keys_full    32 + bytes         k and v are there, and those columns of the other's k
+//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
+//   raw          1 + bytes          k and v are there, of which rows are to be cleared
+//   rows_raw     1 + bytes          the same of q and dout
+//   empty        4 + 1 + 2          all warpgroups of both are done with the block: load the next
+//   ds_full      4 (warps)          ds of the own keys is there
+//   other_full   1 + bytes          that of the other's
+//   ds_empty     2                  both have multiplied with ds of the own keys: stage the next
+//   turn_come    1                  it is this tile's turn to add
+//   dq_added     4 (warps)          it has added: pass the turn on
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/dq_sums.cuh"
+#include "sm90/dq_turns.cuh"
+#include "sm90/key_owner.cuh"
+
+namespace cuflash {
+
+constexpr int tile_keys = 2 * Config::block_n;
+constexpr int own_panels = Config::head_dim / 128, own_panels_v = Config::head_dim_v / 128;
+static_assert(Score::is_plain, "others take registers");
+static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
+static_assert(Config::head_dim % 128 == 0 && Config::head_dim_v % 128 == 0, "columns are halved");
+
+struct SharedMemory : KeyOwnerMemory {
+  using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
+  using OtherKTile = PanelTile<64, Config::head_dim / 2>;
+
+  OtherKTile other_k;  // the keys of the other block of threads, the columns of dq that are ours
+  DsTile ds, other_ds;
+  uint64_t rows_raw[Config::num_stages];
+  uint64_t ds_full, other_full, ds_empty;
+  uint64_t turn_come, dq_added;
+  uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
+  int tile;            // of the first block of threads: what both compute
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardPairConfig.smem_bytes counts this struct");
+
+// By one thread, before any other touches a barrier.
+__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.full[i], 32);
+    init(smem.empty[i], 4 * reader_arrivals + 3);
+    init(smem.rows_raw[i], 1);
+  }
+  init(smem.keys_full, 32);
+  init(smem.raw, 1);
+  init(smem.ds_full, 4);
+  init(smem.other_full, 1);
+  init(smem.ds_empty, 2);
+  init(smem.turn_come, 1);
+  init(smem.dq_added, 4);
+  ptx::fence_mbarrier_init();
+}
+
+__device__ __forceinline__ uint32_t other_rank() { return ptx::cluster_rank() ^ 1; }
+
+__device__ __forceinline__ void arrive_at_other_if(uint64_t& barrier, bool mine) {
+  ptx::mbarrier_arrive_in_cluster_if(
+      ptx::shared_address_of(other_rank(), ptx::shared_address(&barrier)), mine);
+}
+
+// The tile of the two; `first_key` is the own, `tile_key` the first of both.
+struct Work {
+  KeyTile keys;
+  int tile_key;
+
+  __device__ __forceinline__ static Work at(const BackwardParams& params, int index) {
+    const Tile tile = tile_of(params.grid, index);
+    const int tile_key = tile.block * tile_keys;
+    const int rank = ptx::cluster_rank();
+    return {{tile_key + rank * Config::block_n, tile.owner, 0}, tile_key};
+  }
+  __device__ __forceinline__ Range tile() const { return {tile_key, tile_key + tile_keys}; }
+  // How many tiles add to this block of queries before this one.
+  __device__ __forceinline__ int turn(const Score& score, int block) const {
+    const int first_row = block * Config::block_m;
+    const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
+    return tile_key / tile_keys - first_block / 2;
+  }
+  __device__ __forceinline__ int other_key() const {
+    return tile_key + static_cast<int>(other_rank()) * Config::block_n;
+  }
+};
+
+// Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
+// roles.
+template <typename Visit>
+__device__ __forceinline__ void walk_blocks(const BackwardParams& params, const Work& work,
+                                            Visit visit) {
+#pragma unroll 1
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    const Score score(params.score, work.keys.entry(params, index));
+    const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+    const LastRowsFirst walk(score, blocks, work.tile());
+#pragma unroll 1
+    for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+      visit(score, index, block, walk.masked(block));
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------- the loading warp
+struct Producer {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<Config::num_stages> ring;
+  uint32_t raw_parity = 0;  // of the next use of rows_raw, stages as bits
+
+  __device__ __forceinline__ void run(const Work& work) {
+    load_keys(work);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const BatchIndex entry = work.keys.entry(params, index);
+      const Score score(params.score, entry);
+      const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+      const LastRowsFirst walk(score, blocks, work.tile());
+      const Seqlen& seqlen = score.seqlen;
+      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+      const auto rows_of = [&](int block) {
+        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
+      };
+      int block = walk.first();
+      LaneRows statistics = rows_of(max(block, 0));
+#pragma unroll 1
+      while (walk.is_left(block)) {
+        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
+        block = walk.next(block);
+        statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_keys(const Work& work) {
+    constexpr int bytes =
+        SharedMemory::KTile::bytes + SharedMemory::VTile::bytes + SharedMemory::OtherKTile::bytes;
+    const BatchIndex entry = work.keys.entry(params, 0);
+    const int first_k = Seqlen(params.score, entry).first_k;
+    const Range seen = seen_keys(work), tile = work.tile();
+    const bool clears =
+        seen.begin > tile.begin || seen.end < min(tile.end, params.score.seqlen_k - first_k);
+    uint64_t& full = clears ? smem.raw : smem.keys_full;
+    if (lane_index() == 0) {
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), bytes);
+      start_load(smem.k, params.k_map, params.k_layout, entry, first_k + work.keys.first_key, full);
+      start_load(smem.v, params.v_map, params.v_layout, entry, first_k + work.keys.first_key, full);
+      int batch[3];
+      map_coordinates(batch, entry, params.k_layout);
+      const int first_panel = ptx::cluster_rank() * own_panels;
+#pragma unroll
+      for (int panel = 0; panel < own_panels; ++panel) {
+        ptx::tma_load(ptx::shared_address(smem.other_k.data[panel]), params.k_map,
+                      ptx::shared_address(&full), 64 * (first_panel + panel),
+                      first_k + work.other_key(), batch);
+      }
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) {
+      wait(smem.raw, 0);
+      clear_unseen(smem.k, seen, work.keys.first_key, first_k);
+      clear_unseen(smem.v, seen, work.keys.first_key, first_k);
+      clear_unseen(smem.other_k, seen, work.other_key(), first_k);
+      ptx::fence_async_proxy();
+    }
+    arrive_if(smem.keys_full, clears || lane_index() != 0);
+  }
+
+  template <typename KeysTile>
+  __device__ __forceinline__ void clear_unseen(KeysTile& tile, Range seen, int first_key,
+                                               int first_k) const {
+    const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
+    clear_outside(tile, {max(seen.begin - first_key, 0), seen.end - first_key}, loaded);
+  }
+
+  // Keys that a query of some entry may see: where a product sums over keys, 0 * NaN of another
+  // would count.
+  __device__ __forceinline__ Range seen_keys(const Work& work) const {
+    Range seen{work.tile().end, work.tile().begin};
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const Score score(params.score, work.keys.entry(params, index));
+      const Range keys = score.kv_range(0, score.seqlen.rows_q);
+      if (keys.begin >= keys.end) continue;
+      seen = {min(seen.begin, keys.begin), max(seen.end, keys.end)};
+    }
+    return seen;
+  }
+
+  // Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row
+  // that saw nothing may reach a product, where 0 * NaN would count: both blocks of threads clear
+  // it.
+  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
+                                            const LaneRows& statistics) {
+    const int stage = ring.stage();
+    const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+    bool clears = false;
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
+      clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
+    }
+    wait(smem.empty[stage], ring.empty_parity());
+    statistics.store(smem, stage);
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.rows_raw[stage] : smem.full[stage];
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                  SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
+      load_half<own_panels>(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+      load_half<own_panels_v>(smem.dout[stage], params.dout_map, params.dout_layout, entry,
+                              first_row, full);
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) clear_hidden_rows(stage, statistics);
+    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+    arrive_if(smem.full[stage], clears || lane_index() != 0);
+    ring.advance();
+  }
+
+  // The own panels, for both.
+  template <int panels, typename RowsTile>
+  __device__ __forceinline__ void load_half(RowsTile& tile, const ptx::TensorMap& map,
+                                            const Layout& layout, const BatchIndex& entry,
+                                            int first_row, uint64_t& full) const {
+    int batch[3];
+    map_coordinates(batch, entry, layout);
+#pragma unroll
+    for (int i = 0; i < panels; ++i) {
+      const int panel = ptx::cluster_rank() * panels + i;
+      ptx::tma_load_multicast(ptx::shared_address(tile.data[panel]), map,
+                              ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden_rows(int stage, const LaneRows& statistics) {
+    wait(smem.rows_raw[stage], raw_parity >> stage & 1);
+    raw_parity ^= 1u << stage;
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      for_each_bit(statistics.hidden(i), [&](int bit) {
+        const int row = 32 * i + bit;
+        if (row >= Config::block_m) return;
+        clear_row(smem.q[stage], row);
+        clear_row(smem.dout[stage], row);
+      });
+    }
+    ptx::fence_async_proxy();
+  }
+};
+
+// ----------------------------------------------------------------------------- the warp of turns
+// Whoever adds has something else to do than to wait until it may, or until others may see it.
+struct TurnKeeper {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+
+  __device__ __forceinline__ void run(const Work& work) {
+    Ring<1> ring;
+    walk_blocks(params, work, [&](const Score& score, int index, int block, bool) {
+      const DqTurns turns(params, work.keys.owner * params.grid.entries_per_owner + index, 2);
+      const int place = 2 * block + ptx::cluster_rank();
+      const int turn = work.turn(score, block);
+      turns.await(place, turn);
+      arrive_if(smem.turn_come, true);
+      wait(smem.dq_added, ring.full_parity());
+      turns.pass_on(place, turn);
+      ring.advance();
+    });
+  }
+};
+
+// ------------------------------------------------------------------------------- the warpgroups
+// A warp's 16 rows of dk or dv; returns those that are non-finite, as bits.
+template <int tiles>
+__device__ __forceinline__ uint32_t store_keys(const BackwardParams& params, const Work& work,
+                                               void* array, const Layout& layout, int columns,
+                                               float factor, const float (&acc)[tiles][4]) {
+  const int first_key = work.keys.first_key + 16 * (warp_index() % 4);
+  const BatchIndex entry = work.keys.entry(params, 0);
+  const Seqlen seqlen(params.score, entry);
+  const int num_keys = min(max(seqlen.rows_k - first_key, 0), 16);
+  store_slice_wide(RowTarget(array, layout, entry, seqlen.first_k, columns, 8 * tiles), first_key,
+                   num_keys, factor, acc);
+  return non_finite_rows(acc) & ((1u << num_keys) - 1);
+}
+
+constexpr int dk_stored = 1;  // a named barrier
+
+// Scores, ds and dv.
+struct ScoreOwner : KeyOwner<64> {
+  __device__ __forceinline__ void run(const Work& work) {
+    clear(dv_acc);
+    wait_for_keys();
+    walk_blocks(params, work, [&](const Score& score, int, int block, bool masked) {
+      add_block(score, block * Config::block_m, work.keys.first_key, masked);
+    });
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dv_acc));
+    store(work);
+  }
+
+ private:
+  __device__ __forceinline__ SharedMemory& shared() const {
+    return static_cast<SharedMemory&>(smem);
+  }
+
+  // The last product of a block is waited for when the scores of the next are there.
+  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
+                                            bool masked) {
+    float s_acc[1][tiles][4], dp_acc[1][tiles][4];
+    start_scores(s_acc, ring);
+    start_dp(dp_acc);
+    ptx::wgmma_wait<1>();
+    ptx::pin(flat(s_acc));
+    release_block_before_in_both();
+    float2 lse[tiles];
+    read(lse, smem.lse);
+    compute_p(s_acc, s_acc, lse, score, first_row, first_key);
+    hide_pairs(s_acc, score, first_row, first_key, masked);
+    to_operand(frag, s_acc);
+    start_dv();
+    ptx::wgmma_wait<1>();
+    ptx::pin(flat(dp_acc));
+    float2 delta[tiles];
+    read(delta, smem.delta);
+    compute_ds(s_acc, dp_acc, delta);
+    wait(shared().ds_empty, Ring<1>{ring.uses}.empty_parity());
+    stage_ds(s_acc);
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void release_block_before_in_both() {
+    uint64_t& empty = smem.empty[Ring<Config::num_stages>{ring.uses - 1}.stage()];
+    arrive_as_readers(empty, ring.uses > 0);
+    arrive_at_other_if(empty, leads_warpgroup() && ring.uses > 0);
+  }
+
+  // Each warp its 16 keys, for both blocks of threads.
+  __device__ __forceinline__ void stage_ds(const float (&ds)[1][tiles][4]) const {
+    const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
+    const uint32_t rows = ptx::shared_address(shared().ds.data[0][thread / 32 * 16]);
+    const uint32_t lane_address = rows + lane % 16 * 128 + (((lane / 16) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int i = 0; i < tiles / 2; ++i) {
+      const float (&left)[4] = ds[0][2 * i], (&right)[4] = ds[0][2 * i + 1];
+      ptx::stmatrix_x4(lane_address ^ (i << 5), pack<Config::dtype>(left[0], left[1]),
+                       pack<Config::dtype>(left[2], left[3]),
+                       pack<Config::dtype>(right[0], right[1]),
+                       pack<Config::dtype>(right[2], right[3]));
+    }
+    ptx::fence_async_proxy();
+    arrive_as_warp(shared().ds_full);
+    if (lane == 0) {
+      const uint32_t to =
+          rows + (ptx::shared_address(&shared().other_ds) - ptx::shared_address(&shared().ds));
+      ptx::bulk_copy_in_cluster(
+          ptx::shared_address_of(other_rank(), to), rows, 16 * 128,
+          ptx::shared_address_of(other_rank(), ptx::shared_address(&shared().other_full)));
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void store(const Work& work) const {
+    uint32_t broken =
+        store_keys(params, work, params.dv, params.dv_layout, params.head_dim_v, 1.0f, dv_acc[0]);
+    ptx::named_barrier_sync(dk_stored, 256);
+    const int warp = warp_index() % 4;
+    broken |= shared().broken[warp];
+    for_each_bit(broken, [&](int row) {
+      exact_dkv(params, work.keys.owner, 0, work.keys.first_key + 16 * warp + row);
+    });
+  }
+};
+
+// dk, and what the tile adds to dq.
+struct KeyGradient {
+  static constexpr int tiles = Config::head_dim / 8;
+
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<Config::num_stages> ring;
+  float dk_acc[1][tiles][4];
+  float dq_acc[1][tiles / 2][4];
+
+  __device__ __forceinline__ void run(const Work& work) {
+    clear(dk_acc);
+    wait(smem.keys_full, 0);
+    walk_blocks(params, work, [&](const Score& score, int index, int block, bool) {
+      multiply();
+      const bool is_first = Config::ordered && work.turn(score, block) == 0;
+      add(DqSums(params, work.keys.entry(params, index)), block, is_first);
+      ring.advance();
+    });
+    store(work);
+  }
+
+ private:
+  __device__ __forceinline__ void multiply() {
+    const int stage = ring.stage();
+    const Ring<1> ds_ring{ring.uses};
+    const int first_panel = ptx::cluster_rank() * own_panels;
+    wait(smem.full[stage], ring.full_parity());
+    wait(smem.ds_full, ds_ring.full_parity());
+    start_shared_product<SharedMemory::DsTile, SharedMemory::QTile>(
+        dk_acc, smem.ds.summed_over_columns(), smem.q[stage].summed_over_rows());
+    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
+        dq_acc, smem.ds.summed_over_rows(), smem.k.summed_over_rows(0, first_panel));
+    ptx::mbarrier_arrive_expect_if(ptx::shared_address(&smem.other_full),
+                                   SharedMemory::DsTile::bytes, leads_warpgroup());
+    wait(smem.other_full, ds_ring.full_parity());
+    start_panel_product<SharedMemory::DsTile, SharedMemory::OtherKTile>(
+        dq_acc, smem.other_ds.summed_over_rows(), smem.other_k.summed_over_rows(), true);
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dk_acc));
+    ptx::pin(flat(dq_acc));
+    arrive_if(smem.ds_empty, leads_warpgroup());
+    arrive_at_other_if(smem.ds_empty, leads_warpgroup());
+    arrive_if(smem.empty[stage], leads_warpgroup());
+    arrive_at_other_if(smem.empty[stage], leads_warpgroup());
+  }
+
+  // The own columns, to the sums of a block.
+  __device__ __forceinline__ void add(const DqSums& sums, int block, bool is_first) {
+    if constexpr (Config::ordered) wait(smem.turn_come, Ring<1>{ring.uses}.full_parity());
+    const int slice = warp_index() % 4;
+    if (warp_agrees(slice < sums.slices(block, 0))) {
+#pragma unroll
+      for (int i = 0; i < own_panels; ++i) {
+        DqSums::Slice& to = sums.part(block, ptx::cluster_rank() * own_panels + i)[slice];
+        const auto& acc = reinterpret_cast<const float (&)[8][4]>(dq_acc[0][8 * i]);
+        if (warp_agrees(is_first)) {
+          to.write(acc, lane_index());
+        } else {
+          to.add(acc, lane_index());
+        }
+      }
+    }
+    if constexpr (Config::ordered) arrive_as_warp(smem.dq_added);
+  }
+
+  __device__ __forceinline__ void store(const Work& work) const {
+    const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
+                                       params.score.scale, dk_acc[0]);
+    if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;
+    ptx::named_barrier_arrive(dk_stored, 256);
+  }
+};
+
+}  // namespace cuflash
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1)
+    __launch_bounds__(cuflash::Config::num_threads, 1)
+        cuflash_backward_pair_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  using namespace cuflash;
+  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    init_barriers(smem);
+    // Drawn, so that a tile runs only when all before it do.
+    if (ptx::cluster_rank() == 0) smem.tile = atomicAdd(params.turns, 1);
+  }
+  ptx::cluster_sync();  // barriers and tile are there
+  const int tile = __shfl_sync(
+      0xffffffff,
+      ptx::load_shared_of_cluster(ptx::shared_address_of(0, ptx::shared_address(&smem.tile))), 0);
+  const Work work = Work::at(params, tile);
+  const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  if (warp < 4) {
+    ptx::give_registers<producer_registers>();
+    if (warp == 0) Producer{params, smem}.run(work);
+    if (Config::ordered && warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
+  } else if (warp < 8) {
+    ptx::take_registers<consumer_registers>();
+    ScoreOwner{params, smem, 0}.run(work);
+  } else {
+    ptx::take_registers<consumer_registers>();
+    KeyGradient{params, smem}.run(work);
+  }
+  ptx::cluster_sync();  // neither reaches into shared memory of a block of threads that has ended
+}

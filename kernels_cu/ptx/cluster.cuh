@@ -1,0 +1,56 @@
+// Two blocks of threads that run at the same time, and reach each other's shared memory.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash::ptx {
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-cluster-ctarank
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster meet; what each wrote before is visible to all.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Where `smem`, an address of this block of threads, lies in that of this rank.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
+__device__ __forceinline__ uint32_t shared_address_of(uint32_t rank, uint32_t smem) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ int load_shared_of_cluster(uint32_t from) {
+  int value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
+
+// `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %1, 0; "
+      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
+      "r"(static_cast<int>(mine))
+      : "memory");
+}
+
+// Bytes in one piece to another block of threads, counted on its `barrier`.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes,
+                                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace cuflash::ptx
