@@ -108,10 +108,10 @@ struct Work {
 };
 
 // Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
-// roles.
-template <typename Visit>
+// roles, and finish() after those of an entry.
+template <typename Visit, typename Finish>
 __device__ __forceinline__ void walk_blocks(const BackwardParams& params, const Work& work,
-                                            Visit visit) {
+                                            Visit visit, Finish finish) {
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
     const Score score(params.score, work.keys.entry(params, index));
@@ -121,6 +121,7 @@ __device__ __forceinline__ void walk_blocks(const BackwardParams& params, const 
     for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
       visit(score, index, block, walk.masked(block));
     }
+    finish();
   }
 }
 
@@ -280,16 +281,19 @@ struct TurnKeeper {
 
   __device__ __forceinline__ void run(const Work& work) {
     Ring<1> ring;
-    walk_blocks(params, work, [&](const Score& score, int index, int block, bool) {
-      const DqTurns turns(params, work.keys.owner * params.grid.entries_per_owner + index, 2);
-      const int place = 2 * block + ptx::cluster_rank();
-      const int turn = work.turn(score, block);
-      turns.await(place, turn);
-      arrive_if(smem.turn_come, true);
-      wait(smem.dq_added, ring.full_parity());
-      turns.pass_on(place, turn);
-      ring.advance();
-    });
+    walk_blocks(
+        params, work,
+        [&](const Score& score, int index, int block, bool) {
+          const DqTurns turns(params, work.keys.owner * params.grid.entries_per_owner + index, 2);
+          const int place = 2 * block + ptx::cluster_rank();
+          const int turn = work.turn(score, block);
+          turns.await(place, turn);
+          arrive_if(smem.turn_come, true);
+          wait(smem.dq_added, ring.full_parity());
+          turns.pass_on(place, turn);
+          ring.advance();
+        },
+        [] {});
   }
 };
 
@@ -315,11 +319,15 @@ struct ScoreOwner : KeyOwner<64> {
   __device__ __forceinline__ void run(const Work& work) {
     clear(dv_acc);
     wait_for_keys();
-    walk_blocks(params, work, [&](const Score& score, int, int block, bool masked) {
-      add_block(score, block * Config::block_m, work.keys.first_key, masked);
-    });
-    ptx::wgmma_wait<0>();
-    ptx::pin(flat(dv_acc));
+    walk_blocks(
+        params, work,
+        [&](const Score& score, int, int block, bool masked) {
+          add_block(score, block * Config::block_m, work.keys.first_key, masked);
+        },
+        [&] {
+          ptx::wgmma_wait<0>();
+          ptx::pin(flat(dv_acc));
+        });
     store(work);
   }
 
@@ -409,12 +417,15 @@ struct KeyGradient {
   __device__ __forceinline__ void run(const Work& work) {
     clear(dk_acc);
     wait(smem.keys_full, 0);
-    walk_blocks(params, work, [&](const Score& score, int index, int block, bool) {
-      multiply();
-      const bool is_first = Config::ordered && work.turn(score, block) == 0;
-      add(DqSums(params, work.keys.entry(params, index)), block, is_first);
-      ring.advance();
-    });
+    walk_blocks(
+        params, work,
+        [&](const Score& score, int index, int block, bool) {
+          multiply();
+          const bool is_first = Config::ordered && work.turn(score, block) == 0;
+          add(DqSums(params, work.keys.entry(params, index)), block, is_first);
+          ring.advance();
+        },
+        [] {});
     store(work);
   }
 
