@@ -123,7 +123,8 @@ def _owners_per_section(
     """
     processors = _device.multiprocessors(device)
     if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
-        return even_sections(num_owners, processors // 8)
+        together = getattr(config, "cluster_blocks", 1)
+        return even_sections(num_owners, processors // (8 * together))
     fitting = _device.attribute("L2CacheSize", device) // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, processors // 4))
 

@@ -58,8 +58,7 @@ def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
     What a device has shown right and faster: plain and causal scores.
     """
     return (
-        config.cluster_blocks == 1
-        and not (config.window_left or any(problem.k.summed))
+        not (config.window_left or any(problem.k.summed))
         and config.scale_in_exponent
         and config.offset == "value"
         and config.q_lengths == config.kv_lengths == "none"

@@ -288,7 +288,7 @@ def test_the_same_bits_beside_a_busy_stream(head_dims):
     assert not differs
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_two_streams_share_the_processors(head_dim):
     """Tiles wait for tiles drawn before: two calls that share the processors both come through."""
     arrays, options, want = check(
@@ -311,7 +311,7 @@ def test_two_streams_share_the_processors(head_dim):
         )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_sums_in_any_order(head_dim, options):
     """Without a fixed order dk and dv keep their bits, dq changes in its last places."""

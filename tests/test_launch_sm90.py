@@ -341,7 +341,7 @@ def test_one_pass_serves_and_wins() -> None:
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
         (narrow, narrow, narrow, {}, True, True, True),
-        (wide, wide, wide, {}, True, False, False),
+        (wide, wide, wide, {}, True, True, True),
         (full, group, group, {"enable_gqa": True}, True, False, False),
         (full, full, full, {"mask": mask}, False, False, False),
         (full, full, full, {"window": (9, 9)}, True, False, False),
