@@ -519,7 +519,7 @@ class BackwardPairConfig(BackwardOnePassConfig):
 
     source = "backward_pair_sm90.cu"
     entry = "cuflash_backward_pair_sm90"
-    other_warps = 4  # that load and keep turns
+    other_warps = 8  # four that load and keep turns, a warpgroup that multiplies dq
     cluster_blocks = 2
 
     def __post_init__(self) -> None:

@@ -6,12 +6,13 @@
 //     dk = 0, dv = 0                                          each for its 64 keys
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of 64 queries that see some key:       last rows first
-//         s^T = k q^T;  dp^T = v dout^T                       the first warpgroup
+//         s^T = k q^T                                         the second warpgroup
 //         p^T = exp(score(s^T) - lse)
-//         dv += p^T dout
+//         dp^T = v dout^T;  dv += p^T dout
 //         ds^T = p^T (dp^T - delta) score'(s^T)               to the shared memory of both
-//         dk += ds^T q                                        the second warpgroup
-//         sums of the block += ds k                           of all 128 keys, half of the columns
+//         dk += ds^T q                                        the third
+//         sums of the block += ds k                           the fourth: of all 128 keys, half of
+//                                                             the columns
 //     dk *= scale
 //
 // Each loads half of the columns of q and dout for both. What a tile adds to the sums
@@ -23,10 +24,10 @@
 //   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
 //   raw          1 + bytes          k and v are there, of which rows are to be cleared
 //   rows_raw     1 + bytes          the same of q and dout
-//   empty        4 + 1 + 2          all warpgroups of both are done with the block: load the next
+//   empty        4 + 1 + 2          scores and dk of both are done with the block: load the next
 //   ds_full      4 (warps)          ds of the own keys is there
 //   other_full   1 + bytes          that of the other's
-//   ds_empty     2                  both have multiplied with ds of the own keys: stage the next
+//   ds_empty     3                  all have multiplied with ds of the own keys: stage the next
 //   turn_come    1                  it is this tile's turn to add
 //   dq_added     4 (warps)          it has added: pass the turn on
 #include "config.cuh"
@@ -71,7 +72,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   init(smem.raw, 1);
   init(smem.ds_full, 4);
   init(smem.other_full, 1);
-  init(smem.ds_empty, 2);
+  init(smem.ds_empty, 3);
   init(smem.turn_come, 1);
   init(smem.dq_added, 4);
   ptx::fence_mbarrier_init();
@@ -336,13 +337,13 @@ struct ScoreOwner : KeyOwner<64> {
     return static_cast<SharedMemory&>(smem);
   }
 
-  // The last product of a block is waited for when the scores of the next are there.
+  // The last product of a block is waited for when the scores of the next are there. Registers do
+  // not hold dp beside scores, lse and the operand p.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
-    start_dp(dp_acc);
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_block_before_in_both();
     float2 lse[tiles];
@@ -350,6 +351,7 @@ struct ScoreOwner : KeyOwner<64> {
     compute_p(s_acc, s_acc, lse, score, first_row, first_key);
     hide_pairs(s_acc, score, first_row, first_key, masked);
     to_operand(frag, s_acc);
+    start_dp(dp_acc);
     start_dv();
     ptx::wgmma_wait<1>();
     ptx::pin(flat(dp_acc));
@@ -404,7 +406,7 @@ struct ScoreOwner : KeyOwner<64> {
   }
 };
 
-// dk, and what the tile adds to dq.
+// dk.
 struct KeyGradient {
   static constexpr int tiles = Config::head_dim / 8;
 
@@ -412,11 +414,61 @@ struct KeyGradient {
   SharedMemory& smem;
   Ring<Config::num_stages> ring;
   float dk_acc[1][tiles][4];
-  float dq_acc[1][tiles / 2][4];
 
   __device__ __forceinline__ void run(const Work& work) {
     clear(dk_acc);
+    add_tile(work);
+    store(work);
+  }
+
+ private:
+  __device__ __forceinline__ void add_tile(const Work& work) {
+    walk_blocks(
+        params, work,
+        [&](const Score&, int, int, bool) {
+          add_block();
+          ring.advance();
+        },
+        [] {});
+  }
+
+  __device__ __forceinline__ void add_block() {
+    const int stage = ring.stage();
+    wait(smem.full[stage], ring.full_parity());
+    wait(smem.ds_full, Ring<1>{ring.uses}.full_parity());
+    start_shared_product<SharedMemory::DsTile, SharedMemory::QTile>(
+        dk_acc, smem.ds.summed_over_columns(), smem.q[stage].summed_over_rows());
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dk_acc));
+    arrive_if(smem.ds_empty, leads_warpgroup());
+    arrive_if(smem.empty[stage], leads_warpgroup());
+    arrive_at_other_if(smem.empty[stage], leads_warpgroup());
+  }
+
+  __device__ __forceinline__ void store(const Work& work) const {
+    const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
+                                       params.score.scale, dk_acc[0]);
+    if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;
+    ptx::named_barrier_arrive(dk_stored, 256);
+  }
+};
+
+// What the tile adds to dq.
+struct QueryGradient {
+  static constexpr int tiles = Config::head_dim / 16;
+
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<1> ring;
+  float dq_acc[1][tiles][4];
+
+  __device__ __forceinline__ void run(const Work& work) {
     wait(smem.keys_full, 0);
+    add_tile(work);
+  }
+
+ private:
+  __device__ __forceinline__ void add_tile(const Work& work) {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
@@ -426,37 +478,27 @@ struct KeyGradient {
           ring.advance();
         },
         [] {});
-    store(work);
   }
 
- private:
   __device__ __forceinline__ void multiply() {
-    const int stage = ring.stage();
-    const Ring<1> ds_ring{ring.uses};
     const int first_panel = ptx::cluster_rank() * own_panels;
-    wait(smem.full[stage], ring.full_parity());
-    wait(smem.ds_full, ds_ring.full_parity());
-    start_shared_product<SharedMemory::DsTile, SharedMemory::QTile>(
-        dk_acc, smem.ds.summed_over_columns(), smem.q[stage].summed_over_rows());
-    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
-        dq_acc, smem.ds.summed_over_rows(), smem.k.summed_over_rows(0, first_panel));
     ptx::mbarrier_arrive_expect_if(ptx::shared_address(&smem.other_full),
                                    SharedMemory::DsTile::bytes, leads_warpgroup());
-    wait(smem.other_full, ds_ring.full_parity());
+    wait(smem.ds_full, ring.full_parity());
+    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
+        dq_acc, smem.ds.summed_over_rows(), smem.k.summed_over_rows(0, first_panel));
+    wait(smem.other_full, ring.full_parity());
     start_panel_product<SharedMemory::DsTile, SharedMemory::OtherKTile>(
         dq_acc, smem.other_ds.summed_over_rows(), smem.other_k.summed_over_rows(), true);
     ptx::wgmma_wait<0>();
-    ptx::pin(flat(dk_acc));
     ptx::pin(flat(dq_acc));
     arrive_if(smem.ds_empty, leads_warpgroup());
     arrive_at_other_if(smem.ds_empty, leads_warpgroup());
-    arrive_if(smem.empty[stage], leads_warpgroup());
-    arrive_at_other_if(smem.empty[stage], leads_warpgroup());
   }
 
   // The own columns, to the sums of a block.
   __device__ __forceinline__ void add(const DqSums& sums, int block, bool is_first) {
-    if constexpr (Config::ordered) wait(smem.turn_come, Ring<1>{ring.uses}.full_parity());
+    if constexpr (Config::ordered) wait(smem.turn_come, ring.full_parity());
     const int slice = warp_index() % 4;
     if (warp_agrees(slice < sums.slices(block, 0))) {
 #pragma unroll
@@ -471,13 +513,6 @@ struct KeyGradient {
       }
     }
     if constexpr (Config::ordered) arrive_as_warp(smem.dq_added);
-  }
-
-  __device__ __forceinline__ void store(const Work& work) const {
-    const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
-                                       params.score.scale, dk_acc[0]);
-    if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;
-    ptx::named_barrier_arrive(dk_stored, 256);
   }
 };
 
@@ -500,16 +535,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
       ptx::load_shared_of_cluster(ptx::shared_address_of(0, ptx::shared_address(&smem.tile))), 0);
   const Work work = Work::at(params, tile);
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
+  // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
   if (warp < 4) {
-    ptx::give_registers<producer_registers>();
+    ptx::give_registers<24>();
     if (warp == 0) Producer{params, smem}.run(work);
     if (Config::ordered && warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
   } else if (warp < 8) {
-    ptx::take_registers<consumer_registers>();
+    ptx::take_registers<224>();
     ScoreOwner{params, smem, 0}.run(work);
-  } else {
-    ptx::take_registers<consumer_registers>();
+  } else if (warp < 12) {
+    ptx::take_registers<160>();
     KeyGradient{params, smem}.run(work);
+  } else {
+    ptx::give_registers<104>();
+    QueryGradient{params, smem}.run(work);
   }
   ptx::cluster_sync();  // neither reaches into shared memory of a block of threads that has ended
 }

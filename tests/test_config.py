@@ -80,7 +80,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
         keys_in_registers=True, ordered=True,
     ),
     BackwardPairConfig(
-        **{**TILE, "num_warps": 12, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
+        **{**TILE, "num_warps": 16, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
         num_stages=2, keys_in_registers=False, ordered=True,
     ),
     BackwardConvertConfig(**TILE),

@@ -51,6 +51,22 @@ __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);
 }
 
+// Columns of an accumulator that one instruction may have: ptxas wants all its registers to be
+// among those that a thread starts with.
+constexpr int columns_at_once = Config::num_warps > 12 ? 128 : 256;
+
+// Calls multiply(columns, panel) for the columns of acc that one instruction takes at a time, and
+// the first panel of B that holds them.
+template <int tiles, typename Multiply>
+__device__ __forceinline__ void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
+  constexpr int parts = (8 * tiles + columns_at_once - 1) / columns_at_once;
+#pragma unroll
+  for (int i = 0; i < parts; ++i) {
+    multiply(reinterpret_cast<float (&)[4 * tiles / parts]>(acc[0][i * (tiles / parts)]),
+             i * (columns_at_once / 64));
+  }
+}
+
 // Starts acc = A . B^T, of as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
 __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a,
@@ -127,7 +143,10 @@ __device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], 
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    ptx::wgmma_shared_b_rows<Config::dtype>(flat(acc), a + k * 2, b + k * 128, 1);
+    for_columns(acc, [&](auto& columns, int panel) {
+      ptx::wgmma_shared_b_rows<Config::dtype>(columns, a + k * 2,
+                                              b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+    });
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -146,7 +165,10 @@ __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
 #pragma unroll
   for (int k = first; k < first + count; ++k) {
     // 16 rows are 2048 bytes of every panel.
-    ptx::wgmma_registers<Config::dtype>(flat(acc), a_frag[0][k], b + k * 128, 1);
+    for_columns(acc, [&](auto& columns, int panel) {
+      ptx::wgmma_registers<Config::dtype>(columns, a_frag[0][k],
+                                          b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+    });
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
