@@ -321,6 +321,11 @@ struct Score {
     return Config::scale_in_exponent ? rounded_product(maximum, params.scale_log2) : maximum;
   }
 
+  // A maximum with about this reference, where the scale is a factor of exponents.
+  __device__ __forceinline__ float maximum_near(float reference) const {
+    return __fdividef(reference, params.scale_log2);
+  }
+
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
   // comes first: a bias may be as large as float32 goes.
   __device__ __forceinline__ Real exponent(Real value, Real reference) const {

@@ -15,17 +15,6 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same, and whether any of them saw the condition.
-__device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool condition) {
-  int any;
-  asm volatile(
-      "{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
-      : "=r"(any)
-      : "r"(barrier), "r"(threads), "r"(static_cast<int>(condition))
-      : "memory");
-  return any != 0;
-}
-
 // Shared memory that this thread wrote becomes visible to wgmma and TMA, after the next barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 __device__ __forceinline__ void fence_async_proxy() {

@@ -5,6 +5,7 @@
 #include "params.cuh"
 #include "ptx/sync.cuh"
 #include "segments.cuh"
+#include "sm90/raw_scores.cuh"
 #include "sm90/shared_memory.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
@@ -30,12 +31,10 @@ struct Consumer {
   // The softmax of one warpgroup runs under the products of another. Where there are three, those
   // of a narrow block are too short for that, and the order only delays them.
   static constexpr bool takes_turns = consumers == 2 || Config::block_n == 128;
-  // Full blocks are weighed against the rows' reference as it is: see next_block_at_reference. At
-  // wide heads products take so long that it gains nothing, and of few keys before a causal bound,
-  // which are looked at first, a reference is soon outgrown.
-  static constexpr bool keeps_reference = Config::scale_in_exponent && Score::is_plain &&
-                                          !Config::dropout && Config::head_dim <= 128 &&
-                                          (Score::masks_before_full || !Score::last_rows_see_most);
+  // Full blocks are weighed against the rows' reference as it is: see next_full_block. At wide
+  // heads products take so long that it gains nothing.
+  static constexpr bool keeps_reference =
+      Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -58,7 +57,7 @@ struct Consumer {
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
       } else {
-        attend(score, rows);
+        attend(score, rows, work.entry);
       }
       finish(work, score);
     }
@@ -84,7 +83,8 @@ struct Consumer {
   };
 
   // Every warpgroup takes a turn for each block of the tile, whether or not its own rows see it.
-  __device__ __forceinline__ void attend(const Score& score, const Rows& rows) {
+  __device__ __forceinline__ void attend(const Score& score, const Rows& rows,
+                                         const BatchIndex& entry) {
     const BlockRanges& own = rows.own;
     softmax = SplitSoftmax();
     clear(o_acc);
@@ -118,26 +118,23 @@ struct Consumer {
           next_block<Edge::last>(score, rows, block, block == own.begin);
         }
       }
-      if constexpr (keeps_reference) {
-        int patience = 2;  // scores that rise from block to block are better off with a maximum
-#pragma unroll 1
-        for (; block >= own.full_begin && patience > 0; --block) {
-          patience -= next_block_at_reference<Edge::none>(score, rows, block, block == own.begin);
-        }
-      }
 #pragma unroll 1
       for (; block >= own.full_begin; --block) {
-        next_block<Edge::none>(score, rows, block, block == own.begin);
+        if constexpr (keeps_reference) {
+          next_full_block(score, rows, entry, block, block == own.begin);
+        } else {
+          next_block<Edge::none>(score, rows, block, block == own.begin);
+        }
       }
       if constexpr (Score::masks_before_full) {
 #pragma unroll 1
         for (; block >= own.begin + rows.half_first; --block) {
-          next_first_keys<Keys::all>(score, rows, block, block == own.begin);
+          next_block<Edge::first>(score, rows, block, block == own.begin);
         }
       }
       if constexpr (halves_first) {
         if (rows.half_first && block == own.begin) {
-          next_first_keys<Keys::upper_half>(score, rows, block--, true);
+          next_block<Edge::first, Keys::upper_half>(score, rows, block--, true);
           last_product<Keys::upper_half>();
         } else {
           last_product<Keys::all>();
@@ -225,46 +222,66 @@ struct Consumer {
     softmax.rescale_rows(o_acc);
   }
 
-  // The same against the rows' reference as it is: no maximum is formed. Where that was too low,
-  // which is returned, the scores are multiplied again. Either way the bits are those of
-  // next_block.
-  template <Edge edge, Keys keys = Keys::all>
-  __device__ __forceinline__ bool next_block_at_reference(const Score& score, const Rows& rows,
-                                                          int block, bool is_last) {
-    float s_acc[1][count_of(keys)][4];
-    const int first_key = block * Config::block_n + 8 * first_of(keys);
-    const Ring<Config::num_stages> before = start_both<keys>(s_acc);
-    const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
+  // The same for a full block against the rows' reference as it is: no maximum is formed. Where
+  // weights show that it was too low, it follows them.
+  __device__ __forceinline__ void next_full_block(const Score& score, const Rows& rows,
+                                                  const BatchIndex& entry, int block,
+                                                  bool is_last) {
+    float s_acc[1][s_tiles][4];
+    const int first_key = block * Config::block_n;
+    const Ring<Config::num_stages> before = start_both<Keys::all>(s_acc);
+    const auto dropped = dropped_pairs<s_tiles>(score, rows, first_key);
     wait_for_scores(s_acc);
-    apply_score<edge>(s_acc, score, rows.first_row, first_key, {});
+    release_scores(is_last);
     softmax.keep_reference();
     exponentiate(s_acc, score);
-    const bool outgrown = any_of_warpgroup(softmax.outgrown());
-    release_scores(is_last, !outgrown);
     end_product(before);
-    if (outgrown) {
-      start_scores<keys>(s_acc);
-      ptx::wgmma_wait<0>();
-      ptx::pin(flat(s_acc));
-      release_scores(is_last);
-      apply_score<edge>(s_acc, score, rows.first_row, first_key, {});
-      softmax.find_maximum(s_acc, score);
-      exponentiate(s_acc, score);
+    if (warp_agrees(softmax.outgrown())) {
+      bool lost[2];
+      softmax.follow_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
+      if (warp_agrees(lost[0] || lost[1])) {
+        weigh_again(s_acc, lost, score, rows, entry, first_key);
+      }
     }
     softmax.add_block();
-    keep_weights<keys>(s_acc, dropped);
-    return outgrown;
+    keep_weights<Keys::all>(s_acc, dropped);
   }
 
-  // A block in which the first visible keys of some rows lie: they have seen others before.
-  template <Keys keys>
-  __device__ __forceinline__ void next_first_keys(const Score& score, const Rows& rows, int block,
-                                                  bool is_last) {
-    if constexpr (keeps_reference) {
-      next_block_at_reference<Edge::first, keys>(score, rows, block, is_last);
-    } else {
-      next_block<Edge::first, keys>(score, rows, block, is_last);
+  // Weights of a full block from scores that are multiplied again, for rows that lost theirs. Those
+  // of other rows, and their bits, stay.
+  __device__ __forceinline__ void weigh_again(float (&s_acc)[1][s_tiles][4], const bool (&lost)[2],
+                                              const Score& score, const Rows& rows,
+                                              const BatchIndex& entry, int first_key) {
+    const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
+    const RawScores raw(params, entry, score.seqlen, warp_row);
+    float s[4], maximum[2] = {-infinity(), -infinity()};
+#pragma unroll 1
+    for (int t = 0; t < s_tiles; ++t) {
+      raw.of_keys(s, first_key + 8 * t);
+      maximum[0] = fmaxf(maximum[0], fmaxf(s[0], s[1]));
+      maximum[1] = fmaxf(maximum[1], fmaxf(s[2], s[3]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      maximum[half] = quad_max(maximum[half]);
+      softmax.raise_reference(half, lost[half] ? maximum[half] : -infinity(), score);
+      if (lost[half]) softmax.block_sum[half] = 0.0f;
+    }
+    softmax.rescale_rows(o_acc);
+#pragma unroll 1
+    for (int t = 0; t < s_tiles; ++t) {
+      raw.of_keys(s, first_key + 8 * t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float weight = ptx::exp2_approx(score.exponent(s[i], softmax.shift[i / 2]));
+        if (lost[i / 2]) softmax.block_sum[i / 2] += weight;
+#pragma unroll
+        for (int own = 0; own < s_tiles; ++own) {
+          float& value = s_acc[0][own][i];
+          value = own == t && lost[i / 2] ? weight : value;
+        }
+      }
     }
   }
 
@@ -342,9 +359,9 @@ struct Consumer {
   }
 
   // k, and after the last block q, were multiplied.
-  __device__ __forceinline__ void release_scores(bool is_last, bool final = true) {
-    arrive_if(smem.k_empty[ring.stage()], final && leads_warpgroup());
-    release_q(final && is_last);
+  __device__ __forceinline__ void release_scores(bool is_last) {
+    arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
+    release_q(is_last);
   }
 
   __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
@@ -390,16 +407,16 @@ struct Consumer {
   }
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.
-  template <Keys keys>
-  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][count_of(keys)][4],
-                                               const DroppedPairs<1, count_of(keys)>& dropped) {
+  template <Keys keys, int tiles>
+  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][tiles][4],
+                                               const DroppedPairs<1, tiles>& dropped) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t) {
       const int own = t - first_of(keys);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
-        if (own >= 0 && own < count_of(keys)) {
+        if (own >= 0 && own < tiles) {
           pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
           pair = dropped.applied(pair, 0, own, half);
         } else {
@@ -422,10 +439,6 @@ struct Consumer {
     wait(smem.v_full[at.stage()], at.full_parity());
     start_product<SharedMemory::VTile, first, count>(o_acc, p_frag,
                                                      smem.v[at.stage()].summed_over_rows());
-  }
-
-  __device__ __forceinline__ bool any_of_warpgroup(bool condition) const {
-    return warp_agrees(ptx::named_barrier_any(first_together + warpgroup, 128, condition));
   }
 
   __device__ __forceinline__ void take_turn() const {

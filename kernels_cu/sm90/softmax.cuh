@@ -14,11 +14,43 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // Another block against the same reference.
   __device__ __forceinline__ void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
-  // Was the kept reference too low for one of these rows, or is there none yet? What find_maximum
-  // would raise has a sum of almost 2^8 at least, and no other row may raise its reference.
+  // May follow_weights have to raise the reference of one of these rows, or is there none yet? A
+  // lane with a weight of more than 2^8 has a larger sum than this.
   __device__ __forceinline__ bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
     return !(largest <= 200.0f) || fminf(row_max[0][0], row_max[0][1]) == -infinity();
+  }
+
+  // A reference that weights have outgrown by more than a factor of 2^8 follows the largest of
+  // them. Not where they overflowed or, of a row's first visible block, may have vanished: those
+  // rows are `lost`, and left as they are.
+  template <int tiles>
+  __device__ __forceinline__ void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
+                                                 bool (&lost)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        largest = fmaxf(largest, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
+      }
+      largest = quad_max(largest);
+      const bool grew = largest > 0x1p8f || row_max[0][half] == -infinity();
+      lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
+      const float before = shift[half];
+      if (grew && !lost[half]) {
+        row_max[0][half] = score.maximum_near(before + __log2f(largest));
+        shift[half] = score.reference(row_max[0][half]);
+      }
+      rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
+      row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
+      block_sum[half] *= rescale[half];
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+        s_acc[0][t][2 * half] *= rescale[half];
+        s_acc[0][t][2 * half + 1] *= rescale[half];
+      }
+    }
   }
 
   // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
@@ -33,18 +65,21 @@ struct SplitSoftmax : OnlineSoftmax<1> {
       for (int t = 0; t < tiles; ++t) {
         block_max = fmaxf(block_max, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
       }
-      block_max = quad_max(block_max);
-      const float old_reference = score.reference(row_max[0][half]);
-      const float new_reference = score.reference(block_max);
-      const bool grew = score.exponent_between(new_reference, old_reference) > 8.0f;
-      row_max[0][half] = grew ? block_max : row_max[0][half];
-      const float reference = grew ? new_reference : old_reference;
-      shift[half] = reference == -infinity() ? 0.0f : reference;
-      rescale[half] =
-          grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
-      row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
+      raise_reference(half, quad_max(block_max), score);
       block_sum[half] = 0.0f;
     }
+  }
+
+  __device__ __forceinline__ void raise_reference(int half, float maximum, const Score& score) {
+    const float old_reference = score.reference(row_max[0][half]);
+    const float new_reference = score.reference(maximum);
+    const bool grew = score.exponent_between(new_reference, old_reference) > 8.0f;
+    row_max[0][half] = grew ? maximum : row_max[0][half];
+    const float reference = grew ? new_reference : old_reference;
+    shift[half] = reference == -infinity() ? 0.0f : reference;
+    rescale[half] =
+        grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
+    row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
   }
 
   // Scores of column tiles [begin, end) become probabilities.
