@@ -132,13 +132,14 @@ def test_every_family_of_inputs(family, head_dims, dtype):
     check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
 
 
+@pytest.mark.parametrize("factor", [8, 40, 2000])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (500, 0)}], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
-def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, options):
-    """Full blocks are weighed again for a warpgroup: the bits of its other rows stay."""
+def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, options, factor):
+    """A warp lets the reference follow, or multiplies again: the bits of its other rows stay."""
     call = make(head_dims, ((2, 3), 700, 900), options)
     calm, k, v = (call.array(name) for name in "qkv")
-    loud = 40 * calm  # logits far beyond those of the first block, of one block after the other
+    loud = factor * calm  # weights beyond 2^8 against the first block, or beyond all numbers
     mixed = np.where(np.arange(700)[:, None] % 5 < 2, loud, calm)
     results = [attend(*map(upload, (q, k, v)), **options) for q in (calm, loud, mixed)]
     for of_calm, of_loud, of_mixed in zip(*results, strict=True):
@@ -147,6 +148,19 @@ def test_rows_that_outgrow_their_reference_leave_the_others_alone(head_dims, opt
             for first in rows:
                 at = np.s_[:, :, first::5]
                 assert_same_bits([of_mixed[at].copy()], [alone[at].copy()])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "offset": -1}, {"window": (900, 5)}], ids=str
+)
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 96), (128, 128)], ids=str)
+def test_references_that_follow_are_within_budget(head_dims, options, dtype):
+    """Keys that weigh more from block to block, a little or by more than a number holds."""
+    call = make(head_dims, ((2, 3), 700, 1300), options, dtype)
+    first_keys_most = np.linspace(1, 0.05, 1300)[:, None]
+    for factor in (1, 6, 60):
+        check(call.but(k=(factor * first_keys_most * call.k).astype(dtype)))
 
 
 MANY = [(d, name) for d in ROWS for name in ("none", "causal")]

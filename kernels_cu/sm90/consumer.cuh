@@ -5,16 +5,13 @@
 #include "params.cuh"
 #include "ptx/sync.cuh"
 #include "segments.cuh"
+#include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
 #include "sm90/shared_memory.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
 
 namespace cuflash {
-
-// Which end of the visible keys may lie within a block. A mask may hide keys of any block but a
-// full one: it leaves none.
-enum class Edge { none, first, last, both };
 
 // Which keys of a block are multiplied with. The others are hidden from all 64 rows.
 enum class Keys { all, lower_half, upper_half };
@@ -25,9 +22,6 @@ struct Consumer {
   static constexpr bool halves = Config::block_n == 128 && Score::is_plain;
   static constexpr bool halves_last = halves && Score::last_rows_see_most;
   static constexpr bool halves_first = halves && Score::masks_before_full;
-  // With two bounds, a word of bits for each row takes fewer instructions than comparisons: the
-  // compiler reads seven bits at a time.
-  static constexpr bool bounds_as_bits = Score::masks_before_full;
   // The softmax of one warpgroup runs under the products of another. Where there are three, those
   // of a narrow block are too short for that, and the order only delays them.
   static constexpr bool takes_turns = consumers == 2 || Config::block_n == 128;
@@ -188,7 +182,7 @@ struct Consumer {
     start_scores<keys>(s_acc);
     pass_turn();
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    const ShownPairs shown = shown_pairs<count_of(keys)>(score, rows, first_key);
+    const ShownPairs shown = shown_pairs<count_of(keys)>(score, rows.first_row, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_scores(is_last);
@@ -212,7 +206,7 @@ struct Consumer {
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
     ShownPairs shown;
     if constexpr (edge != Edge::none) {
-      shown = shown_pairs<count_of(keys)>(score, rows, first_key);
+      shown = shown_pairs<count_of(keys)>(score, rows.first_row, first_key);
     }
     wait_for_scores(s_acc);
     release_scores(is_last);
@@ -306,11 +300,6 @@ struct Consumer {
     pass_turn();
   }
 
-  // What a mask shows to the two rows of this lane, if it is alone.
-  struct ShownPairs {
-    ColumnBits to_row[2];
-  };
-
   // Which weights dropout drops: drawn while scores are multiplied.
   template <int tiles>
   __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
@@ -324,19 +313,6 @@ struct Consumer {
       arrive_if(smem.never, dropped.some == 1);
     }
     return dropped;
-  }
-
-  // A mask's bytes are under way while scores are multiplied.
-  template <int tiles>
-  __device__ __forceinline__ ShownPairs shown_pairs(const Score& score, const Rows& rows,
-                                                    int first_key) const {
-    ShownPairs shown;
-    if constexpr (Score::has_mask_alone) {
-      const int thread = ptx::thread_index(), lane = thread % 32;
-      const int lane_row = rows.first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
-      score.shown_to_rows<tiles>(shown.to_row, lane_row, first_key + fragment_column(0, 0, lane));
-    }
-    return shown;
   }
 
   // Starts q k^T of the ring's next block and p v of the one before, which it returns.
@@ -447,51 +423,6 @@ struct Consumer {
   __device__ __forceinline__ void pass_turn() const {
     const int next = warpgroup + 1 == consumers ? 0 : warpgroup + 1;
     if constexpr (takes_turns) ptx::named_barrier_arrive(first_turn + next, 256);
-  }
-
-  // Raw products become logits, what is invisible -inf.
-  template <Edge edge, int tiles>
-  __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                              int first_row, int first_key,
-                                              const ShownPairs& shown) const {
-    if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
-      const int thread = ptx::thread_index(), lane = thread % 32;
-      const int lane_row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
-      const int lane_key = first_key + fragment_column(0, 0, lane);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int q_idx = lane_row + 8 * half;
-        const Range keys = score.kv_range_from(lane_key, q_idx);
-        ColumnBits seen;
-        if constexpr (edge != Edge::none && Score::has_mask_alone) {
-          seen = shown.to_row[half];
-        } else if constexpr (edge != Edge::none) {
-          seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-          if constexpr (bounds_as_bits) {
-            static_assert(tiles <= 16, "a bit for each column of a row");
-            const int first = edge == Edge::last ? 0 : keys.begin;
-            const int end = edge == Edge::first ? 8 * tiles : keys.end;
-            seen.bits &= ColumnBits::within({first, end}).bits;
-          }
-        }
-#pragma unroll
-        for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& value = s_acc[0][t][2 * half + i];
-            const int kv_idx = lane_key + 8 * t + i;
-            bool visible = true;
-            if constexpr (edge != Edge::none && !bounds_as_bits && !Score::has_mask_alone) {
-              visible = 8 * t + i < keys.end;
-            }
-            if constexpr (edge != Edge::none) {
-              visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
-            }
-            value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
-          }
-        }
-      }
-    }
   }
 
   // out and lse of these 64 rows; rows that saw nothing become +0 and the sink, or -inf.
