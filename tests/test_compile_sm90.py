@@ -19,10 +19,10 @@ import pytest
 from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, Spill, dtype_of, pairwise, problem_of
 
-from cuflash import _select, _select_one_pass
+from cuflash import Options, _select, _select_one_pass
 from cuflash._compile import compile_static, params_struct
 from cuflash._config import BackwardConvertConfig, BackwardSm90Config, ForwardSm90Config
-from cuflash._problem import HALVES
+from cuflash._problem import HALVES, describe
 from support.nvrtc import DISTRIBUTIONS, compiler_of
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
@@ -154,6 +154,20 @@ def test_every_row_of_the_tables(name: str, generation: int) -> None:
     }
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(_select._FORWARD_SM90)
     compile_all(configs, generation)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("sink", [None, np.float32], ids=["", "sink"])
+def test_rows_for_many_keys(sink: Any, generation: int) -> None:
+    a = np.broadcast_to(np.zeros((), bfloat16), (1, 8192, 128))
+    chosen = []
+    for window in ((None, None), (5000, 20)):
+        options = Options(window=window, sink=None if sink is None else np.ones(1, sink))
+        problem = describe(a, a, a, options)
+        chosen += [_select.forward_sm90_config(problem, number) for number in (SMALL, LARGE)]
+    rows = {(config.block_m, config.block_n) for config in chosen if config is not None}
+    assert rows == {(192, 80), (128, 80), (128, 128)}
+    compile_all({config for config in chosen if config is not None}, generation)
 
 
 @pytest.mark.nvrtc
