@@ -16,11 +16,12 @@ from test_compile_sm90 import CAUSAL, LENGTHS, PACKED, WINDOW, by_turns, compile
 from cuflash import _select_tf32
 from cuflash._config import Precision, TileConfig
 
-TILES: list[tuple[tuple[int, int], Precision]] = [
-    ((64, 64), "ieee"), ((128, 128), "ieee"), ((128, 128), "tf32"),
-]  # fmt: skip
-#: Beside these; what lies between compiles in less.
-MIXED: list[tuple[tuple[int, int], Precision]] = [((96, 128), "ieee"), ((128, 40), "ieee")]
+Tile = tuple[tuple[int, int], Precision]
+#: Fullest of registers, and compiled with every case; of the others one with each case.
+FULLEST: Tile = (128, 128), "ieee"
+OTHERS: tuple[Tile, ...] = ((64, 64), "ieee"), ((128, 128), "tf32")
+#: With some cases beside these; what lies between compiles in less.
+MIXED: tuple[Tile, ...] = ((96, 128), "ieee"), ((128, 40), "ieee")
 BOUNDED = {**WINDOW, **LENGTHS, "offset": np.int64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -50,14 +51,21 @@ def configs_of(case: dict[str, Any], precision: Precision) -> list[TileConfig]:
     return [of_queries, *of_keys, *([] if forward is None else [forward])]
 
 
+def tiles_of(name: str, whole: bool) -> tuple[Tile, ...]:
+    """Those that a case is compiled with, for all of them to be in minutes."""
+    if whole or name in ("none", "bounded"):
+        return (FULLEST, *OTHERS, *MIXED)
+    return (FULLEST, OTHERS[list(OPTIONS).index(name) % 2])
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("name", "generation"), by_turns(OPTIONS), indirect=["generation"])
-def test_every_kernel(name: str, generation: int) -> None:
+def test_every_kernel(name: str, generation: int, pytestconfig: pytest.Config) -> None:
     case = {**PLAIN, **OPTIONS[name], "dtype": np.float32, "out_dtype": None}
     compile_all(
         {
             config
-            for d, precision in (*TILES, *(MIXED if name in ("none", "bounded") else []))
+            for d, precision in tiles_of(name, pytestconfig.getoption("--slow"))
             for config in configs_of({**case, "head_dims": d}, precision)
         },
         generation,
