@@ -16,15 +16,17 @@ class Frozen:
     """Values by name, all of them given that have no default; equal where class and values are."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _defaults: ClassVar[dict[str, Any]]  # of every field; MISSING where it has none
 
     def __init_subclass__(cls) -> None:
         dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
+        cls._defaults = {field.name: field.default for field in fields(cls)}
 
     def __init__(self, **values: Any) -> None:
-        own = {field.name: values.get(field.name, field.default) for field in fields(self)}
-        wrong = [name for name, value in own.items() if value is MISSING]
-        wrong += sorted(values.keys() - own.keys())
-        if wrong:
+        own = self._defaults | values
+        if len(own) != len(self._defaults) or MISSING in own.values():
+            wrong = [name for name, value in own.items() if value is MISSING]
+            wrong += [name for name in own if name not in self._defaults]
             raise TypeError(f"{type(self).__name__}: missing, or no field: {', '.join(wrong)}")
         vars(self).update(own)
         self.__post_init__()
