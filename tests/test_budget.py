@@ -355,11 +355,43 @@ def test_tf32_in_float32_is_caught() -> None:
     """Operands of 11 significant bits, as TF32 products have, are not float32."""
     call = make_call("normal", 0, np.float32, (2, 64, 64), (2, 256, 64), (2, 256, 64))
     x = model_flash.expand(call, np.float32)
-    mantissa, exponent = np.frexp(x.q)
-    x.q = np.ldexp(np.round(mantissa * 2048) / 2048, exponent)
+    x.q = with_significant_bits(x.q, 11)
     out, lse = tiled_forward(call, x)
     with pytest.raises(BudgetError):
         Budget(call).check_forward(out, lse)
+
+
+def with_significant_bits(array: np.ndarray, bits: int) -> np.ndarray:
+    """The nearest numbers of so many bits."""
+    mantissa, exponent = np.frexp(array)
+    return np.ldexp(np.round(mantissa * 2**bits) / 2**bits, exponent).astype(array.dtype)
+
+
+@pytest.mark.parametrize(
+    ("bits", "family"),
+    [(11, "normal"), (11, "uniform"), (11, "normal_times_3"), (11, "one_hot"), (8, "normal")],
+)
+def test_products_of_tf32_pass_by_their_own_budget(
+    bits: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 8 bits, as bfloat16 has, do not."""
+    options = {"causal": True, "softcap": 20.0}
+    call = make_call(family, 0, np.float32, Q, KV, KV, options={**options, "enable_gqa": True})
+    budget, x = Budget(call.but(tf32=True)), model_flash.expand(call, np.float32)
+
+    def product(_: object, a: np.ndarray, b: np.ndarray, rounding: bool) -> np.ndarray:
+        return with_significant_bits(a, bits) @ with_significant_bits(b, bits)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_flash, "_product", product)
+        out, lse = model_flash.forward(x)
+        gradients = model_flash.backward(x, out, lse)
+    if bits == 11:
+        budget.check_forward(out, lse)
+        budget.check_backward(gradients, given=(out, lse))
+    else:
+        with pytest.raises(BudgetError):  # out has too few rows for R2
+            budget.check_backward(gradients, given=(out, lse))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

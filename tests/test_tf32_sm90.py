@@ -74,11 +74,12 @@ def test_they_are_chosen(head_dims: tuple[int, int], name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize(("head_dims", "name"), CASES, ids=str)
-def test_within_the_budget(head_dims: tuple[int, int], name: str) -> None:
+def test_within_the_budget(head_dims: tuple[int, int], name: str, tf32: bool) -> None:
     import cupy
 
-    call = call_of(head_dims, OPTIONS[name])
+    call = call_of(head_dims, OPTIONS[name]).but(tf32=tf32)
     result, budget = run(cupy, call, with_out=True), Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))

@@ -83,6 +83,16 @@ w = eps/2 of the operand dtype, t = half its smallest subnormal (0 for float32 a
 (probabilities and score gradients are rounded once, before their products; delta = dout . out is
 formed from the rounded out of rounded probabilities. An unnormalised probability exp(s - running
 max) is at least P, so that t is enough.)
+
+*TF32*, where a call asks for it: an operand of a product loses a part of at most z = 2^-10 of
+itself (a cut after 11 significant bits; to round takes half of that), two operands z' = 2 z + z^2
+of the product. A score is off by at most e = z' S, and with it, normalised or against a given lse,
+P by a part of at most r = e + sum_n(P e). Added to W, and for lse to R4:
+    out    sum_n P (r + z') K |v|         dv  sum_m P (r + z') K |dout|         lse  sum_n(P e)
+    delta  D = sum_n P (r + z') X
+    dS     P [ r (X + X' + y) + z' X + D ]
+    dS_raw dS t' + P (X + X' + y) 2 t' e / softcap
+    dq     |scale| * sum_n [ dS_raw + z' P (X + X' + y) t' ] |k|;  dk, dscale likewise
 """
 
 from __future__ import annotations
@@ -140,6 +150,7 @@ class Budget:
         half = np.dtype(call.dtype).itemsize == 2
         self.w = float(finfo(call.dtype).eps) / 2 if half else 0.0
         self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
+        self.z = (1 + 2.0**-10) ** 2 - 1 if call.tf32 else 0.0  # z' of the derivation
         self.tiny = float(np.finfo(self.accumulator).tiny)
         self.inputs = model_flash.expand(call, np.float64)
         self.given: tuple[np.ndarray, np.ndarray] | None = None
@@ -230,11 +241,22 @@ class Budget:
         return self.inputs.kept * self.inputs.kept_scale
 
     @cached_property
+    def tf32_mean(self) -> np.ndarray:
+        """sum_n(P e) of TF32, (batch, m, 1)."""
+        return self.z * (self.p * self.score_sum).sum(-1, keepdims=True)
+
+    @cached_property
+    def tf32_weight(self) -> np.ndarray:
+        """P r of TF32, (batch, m, n)."""
+        return self.p * (self.z * self.score_sum + self.tf32_mean)
+
+    @cached_property
     def out(self) -> Tensor:
         x = self.inputs
         v = np.abs(x.v)
         accumulation = ((self.p * self.relative_error + self.tiny * x.visible) * self.factor) @ v
-        rounding = ((self.w * self.p + self.t * x.visible) * self.factor) @ v
+        lost = (self.w + self.z) * self.p + self.t * x.visible + self.tf32_weight
+        rounding = (lost * self.factor) @ v
         return Tensor(
             "out", self.truth.out, self.model[0], self.unrounded[0], accumulation, rounding,
             self.call.dtype, OUT_RMS,
@@ -279,8 +301,14 @@ class Budget:
         draw = ds * slope + p * reach * u * steep
         out = np.abs(np.nan_to_num(self.truth.out.astype(np.float64), posinf=0.0, neginf=0.0))
         delta_w = w * (dout * out).sum(-1, keepdims=True)
-        delta_w = delta_w + ((w * p + self.t * x.visible) * products).sum(-1, keepdims=True)
-        draw_w = w * p * slope * reach + self.t * x.visible + p * slope * delta_w
+        z, weight = self.z, self.tf32_weight
+        lost = (w + z) * p + self.t * x.visible + weight
+        delta_w = delta_w + (lost * products).sum(-1, keepdims=True)
+        ds_w = weight * reach + p * (z * products + delta_w)
+        raw_w = slope * (ds_w + z * p * reach)
+        if x.softcap is not None:
+            raw_w = raw_w + p * reach * 2 * slope * z * self.score_sum / x.softcap
+        draw_w = raw_w + w * p * slope * reach + self.t * x.visible
         raw_sum = q @ k.swapaxes(-1, -2)
         flushed = self.tiny * x.visible
 
@@ -302,11 +330,11 @@ class Budget:
         rounding = {
             "q": lambda: scale * (draw_w @ k),
             "k": lambda: scale * (draw_w.swapaxes(-1, -2) @ q),
-            "v": lambda: ((w * p + self.t * x.visible) * factor).swapaxes(-1, -2) @ dout,
-            "bias": lambda: p * delta_w,
-            "alibi_slopes": lambda: (p * delta_w * x.distance).sum((-1, -2)),
-            "sink": lambda: (sink_p * delta_w)[..., 0].sum(-1),
-            "scale": lambda: p * slope * delta_w * raw_sum,
+            "v": lambda: (lost * factor).swapaxes(-1, -2) @ dout,
+            "bias": lambda: ds_w,
+            "alibi_slopes": lambda: (ds_w * x.distance).sum((-1, -2)),
+            "sink": lambda: (sink_p * (delta_w + self.tf32_mean * (mean + y)))[..., 0].sum(-1),
+            "scale": lambda: raw_w * raw_sum,
         }
         magnitude = {
             "q": lambda: scale * ((p * reach * slope) @ k),
@@ -437,7 +465,7 @@ class Budget:
         keys = self.p.shape[-1]
         truth = np.where(finite, exact, 0)
         bound = 8 * self.u * np.maximum(1, np.abs(truth)).astype(np.float64)
-        bound = bound + self.mean_error[..., 0] + self.u * sum_error(keys)
+        bound = bound + (self.mean_error + self.tf32_mean)[..., 0] + self.u * sum_error(keys)
         self._compare("R4", "lse", actual, truth, bound, finite)
 
     def _check_finite(self, name: str, actual: np.ndarray, finite: np.ndarray) -> None:

@@ -2,8 +2,9 @@
 
 Model-flash is what a flawless fused kernel computes: scores, exponentials and all sums in the
 accumulator (float32; float64 for float64), the unnormalised probabilities and the score gradients
-rounded once to the operand dtype before their product, results rounded once at the end. It knows
-nothing about tiles. Which keys a query sees comes from the definition; a mistake there is looked
+rounded once to the operand dtype before their product, results rounded once at the end. Where a
+call asks for TF32, every operand of a product is cut to its 11 significant bits. It knows nothing
+about tiles. Which keys a query sees comes from the definition; a mistake there is looked
 for by comparing with the definition, not with this model.
 """
 
@@ -166,7 +167,7 @@ def final_scores(call: Any) -> np.ndarray:
 def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """``out``, and ``lse`` in the accumulator's dtype; all in that without the ``rounding``s."""
     dtype = inputs.call.dtype if rounding else inputs.q.dtype
-    scores, _ = _scores(inputs)
+    scores, _ = _scores(inputs, rounding)
     largest = np.maximum(np.max(scores, -1, keepdims=True, initial=-np.inf), inputs.sink)
     largest[np.isneginf(largest)] = 0
     if rounding:
@@ -174,7 +175,7 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.
     p = np.exp(scores - largest)
     total = p.sum(-1, keepdims=True) + np.exp(inputs.sink - largest)
     seen = total > 0
-    weighted = _rounded(p * inputs.kept, dtype) @ inputs.v
+    weighted = _product(inputs, _rounded(p * inputs.kept, dtype), inputs.v, rounding)
     weighted = weighted * p.dtype.type(inputs.kept_scale)
     out = np.divide(weighted, total, out=np.zeros_like(weighted), where=seen)
     with np.errstate(divide="ignore"):
@@ -204,26 +205,30 @@ def backward(
     """Gradients by recomputation from the model's own ``out`` and ``lse``."""
     call = inputs.call
     dtype = call.dtype if rounding else inputs.q.dtype
-    scores, slope = _scores(inputs)
+
+    def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _product(inputs, a, b, rounding)
+
+    scores, slope = _scores(inputs, rounding)
     reach = np.where(np.isneginf(lse), np.inf, lse)[..., None]
     p = np.exp(scores - reach)
     dout = inputs.dout
     finite_out = np.nan_to_num(out.astype(dout.dtype), nan=0.0, posinf=0.0, neginf=0.0)
     delta = (dout * finite_out).sum(-1) - inputs.dlse
     kept_scale = dout.dtype.type(inputs.kept_scale)
-    dp = (dout @ inputs.v.swapaxes(-1, -2)) * inputs.kept * kept_scale
+    dp = multiply(dout, inputs.v.swapaxes(-1, -2)) * inputs.kept * kept_scale
     ds = p * (dp - delta[..., None])
     draw = _rounded(ds * slope, dtype)
     sink = np.exp(inputs.sink - reach)[..., 0]
     scale = dout.dtype.type(inputs.scale)
     full = {
-        "q": lambda: scale * (draw @ inputs.k),
-        "k": lambda: scale * (draw.swapaxes(-1, -2) @ inputs.q),
-        "v": lambda: kept_scale * (_rounded(p * inputs.kept, dtype).swapaxes(-1, -2) @ dout),
+        "q": lambda: scale * multiply(draw, inputs.k),
+        "k": lambda: scale * multiply(draw.swapaxes(-1, -2), inputs.q),
+        "v": lambda: kept_scale * multiply(_rounded(p * inputs.kept, dtype).swapaxes(-1, -2), dout),
         "bias": lambda: ds * inputs.sign,
         "alibi_slopes": lambda: -(ds * inputs.sign * inputs.distance).sum((-1, -2)),
         "sink": lambda: -(sink * delta).sum(-1),
-        "scale": lambda: ds * slope * (inputs.q @ inputs.k.swapaxes(-1, -2)),
+        "scale": lambda: ds * slope * multiply(inputs.q, inputs.k.swapaxes(-1, -2)),
     }
     gradients = {name: inputs.fold(name, full[name]()) for name in call.wrt}
     if not rounding:
@@ -232,9 +237,10 @@ def backward(
         return {name: g.astype(call.array(name).dtype) for name, g in gradients.items()}
 
 
-def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
+def _scores(inputs: Expanded, rounding: bool) -> tuple[np.ndarray, np.ndarray | float]:
     """Final scores, -inf where invisible, and the derivative of softcap and formula."""
-    scores = (inputs.q @ inputs.k.swapaxes(-1, -2)) * inputs.q.dtype.type(inputs.scale)
+    products = _product(inputs, inputs.q, inputs.k.swapaxes(-1, -2), rounding)
+    scores = products * inputs.q.dtype.type(inputs.scale)
     slope: np.ndarray | float = inputs.q.dtype.type(1)
     if inputs.softcap is not None:
         cap = inputs.q.dtype.type(inputs.softcap)
@@ -244,6 +250,18 @@ def _scores(inputs: Expanded) -> tuple[np.ndarray, np.ndarray | float]:
         scores = scores + inputs.bias - inputs.slopes * inputs.distance
     scores, slope = inputs.sign * scores + inputs.shift, inputs.sign * slope
     return np.where(inputs.visible, scores, -np.inf).astype(inputs.q.dtype), slope
+
+
+def _product(inputs: Expanded, a: np.ndarray, b: np.ndarray, rounding: bool) -> np.ndarray:
+    if inputs.call.tf32 and rounding:
+        a, b = to_tf32(a), to_tf32(b)
+    return a @ b
+
+
+def to_tf32(array: np.ndarray) -> np.ndarray:
+    """Cut off after 11 significant bits; a factor makes up for what is lost on average."""
+    bits = (array.astype(np.float32) * np.float32(1 + 0.72 / 2048)).view(np.uint32)
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

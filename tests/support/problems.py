@@ -47,7 +47,8 @@ class Call:
 
     ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
     ``placements`` says by name how inputs, array options and results lie in memory, if not dense.
-    With ``sequences`` so many of equal length are packed, see :func:`packed`.
+    With ``sequences`` so many of equal length are packed, see :func:`packed`; ``tf32`` asks for
+    products of TF32.
     """
 
     q: np.ndarray
@@ -61,6 +62,7 @@ class Call:
     wrt: tuple[str, ...] = _OPERANDS
     deterministic: bool = True
     sequences: int = 0
+    tf32: bool = False
     origin: str = ""
 
     @property
@@ -128,6 +130,7 @@ class Call:
         parts += [f"placements={dict(self.placements)}"] if self.placements else []
         parts += [] if self.deterministic else ["deterministic=False"]
         parts += [f"sequences={self.sequences}"] if self.sequences else []
+        parts += ["tf32=True"] if self.tf32 else []
         return f"Call({', '.join(parts)}, wrt={self.wrt}, origin={self.origin!r})"
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
@@ -290,6 +293,7 @@ def run(
         for n, value in call.options.items()
     }
     given["deterministic"] = call.deterministic
+    given["precision"] = "tf32" if call.tf32 else None
     if "segment_ids" in given:
         given["segment_ids"] = (inputs["segment_ids_q"].view, inputs["segment_ids_k"].view)
     q, k, v, dout = (inputs[name].view for name in (*_OPERANDS, "dout"))
