@@ -49,6 +49,9 @@ NAMES = (
 )  # fmt: skip
 
 
+SIZES = [("float32", (3, 0)), ("float32", (8, 5)), ("float64", (3, 4))]
+
+
 def call_of(name: str, dtype: Any, head_dim: int, head_dim_v: int) -> Call:
     shapes = (HEADS, ROWS, head_dim), (HEADS, KEYS, head_dim), (HEADS, KEYS, head_dim_v)
     return make_call("normal", 1, dtype, *shapes, options=options_of(name))
@@ -120,12 +123,8 @@ def test_by_a_compiler(dtype: Any, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("dtype", "head_dims"),
-    [(np.float32, (3, 0)), (np.float32, (8, 5)), (np.float64, (3, 4))],
-    ids=str,
-)
-def test_on_a_gpu(dtype: Any, head_dims: tuple[int, int], name: str) -> None:
+@pytest.mark.parametrize(("dtype", "head_dims"), SIZES, ids=str)
+def test_on_a_gpu(dtype: str, head_dims: tuple[int, int], name: str) -> None:
     import cupy
 
     call = call_of(name, dtype, *head_dims)

@@ -8,6 +8,8 @@ from pathlib import Path
 import mutants
 import pytest
 import test_every_kernel
+import test_forward_narrow
+import test_tf32_sm90
 
 ALL = mutants.mutants()
 KERNELS = Path(mutants.ROOT) / "kernels_cu"
@@ -33,16 +35,28 @@ def test_there_are_enough_and_they_differ() -> None:
 
 
 def test_their_tests_exist() -> None:
-    cases = {f"{kernel}-{name}" for kernel, name in test_every_kernel.CASES}
     kernels = set(test_every_kernel.HEAD_DIMS)
+    cases = {
+        test_every_kernel: {f"{kernel}-{name}" for kernel, name in test_every_kernel.CASES},
+        test_tf32_sm90: {
+            f"{head_dims}-{name}-{precision}"
+            for head_dims, name in test_tf32_sm90.CASES
+            for precision in ("ieee", "tf32")
+        },
+        test_forward_narrow: {
+            f"{dtype}-{head_dims}-{name}"
+            for dtype, head_dims in test_forward_narrow.SIZES
+            for name in test_forward_narrow.NAMES
+        },
+    }
+    modules = {module.__name__: module for module in cases}
     for mutant in ALL:
         assert mutant.tests
         for test in mutant.tests:
-            function, case = re.fullmatch(
-                r"tests/test_every_kernel\.py::(\w+)\[(.+)\]", test
-            ).groups()
-            assert hasattr(test_every_kernel, function)
-            assert case in (cases if "ward" in function else kernels), test
+            module, function, case = re.fullmatch(r"tests/(\w+)\.py::(\w+)\[(.+)\]", test).groups()
+            assert hasattr(modules[module], function)
+            known = cases[modules[module]] | kernels | {"64", "128"}
+            assert case in known, test
 
 
 def test_a_mistake_that_is_in_two_places_is_refused() -> None:
