@@ -70,6 +70,14 @@ def test_a_tile_that_no_memory_holds_says_so(tmp_path):
     assert "KiB of shared memory" in words
 
 
+def test_neighbours_say_once_why_they_are_none(tmp_path):
+    whole = space_of(block_m=(64, 128), num_stages=(2,))
+    found = tuning.sweep(WORK, whole, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    axes = pictures.heat_map(found).axes[0]
+    reasons = [" ".join(text.split()) for text in texts(axes) if not text[0].isdigit()]
+    assert reasons == ["block_m = 64 must be 128 or 192: two or three warpgroups of 64 rows"]
+
+
 def test_a_line_of_parallel_coordinates_for_each_configuration(found):
     axes = pictures.parallel_coordinates(found).axes[0]
     long = [line for line in axes.lines if len(line.get_xdata()) > 2]

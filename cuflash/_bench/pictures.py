@@ -5,6 +5,7 @@ Every function returns a figure; :func:`save` writes PNG and SVG.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,12 +93,12 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
     image = axes.imshow(speed, cmap=colours, aspect="auto", origin="lower")
     middle = (np.nanmin(speed) + np.nanmax(speed)) / 2 if np.isfinite(speed).any() else 0.0
     for (y, x), text in texts.items():
-        known = np.isfinite(speed[y, x])
-        colour = "black" if not known or speed[y, x] > middle else "white"
-        axes.text(
-            x, y, text if known else "\n".join(textwrap.wrap(text, 14)), ha="center", va="center",
-            color=colour, fontsize=9 if known else 6.5,
-        )  # fmt: skip
+        if np.isfinite(speed[y, x]):
+            colour = "black" if speed[y, x] > middle else "white"
+            axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=9)
+    for place, y, width, text in _reasons(speed, texts):
+        lines, size = textwrap.wrap(text, 14 * width), 6.5 if width == 1 else 9
+        axes.text(place, y, "\n".join(lines), ha="center", va="center", fontsize=size)
     gain = f"best: {found.best_relative:.3f} of the time of shipped, compared once more"
     best_values = found.best["values"]
     for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", gain)):
@@ -115,6 +116,22 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
     figure.legend(loc="outside lower center", fontsize=8, facecolor="#b0b0b0")
     figure.colorbar(image, label="TFLOP/s")
     return figure
+
+
+def _reasons(
+    speed: np.ndarray, texts: Mapping[tuple[int, int], str]
+) -> list[tuple[float, int, int, str]]:
+    """Where which reason is written, over how many cells: once for neighbours that share it."""
+    found: list[tuple[float, int, int, str]] = []
+    for y in range(speed.shape[0]):
+        cells = [None if np.isfinite(speed[y, x]) else texts[y, x] for x in range(speed.shape[1])]
+        first = 0
+        for text, alike in itertools.groupby(cells):
+            width = len(list(alike))
+            if text is not None:
+                found.append((first + (width - 1) / 2, y, width, text))
+            first += width
+    return found
 
 
 def _frame(axes: Any, x: int, y: int, inset: float, colour: str, label: str) -> None:
