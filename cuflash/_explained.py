@@ -55,7 +55,7 @@ def _described(
     if not isinstance(config, TileConfig) or isinstance(config, BackwardConvertConfig):
         return found
     found["tile"] = tile_of(config)
-    row = _tuned.row_of(config, hardware.name)
+    row = _tuned.row_behind(config, hardware.name)
     table = "_select_one_pass" if name == "backward_sm90" else "_select"
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/{table}.py"

@@ -4,7 +4,8 @@ Those of ``tiles.json``, which is shipped and made by tools/shipped_tiles.py fro
 Before them those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable
 CUFLASH_TILES, the path of a file or "user" for this user's table. A file is JSON,
 {"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
-options and device.
+options and device; where it says so, only instead of one tile of the tables, which may depend on
+lengths.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Key(NamedTuple):
     head_dim_v: int
     options: str
     device: str
+    replaces: str = ""  # the tile of the tables instead of which it is taken; any where empty
 
 
 class Row(NamedTuple):
@@ -114,7 +116,13 @@ def key_of(config: TileConfig, device: str) -> Key:
     """What a configuration is looked up by."""
     kernel = config.source.removesuffix(".cu")
     sizes = (config.head_dim, config.head_dim_v)
-    return Key(kernel, config.dtype, *sizes, options_of(config), device)
+    return Key(kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
+
+
+def tile_text(config: TileConfig) -> str:
+    """A tile in words: "num_warps=12 block_m=128 ..."."""
+    names = [f.name for f in fields(config) if f.name in TILE_FIELDS]
+    return " ".join(f"{name}={int(getattr(config, name))}" for name in names)
 
 
 def read(path: Path) -> list[Row]:
@@ -138,6 +146,8 @@ def read(path: Path) -> list[Row]:
 def _row(path: Path, number: int, given: Any) -> Row:
     where = f"{path}: tiles[{number}]"
     kinds = {name: int if name.startswith("head") else str for name in Key._fields}
+    if isinstance(given, dict):
+        given = {"replaces": "", **given}
     if not isinstance(given, dict) or not isinstance(given.get("values"), dict):
         raise problem_with(where, ValueError, got=repr(given)[:80], expected='a row with "values"')
     for name, kind in kinds.items():
@@ -158,7 +168,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
     ordered = sorted(rows, key=lambda row: row.key)
     tiles = [
-        {**row.key._asdict(), "values": dict(row.values), "measured": row.measured}
+        {name: value for name, value in row.key._asdict().items() if value != ""}
+        | {"values": dict(row.values), "measured": row.measured}
         for row in ordered
     ]
     lines = ",\n".join(json.dumps(tile) for tile in tiles)
@@ -212,15 +223,30 @@ def replace_rows(rows: Mapping[Key, Row] | None) -> None:
 
 
 def row_of(config: TileConfig, device: str) -> Row | None:
-    """The measured row for a configuration, whatever its tile; None where there is none."""
+    """The measured row for a choice of the tables; None where there is none."""
     key = key_of(config, device)
-    return in_use().get(key) or shipped().get(key)
+    for rows in (in_use(), shipped()):
+        row = rows.get(key) or rows.get(key._replace(replaces=""))
+        if row is not None:
+            return row
+    return None
+
+
+def row_behind(config: TileConfig, device: str) -> Row | None:
+    """The measured row that a configuration has its tile from; None where it is of the tables."""
+    key = key_of(config, device)._replace(replaces="")
+    for row in (*in_use().values(), *shipped().values()):
+        own = all(getattr(config, name) == value for name, value in row.values)
+        if own and row.key._replace(replaces="") == key:
+            return row
+    return None
 
 
 def has_row(config: TileConfig) -> bool:
-    """Whether a row holds for a configuration on some device: a name takes the driver long."""
+    """Whether a row holds for a choice on some device: a name takes the driver long."""
     own = key_of(config, "")
-    return any(key._replace(device="") == own for rows in (in_use(), shipped()) for key in rows)
+    known = {key._replace(device="") for rows in (in_use(), shipped()) for key in rows}
+    return own in known or own._replace(replaces="") in known
 
 
 def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:

@@ -83,6 +83,17 @@ def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
     assert portable == _chosen.forward(WORK.problem(), H100._replace(name="x"), portable=True)
 
 
+def test_a_row_may_hold_instead_of_one_tile_of_the_tables_alone(tmp_path):
+    long = replace(WORK, seqlen_q=8192, seqlen_k=8192)
+    assert table_of(long) != table_of()
+    replaced = _tuned.tile_text(table_of(long))
+    tuning.use(written(tmp_path, row(replaces=replaced)))
+    assert chosen(long).block_n == 96
+    assert chosen() == table_of()
+    tuning.use(written(tmp_path, row(values={"block_n": 112}), name="any.json"))
+    assert [chosen(long).block_n, chosen().block_n] == [96, 112]
+
+
 def test_use_ends_with_its_block(tmp_path):
     default = chosen()
     with tuning.use(written(tmp_path, row())):
@@ -235,7 +246,8 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
             {"arrays": ("alibi_slopes",)}, {"arrays": ("segment_ids",)},
         )
     ]  # fmt: skip
-    keys = [_tuned.key_of(_chosen.forward(w.problem(), H100, portable=True), "x") for w in works]
+    configs = [_chosen.forward(w.problem(), H100, portable=True) for w in works]
+    keys = [_tuned.key_of(config, "x")._replace(replaces="") for config in configs]
     assert len(set(keys)) == len(keys)
     gradients = [
         _tuned.key_of(c, "x")
@@ -272,7 +284,7 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     for key, own in SHIPPED.items():
         work = replace(
             WORK, head_dim=key.head_dim, head_dim_v=key.head_dim_v, dtype=key.dtype,
-            causal="causal" in key.options,
+            causal="causal" in key.options, seqlen_q=8192, seqlen_k=8192,
         )  # fmt: skip
         default = tuning.space(work, key.kernel, arch="sm_90a").default
         assert _tuned.key_of(default, key.device) == key

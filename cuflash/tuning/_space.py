@@ -134,7 +134,7 @@ def space(
     --------
     >>> from cuflash import tuning
     >>> work = tuning.Workload(1, 16, 16, 4096, 4096, 128, 128, "bfloat16")
-    >>> found = tuning.space(work, arch="sm_90a", parameters={"block_n": (96, 128)})
+    >>> found = tuning.space(work, arch="sm_90a", parameters={"block_n": (80, 128)})
     >>> found.kernel, found.default_key in found
     ('forward_sm90', True)
     """
