@@ -96,9 +96,9 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
         if np.isfinite(speed[y, x]):
             colour = "black" if speed[y, x] > middle else "white"
             axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=9)
-    for place, y, width, text in _reasons(speed, texts):
+    for centre, y, width, text in _reasons(speed, texts):
         lines, size = textwrap.wrap(text, 14 * width), 6.5 if width == 1 else 9
-        axes.text(place, y, "\n".join(lines), ha="center", va="center", fontsize=size)
+        axes.text(centre, y, "\n".join(lines), ha="center", va="center", fontsize=size)
     gain = f"best: {found.best_relative:.3f} of the time of shipped, compared once more"
     best_values = found.best["values"]
     for values, colour, label in ((shipped, "white", "shipped"), (best_values, "#ff4b00", gain)):
