@@ -27,6 +27,16 @@ _SWIZZLE_128B = 3
 _L2_PROMOTION_L2_256B = 3
 _FLOAT_OOB_FILL_NONE = 0
 
+_POINTER, _ENUM = ctypes.c_void_p, ctypes.c_int
+_SIGNATURES = {
+    "cuTensorMapEncodeTiled": (
+        _POINTER, _ENUM, ctypes.c_uint32, _POINTER,
+        _POINTER, _POINTER, _POINTER, _POINTER,
+        _ENUM, _ENUM, _ENUM, _ENUM,
+    ),
+    "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
+}  # fmt: skip
+
 
 class MapLayout(NamedTuple):
     """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
@@ -70,56 +80,66 @@ def map_layout(
 
 def available() -> bool:
     """Whether the driver can encode maps: it has been able to since CUDA 12.0."""
-    return _driver_function() is not None
+    return all(_driver_function(name) is not None for name in _SIGNATURES)
 
 
 class Maps:
-    """The maps of a launch's operands, encoded where their addresses are new."""
+    """The maps of a launch's operands: encoded once, and given the addresses of each call."""
 
     def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
         self.layouts = layouts
-        self._known: dict[tuple[int, ...], bytes] = {}
+        self._encoded = b""
 
     def at(self, addresses: tuple[int, ...]) -> bytes:
         """All maps, in order.
 
-        Addresses are all of a map that the layouts do not hold: what is found is never stale.
+        Addresses are all of a map that the layouts do not hold: none can be stale.
         """
-        found = self._known.get(addresses)
-        if found is None:
-            found = b"".join(map(encode, self.layouts, addresses))
-            if len(self._known) >= _CACHED_MAPS:
-                self._known.clear()
-            self._known[addresses] = found
-        return found
+        if not self._encoded:
+            self._encoded = b"".join(map(encode, self.layouts, addresses))
+        return with_addresses(self._encoded, addresses)
 
 
 def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array, where maps are ``available``."""
-    memory = (ctypes.c_char * (BYTES + _MAP_ALIGNMENT))()  # of this call: threads share nothing
-    found = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    memory, offset = _room(BYTES)
     before, after = _arguments(layout)
-    error = _driver_function()(found, *before, address, *after)
+    function = _driver_function("cuTensorMapEncodeTiled")
+    error = function(ctypes.addressof(memory) + offset, *before, address, *after)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
-    return ctypes.string_at(found, BYTES)
+    return memory.raw[offset : offset + BYTES]
+
+
+def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
+    """The same maps of arrays that lie at ``addresses``: that takes less time than encoding."""
+    memory, offset = _room(len(maps))
+    first = ctypes.addressof(memory) + offset
+    ctypes.memmove(first, maps, len(maps))
+    function = _driver_function("cuTensorMapReplaceAddress")
+    for number, address in enumerate(addresses):
+        error = function(first + BYTES * number, address)
+        if error:
+            raise RuntimeError(f"cuTensorMapReplaceAddress: error {error} for {address:#x}")
+    return memory.raw[offset : offset + len(maps)]
+
+
+def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Memory of one call, since threads share none, and where in it a map may begin."""
+    memory = (ctypes.c_char * (size + _MAP_ALIGNMENT))()
+    return memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT
 
 
 @functools.cache
-def _driver_function() -> Any:
-    """``cuTensorMapEncodeTiled`` of the driver that CuPy has loaded, or None."""
+def _driver_function(name: str) -> Any:
+    """A function of the driver that CuPy has loaded, or None."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        function = driver.cuTensorMapEncodeTiled
+        function = getattr(driver, name)
     except (OSError, AttributeError):
         return None
-    pointer, enum = ctypes.c_void_p, ctypes.c_int
-    function.restype = enum
-    function.argtypes = (
-        pointer, enum, ctypes.c_uint32, pointer,
-        pointer, pointer, pointer, pointer,
-        enum, enum, enum, enum,
-    )  # fmt: skip
+    function.restype = ctypes.c_int
+    function.argtypes = _SIGNATURES[name]
     return function
 
 

@@ -51,7 +51,11 @@ class Recorder:
         cupy = SimpleNamespace(cuda=cuda)
         monkeypatch.setattr(_launch_sm90, "cupy", cupy)
         monkeypatch.setattr(_plan, "cupy", cupy)
-        monkeypatch.setattr(_tensor_map, "encode", lambda _, address: address.to_bytes(128, "big"))
+        monkeypatch.setattr(_tensor_map, "encode", lambda *_: bytes(128))
+        monkeypatch.setattr(
+            _tensor_map, "with_addresses",
+            lambda _, addresses: b"".join(address.to_bytes(128, "big") for address in addresses),
+        )  # fmt: skip
         monkeypatch.setattr(_tensor_map, "available", lambda: True)
         kernel = SimpleNamespace(pointer=5, num_threads=384, smem_bytes=1 << 16)
         monkeypatch.setattr(_plan, "compile_kernel", lambda *_: kernel)

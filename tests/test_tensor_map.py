@@ -62,30 +62,6 @@ def test_what_the_engine_cannot_walk(changes):
     assert layout(**changes) is None
 
 
-def test_maps_are_encoded_once_for_each_set_of_addresses(monkeypatch):
-    encoded = []
-
-    def encode(layout, address):
-        encoded.append((layout, address))
-        return f"<{layout.box_rows} {address}>".encode()
-
-    monkeypatch.setattr(_tensor_map, "encode", encode)
-    maps = Maps((layout(), layout(box_rows=64)))
-    for _ in range(2):
-        assert maps.at((256, 512)) == b"<128 256><64 512>"
-        assert maps.at((256, 1024)) == b"<128 256><64 1024>"
-    assert len(encoded) == 4
-
-
-def test_the_number_of_kept_maps_is_bounded(monkeypatch):
-    monkeypatch.setattr(_tensor_map, "encode", lambda _, address: str(address).encode())
-    monkeypatch.setattr(_tensor_map, "_CACHED_MAPS", 3)
-    maps = Maps((layout(),))
-    for address in range(16, 16 * 10, 16):
-        assert maps.at((address,)) == str(address).encode()
-        assert len(maps._known) <= 3
-
-
 C_ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64,
@@ -94,14 +70,25 @@ C_ENCODE = ctypes.CFUNCTYPE(
     *(ctypes.c_int,) * 4,
 )  # fmt: skip
 
+C_REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
+
 
 class Driver:
-    """Stands for the driver's library: takes arguments as C does, writes the number of the call."""
+    """Stands for the driver's library: takes arguments as C does, writes the number of the call.
+
+    An address is written over the first bytes of a map.
+    """
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
         self.calls: list[dict[str, Any]] = []
         self.cuTensorMapEncodeTiled = C_ENCODE(self._encode)
+        self.cuTensorMapReplaceAddress = C_REPLACE(self._replace)
+
+    def _replace(self, found, address):
+        assert found % 64 == 0
+        ctypes.memmove(found, address.to_bytes(8, "big"), 8)
+        return self.error and address == 48
 
     def _encode(
         self,
@@ -169,6 +156,26 @@ def test_what_the_driver_refuses(load):
     load(lambda name: Driver(error=1))
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled: error 1 for MapLayout.* 0x30"):
         _tensor_map.encode(layout(), 48)
+
+
+def test_maps_are_encoded_once_and_follow_the_addresses(load):
+    driver = Driver()
+    load(lambda name: driver)
+    maps = Maps((layout(), layout(box_rows=64)))
+    for addresses in ((256, 512), (256, 1024), ((1 << 47) + 16, 32), (256, 512)):
+        first, second = (address.to_bytes(8, "big") for address in addresses)
+        assert maps.at(addresses) == first + b"\x01" * 120 + second + b"\x02" * 120
+    assert [call["address"] for call in driver.calls] == [256, 512]
+
+
+def test_an_address_that_the_driver_refuses(load):
+    driver = Driver()
+    load(lambda name: driver)
+    maps = Maps((layout(),))
+    maps.at((64,))
+    driver.error = 1
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1 for 0x30"):
+        maps.at((48,))
 
 
 def without_library(name):
