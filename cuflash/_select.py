@@ -1,7 +1,7 @@
 """Which kernel configuration serves a problem on a device? Tile choices as tables.
 
-``block_n`` and the order of keys depend on head sizes, options and the number of keys alone, never
-on batch, heads or seqlen_q, so that the bits of a row do not depend on its neighbours.
+``block_n`` and the order of keys depend on head sizes and options alone, never on batch, heads or
+seqlen_q, so that the bits of a row do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -145,10 +145,6 @@ _FORWARD_SM90: Sm90Tiles = {
 # Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner; a score
 # that is multiplied by its scale before the exponential takes registers that 192 rows do not leave.
 _FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
-# Three warpgroups without turns win where all queries see many keys, which 192 rows seldom waste.
-_FORWARD_SM90_LONG: Sm90Tiles = {(128, 128): Sm90Tile(192, 80, 3, 2, 1)}
-_FORWARD_SM90_LONG_FEW: Sm90Tiles = {(128, 128): Sm90Tile(128, 80, 4, 2, 1)}
-_LONG = 4096  # keys
 # Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
 _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
@@ -265,13 +261,8 @@ def forward_sm90_config(
             if fields["cu_seqlens"] != "none":
                 tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW_PACKED
     else:
-        lengths = any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens"))
-        bounded = lengths or fields["window_left"] or fields["window_right"]
-        long = not bounded and fields["scale_in_exponent"] and problem.seqlen_k >= _LONG
-        if lengths:
+        if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
             tiles = tiles | _FORWARD_SM90_LENGTHS
-        if long:
-            tiles = tiles | _FORWARD_SM90_LONG
         narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
         if narrow:
             tiles = tiles | _FORWARD_SM90_NARROW
@@ -280,8 +271,6 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_FEW
             if narrow:
                 tiles = tiles | _FORWARD_SM90_NARROW_FEW
-            if long:
-                tiles = tiles | _FORWARD_SM90_LONG_FEW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 

@@ -22,13 +22,16 @@ struct Consumer {
   static constexpr bool halves = Config::block_n == 128 && Score::is_plain;
   static constexpr bool halves_last = halves && Score::last_rows_see_most;
   static constexpr bool halves_first = halves && Score::masks_before_full;
-  // The softmax of one warpgroup runs under the products of another. Where there are three, those
-  // of a narrow block are too short for that, and the order only delays them.
-  static constexpr bool takes_turns = consumers == 2 || Config::block_n == 128;
   // Full blocks are weighed against the rows' reference as it is: see next_full_block. At wide
   // heads products take so long that it gains nothing.
   static constexpr bool keeps_reference =
       Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
+  // The softmax of one warpgroup runs under the products of another. Where there are three, those
+  // of a narrow block are too short for that, and the order only delays them. Two find their order
+  // alone where no maximum is formed and products of a wide head take longer than a softmax.
+  static constexpr bool finds_order =
+      keeps_reference && Config::head_dim == 128 && !Score::masks_before_last;
+  static constexpr bool takes_turns = consumers == 2 ? !finds_order : Config::block_n == 128;
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
