@@ -266,12 +266,14 @@ def _owners_side_by_side(
         return processors // 8
     if not config.window_right:
         return 1
-    # As many as 8 MiB hold, but as many as give each processor a tile, or 16.
+    # As many as 8 MiB hold, but 16 if 64 MiB hold them, and as many as give each processor a tile,
+    # or 16.
     keys = problem.seqlen_k
     if problem.window_keys is not None:
         keys = min(keys, problem.window_keys)
     streamed_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v)
-    return max((8 << 20) // streamed_bytes, min(16, -(-processors // num_blocks)))
+    fitting = max((8 << 20) // streamed_bytes, min(16, (64 << 20) // streamed_bytes))
+    return max(fitting, min(16, -(-processors // num_blocks)))
 
 
 def persistent(

@@ -128,9 +128,10 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
         num_blocks = -(-16384 // config.block_m)
         return _launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
 
-    assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 2
-    assert side_by_side(window=(1023, 0)) == 16
-    assert side_by_side(window=(8191, 0)) == 2
+    assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 8
+    assert side_by_side(window=(16000, 0)) == 8
+    assert side_by_side(window=(8191, 0)) == side_by_side(window=(1023, 0)) == 16
+    assert side_by_side(window=(127, 0)) == 128
 
 
 def test_every_captured_launch_has_a_counter_of_its_own(recorder: Recorder) -> None:
