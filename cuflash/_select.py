@@ -168,9 +168,14 @@ _FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
 }
-# Packed sequences besides: where they begin takes registers, too.
+# Segments besides: their ids are looked up for each key.
+_FORWARD_SM90_GENERAL_SEGMENTS: Sm90Tiles = {
+    (192, 128): Sm90Tile(128, 64, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 48, 2, 1, 0),
+}
+# Packed sequences besides: where they begin takes registers, too; and with either of both above.
 _FORWARD_SM90_GENERAL_PACKED: Sm90Tiles = {(256, 256): Sm90Tile(128, 48, 2, 1, 0)}
-_FORWARD_SM90_GENERAL_WINDOW_PACKED: Sm90Tiles = {
+_FORWARD_SM90_GENERAL_MORE_PACKED: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 64, 2, 1, 0),
     (192, 192): Sm90Tile(128, 48, 2, 1, 0),
 }
@@ -258,8 +263,11 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_GENERAL_PACKED
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
-            if fields["cu_seqlens"] != "none":
-                tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW_PACKED
+        segments = fields["segment_ids"] != "none"
+        if segments:
+            tiles = tiles | _FORWARD_SM90_GENERAL_SEGMENTS
+        if fields["cu_seqlens"] != "none" and (fields["window_left"] or segments):
+            tiles = tiles | _FORWARD_SM90_GENERAL_MORE_PACKED
     else:
         if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
             tiles = tiles | _FORWARD_SM90_LENGTHS

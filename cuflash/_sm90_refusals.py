@@ -14,11 +14,13 @@ from cuflash._problem import HALVES, Problem
 
 def against_forward(problem: Problem) -> str:
     """Why Hopper's forward does not serve a problem; empty where it does."""
-    packed_mask = problem.mask is not None and problem.cu_seqlens_q is not None
+    wide, packed = _widest(problem) > 192, problem.cu_seqlens_q is not None
+    looked_up = problem.mask is not None or problem.segment_ids_q is not None
     return _against_both(problem) or _first(
         (problem.out.dtype != problem.dtype, "out has another dtype than q, whose tile it takes"),
         (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
-        (packed_mask and _widest(problem) > 192, "a mask of packed sequences spills in every tile"),
+        (wide and packed and looked_up, "a mask or ids of packed sequences spill in every tile"),
+        (wide and _crowd(problem) > 1, "any two options that take registers spill in some case"),
     )
 
 
@@ -65,6 +67,12 @@ def _against_both(problem: Problem) -> str:
         (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
         (problem.formulas is not None, "nobody knows how many registers a formula takes"),
     )
+
+
+def _crowd(problem: Problem) -> int:
+    """How many options are there that take registers in the main loop?"""
+    given = (problem.mask, problem.segment_ids_q, problem.alibi_slopes, problem.softcap)
+    return sum(x is not None for x in given) + (_philox.threshold(problem.dropout) > 0)
 
 
 def _widest(problem: Problem) -> int:
