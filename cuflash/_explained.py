@@ -7,7 +7,7 @@ from typing import Any
 from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
 from cuflash._bench import io_model
-from cuflash._bench.workload import Workload
+from cuflash._bench.workload import ONE_PASS, Workload
 from cuflash._config import BackwardConvertConfig, KernelConfig, TileConfig
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
@@ -54,9 +54,9 @@ def _described(
             found["error"] = facts.error
     if not isinstance(config, TileConfig) or isinstance(config, BackwardConvertConfig):
         return found
-    found["tile"] = tile_of(config)
+    found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = _tuned.row_behind(config, hardware.name)
-    table = "_select_one_pass" if name == "backward_sm90" else "_select"
+    table = "_select_one_pass" if name in ONE_PASS else "_select"
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/{table}.py"
     once = io_model.least_bytes(work, name)

@@ -163,12 +163,18 @@ def test_what_tensor_cores_do_not_compute_has_no_bound_by_them(capsys):
     assert "bound_ms" not in own
 
 
-def test_all_gradients_in_one_pass_are_explained_with_their_tile(capsys):
+@pytest.mark.parametrize(
+    ("head_dim", "kernel", "tile"),
+    [(128, "backward_sm90", (64, 128)), (256, "backward_pair_sm90", (64, 64))],
+)
+def test_all_gradients_in_one_pass_are_explained(capsys, head_dim, kernel, tile):
     words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward"]
-    found = json.loads(command(capsys, "explain", *words)[1])["kernels"]
-    tiles = {own["kernel"]: own["tile"] for own in found}
-    assert tiles["backward_sm90"]["block_n"] == 128
-    assert tiles["backward_convert"] == {}
+    _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim))
+    found = {own["kernel"]: own for own in json.loads(out)["kernels"]}
+    own = found[kernel]
+    assert (own["tile"]["block_m"], own["tile"]["block_n"]) == tile
+    assert own["tflop"] == pytest.approx(2.5 * found["forward_sm90"]["tflop"])
+    assert found["backward_convert"]["tile"] == {}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash._bench.workload import DTYPES, Workload
+from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
 
 
 def _lse_bytes(work: Workload) -> int:
@@ -78,7 +78,7 @@ def least_bytes(work: Workload, kernel: str) -> int:
     q, dout, k, v = rows * d, rows * d_v, keys * d, keys * d_v
     if kernel.startswith("forward"):
         return size * (q + k + v + dout) + _lse_bytes(work) * rows  # out has the size of dout
-    if kernel == "backward_sm90":  # adds to float32 sums of dq
+    if kernel in ONE_PASS:  # adds to float32 sums of dq
         return size * (q + dout + 2 * (k + v)) + 4 * q + 2 * _lse_bytes(work) * rows
     written = q if "_dq_" in kernel else k + v
     return size * (q + dout + k + v + written) + 2 * _lse_bytes(work) * rows

@@ -24,6 +24,8 @@ PRECISIONS = ("ieee", "tf32")
 ARRAY_OPTIONS = (
     "bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
 )  # fmt: skip
+#: Kernels of all gradients.
+ONE_PASS = ("backward_sm90", "backward_pair_sm90")
 TOKENS = 16_384
 MODEL_WIDTH = 2048  # heads * head_dim
 
@@ -108,7 +110,7 @@ class Workload:
         """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
         d, d_v = self.head_dim, self.head_dim_v
         width = d + d_v
-        if kernel == "backward_sm90":  # all gradients
+        if kernel in ONE_PASS:
             width = 3 * d + 2 * d_v
         elif kernel.startswith("backward"):
             width = 2 * d + d_v if "_dq_" in kernel else 2 * (d + d_v)
