@@ -73,6 +73,7 @@ def test_commands_are_listed_and_each_has_examples(capsys):
         status, own, _ = command(capsys, name, "--help")
         assert status == 0
         assert f"python -m cuflash {name}" in own.partition("examples:")[2]
+        assert "  --json" in own
 
 
 def test_every_example_of_the_help_can_be_parsed(capsys):
@@ -382,3 +383,6 @@ def test_a_store_that_is_not_there_is_empty(capsys, tmp_path):
     status, out, _ = command(capsys, "cache", "list", "--folder", str(tmp_path / "no"))
     assert status == 0
     assert "0 kernels" in out
+    status, _, err = command(capsys, "cache", "verify", "--folder", str(tmp_path / "no"))
+    assert status == 2
+    assert "expected one that is there" in err

@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder or _kernel_store.folder()
     if arguments.action == "warm":
         return _warm(arguments)
+    if arguments.action == "verify" and arguments.folder and not folder.is_dir():
+        raise FileNotFoundError(f"folder: got {folder}, expected one that is there")
     rows = _rows(folder)
     if arguments.action == "clear":
         return _clear(arguments, folder, rows)
