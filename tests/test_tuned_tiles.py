@@ -84,14 +84,16 @@ def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
 
 
 def test_a_row_may_hold_instead_of_one_tile_of_the_tables_alone(tmp_path):
-    long = replace(WORK, seqlen_q=8192, seqlen_k=8192)
-    assert table_of(long) != table_of()
-    replaced = _tuned.tile_text(table_of(long))
-    tuning.use(written(tmp_path, row(replaces=replaced)))
-    assert chosen(long).block_n == 96
-    assert chosen() == table_of()
-    tuning.use(written(tmp_path, row(values={"block_n": 112}), name="any.json"))
-    assert [chosen(long).block_n, chosen().block_n] == [96, 112]
+    long = replace(WORK, seqlen_q=16384, seqlen_k=16384)
+    narrow, wide = replace(long, window=(100, 100)), replace(long, window=(8000, 8000))
+    assert table_of(narrow) != table_of(wide)
+    options = _tuned.key_of(table_of(narrow), "").options
+    replaced = _tuned.tile_text(table_of(narrow))
+    tuning.use(written(tmp_path, row(options=options, replaces=replaced)))
+    assert chosen(narrow).block_n == 96
+    assert chosen(wide) == table_of(wide)
+    tuning.use(written(tmp_path, row(options=options, values={"block_n": 112}), name="any.json"))
+    assert [chosen(narrow).block_n, chosen(wide).block_n] == [96, 112]
 
 
 def test_use_ends_with_its_block(tmp_path):
