@@ -31,6 +31,9 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     ids = tuple(np.sort(rng.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
     strays = tuple(a.copy() for a in ids)  # a query and a key that meet far from their like
     strays[0][1, 0, 13] = strays[1][1, 0, 385] = 9
+    # Whole blocks of keys have the first id of a block of queries that has two.
+    long = tuple(np.tile(np.arange(n) >= first, (BATCH, 1, 1)).astype(np.int64)
+                 for n, first in ((ROWS, 100), (KEYS, 300)))  # fmt: skip
     slopes = rng.uniform(0.01, 0.3, HEADS).astype(np.float32)
     mask = rng.random((BATCH, 1, ROWS, KEYS)) < 0.7
     return {
@@ -53,6 +56,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
         "mask": {"mask": mask, "window": (None, 40)},
         "aligned mask": {"mask": mask, "window": (200, 40)},
         "segments": {"segment_ids": strays},
+        "long segments": {"segment_ids": long},
         "segments, causal": {"segment_ids": ids, "causal": True, "softcap": 3.0},
         "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
         "more dropout": {"dropout": 0.8, "seed": 5, "causal": True},
@@ -64,8 +68,8 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 NAMES = (
     "plain", "steep", "causal", "window", "lengths", "scores", "bias", "key bias", "mask",
-    "aligned mask", "segments", "segments, causal", "dropout", "more dropout", "dropout, scores",
-    "groups", "shared",
+    "aligned mask", "segments", "long segments", "segments, causal", "dropout", "more dropout",
+    "dropout, scores", "groups", "shared",
 )  # fmt: skip
 CASES = [
     (kernel, name) for kernel in HEAD_DIMS for name in NAMES
