@@ -23,7 +23,9 @@ def forward_config(
     The number of rows changes no bit of a row.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
-    if problem.dtype not in (np.float32, np.float64) or widest > WIDEST or problem.formulas:
+    # Tensor cores are fast enough for 16 bits, but for looking a bias up for each pair.
+    wins = problem.dtype in (np.float32, np.float64) or _shares_bias(problem)
+    if not wins or widest > WIDEST or problem.formulas:
         return None
     fields = _select._fields(problem, copy_bytes, problem.out.dtype) | _select._sink_field(problem)
     rows, blocks_per_sm = _rows(problem)

@@ -94,7 +94,7 @@ struct Row {
   __device__ __forceinline__ void begin(const RowSource& from, int q_idx, bool exists) {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
-      q[i] = exists ? from.data[q_idx * from.row_stride + i * from.column_stride] : Real(0);
+      q[i] = exists ? from.number(q_idx, i) : Real(0);
     }
     block.maximum = all.maximum = -infinity();
     block.clear();
@@ -152,12 +152,11 @@ __device__ __forceinline__ bool load_keys(SharedMemory& smem, const RowSource& k
     Key& key = smem.keys[i];
 #pragma unroll
     for (int c = 0; c < width; ++c) {
-      key.element[c] = exists ? k.data[kv_idx * k.row_stride + c * k.column_stride] : Real(0);
+      key.element[c] = exists ? k.number(kv_idx, c) : Real(0);
     }
 #pragma unroll
     for (int c = 0; c < width_v; ++c) {
-      key.element[width + c] =
-          exists ? v.data[kv_idx * v.row_stride + c * v.column_stride] : Real(0);
+      key.element[width + c] = exists ? v.number(kv_idx, c) : Real(0);
     }
     if constexpr (Config::key_bias) {
       const Real bias = exists ? score.bias(0, kv_idx) : 0;

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import _chosen, _hardware, _select, _select_narrow, reference
@@ -49,7 +50,10 @@ NAMES = (
 )  # fmt: skip
 
 
-SIZES = [("float32", (3, 0)), ("float32", (8, 5)), ("float64", (3, 4))]
+SIZES = [
+    ("float32", (3, 0)), ("float32", (8, 5)), ("float64", (3, 4)), ("float16", (3, 3)),
+    ("bfloat16", (8, 1)),
+]  # fmt: skip
 
 
 def call_of(name: str, dtype: Any, head_dim: int, head_dim_v: int) -> Call:
@@ -66,6 +70,9 @@ def test_it_is_chosen_for_narrow_heads_alone() -> None:
     assert source(np.float32, 3, 0) == source(np.float64, 8, 8) == "forward_narrow.cu"
     assert source(np.float16, 3, 3) == source(np.float32, 9, 3) == "forward_sm80.cu"
     assert source(np.float32, 3, 9, causal=True) == "forward_sm80.cu"
+    key_bias = np.zeros((1, 7), np.float32)
+    assert source(np.float16, 3, 3, bias=key_bias) == "forward_narrow.cu"
+    assert source(np.float16, 3, 3, bias=np.zeros((9, 7))) == "forward_sm80.cu"
 
 
 def test_a_bias_is_kept_with_its_key_where_nothing_else_is_added() -> None:
@@ -86,16 +93,13 @@ def test_a_bias_is_kept_with_its_key_where_nothing_else_is_added() -> None:
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_it_compiles_without_spills(dtype: Any, arch: str) -> None:
     size = np.dtype(dtype).itemsize
-    for name, *head_dims in (
-        ("key bias, causal", 4, 0),
-        ("key bias, causal", 3, 3),
-        ("window", 2, 7),
-        ("key bias, causal", 8, 8),
-        ("many", 8, 8),
-    ):
+    cases = [("key bias, causal", 4, 0), ("key bias, causal", 3, 3), ("key bias, causal", 8, 8)]
+    if dtype != np.float16:
+        cases += [("window", 2, 7), ("many", 8, 8)]
+    for name, *head_dims in cases:
         call = call_of(name, dtype, *head_dims)
         problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
         for multiprocessors in (0, 10**6):
@@ -105,7 +109,16 @@ def test_it_compiles_without_spills(dtype: Any, arch: str) -> None:
             assert (report.spill_bytes, report.warnings) == (0, ()), config
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(np.float32, "key bias"), (np.float64, "many")])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (np.float32, "key bias"),
+        (np.float64, "many"),
+        (np.float16, "key bias, causal"),
+        (bfloat16, "key bias"),
+    ],
+    ids=["float32", "float64", "float16", "bfloat16"],
+)
 def test_by_a_compiler(dtype: Any, name: str, tmp_path: Path) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from test_kernels_on_the_host import results

@@ -26,6 +26,10 @@ struct RowSource {
         row_stride(layout.row),
         column_stride(layout.column),
         num_columns(columns - first_column) {}
+
+  __device__ __forceinline__ Real number(int row, int column) const {
+    return to_real<Config::dtype>(data[row * row_stride + column * column_stride]);
+  }
 };
 
 // Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
