@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuflash import _select, _select_narrow, _select_one_pass, _select_tf32, _sm90_refusals, _tuned
+from cuflash import (
+    _select,
+    _select_gradients,
+    _select_narrow,
+    _select_one_pass,
+    _select_tf32,
+    _sm90_refusals,
+    _tuned,
+)
 from cuflash._config import ForwardConfig, ForwardSm90Config, KernelConfig, TileConfig
 from cuflash._grid import Layout
 from cuflash._hardware import Hardware
@@ -62,12 +70,17 @@ def backward(
             passes = _select.backward_kv_sm90_configs(problem, of_keys)
         if tf32 and passes is None:
             passes = _select_tf32.backward_kv_configs(problem, width, of_keys)
-        tiled += passes or _select.backward_kv_configs(problem, smem, width, of_keys)
+        tiled += passes or _select_gradients.backward_kv_configs(
+            problem, smem, width, of_keys, partners=not portable
+        )
     if "q" in wanted:
         of_q: TileConfig | None = _select.backward_q_sm90_config(problem) if hopper else None
         if tf32 and of_q is None:
             of_q = _select_tf32.backward_q_config(problem, width)
-        tiled.append(of_q or _select.backward_q_config(problem, smem, width))
+        of_q = of_q or _select_gradients.backward_q_config(
+            problem, smem, width, partners=not portable
+        )
+        tiled.append(of_q)
     own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]
     return steps + own
 

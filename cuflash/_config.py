@@ -175,6 +175,7 @@ class ForwardConfig(TileConfig):
     entry = "cuflash_forward_sm80"
 
     sink: Floats
+    num_stages: int = 2  # buffers of k and of v: 1 or 2
 
     @property
     def result_columns(self) -> int:
@@ -183,9 +184,10 @@ class ForwardConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """The q tile, two stages of k and v."""
-        streamed = 2 * self.block_n * (self.head_dim + self.head_dim_v // self.column_parts)
-        return self.element_bytes * (self.block_m * self.head_dim + streamed)
+        """The q tile, one or two stages of k and v."""
+        streamed = self.block_n * (self.head_dim + self.head_dim_v // self.column_parts)
+        rows = self.block_m * self.head_dim + self.num_stages * streamed
+        return self.element_bytes * rows
 
 
 class ForwardNarrowConfig(ForwardConfig):
@@ -338,6 +340,48 @@ class BackwardKVConfig(TileConfig):
         kept = self.block_n * (self.head_dim + self.head_dim_v)
         streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
         return self.element_bytes * (kept + streamed) + 4 * self.real_bytes * self.block_m
+
+
+class BackwardQPartnersConfig(BackwardQConfig):
+    """``backward_dq_partners.cu``: two warps own the same rows, each half of their columns."""
+
+    source = "backward_dq_partners.cu"
+    entry = "cuflash_backward_dq_partners"
+
+    partners: int = 2  # warps that have the same rows
+
+    @property
+    def rows(self) -> int:
+        """Partners have the same ones."""
+        return self.partners * self.block_m
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q and dout, a block of k and v, and ds."""
+        rows = self.block_m + self.block_n
+        kept = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return kept + self.real_bytes * self.block_m * self.block_n
+
+
+class BackwardKVPartnersConfig(BackwardKVConfig):
+    """``backward_dkv_partners.cu``: two warps own the same keys, each half of their columns."""
+
+    source = "backward_dkv_partners.cu"
+    entry = "cuflash_backward_dkv_partners"
+
+    partners: int = 2  # warps that have the same rows
+
+    @property
+    def rows(self) -> int:
+        """Partners have the same keys."""
+        return self.partners * self.block_n
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v, a block of q and dout, p and ds, two of the pairs (lse, delta)."""
+        rows = self.block_m + self.block_n
+        kept = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return kept + self.real_bytes * self.block_m * (2 * self.block_n + 4)
 
 
 class BackwardQTf32Sm90Config(BackwardQConfig):

@@ -28,6 +28,7 @@ from cuflash import (
     _score_params,
     _segments,
     _select,
+    _select_gradients,
     _select_narrow,
     _select_tf32,
 )
@@ -207,7 +208,9 @@ def _plan_forward(
     if type(config) is not ForwardConfig and chosen is None and _launch_sm90.available(device):
         chosen = _select_tf32.forward_config(problem, copy_bytes)
     if chosen is None:
-        chosen = _select.forward_config(problem, _device.smem_limit(device), copy_bytes)
+        chosen = _select.forward_config(
+            problem, _device.smem_limit(device), copy_bytes,
+        )  # fmt: skip
     config = _select.overridden(chosen, config, device)
     return _plan.plan_launch(
         _params.FORWARD, config, problem, layouts, device,
@@ -434,11 +437,10 @@ def _plan_backward(
     one_pass: BackwardOnePassConfig | None,
 ) -> Steps:
     """The launches of one backward call."""
-    smem_limit = _device.smem_limit(device)
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
     copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
-    row_bytes = _row_bytes(problem)
+    given = problem, _device.smem_limit(device), copy_bytes
     out_bits = (address_bits | addresses["out"]) & 15
     delta = _select.delta_config(
         problem, out_dtype, _plan.copy_bytes(problem, layouts, ("dout", "out"), out_bits),
@@ -465,13 +467,13 @@ def _plan_backward(
         if type(config.kv) is not BackwardKVConfig and _launch_sm90.available(device):
             passes = _select_tf32.backward_kv_configs(problem, copy_bytes, of_keys)
         if passes is None:
-            passes = _select.backward_kv_configs(problem, smem_limit, copy_bytes, of_keys)
+            passes = _select_gradients.backward_kv_configs(*given, of_keys)
         for chosen in passes:
             kv_config = _select.overridden(chosen, config.kv, device)
             launch = _plan.plan_launch(
                 _params.BACKWARD, kv_config, problem, layouts, device,
                 num_blocks=_plan.num_tiles(problem, problem.seqlen_k, kv_config.block_n),
-                streamed_bytes=problem.seqlen_q * row_bytes,
+                streamed_bytes=problem.seqlen_q * _row_bytes(problem),
                 summed=(problem.k if kv_config.grad_k else problem.v).summed,
             )  # fmt: skip
             steps.append((names, launch))
@@ -483,28 +485,25 @@ def _plan_backward(
         if type(config.q) is not BackwardQConfig and _launch_sm90.available(device):
             chosen_q = _select_tf32.backward_q_config(problem, copy_bytes)
         if chosen_q is None:
-            chosen_q = _select.backward_q_config(problem, smem_limit, copy_bytes)
+            chosen_q = _select_gradients.backward_q_config(*given)
         q_config = _select.overridden(chosen_q, config.q, device)
         launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,
             num_blocks=_plan.num_tiles(problem, problem.seqlen_q, q_config.block_m),
-            streamed_bytes=problem.seqlen_k * row_bytes,
+            streamed_bytes=problem.seqlen_k * _row_bytes(problem),
             summed=problem.q.summed,
         )  # fmt: skip
         steps.append((names, launch))
     else:
         steps += [(names, launch) for launch in hopper]
     for name, own in sums.items() if problem.seqlen_k else ():
-        chosen_sums = _select.backward_score_config(
-            problem, smem_limit, copy_bytes, name, own.sums_to
-        )
+        chosen_sums = _select_gradients.backward_score_config(*given, name, own.sums_to)
         launch = _plan.plan_launch(
             _params.BACKWARD, chosen_sums, problem, layouts | {"sums": own.layout()}, device,
             num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),
             summed=own.summed,
         )  # fmt: skip
-        own_names = tuple(_sums_of(name) if n == "sums" else n for n in names)
-        steps.append((own_names, launch))
+        steps.append((tuple(_sums_of(name) if n == "sums" else n for n in names), launch))
     return tuple(steps)
 
 

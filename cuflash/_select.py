@@ -15,18 +15,13 @@ import numpy as np
 from cuflash import _philox, _sm90_refusals, _tuned
 from cuflash._config import (
     HEAD_DIMS,
-    BackwardKVConfig,
     BackwardKVSm90Config,
-    BackwardQConfig,
     BackwardQSm90Config,
-    BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardSm90Config,
-    GradOf,
     KernelConfig,
     Precision,
-    SumsTo,
     TileConfig,
 )
 from cuflash._errors import not_yet, problem_with
@@ -242,7 +237,12 @@ def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> Forwar
     tiles = tables.forward_general if general else tables.forward
     own = tables.own_columns_general if general else tables.own_columns
     fields["column_parts"] = _parts(fields["head_dim_v"], own)
-    configs = [ForwardConfig(**fields, **t) for t in _rows(tiles, fields)]
+    widest = max(fields["head_dim"], fields["head_dim_v"])
+    one_stage = (tables.forward_one_stage or {}) if not general and _sees_all(problem) else {}
+    configs = [
+        ForwardConfig(**fields, **t._asdict(), num_stages=1) for t in one_stage.get(widest, ())
+    ]
+    configs += [ForwardConfig(**fields, **t) for t in _rows(tiles, fields)]
     if configs[-1].smem_bytes > smem_limit:
         parts = _parts(fields["head_dim_v"], own // 2)
         configs.append(replace(configs[-1], column_parts=parts))
@@ -328,7 +328,8 @@ def backward_kv_sm90_configs(
     if _is_general(problem):
         tiles = tiles | _BACKWARD_KV_SM90_GENERAL
     fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
-    passes = _kv_passes(problem, wanted, fields)
+    widest = max(fields["head_dim"], fields["head_dim_v"])
+    passes = _kv_passes(problem, wanted, together=widest <= _HALF.widest_pair)
     if not all(_shares_keys(problem, names) for names in passes):
         return None
     return tuple(
@@ -342,65 +343,10 @@ def backward_kv_sm90_configs(
     )
 
 
-def backward_q_config(problem: Problem, smem_limit: int, copy_bytes: int) -> BackwardQConfig:
-    """Choose the kernel of dq."""
-    fields = _fields(problem, copy_bytes, problem.dtype)
-    tables = _tables(problem)
-    tiles = tables.backward_q_general if _is_general(problem) else tables.backward_q
-    fields["column_parts"] = _parts(fields["head_dim"], _own_columns(problem))
-    return _fitting([BackwardQConfig(**fields, **t) for t in _rows(tiles, fields)], smem_limit)
-
-
-def backward_kv_configs(
-    problem: Problem, smem_limit: int, copy_bytes: int, wanted: frozenset[str]
-) -> tuple[BackwardKVConfig, ...]:
-    """Choose the passes that compute dk, dv or both.
-
-    One pass computes both if k and v are summed over the same batch axes, so that it walks the same
-    queries for both, and if registers hold both sums.
-    """
-    fields = _fields(problem, copy_bytes, problem.dtype)
-    tables = _tables(problem)
-    tiles = tables.backward_kv_general if _is_general(problem) else tables.backward_kv
-    rows = _rows(tiles, fields)
-    return tuple(
-        _fitting(
-            [
-                BackwardKVConfig(
-                    **fields,
-                    **tile,
-                    column_parts=_parts(
-                        fields["head_dim" if "k" in names else "head_dim_v"], _own_columns(problem)
-                    ),
-                    shared_keys=_shares_keys(problem, names),
-                    grad_k="k" in names,
-                    grad_v="v" in names,
-                )
-                for tile in rows
-            ],
-            smem_limit,
-        )
-        for names in _kv_passes(problem, wanted, fields)
-    )
-
-
-def backward_score_config(
-    problem: Problem, smem_limit: int, copy_bytes: int, grad_of: GradOf, sums_to: SumsTo
-) -> BackwardScoreConfig:
-    """Choose the kernel of the gradients of bias, slopes and scale."""
-    fields = _fields(problem, copy_bytes, problem.dtype)
-    fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
-    rows = _rows(_tables(problem).backward_score, fields)
-    return _fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
-
-
-def _kv_passes(problem: Problem, wanted: frozenset[str], fields: dict[str, Any]) -> list[list[str]]:
-    """Which of dk and dv are computed together."""
+def _kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[list[str]]:
+    """Which of dk and dv are computed together, if registers hold them ``together``."""
     sums: list[str] = [name for name in ("k", "v") if name in wanted]
-    together = (
-        problem.k.summed == problem.v.summed
-        and max(fields["head_dim"], fields["head_dim_v"]) <= _TABLES[problem.dtype.name].widest_pair
-    )
+    together = together and problem.k.summed == problem.v.summed
     return [sums] if together and sums else [[name] for name in sums]
 
 
@@ -427,14 +373,6 @@ def _tables(problem: Problem) -> Tables:
     return TF32 if _precision(problem) == "tf32" else _TABLES[problem.dtype.name]
 
 
-def _own_columns(problem: Problem) -> int:
-    """Columns of a gradient that registers hold."""
-    tables = _tables(problem)
-    if _is_general(problem):
-        return tables.own_columns_backward_general
-    return tables.own_columns_backward
-
-
 def _parts(columns: int, own: int) -> int:
     """Into how many parts of at most ``own`` the columns of a result are split."""
     return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
@@ -444,11 +382,16 @@ def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [t._asdict() for t in tiles[max(fields["head_dim"], fields["head_dim_v"])]]
 
 
+def _fits(config: TileConfig, smem_limit: int) -> bool:
+    """Whether the blocks of threads that are to share a multiprocessor can."""
+    needed = config.blocks_per_sm * (config.smem_bytes + _RESERVED_SMEM)
+    return needed <= smem_limit + _RESERVED_SMEM
+
+
 def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
     """The first configuration whose blocks fit a multiprocessor together; the last if it fits."""
     for config in configs:
-        needed = config.blocks_per_sm * (config.smem_bytes + _RESERVED_SMEM)
-        if needed <= smem_limit + _RESERVED_SMEM:
+        if _fits(config, smem_limit):
             return config
     smallest = configs[-1]
     if smallest.smem_bytes > smem_limit:
@@ -464,6 +407,12 @@ def _is_general(problem: Problem) -> bool:
     scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.formulas)
     present = any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
     return present or _philox.threshold(problem.dropout) > 0
+
+
+def _sees_all(problem: Problem) -> bool:
+    """Whether every query sees every key: bounds of what it sees take no registers."""
+    bounds = (problem.window_left, problem.window_right, problem.q_lengths, problem.kv_lengths)
+    return all(bound is None for bound in (*bounds, problem.cu_seqlens_q))
 
 
 def _shares_keys(problem: Problem, names: list[str]) -> bool:

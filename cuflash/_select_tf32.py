@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cuflash import _select, _sm90_refusals
+from cuflash import _select, _sm90_refusals, _tiles
 from cuflash._config import (
     BackwardKVTf32Sm90Config,
     BackwardQTf32Sm90Config,
@@ -58,7 +58,8 @@ def backward_kv_configs(
     if _sm90_refusals.against_tf32(problem):
         return None
     fields = _tile_fields(problem, copy_bytes, problem.dtype)
-    passes = _select._kv_passes(problem, wanted, fields)
+    widest = max(fields["head_dim"], fields["head_dim_v"])
+    passes = _select._kv_passes(problem, wanted, together=widest <= _tiles.FLOAT32.widest_pair)
     if not all(_select._shares_keys(problem, names) for names in passes):
         return None
     return tuple(

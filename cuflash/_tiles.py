@@ -39,6 +39,9 @@ class Tables(NamedTuple):
     own_columns_general: int
     own_columns_backward: int  # of a gradient
     own_columns_backward_general: int
+    forward_one_stage: Tiles | None = None  # where nothing but scores hides keys
+    partners_q: Tiles | None = None  # of gradients whose warps share rows; a score is a product
+    partners_kv: Tiles | None = None
 
 
 _FORWARD_FLOAT32: Tiles = {
@@ -107,13 +110,16 @@ TF32 = FLOAT32._replace(forward=_FORWARD_TF32)
 
 _FORWARD_FLOAT64: Tiles = {
     32: (Tile(64, 32, 4, 2),),
-    64: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
+    64: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
+# Twice the keys of two stages: half as many reads of q.
+_FORWARD_ONE_STAGE_FLOAT64: Tiles = {128: (Tile(128, 32, 8, 1),)}
 _FORWARD_GENERAL_FLOAT64: Tiles = _FORWARD_FLOAT64 | {
+    64: (Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
     128: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 _BACKWARD_Q_FLOAT64: Tiles = {
@@ -140,6 +146,16 @@ _BACKWARD_SCORE_FLOAT64: Tiles = {
     192: (Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
     256: (Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
+_PARTNERS_Q_FLOAT64: Tiles = {
+    64: (Tile(64, 64, 8, 1),),
+    96: (Tile(64, 32, 8, 1),),
+    128: (Tile(64, 32, 8, 1),),
+}
+_PARTNERS_KV_FLOAT64: Tiles = {
+    64: (Tile(64, 64, 8, 1),),
+    96: (Tile(32, 64, 8, 1),),
+    128: (Tile(32, 64, 8, 1),),
+}
 FLOAT64 = Tables(
     _FORWARD_FLOAT64,
     _FORWARD_GENERAL_FLOAT64,
@@ -153,4 +169,7 @@ FLOAT64 = Tables(
     own_columns_general=64,
     own_columns_backward=128,
     own_columns_backward_general=64,
+    forward_one_stage=_FORWARD_ONE_STAGE_FLOAT64,
+    partners_q=_PARTNERS_Q_FLOAT64,
+    partners_kv=_PARTNERS_KV_FLOAT64,
 )

@@ -21,6 +21,7 @@
 #include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "dkv_rows.cuh"
+#include "hidden_rows.cuh"
 
 namespace cuflash {
 
@@ -45,32 +46,6 @@ static_assert(Config::block_m <= Config::num_threads, "a thread copies the stati
 
 static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
 static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
-
-// Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
-// masked blocks, where nothing is visible to them.
-__device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::block_m],
-                                                const RowStatistics* from, int first_row,
-                                                Range valid) {
-  const int row = ptx::thread_index();
-  if (row < Config::block_m) {
-    ptx::cp_async<sizeof(RowStatistics)>(ptx::shared_address(&to[row]), from + first_row + row,
-                                         valid.contains(first_row + row));
-  }
-}
-
-// Within the rows of some key a mask or a bias can leave a row without anything visible: nothing it
-// holds may reach a product. Such rows have lse = +inf here and are rare.
-__device__ __forceinline__ void clear_hidden_rows(SharedMemory& smem, int stage) {
-  const bool hidden =
-      threadIdx.x < Config::block_m && smem.rows[stage][threadIdx.x].lse == infinity();
-  if (!__syncthreads_or(hidden)) return;  // every thread has read the statistics
-  for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {
-    if (smem.rows[stage][row].lse != infinity()) continue;
-    smem.q[stage].clear_row(row, lane_index());
-    smem.dout[stage].clear_row(row, lane_index());
-  }
-  __syncthreads();  // the rows are cleared before any warp reads them
-}
 
 // Starts the copy of the tile's keys and values.
 __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
@@ -125,7 +100,9 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     next = visited.next_after(m_block);
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
-    if constexpr (Score::may_hide_rows) clear_hidden_rows(smem, stage);
+    if constexpr (Score::may_hide_rows) {
+      clear_hidden_rows(smem.rows[stage], &smem.q[stage], &smem.dout[stage]);
+    }
     if (next < blocks.end) load_block(next, stage ^ 1);
 
     Real s_acc[slices][Config::block_m / 8][4];

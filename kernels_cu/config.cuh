@@ -42,6 +42,9 @@
 #ifndef CUFLASH_COLUMN_PARTS
 #define CUFLASH_COLUMN_PARTS 1
 #endif
+#ifndef CUFLASH_PARTNERS
+#define CUFLASH_PARTNERS 1
+#endif
 #ifndef CUFLASH_SMEM_BYTES
 #define CUFLASH_SMEM_BYTES 0
 #endif
@@ -178,6 +181,8 @@ struct Config {
   static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
   // Blocks of threads that share a tile of rows, each with its own columns of the result.
   static constexpr int column_parts = CUFLASH_COLUMN_PARTS;
+  // Warps of a block that share rows, each with its own columns of the result.
+  static constexpr int partners = CUFLASH_PARTNERS;
   static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;  // 0: compiled without Python
   static constexpr int copy_bytes = CUFLASH_COPY_BYTES;  // widest legal copy of every operand
 

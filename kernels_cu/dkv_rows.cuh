@@ -14,8 +14,8 @@
 namespace cuflash {
 
 // What a warp sums: its keys' rows of dk and dv, or of one of them.
-constexpr int dk_columns = Config::grad_k ? Config::head_dim / Config::column_parts : 16;
-constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / Config::column_parts : 16;
+constexpr int dk_columns = Config::grad_k ? Config::head_dim / own_parts : 16;
+constexpr int dv_columns = Config::grad_v ? Config::head_dim_v / own_parts : 16;
 
 template <int slices>
 struct Gradients {
@@ -51,8 +51,8 @@ struct alignas(16) TwoRows {
 template <bool masked, int slices, int tiles>
 __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
                                              Real (&dp_acc)[slices][tiles][4],
-                                             const RowStatistics (&rows)[Config::block_m],
-                                             const Score& score, int first_row, int first_key) {
+                                             const RowStatistics* rows, const Score& score,
+                                             int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);

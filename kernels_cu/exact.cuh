@@ -42,7 +42,7 @@ struct LaneColumns {
     auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
-      const bool is_own = Config::column_parts == 1 || first + 32 * i >= 0;
+      const bool is_own = own_parts == 1 || first + 32 * i >= 0;
       if (is_own && first + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
     }
   }

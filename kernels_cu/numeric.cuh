@@ -4,6 +4,7 @@
 #include "config.cuh"
 #include "exp64.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -59,7 +60,7 @@ struct FloatPowers {
 };
 
 struct DoublePowers {
-  LanePowers entries{static_cast<int>(threadIdx.x % 32)};
+  LanePowers entries{ptx::thread_index() % 32};
 
   __device__ __forceinline__ double operator()(double x) const { return exp2_float64(x, entries); }
 };

@@ -36,12 +36,21 @@ struct BatchIndex {
   }
 };
 
-// Index of the tile of this block of threads, and which of its result's columns are its own.
+// Index of the tile of this block of threads, and which of its result's columns are its own, or its
+// warp's: those of partners follow each other.
 __device__ __forceinline__ int tile_index() { return ptx::block_index() / Config::column_parts; }
 
+constexpr int own_parts = Config::column_parts * Config::partners;
+
+__device__ __forceinline__ int partner_index() {
+  if constexpr (Config::partners == 1) return 0;
+  return ptx::thread_index() / (Config::num_threads / Config::partners);
+}
+
 __device__ __forceinline__ int first_own_column(int width) {
-  if constexpr (Config::column_parts == 1) return 0;
-  return ptx::block_index() % Config::column_parts * (width / Config::column_parts);
+  if constexpr (own_parts == 1) return 0;
+  const int part = ptx::block_index() % Config::column_parts * Config::partners + partner_index();
+  return part * (width / own_parts);
 }
 
 struct Tile {

@@ -34,7 +34,6 @@ template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
   Real row_sum[slices][2];  // of this lane's columns only, until `finish`
-  WarpPowers power;
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -48,6 +47,7 @@ struct OnlineSoftmax {
   template <int tiles, int out_tiles>
   __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
                                          Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+    const WarpPowers power;
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -60,10 +60,20 @@ struct OnlineSoftmax {
         block_max = quad_max(block_max);
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
         const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
-        const Real rescale =
-            power(score.exponent_between(score.reference(row_max[s][half]), shift));
-        row_max[s][half] = block_max;
-        Real sum = rounded_product(row_sum[s][half], rescale);
+        // Multiplications of float64 take their time from tensor cores, and most blocks of keys
+        // leave every maximum as it was, whose factor is 1.
+        if (!is_double || warp_agrees(block_max != row_max[s][half])) {
+          const Real rescale =
+              power(score.exponent_between(score.reference(row_max[s][half]), shift));
+          row_max[s][half] = block_max;
+          row_sum[s][half] = rounded_product(row_sum[s][half], rescale);
+#pragma unroll
+          for (int t = 0; t < out_tiles; ++t) {
+            o_acc[s][t][2 * half] *= rescale;
+            o_acc[s][t][2 * half + 1] *= rescale;
+          }
+        }
+        Real sum = row_sum[s][half];
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -73,11 +83,6 @@ struct OnlineSoftmax {
           }
         }
         row_sum[s][half] = sum;
-#pragma unroll
-        for (int t = 0; t < out_tiles; ++t) {
-          o_acc[s][t][2 * half] *= rescale;
-          o_acc[s][t][2 * half + 1] *= rescale;
-        }
       }
     }
   }

@@ -12,7 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select, _select_one_pass
+from cuflash import _select, _select_gradients, _select_one_pass
 from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
@@ -356,8 +356,8 @@ def test_config_decides_which_kernels_run(monkeypatch):
     arrays += cuflash.attention(*arrays[1:], return_lse=True)
     problem = describe(*arrays[1:4], cuflash.Options())
     portable = BackwardConfigs(
-        q=_select.backward_q_config(problem, 227 * 1024, 16),
-        kv=_select.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
+        q=_select_gradients.backward_q_config(problem, 227 * 1024, 16),
+        kv=_select_gradients.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))

@@ -32,12 +32,14 @@ from cuflash._packing import describe_packed
 from cuflash._params import STRUCTS, pointer_names
 from cuflash._problem import Problem, describe
 from cuflash._select import (
-    backward_kv_configs,
-    backward_q_config,
-    backward_score_config,
     delta_config,
     for_architecture,
     forward_config,
+)
+from cuflash._select_gradients import (
+    backward_kv_configs,
+    backward_q_config,
+    backward_score_config,
 )
 from cuflash._source import flatten, kernels_dir
 from support.nvrtc import DISTRIBUTIONS, Library, compiler_of, library_of

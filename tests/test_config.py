@@ -12,11 +12,13 @@ from cuflash._config import (
     HEAD_DIMS,
     BackwardConvertConfig,
     BackwardKVConfig,
+    BackwardKVPartnersConfig,
     BackwardKVSm90Config,
     BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     BackwardPairConfig,
     BackwardQConfig,
+    BackwardQPartnersConfig,
     BackwardQSm90Config,
     BackwardQTf32Sm90Config,
     BackwardScoreConfig,
@@ -59,7 +61,7 @@ TF32 = {
     "num_stages": 1, "block_m": 128, "block_n": 64,
 }  # fmt: skip
 CONFIGS: tuple[KernelConfig, ...] = (
-    ForwardConfig(**TILE, sink="none"),
+    ForwardConfig(**TILE, sink="none", num_stages=2),
     BackwardQConfig(**TILE),
     BackwardKVConfig(**TILE, grad_k=True, grad_v=False, shared_keys=True),
     DeltaConfig(**COMMON, num_warps=4, block_m=64, grad_lse=True),
@@ -91,6 +93,10 @@ CONFIGS: tuple[KernelConfig, ...] = (
     BackwardQTf32Sm90Config(**TF32),
     BackwardKVTf32Sm90Config(
         **{**TF32, "block_m": 32, "block_n": 128}, grad_k=True, grad_v=True, shared_keys=True
+    ),
+    BackwardQPartnersConfig(**TILE | {"num_warps": 8}),
+    BackwardKVPartnersConfig(
+        **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
 )  # fmt: skip
 
@@ -124,7 +130,7 @@ def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
 
 
 def test_a_configuration_is_a_key() -> None:
-    again = ForwardConfig(**TILE, sink="none")
+    again = ForwardConfig(**TILE, sink="none", num_stages=2)
     assert again == CONFIGS[0]
     assert hash(again) == hash(CONFIGS[0])
     assert replace(again, block_n=64) != again
@@ -171,7 +177,7 @@ def test_values_are_those_of_the_fields() -> None:
 )
 def test_errors_name_the_field_and_its_value(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
-        ForwardConfig(**{**TILE, "sink": "none", **change})
+        ForwardConfig(**{**TILE, "sink": "none", "num_stages": 2, **change})
 
 
 def test_a_pass_without_result_is_refused() -> None:

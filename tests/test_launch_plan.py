@@ -16,6 +16,7 @@ from cuflash import (
     Options,
     _grid,
     _select,
+    _select_gradients,
     _select_narrow,
     _select_one_pass,
     _select_tf32,
@@ -201,9 +202,9 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
         assert limit == SMALLEST
         assert wide > 192
     try:
-        of_keys = _select.backward_kv_configs(*given, wanted)
-        scores = _select.backward_score_config(*given, *SUMS[number % 4])
-        found += [_select.backward_q_config(*given), *of_keys, scores]
+        of_keys = _select_gradients.backward_kv_configs(*given, wanted)
+        scores = _select_gradients.backward_score_config(*given, *SUMS[number % 4])
+        found += [_select_gradients.backward_q_config(*given), *of_keys, scores]
     except NotImplementedError:
         assert wide > {SMALLEST: 128, AMPERE: 192}[limit]
     else:
@@ -289,7 +290,7 @@ def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
                 )
         split += check_grid(problem, configs[number % len(configs)], rng) > 1
         seen.update(map(type, configs))
-    assert len(seen) == 15, "some kernel was never chosen"
+    assert len(seen) == 17, "some kernel was never chosen"
     assert split > 100
 
 
@@ -322,9 +323,9 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_with_too_little_shared_memory_is_named() -> None:
     problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
-    _select.backward_q_config(problem, 227 << 10, 16)
+    _select_gradients.backward_q_config(problem, 227 << 10, 16)
     with pytest.raises(NotImplementedError, match="101376 bytes of shared memory"):
-        _select.backward_q_config(problem, 99 << 10, 16)
+        _select_gradients.backward_q_config(problem, 99 << 10, 16)
 
 
 @pytest.mark.parametrize("head_dim", [257, 1024])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _chosen, _hardware, _select, reference
+from cuflash import _chosen, _hardware, _select, _select_gradients, reference
 from cuflash._launch import BackwardConfigs
 from cuflash._problem import describe
 from support.budget import Budget
@@ -141,9 +141,9 @@ def test_a_config_decides_and_bits_repeat(head_dim: int, precision: str) -> None
     options = cuflash.Options(causal=True)
     problem = describe(q, k, v, options, precision=precision)
     smem = H100.limits.block_smem
-    of_keys = _select.backward_kv_configs(problem, smem, 16, frozenset("kv"))[0]
+    of_keys = _select_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))[0]
     portable = _select.forward_config(problem, smem, 16), BackwardConfigs(
-        q=_select.backward_q_config(problem, smem, 16), kv=of_keys
+        q=_select_gradients.backward_q_config(problem, smem, 16), kv=of_keys
     )  # fmt: skip
     found = []
     for forward, backward in ((None, None), (None, None), portable):

@@ -9,11 +9,13 @@ from typing import Any
 from cuflash._config import (
     BackwardConvertConfig,
     BackwardKVConfig,
+    BackwardKVPartnersConfig,
     BackwardKVSm90Config,
     BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     BackwardPairConfig,
     BackwardQConfig,
+    BackwardQPartnersConfig,
     BackwardQSm90Config,
     BackwardQTf32Sm90Config,
     BackwardScoreConfig,
@@ -79,8 +81,10 @@ KERNELS: dict[str, type[TileConfig]] = {
     kind.source.removesuffix(".cu"): kind for kind in PARAMETERS
 }
 
-#: Kernels that have no tile to choose travel, too.
+#: Kernels that have no tile to choose, or no sweep that chooses it, travel, too.
 _FIXED: tuple[type[KernelConfig], ...] = (
+    BackwardKVPartnersConfig,
+    BackwardQPartnersConfig,
     DeltaConfig,
     BackwardScoreConfig,
     BackwardPairConfig,

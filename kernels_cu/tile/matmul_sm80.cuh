@@ -111,6 +111,40 @@ struct SplitSums {
   }
 };
 
+// Of float64 on sm_90, where registers hold two of each operand beside the sums.
+template <typename BTile>
+constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 4096 &&
+                             (BTile::columns == 64 || BTile::columns == 128);
+
+// The same as multiply_transposed; the next operands are read while one is multiplied.
+template <int slices, typename ATile, typename BTile>
+__device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
+                                                       const RowsReader<ATile>& a,
+                                                       const ColumnsReader<BTile>& b) {
+  constexpr int pairs = BTile::rows / 16, steps = BTile::columns / 16 * pairs;
+  Register a_frag[2][slices][operand_registers], b_frag[2][operand_registers];
+  const auto read = [&](int step) {
+    const int k = step / pairs, n = step % pairs;
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      if (n == 0) a.read(a_frag[k % 2][s], s, k);
+    }
+    b.read(b_frag[step % 2], n, k);
+  };
+  read(0);
+#pragma unroll
+  for (int step = 0; step < steps; ++step) {
+    const int k = step / pairs, n = step % pairs;
+    if (step + 1 < steps) read(step + 1);
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      multiply_fragments(acc[s][2 * n], a_frag[k % 2][s], b_frag[step % 2]);
+      multiply_fragments(acc[s][2 * n + 1], a_frag[k % 2][s],
+                         b_frag[step % 2] + operand_registers / 2);
+    }
+  }
+}
+
 // acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed.
 template <int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
@@ -141,6 +175,8 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
       }
     }
     sums.add_to(acc, 0);
+  } else if constexpr (reads_ahead<BTile>) {
+    multiply_reading_ahead(acc, a, b);
   } else {
 #pragma unroll(sizeof(Element) == 2 ? BTile::columns / 16 : 4)
     for (int k = 0; k < BTile::columns / 16; ++k) {

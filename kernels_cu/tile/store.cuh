@@ -8,7 +8,8 @@
 namespace cuflash {
 
 // One result of one batch entry, from `first_row` of its matrix on: rows at any stride, of which
-// this block of threads has the columns from `first_column` on. Tiles are `width` columns wide.
+// this block of threads, or its warp, has the columns from `first_column` on. Tiles are `width`
+// columns wide.
 struct RowTarget {
   using Value = typename Storage<Config::out_dtype>::type;
   struct alignas(2 * sizeof(Value)) Pair {
@@ -28,9 +29,9 @@ struct RowTarget {
         column_stride(layout.column),
         first_column(first_own_column(width)),
         num_columns(columns) {
-    if constexpr (Config::column_parts > 1) {
+    if constexpr (own_parts > 1) {
       data += first_column * column_stride;
-      num_columns = min(num_columns - first_column, width / Config::column_parts);
+      num_columns = min(num_columns - first_column, width / own_parts);
     }
   }
 

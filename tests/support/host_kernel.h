@@ -51,6 +51,7 @@ constexpr T max(T a, T b) {
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x)); }
@@ -59,6 +60,7 @@ inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline unsigned atomicOr(unsigned* to, unsigned bits) { return *to |= bits; }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) {

@@ -1,0 +1,116 @@
+"""Which portable kernels compute gradients? Tables and tiles as in ``_select.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash import _select
+from cuflash._config import (
+    BackwardKVConfig,
+    BackwardKVPartnersConfig,
+    BackwardQConfig,
+    BackwardQPartnersConfig,
+    BackwardScoreConfig,
+    GradOf,
+    SumsTo,
+)
+from cuflash._problem import Problem
+from cuflash._tiles import Tables, Tiles
+
+
+def backward_q_config(
+    problem: Problem,
+    smem_limit: int,
+    copy_bytes: int,
+    *,
+    partners: bool = True,
+) -> BackwardQConfig:
+    """Choose the kernel of dq; ``partners``: may be one in which warps share rows."""
+    fields = _select._fields(problem, copy_bytes, problem.dtype)
+    tables = _select._tables(problem)
+    configs: list[BackwardQConfig] = [
+        BackwardQPartnersConfig(**fields, **t, column_parts=1)
+        for t in _partner_rows(tables.partners_q if partners else None, problem, fields)
+    ]
+    tiles = tables.backward_q_general if _select._is_general(problem) else tables.backward_q
+    parts = _select._parts(fields["head_dim"], _own_columns(problem, tables))
+    rows = _select._rows(tiles, fields)
+    configs += [BackwardQConfig(**fields, **t, column_parts=parts) for t in rows]
+    return _select._fitting(configs, smem_limit)
+
+
+def backward_kv_configs(
+    problem: Problem,
+    smem_limit: int,
+    copy_bytes: int,
+    wanted: frozenset[str],
+    *,
+    partners: bool = True,
+) -> tuple[BackwardKVConfig, ...]:
+    """Choose the passes that compute dk, dv or both.
+
+    One pass computes both if k and v are summed over the same batch axes, so that it walks the same
+    queries for both, and if registers hold both sums.
+    """
+    fields = _select._fields(problem, copy_bytes, problem.dtype)
+    tables = _select._tables(problem)
+    widest = max(fields["head_dim"], fields["head_dim_v"])
+    for tile in _partner_rows(tables.partners_kv if partners else None, problem, fields):
+        passes = _select._kv_passes(problem, wanted, together=True)
+        own = fields | tile | {"column_parts": 1}
+        sharing = [
+            BackwardKVPartnersConfig(**own, **_kv_fields(problem, names)) for names in passes
+        ]
+        if all(_select._fits(config, smem_limit) for config in sharing):
+            return tuple(sharing)
+    tiles = tables.backward_kv_general if _select._is_general(problem) else tables.backward_kv
+    rows = _select._rows(tiles, fields)
+    chosen = []
+    for names in _select._kv_passes(problem, wanted, together=widest <= tables.widest_pair):
+        columns = fields["head_dim" if "k" in names else "head_dim_v"]
+        parts = _select._parts(columns, _own_columns(problem, tables))
+        own = _kv_fields(problem, names) | {"column_parts": parts}
+        chosen.append(
+            _select._fitting([BackwardKVConfig(**fields, **t, **own) for t in rows], smem_limit)
+        )
+    return tuple(chosen)
+
+
+def _kv_fields(problem: Problem, names: list[str]) -> dict[str, Any]:
+    """What a pass for ``names`` of dk and dv is told of them."""
+    return {
+        "shared_keys": _select._shares_keys(problem, names),
+        "grad_k": "k" in names,
+        "grad_v": "v" in names,
+    }
+
+
+def backward_score_config(
+    problem: Problem,
+    smem_limit: int,
+    copy_bytes: int,
+    grad_of: GradOf,
+    sums_to: SumsTo,
+) -> BackwardScoreConfig:
+    """Choose the kernel of the gradients of bias, slopes and scale."""
+    fields = _select._fields(problem, copy_bytes, problem.dtype)
+    fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
+    rows = _select._rows(_select._tables(problem).backward_score, fields)
+    return _select._fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
+
+
+def _partner_rows(
+    tiles: Tiles | None, problem: Problem, fields: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of ``tiles``, none where more than bounds and a product takes registers."""
+    if _select._is_general(problem) or problem.cu_seqlens_q is not None:
+        return []
+    widest = max(fields["head_dim"], fields["head_dim_v"])
+    return [t._asdict() for t in (tiles or {}).get(widest, ())]
+
+
+def _own_columns(problem: Problem, tables: Tables) -> int:
+    """Columns of a gradient that registers hold."""
+    if _select._is_general(problem):
+        return tables.own_columns_backward_general
+    return tables.own_columns_backward
