@@ -38,7 +38,9 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
     if hardware.arch == "sm_90" and chosen is None and not portable:
         chosen = _select_tf32.forward_config(problem, width)
     if chosen is None:
-        chosen = _select.forward_config(problem, hardware.limits.block_smem, width)
+        chosen = _select.forward_config(
+            problem, hardware.limits.block_smem, width, cuda_cores=hardware.has_only_cuda_cores
+        )
     return _for_device(_tuned.applied(chosen, hardware.name), hardware)
 
 
@@ -51,6 +53,7 @@ def backward(
 ) -> list[KernelConfig]:
     """The kernels of the gradients of q, k and v, in order of launch."""
     width, smem = _copy_bytes(problem), hardware.limits.block_smem
+    cuda_cores = hardware.has_only_cuda_cores
     hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
     tf32 = hardware.arch == "sm_90" and not portable
     rows_v = Layout.of(problem.v).copy_bytes(problem.head_dim_v, 0)  # those of dout and out, too
@@ -71,14 +74,14 @@ def backward(
         if tf32 and passes is None:
             passes = _select_tf32.backward_kv_configs(problem, width, of_keys)
         tiled += passes or _select_gradients.backward_kv_configs(
-            problem, smem, width, of_keys, partners=not portable
+            problem, smem, width, of_keys, cuda_cores=cuda_cores, partners=not portable
         )
     if "q" in wanted:
         of_q: TileConfig | None = _select.backward_q_sm90_config(problem) if hopper else None
         if tf32 and of_q is None:
             of_q = _select_tf32.backward_q_config(problem, width)
         of_q = of_q or _select_gradients.backward_q_config(
-            problem, smem, width, partners=not portable
+            problem, smem, width, cuda_cores=cuda_cores, partners=not portable
         )
         tiled.append(of_q)
     own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]

@@ -28,6 +28,7 @@ from cuflash._source import flatten
 
 #: ``-default-device``: lambdas are device functions.
 OPTIONS = ("--std=c++17", "-default-device", "-ftz=true")
+_FIRST_WITH_GRID_CONSTANTS = 70  # elsewhere the word is an error, and parameters are copied
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: (source, options) -> (cubin, log); raises NvrtcError.
 Compiler = Callable[[str, tuple[str, ...]], tuple[bytes, str]]
@@ -65,7 +66,7 @@ def params_struct(config: KernelConfig) -> str:
     return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
 
 
-def source_of(config: KernelConfig) -> str:
+def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
     """Self-contained source text of a kernel."""
     struct = params_struct(config)
     defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
@@ -75,7 +76,10 @@ def source_of(config: KernelConfig) -> str:
         f'"cuflash/_params.py mirrors {struct}");\n'
     )
     texts = config.formulas if isinstance(config, TileConfig) else ()
-    return f"{defines}{flatten(config.source, texts)}{pinned}"
+    text = f"{defines}{flatten(config.source, texts)}{pinned}"
+    if int(arch.removeprefix("sm_").removesuffix("a")) < _FIRST_WITH_GRID_CONSTANTS:
+        text = text.replace("__grid_constant__ ", "")
+    return text
 
 
 @functools.cache
@@ -100,8 +104,8 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     """The function of a kernel on the current device, and the module that holds it."""
-    source = source_of(config)
     arch = architecture(config, cupy.cuda.Device().compute_capability)
+    source = source_of(config, arch)
     options = (*OPTIONS, f"-arch={arch}")
     shared = None
     if _kernel_store.shared_folders():
@@ -158,12 +162,12 @@ def stored_name(config: KernelConfig, arch: str) -> str:
     import cupy
 
     options = (*OPTIONS, f"-arch={arch}")
-    return _stored_name(source_of(config), options, _compiler.identity(), cupy.__version__)
+    return _stored_name(source_of(config, arch), options, _compiler.identity(), cupy.__version__)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
     """Name of this kernel in a folder for others, whatever compiler they have."""
-    return _kernel_store.name_of(source_of(config), *OPTIONS, f"-arch={arch}")
+    return _kernel_store.name_of(source_of(config, arch), *OPTIONS, f"-arch={arch}")
 
 
 def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
@@ -184,7 +188,7 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
 
     ``compiler`` is another NVRTC than the one that CuPy has bound.
     """
-    source = source_of(config)
+    source = source_of(config, arch)
     options = (*OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
     try:
         cubin, log = (compiler or _nvrtc)(source, options)

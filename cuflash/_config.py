@@ -118,6 +118,7 @@ class TileConfig(OperandConfig):
 
     precision: Precision
     wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
+    cuda_cores: bool = False  # are there no products of sm_80?
     head_dim: int
     block_m: int
     block_n: int
@@ -162,6 +163,10 @@ class TileConfig(OperandConfig):
         """Rows that the warps of a block divide among themselves."""
         return self.block_m
 
+    def tile_bytes(self, rows: int, columns: int) -> int:
+        """Shared memory of one operand; CUDA cores read it where it lies."""
+        return 128 if self.cuda_cores else self.element_bytes * rows * columns
+
     @property
     def result_columns(self) -> int:
         """Columns of the result, which blocks of threads may share."""
@@ -185,9 +190,9 @@ class ForwardConfig(TileConfig):
     @property
     def smem_bytes(self) -> int:
         """The q tile, one or two stages of k and v."""
-        streamed = self.block_n * (self.head_dim + self.head_dim_v // self.column_parts)
-        rows = self.block_m * self.head_dim + self.num_stages * streamed
-        return self.element_bytes * rows
+        streamed = self.tile_bytes(self.block_n, self.head_dim)
+        streamed += self.tile_bytes(self.block_n, self.head_dim_v // self.column_parts)
+        return self.tile_bytes(self.block_m, self.head_dim) + self.num_stages * streamed
 
 
 class ForwardNarrowConfig(ForwardConfig):
@@ -305,8 +310,10 @@ class BackwardQConfig(TileConfig):
     @property
     def smem_bytes(self) -> int:
         """Tiles of q and dout, two stages of k and v."""
-        rows = self.block_m + 2 * self.block_n
-        return self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return sum(
+            self.tile_bytes(self.block_m, columns) + 2 * self.tile_bytes(self.block_n, columns)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
 
 
 class BackwardKVConfig(TileConfig):
@@ -337,9 +344,11 @@ class BackwardKVConfig(TileConfig):
     @property
     def smem_bytes(self) -> int:
         """Tiles of k and v; two stages of q, dout and the pairs (lse, delta)."""
-        kept = self.block_n * (self.head_dim + self.head_dim_v)
-        streamed = 2 * self.block_m * (self.head_dim + self.head_dim_v)
-        return self.element_bytes * (kept + streamed) + 4 * self.real_bytes * self.block_m
+        tiles = sum(
+            self.tile_bytes(self.block_n, columns) + 2 * self.tile_bytes(self.block_m, columns)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
+        return tiles + 4 * self.real_bytes * self.block_m
 
 
 class BackwardQPartnersConfig(BackwardQConfig):
@@ -454,8 +463,11 @@ class BackwardScoreConfig(TileConfig):
     @property
     def smem_bytes(self) -> int:
         """Tiles of q, dout, k and v; a sum of each column for each warp."""
-        rows = self.block_m + self.block_n
-        tiles = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        tiles = sum(
+            self.tile_bytes(rows, columns)
+            for rows in (self.block_m, self.block_n)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
         return -(-(tiles + self.real_bytes * self.num_warps * self.block_n) // 128) * 128
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import cupy
 from cupy_backends.cuda.api import runtime
 
 
@@ -24,3 +25,9 @@ def smem_limit(device: int) -> int:
 def multiprocessors(device: int) -> int:
     """How many blocks of threads run side by side."""
     return attribute("MultiProcessorCount", device)
+
+
+@functools.cache
+def has_only_cuda_cores(device: int) -> bool:
+    """Whether it lacks the matrix products and the asynchronous copies of compute capability 8."""
+    return int(cupy.cuda.Device(device).compute_capability) < 80

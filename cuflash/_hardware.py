@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cuflash._errors import problem_with
 
 _KIB = 1024
-#: Of every multiprocessor since compute capability 8.0.
+#: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
 _REGISTERS = 65_536
 _REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
 _RESERVED_SMEM = 1024  # that the system takes in every block of threads
@@ -44,9 +44,20 @@ class Hardware(NamedTuple):
         """As CuPy spells it: "90"."""
         return self.arch.removeprefix("sm_")
 
+    @property
+    def has_only_cuda_cores(self) -> bool:
+        """Whether it lacks the matrix products and the asynchronous copies of sm_80."""
+        return int(self.capability) < 80
+
 
 #: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _LIMITS = {
+    "sm_50": Limits(48 * _KIB, 64 * _KIB, 2048),
+    "sm_52": Limits(48 * _KIB, 96 * _KIB, 2048),
+    "sm_60": Limits(48 * _KIB, 64 * _KIB, 2048),
+    "sm_61": Limits(48 * _KIB, 96 * _KIB, 2048),
+    "sm_70": Limits(96 * _KIB, 96 * _KIB, 2048),
+    "sm_75": Limits(64 * _KIB, 64 * _KIB, 1024),
     "sm_80": Limits(163 * _KIB, 164 * _KIB, 2048),
     "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536),
     "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536),
@@ -67,6 +78,12 @@ _PEAKS = (
 )
 #: What a call is planned for where no device is at hand.
 _TYPICAL = {
+    "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20),
+    "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20),
+    "sm_60": ("Tesla P100-SXM2-16GB", 56, 4 << 20),
+    "sm_61": ("NVIDIA GeForce GTX 1080", 20, 2 << 20),
+    "sm_70": ("Tesla V100-SXM2-16GB", 80, 6 << 20),
+    "sm_75": ("Tesla T4", 40, 4 << 20),
     "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40 << 20),
     "sm_86": ("an sm_86", 84, 6 << 20),
     "sm_89": ("NVIDIA GeForce RTX 4090", 128, 72 << 20),

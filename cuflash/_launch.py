@@ -210,6 +210,7 @@ def _plan_forward(
     if chosen is None:
         chosen = _select.forward_config(
             problem, _device.smem_limit(device), copy_bytes,
+            cuda_cores=_device.has_only_cuda_cores(device),
         )  # fmt: skip
     config = _select.overridden(chosen, config, device)
     return _plan.plan_launch(
@@ -437,6 +438,7 @@ def _plan_backward(
     one_pass: BackwardOnePassConfig | None,
 ) -> Steps:
     """The launches of one backward call."""
+    cuda_cores = _device.has_only_cuda_cores(device)
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
     copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
@@ -467,7 +469,7 @@ def _plan_backward(
         if type(config.kv) is not BackwardKVConfig and _launch_sm90.available(device):
             passes = _select_tf32.backward_kv_configs(problem, copy_bytes, of_keys)
         if passes is None:
-            passes = _select_gradients.backward_kv_configs(*given, of_keys)
+            passes = _select_gradients.backward_kv_configs(*given, of_keys, cuda_cores=cuda_cores)
         for chosen in passes:
             kv_config = _select.overridden(chosen, config.kv, device)
             launch = _plan.plan_launch(
@@ -485,7 +487,7 @@ def _plan_backward(
         if type(config.q) is not BackwardQConfig and _launch_sm90.available(device):
             chosen_q = _select_tf32.backward_q_config(problem, copy_bytes)
         if chosen_q is None:
-            chosen_q = _select_gradients.backward_q_config(*given)
+            chosen_q = _select_gradients.backward_q_config(*given, cuda_cores=cuda_cores)
         q_config = _select.overridden(chosen_q, config.q, device)
         launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,
@@ -497,7 +499,9 @@ def _plan_backward(
     else:
         steps += [(names, launch) for launch in hopper]
     for name, own in sums.items() if problem.seqlen_k else ():
-        chosen_sums = _select_gradients.backward_score_config(*given, name, own.sums_to)
+        chosen_sums = _select_gradients.backward_score_config(
+            *given, name, own.sums_to, cuda_cores=cuda_cores
+        )
         launch = _plan.plan_launch(
             _params.BACKWARD, chosen_sums, problem, layouts | {"sums": own.layout()}, device,
             num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),

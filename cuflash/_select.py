@@ -26,7 +26,7 @@ from cuflash._config import (
 )
 from cuflash._errors import not_yet, problem_with
 from cuflash._problem import HALVES, Operand, Problem
-from cuflash._tiles import FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
+from cuflash._tiles import CUDA_CORES, FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
@@ -229,11 +229,14 @@ def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
     )
 
 
-def forward_config(problem: Problem, smem_limit: int, copy_bytes: int) -> ForwardConfig:
+def forward_config(
+    problem: Problem, smem_limit: int, copy_bytes: int, *, cuda_cores: bool = False
+) -> ForwardConfig:
     """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
+    fields["cuda_cores"] = cuda_cores
     general = _is_general(problem) or not fields["scale_in_exponent"]
-    tables = _tables(problem)
+    tables = _tables(problem, cuda_cores)
     tiles = tables.forward_general if general else tables.forward
     own = tables.own_columns_general if general else tables.own_columns
     fields["column_parts"] = _parts(fields["head_dim_v"], own)
@@ -369,7 +372,9 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
     return replace(chosen, **{name: getattr(config, name) for name in names})
 
 
-def _tables(problem: Problem) -> Tables:
+def _tables(problem: Problem, cuda_cores: bool) -> Tables:
+    if cuda_cores:
+        return CUDA_CORES[max(4, problem.dtype.itemsize)]
     return TF32 if _precision(problem) == "tf32" else _TABLES[problem.dtype.name]
 
 

@@ -23,11 +23,12 @@ def backward_q_config(
     smem_limit: int,
     copy_bytes: int,
     *,
+    cuda_cores: bool = False,
     partners: bool = True,
 ) -> BackwardQConfig:
     """Choose the kernel of dq; ``partners``: may be one in which warps share rows."""
-    fields = _select._fields(problem, copy_bytes, problem.dtype)
-    tables = _select._tables(problem)
+    fields = _select._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
+    tables = _select._tables(problem, cuda_cores)
     configs: list[BackwardQConfig] = [
         BackwardQPartnersConfig(**fields, **t, column_parts=1)
         for t in _partner_rows(tables.partners_q if partners else None, problem, fields)
@@ -45,6 +46,7 @@ def backward_kv_configs(
     copy_bytes: int,
     wanted: frozenset[str],
     *,
+    cuda_cores: bool = False,
     partners: bool = True,
 ) -> tuple[BackwardKVConfig, ...]:
     """Choose the passes that compute dk, dv or both.
@@ -52,8 +54,8 @@ def backward_kv_configs(
     One pass computes both if k and v are summed over the same batch axes, so that it walks the same
     queries for both, and if registers hold both sums.
     """
-    fields = _select._fields(problem, copy_bytes, problem.dtype)
-    tables = _select._tables(problem)
+    fields = _select._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
+    tables = _select._tables(problem, cuda_cores)
     widest = max(fields["head_dim"], fields["head_dim_v"])
     for tile in _partner_rows(tables.partners_kv if partners else None, problem, fields):
         passes = _select._kv_passes(problem, wanted, together=True)
@@ -91,11 +93,13 @@ def backward_score_config(
     copy_bytes: int,
     grad_of: GradOf,
     sums_to: SumsTo,
+    *,
+    cuda_cores: bool = False,
 ) -> BackwardScoreConfig:
     """Choose the kernel of the gradients of bias, slopes and scale."""
-    fields = _select._fields(problem, copy_bytes, problem.dtype)
+    fields = _select._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
-    rows = _select._rows(_select._tables(problem).backward_score, fields)
+    rows = _select._rows(_select._tables(problem, cuda_cores).backward_score, fields)
     return _select._fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
 
 

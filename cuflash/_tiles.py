@@ -173,3 +173,30 @@ FLOAT64 = Tables(
     partners_q=_PARTNERS_Q_FLOAT64,
     partners_kv=_PARTNERS_KV_FLOAT64,
 )
+
+
+_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
+
+
+def _on_cuda_cores(block: int, own_columns: int, widest_pair: int) -> Tables:
+    """Tiles of 64 rows and ``block`` rows of what is streamed; operands lie in no shared memory."""
+    of_queries: Tiles = dict.fromkeys(_WIDTHS, (Tile(64, block, 4, 1),))
+    of_keys: Tiles = dict.fromkeys(_WIDTHS, (Tile(block, 64, 4, 1),))
+    return Tables(
+        of_queries,
+        of_queries,
+        of_queries,
+        of_queries,
+        of_keys,
+        of_keys,
+        of_queries,
+        widest_pair=widest_pair,
+        own_columns=own_columns,
+        own_columns_general=own_columns,
+        own_columns_backward=own_columns,
+        own_columns_backward_general=own_columns,
+    )
+
+
+#: By the bytes of a sum: for devices without the products of sm_80.
+CUDA_CORES = {4: _on_cuda_cores(32, 128, 64), 8: _on_cuda_cores(16, 64, 32)}

@@ -70,6 +70,7 @@ _WORDS = {
     "mask_mod": "mask_mod",
     "dropout": "dropout",
     "cu_seqlens": "packed",
+    "cuda_cores": "cores",
     "sink": "sink",
 }
 

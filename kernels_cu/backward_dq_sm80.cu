@@ -16,17 +16,16 @@
 #include "params.cuh"
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
-#include "tile/load.cuh"
-#include "tile/matmul_sm80.cuh"
+#include "tile/matmul.cuh"
 #include "dq_rows.cuh"
 
 namespace cuflash {
 
 struct SharedMemory {
-  using QTile = SmemTile<Config::block_m, Config::head_dim>;
-  using DoutTile = SmemTile<Config::block_m, Config::head_dim_v>;
-  using KTile = SmemTile<Config::block_n, Config::head_dim>;
-  using VTile = SmemTile<Config::block_n, Config::head_dim_v>;
+  using QTile = OperandTile<Config::block_m, Config::head_dim>;
+  using DoutTile = OperandTile<Config::block_m, Config::head_dim_v>;
+  using KTile = OperandTile<Config::block_n, Config::head_dim>;
+  using VTile = OperandTile<Config::block_n, Config::head_dim_v>;
 
   QTile q;
   DoutTile dout;

@@ -12,6 +12,9 @@
 #ifndef CUFLASH_WIDE_FLOAT64
 #define CUFLASH_WIDE_FLOAT64 false
 #endif
+#ifndef CUFLASH_CUDA_CORES
+#define CUFLASH_CUDA_CORES false
+#endif
 #ifndef CUFLASH_OUT_DTYPE
 #define CUFLASH_OUT_DTYPE bfloat16
 #endif
@@ -169,6 +172,7 @@ struct Config {
   static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;  // of q, k, v and the products
   static constexpr Precision precision = Precision::CUFLASH_PRECISION;
   static constexpr bool wide_float64 = CUFLASH_WIDE_FLOAT64;    // products of sm_90 and later?
+  static constexpr bool cuda_cores = CUFLASH_CUDA_CORES;        // no products of sm_80?
   static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
   static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
   static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters

@@ -14,8 +14,7 @@
 #include "params.cuh"
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
-#include "tile/load.cuh"
-#include "tile/matmul_sm80.cuh"
+#include "tile/matmul.cuh"
 #include "forward_rows.cuh"
 
 namespace cuflash {
@@ -24,9 +23,9 @@ constexpr int own_columns = Config::head_dim_v / Config::column_parts;
 static_assert(own_columns % 16 == 0, "one product has 16 columns");
 
 struct SharedMemory {
-  using QTile = SmemTile<Config::block_m, Config::head_dim>;
-  using KTile = SmemTile<Config::block_n, Config::head_dim>;
-  using VTile = SmemTile<Config::block_n, own_columns>;
+  using QTile = OperandTile<Config::block_m, Config::head_dim>;
+  using KTile = OperandTile<Config::block_n, Config::head_dim>;
+  using VTile = OperandTile<Config::block_n, own_columns>;
 
   QTile q;
   KTile k[Config::num_stages];

@@ -146,8 +146,8 @@ def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):
 
 
 def test_wrong_arguments_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="arch: got 'sm_60', expected one of sm_80"):
-        cuflash.compile(WORK, arch="sm_60")
+    with pytest.raises(ValueError, match="arch: got 'sm_35', expected one of sm_50"):
+        cuflash.compile(WORK, arch="sm_35")
     monkeypatch.setattr(_hardware, "present", lambda device=None: None)
     with pytest.raises(ValueError, match="arch: got None, and no device is here"):
         cuflash.compile(WORK)

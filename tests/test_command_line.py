@@ -95,7 +95,7 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
     ("words", "message"),
     [
         (["explain", "--heads", "3", "--heads-kv", "2"], "heads_kv: got 2, expected a divisor"),
-        (["explain", "--arch", "sm_70"], "arch: got 'sm_70', expected one of sm_80"),
+        (["explain", "--arch", "sm_71"], "arch: got 'sm_71', expected one of sm_50"),
         (["explain", "--head-dim", "300"], "head_dim 300 on a GPU"),
         (["explain", "--arrays", "colour"], "arrays: got 'colour', expected names among"),
         (["explain", "--window", "3"], "expected LEFT,RIGHT"),

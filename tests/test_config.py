@@ -54,7 +54,7 @@ COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_di
 TILE = {
     **COMMON, **SCORE, "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
     "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
-    "wide_float64": False,
+    "wide_float64": False, "cuda_cores": False,
 }  # fmt: skip
 TF32 = {
     **TILE, "dtype": "float32", "out_dtype": "float32", "num_warps": 12, "head_dim": 128,

@@ -30,7 +30,7 @@ CONFIG = ForwardConfig(
     scale_in_exponent=True, softcap=False, bias="none", mask=False, offset="value",
     q_lengths="none", kv_lengths="none", alibi_slopes="none", segment_ids="none", dropout=False,
     cu_seqlens="none", score_mod=False, mask_mod=False, formulas=(), sink="none", precision="ieee",
-    column_parts=1, wide_float64=False, num_stages=2,
+    column_parts=1, wide_float64=False, cuda_cores=False, num_stages=2,
 )  # fmt: skip
 OTHER = dataclasses.replace(CONFIG, head_dim=128)
 #: A folder that exists and in which not even root can create a file.
@@ -266,7 +266,7 @@ def changed_fields():
         "kv_lengths": "int64", "alibi_slopes": "float32", "segment_ids": "int32", "score_mod": True,
         "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
         "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
-        "column_parts": 2, "wide_float64": True, "num_stages": 1,
+        "column_parts": 2, "wide_float64": True, "cuda_cores": True, "num_stages": 1,
     }  # fmt: skip
     names = [field.name for field in dataclasses.fields(CONFIG)]
     assert sorted(names) == sorted(other), "a new field needs a line here"

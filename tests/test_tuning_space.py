@@ -218,7 +218,7 @@ def test_a_number_of_processes_that_is_none_is_refused():
     ("change", "message"),
     [
         ({"kernel": "forward_sm70"}, "kernel: got 'forward_sm70', expected one of forward_sm90"),
-        ({"arch": "sm_70"}, "arch: got 'sm_70', expected one of sm_80"),
+        ({"arch": "sm_71"}, "arch: got 'sm_71', expected one of sm_50"),
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
         ({"parameters": {"block_n": (100,)}}, "none of them legal"),

@@ -13,18 +13,38 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Two float32 rounded to nearest even; `low` lands in the lower half, the lower address.
+// Two float32 rounded to nearest even; `low` lands in the lower half, the lower address. Before
+// sm_80 they are rounded one by one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint16_t float_to_float16(float x) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
 __device__ __forceinline__ uint32_t pack_float16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  if constexpr (Config::cuda_cores) {
+    return float_to_float16(low) | static_cast<uint32_t>(float_to_float16(high)) << 16;
+  } else {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+}
+
+__device__ __forceinline__ uint32_t float_to_bfloat16(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x == x ? bits + 0x7fff + (bits >> 16 & 1) >> 16 : 0x7fff;
 }
 
 __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
+  if constexpr (Config::cuda_cores) {
+    return float_to_bfloat16(low) | float_to_bfloat16(high) << 16;
+  } else {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
 }
 
 // In each half all bits become its highest.

@@ -1,4 +1,5 @@
-// Asynchronous copies from global to shared memory that bypass registers.
+// Asynchronous copies from global to shared memory that bypass registers; plain ones where there
+// are none.
 #pragma once
 
 #include "config.cuh"
@@ -11,7 +12,13 @@ template <int bytes>
 __device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool valid) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
   const int source_bytes = valid ? bytes : 0;
-  if constexpr (bytes == 16) {
+  if constexpr (Config::cuda_cores) {
+    struct alignas(bytes) Copied {
+      uint32_t word[bytes / 4];
+    };
+    *static_cast<Copied*>(__cvta_shared_to_generic(smem)) =
+        valid ? *static_cast<const Copied*>(source) : Copied{};
+  } else if constexpr (bytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(source),
                  "r"(source_bytes)
                  : "memory");
@@ -24,14 +31,16 @@ __device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 __device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  if constexpr (!Config::cuda_cores) asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // Waits until at most `pending` of this thread's groups are still in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 template <int pending>
 __device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+  if constexpr (!Config::cuda_cores) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+  }
 }
 
 }  // namespace cuflash::ptx

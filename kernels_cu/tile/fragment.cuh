@@ -22,16 +22,17 @@
 namespace cuflash {
 
 // What a lane holds of an operand in one register, and how many of them.
-template <int element_bytes>
+constexpr bool packs_operands = sizeof(Element) == 2 && !Config::cuda_cores;
+template <bool packed>
 struct OperandRegister {
-  using type = Element;
+  using type = Real;
 };
 template <>
-struct OperandRegister<2> {
-  using type = uint32_t;  // two of them
+struct OperandRegister<true> {
+  using type = uint32_t;  // two elements
 };
-using Register = OperandRegister<sizeof(Element)>::type;
-constexpr int operand_registers = sizeof(Element) == 2 ? 4 : 8;
+using Register = OperandRegister<packs_operands>::type;
+constexpr int operand_registers = packs_operands ? 4 : 8;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
@@ -70,7 +71,7 @@ __device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles / 2][o
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
-      if constexpr (sizeof(Element) == 2) {
+      if constexpr (packs_operands) {
         frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
         frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
       } else {

@@ -110,15 +110,15 @@ class HostDevice:
 
 
 @contextmanager
-def host_device(folder: Path) -> Iterator[HostDevice]:
-    """Let launches run on the host."""
+def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
+    """Let launches run on the host, which stands for a device of a compute capability."""
     device = HostDevice(folder)
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
     attributes = {"MultiProcessorCount": 4, "L2CacheSize": 1 << 20,
                   "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
     cuda = SimpleNamespace(
         get_current_stream=lambda: stream,
-        Device=lambda _: SimpleNamespace(compute_capability="80"),
+        Device=lambda _: SimpleNamespace(compute_capability=capability),
     )
     library = SimpleNamespace(
         cuda=cuda,
@@ -142,6 +142,7 @@ def host_device(folder: Path) -> Iterator[HostDevice]:
         patch.setattr(_launch_sm90, "available", lambda _: False)
         patch.setattr(_tuned, "device_name", lambda _: "host")
         patch.setattr(_device, "attribute", lambda name, _: attributes[name])
+        patch.setattr(_device, "has_only_cuda_cores", lambda _: int(capability) < 80)
         for module in (_plan, _launch_segments):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))
