@@ -37,29 +37,6 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
 
-// Start the copy of a block of keys or values. What says where they lie is found anew: it takes no
-// registers from one block to the next.
-__device__ __forceinline__ void load_keys(const ForwardParams& params, SharedMemory& smem,
-                                          int n_block, int stage) {
-  const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
-  load_tile(smem.k[stage],
-            RowSource(params.k, params.k_layout, work.entry, score.seqlen.first_k, params.head_dim),
-            n_block * Config::block_n,
-            score.kv_range(work.first_row, work.first_row + Config::block_m));
-}
-
-__device__ __forceinline__ void load_values(const ForwardParams& params, SharedMemory& smem,
-                                            int n_block, int stage) {
-  const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
-  load_tile(smem.v[stage],
-            RowSource(params.v, params.v_layout, work.entry, score.seqlen.first_k,
-                      params.head_dim_v, first_own_column(Config::head_dim_v)),
-            n_block * Config::block_n,
-            score.kv_range(work.first_row, work.first_row + Config::block_m));
-}
-
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
 __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
@@ -67,7 +44,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
                                        Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
-  const auto warp_row = [] { return ptx::thread_index() / 32 * 16 * slices; };
+  const int warp_row = warp_index() * 16 * slices;
   const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
   const Range rows{work.first_row, work.first_row + Config::block_m};
   const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
@@ -95,7 +72,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     ptx::cp_async_wait<0>();
     __syncthreads();  // this stage is there; every warp is done with the other
     if constexpr (Config::num_stages == 1) {
-      load_values(params, smem, n_block, 0);
+      load_tile(smem.v[0], v, first_key, keys);
     } else if (next < blocks.end) {
       load_tile(smem.k[stage ^ 1], k, next * Config::block_n, keys);
       load_tile(smem.v[stage ^ 1], v, next * Config::block_n, keys);
@@ -104,21 +81,21 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
 
     Real s_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
-    multiply_transposed(s_acc, read_rows(smem.q, warp_row()), read_columns(smem.k[stage]));
+    multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
     if (blocks.masked(n_block) || !one_segment) {
-      apply_score<true>(s_acc, score, work.first_row + warp_row(), first_key);
+      apply_score<true>(s_acc, score, work.first_row + warp_row, first_key);
     } else {
-      apply_score<false>(s_acc, score, work.first_row + warp_row(), first_key);
+      apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);
     }
 
     softmax.update(s_acc, o_acc, score);
-    drop_weights(s_acc, score, work.first_row + warp_row(), first_key);
+    drop_weights(s_acc, score, work.first_row + warp_row, first_key);
     Register p_frag[slices][Config::block_n / 16][operand_registers];
     to_operand(p_frag, s_acc);
     if constexpr (Config::num_stages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // v is there; every warp is done with k
-      if (next < blocks.end) load_keys(params, smem, next, 0);
+      if (next < blocks.end) load_tile(smem.k[0], k, next * Config::block_n, keys);
       ptx::cp_async_commit();
     }
     multiply(o_acc, p_frag, read_sums(smem.v[stage]));

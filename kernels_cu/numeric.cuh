@@ -4,7 +4,6 @@
 #include "config.cuh"
 #include "exp64.cuh"
 #include "ptx/arithmetic.cuh"
-#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -60,7 +59,7 @@ struct FloatPowers {
 };
 
 struct DoublePowers {
-  LanePowers entries{ptx::thread_index() % 32};
+  LanePowers entries{static_cast<int>(threadIdx.x % 32)};
 
   __device__ __forceinline__ double operator()(double x) const { return exp2_float64(x, entries); }
 };

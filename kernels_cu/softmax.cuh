@@ -34,6 +34,7 @@ template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
   Real row_sum[slices][2];  // of this lane's columns only, until `finish`
+  WarpPowers power;
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -47,7 +48,6 @@ struct OnlineSoftmax {
   template <int tiles, int out_tiles>
   __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
                                          Real (&o_acc)[slices][out_tiles][4], const Score& score) {
-    const WarpPowers power;
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll

@@ -79,7 +79,7 @@ def only_cuda_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("only_cuda_cores")
-@pytest.mark.parametrize("number", range(0, len(covering.rows()), 4))
+@pytest.mark.parametrize("number", range(0, len(covering.rows()), 12))
 def test_row_of_the_covering_array(number: int) -> None:
     import cupy
 

@@ -113,7 +113,7 @@ struct SplitSums {
 
 // Of float64 on sm_90, where registers hold two of each operand beside the sums.
 template <typename BTile>
-constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 4096 &&
+constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 2048 &&
                              (BTile::columns == 64 || BTile::columns == 128);
 
 // The same as multiply_transposed; the next operands are read while one is multiplied.
