@@ -1,0 +1,98 @@
+// What two blocks of threads of a cluster share that compute a tile of keys
+// (backward_pair_sm90.cu): shared memory and its barriers, the tile, and the order of blocks of
+// queries.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/cluster.cuh"
+#include "sm90/key_owner.cuh"
+
+namespace cuflash {
+
+constexpr int tile_keys = 2 * Config::block_n;
+constexpr int own_panels = Config::head_dim / 128, own_panels_v = Config::head_dim_v / 128;
+static_assert(Score::is_plain, "others take registers");
+static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
+static_assert(Config::head_dim % 128 == 0 && Config::head_dim_v % 128 == 0, "columns are halved");
+
+struct SharedMemory : KeyOwnerMemory {
+  using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
+  using OtherKTile = PanelTile<64, Config::head_dim / 2>;
+
+  OtherKTile other_k;  // the keys of the other block of threads, the columns of dq that are ours
+  DsTile ds, other_ds;
+  uint64_t rows_raw[Config::num_stages];
+  uint64_t ds_full, other_full, ds_empty;
+  uint64_t turn_come, dq_added;
+  uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
+  int tile;            // of the first block of threads: what both compute
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "BackwardPairConfig.smem_bytes counts this struct");
+
+// By one thread, before any other touches a barrier.
+__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.full[i], 32);
+    init(smem.empty[i], 4 * reader_arrivals + 3);
+    init(smem.rows_raw[i], 1);
+  }
+  init(smem.keys_full, 32);
+  init(smem.raw, 1);
+  init(smem.ds_full, 4);
+  init(smem.other_full, 1);
+  init(smem.ds_empty, 3);
+  init(smem.turn_come, 1);
+  init(smem.dq_added, 4);
+  ptx::fence_mbarrier_init();
+}
+
+__device__ __forceinline__ uint32_t other_rank() { return ptx::cluster_rank() ^ 1; }
+
+__device__ __forceinline__ void arrive_at_other_if(uint64_t& barrier, bool mine) {
+  ptx::mbarrier_arrive_in_cluster_if(
+      ptx::shared_address_of(other_rank(), ptx::shared_address(&barrier)), mine);
+}
+
+// The tile of the two; `first_key` is the own, `tile_key` the first of both.
+struct Work {
+  KeyTile keys;
+  int tile_key;
+
+  __device__ __forceinline__ static Work at(const BackwardParams& params, int index) {
+    const Tile tile = tile_of(params.grid, index);
+    const int tile_key = tile.block * tile_keys;
+    const int rank = ptx::cluster_rank();
+    return {{tile_key + rank * Config::block_n, tile.owner, 0}, tile_key};
+  }
+  __device__ __forceinline__ Range tile() const { return {tile_key, tile_key + tile_keys}; }
+  // How many tiles add to this block of queries before this one.
+  __device__ __forceinline__ int turn(const Score& score, int block) const {
+    const int first_row = block * Config::block_m;
+    const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
+    return tile_key / tile_keys - first_block / 2;
+  }
+  __device__ __forceinline__ int other_key() const {
+    return tile_key + static_cast<int>(other_rank()) * Config::block_n;
+  }
+};
+
+// Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
+// roles, and finish() after those of an entry.
+template <typename Visit, typename Finish>
+__device__ __forceinline__ void walk_blocks(const BackwardParams& params, const Work& work,
+                                            Visit visit, Finish finish) {
+#pragma unroll 1
+  for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+    const Score score(params.score, work.keys.entry(params, index));
+    const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+    const LastRowsFirst walk(score, blocks, work.tile());
+#pragma unroll 1
+    for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+      visit(score, index, block, walk.masked(block));
+    }
+    finish();
+  }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,156 @@
+// The warp of backward_pair_sm90.cu that loads: its keys, and half of the columns of q and dout for
+// both blocks of threads.
+#pragma once
+
+#include "sm90/pair.cuh"
+
+namespace cuflash {
+
+struct Producer {
+  const BackwardSm90Params& params;
+  SharedMemory& smem;
+  Ring<Config::num_stages> ring;
+  uint32_t raw_parity = 0;  // of the next use of rows_raw, stages as bits
+
+  __device__ __forceinline__ void run(const Work& work) {
+    load_keys(work);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const BatchIndex entry = work.keys.entry(params, index);
+      const Score score(params.score, entry);
+      const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+      const LastRowsFirst walk(score, blocks, work.tile());
+      const Seqlen& seqlen = score.seqlen;
+      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+      const auto rows_of = [&](int block) {
+        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
+      };
+      int block = walk.first();
+      LaneRows statistics = rows_of(max(block, 0));
+#pragma unroll 1
+      while (walk.is_left(block)) {
+        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
+        block = walk.next(block);
+        statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_keys(const Work& work) {
+    constexpr int bytes =
+        SharedMemory::KTile::bytes + SharedMemory::VTile::bytes + SharedMemory::OtherKTile::bytes;
+    const BatchIndex entry = work.keys.entry(params, 0);
+    const int first_k = Seqlen(params.score, entry).first_k;
+    const Range seen = seen_keys(work), tile = work.tile();
+    const bool clears =
+        seen.begin > tile.begin || seen.end < min(tile.end, params.score.seqlen_k - first_k);
+    uint64_t& full = clears ? smem.raw : smem.keys_full;
+    if (lane_index() == 0) {
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), bytes);
+      start_load(smem.k, params.k_map, params.k_layout, entry, first_k + work.keys.first_key, full);
+      start_load(smem.v, params.v_map, params.v_layout, entry, first_k + work.keys.first_key, full);
+      int batch[3];
+      map_coordinates(batch, entry, params.k_layout);
+      const int first_panel = ptx::cluster_rank() * own_panels;
+#pragma unroll
+      for (int panel = 0; panel < own_panels; ++panel) {
+        ptx::tma_load(ptx::shared_address(smem.other_k.data[panel]), params.k_map,
+                      ptx::shared_address(&full), 64 * (first_panel + panel),
+                      first_k + work.other_key(), batch);
+      }
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) {
+      wait(smem.raw, 0);
+      clear_unseen(smem.k, seen, work.keys.first_key, first_k);
+      clear_unseen(smem.v, seen, work.keys.first_key, first_k);
+      clear_unseen(smem.other_k, seen, work.other_key(), first_k);
+      ptx::fence_async_proxy();
+    }
+    arrive_if(smem.keys_full, clears || lane_index() != 0);
+  }
+
+  template <typename KeysTile>
+  __device__ __forceinline__ void clear_unseen(KeysTile& tile, Range seen, int first_key,
+                                               int first_k) const {
+    const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
+    clear_outside(tile, {max(seen.begin - first_key, 0), seen.end - first_key}, loaded);
+  }
+
+  // Keys that a query of some entry may see: where a product sums over keys, 0 * NaN of another
+  // would count.
+  __device__ __forceinline__ Range seen_keys(const Work& work) const {
+    Range seen{work.tile().end, work.tile().begin};
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const Score score(params.score, work.keys.entry(params, index));
+      const Range keys = score.kv_range(0, score.seqlen.rows_q);
+      if (keys.begin >= keys.end) continue;
+      seen = {min(seen.begin, keys.begin), max(seen.end, keys.end)};
+    }
+    return seen;
+  }
+
+  // Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row
+  // that saw nothing may reach a product, where 0 * NaN would count: both blocks of threads clear
+  // it.
+  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
+                                            const LaneRows& statistics) {
+    const int stage = ring.stage();
+    const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+    bool clears = false;
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
+      clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
+    }
+    wait(smem.empty[stage], ring.empty_parity());
+    statistics.store(smem, stage);
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.rows_raw[stage] : smem.full[stage];
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                  SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
+      load_half<own_panels>(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+      load_half<own_panels_v>(smem.dout[stage], params.dout_map, params.dout_layout, entry,
+                              first_row, full);
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) clear_hidden_rows(stage, statistics);
+    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+    arrive_if(smem.full[stage], clears || lane_index() != 0);
+    ring.advance();
+  }
+
+  // The own panels, for both.
+  template <int panels, typename RowsTile>
+  __device__ __forceinline__ void load_half(RowsTile& tile, const ptx::TensorMap& map,
+                                            const Layout& layout, const BatchIndex& entry,
+                                            int first_row, uint64_t& full) const {
+    int batch[3];
+    map_coordinates(batch, entry, layout);
+#pragma unroll
+    for (int i = 0; i < panels; ++i) {
+      const int panel = ptx::cluster_rank() * panels + i;
+      ptx::tma_load_multicast(ptx::shared_address(tile.data[panel]), map,
+                              ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
+    }
+  }
+
+  __device__ __forceinline__ void clear_hidden_rows(int stage, const LaneRows& statistics) {
+    wait(smem.rows_raw[stage], raw_parity >> stage & 1);
+    raw_parity ^= 1u << stage;
+#pragma unroll
+    for (int i = 0; i < LaneRows::count; ++i) {
+      for_each_bit(statistics.hidden(i), [&](int bit) {
+        const int row = 32 * i + bit;
+        if (row >= Config::block_m) return;
+        clear_row(smem.q[stage], row);
+        clear_row(smem.dout[stage], row);
+      });
+    }
+    ptx::fence_async_proxy();
+  }
+};
+
+}  // namespace cuflash
