@@ -15,6 +15,7 @@ from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
     BackwardKVSm90Config,
     BackwardOnePassConfig,
+    BackwardPairConfig,
     KernelConfig,
     TileConfig,
 )
@@ -120,11 +121,13 @@ def _owners_per_section(
 
     dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
     docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
+    Pairs of blocks of threads leave each owner sixteen pairs.
     """
     processors = _device.multiprocessors(device)
+    if isinstance(config, BackwardPairConfig):
+        return even_sections(num_owners, processors // 32)
     if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
-        together = getattr(config, "cluster_blocks", 1)
-        return even_sections(num_owners, processors // (8 * together))
+        return even_sections(num_owners, processors // 8)
     fitting = _device.attribute("L2CacheSize", device) // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, processors // 4))
 
