@@ -51,19 +51,16 @@ __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);
 }
 
-// Columns of an accumulator that one instruction may have: ptxas wants all its registers to be
-// among those that a thread starts with.
-constexpr int columns_at_once = Config::num_warps > 12 ? 128 : 256;
-
 // Calls multiply(columns, panel) for the columns of acc that one instruction takes at a time, and
-// the first panel of B that holds them.
+// the first panel of B that holds them. ptxas wants all registers of an instruction to be among
+// those that a thread starts with: of 16 warps they do not hold 256 columns.
 template <int tiles, typename Multiply>
 __device__ __forceinline__ void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
-  constexpr int parts = (8 * tiles + columns_at_once - 1) / columns_at_once;
+  constexpr int parts = Config::num_warps > 12 && tiles == 32 ? 2 : 1;
 #pragma unroll
   for (int i = 0; i < parts; ++i) {
     multiply(reinterpret_cast<float (&)[4 * tiles / parts]>(acc[0][i * (tiles / parts)]),
-             i * (columns_at_once / 64));
+             i * (tiles / parts / 8));
   }
 }
 
