@@ -76,7 +76,7 @@ def test_kernels_compute_two_products_forward_and_five_or_seven_backward():
     product = work.flops("fwd") / 2
     of = work.kernel_flops
     assert of("forward_sm90") == 2 * product
-    assert of("backward_sm90") == work.flops("bwd") == 5 * product
+    assert of("backward_sm90") == of("backward_pair_sm90") == work.flops("bwd") == 5 * product
     assert of("backward_dq_sm90") + of("backward_dkv_sm90") == 7 * product
 
 

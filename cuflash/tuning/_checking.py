@@ -58,7 +58,7 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
 
 def gradients_of(kernel: str) -> tuple[str, ...]:
     """The inputs whose gradients a kernel computes."""
-    if kernel == "backward_sm90":
+    if kernel in ("backward_sm90", "backward_pair_sm90"):
         return ("q", "k", "v")
     return ("q",) if "_dq_" in kernel else ("k", "v")
 
