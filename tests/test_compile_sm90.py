@@ -196,7 +196,7 @@ def test_other_combinations(generation: int) -> None:
         if case["head_dims"] in widths and case["nvrtc"] == generation:
             dtype = case["dtype"] if dtype_of(case) in HALVES else np.float16
             chosen.add(config_of({**case, **SERVED, "dtype": dtype}))
-    assert len(chosen - {None}) > 8
+    assert len(chosen - {None}) > 6
     compile_all(chosen - {None}, generation)
 
 
