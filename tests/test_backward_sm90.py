@@ -367,7 +367,7 @@ def test_config_decides_which_kernels_run(monkeypatch):
         (hopper, [MappedLaunch, MappedLaunch]),
         (smaller, [MappedLaunch, MappedLaunch]),
         (together, one_pass),
-        (None, [MappedLaunch, MappedLaunch]),  # at this head size
+        (None, one_pass),
     ):
         monkeypatch.setattr(_launch, "_backward_plans", {})
         gradients = cuflash.attention_backward(*arrays, config=config)
