@@ -300,6 +300,19 @@ def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: 
     assert int.from_bytes(params["v_map"].tobytes(), "big") == GRADIENT_POINTERS["v"]
 
 
+def test_an_order_that_costs_nothing_is_kept() -> None:
+    """Full scores at head size 128, also where nobody asks for it."""
+    for head_dim, options, kept in (
+        (128, {}, True),
+        (128, {"causal": True}, False),
+        (64, {}, False),
+    ):
+        x = np.zeros((2, 4, 300, head_dim), bfloat16)
+        config = _select_one_pass.config_of(describe(x, x, x, Options(**options)), ordered=False)
+        assert config is not None
+        assert config.ordered == kept
+
+
 def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
     """They draw one tile of 128 keys after the other."""
     problem = problem_of(20)

@@ -121,7 +121,7 @@ CASES = (
     Case("only dq", wrt=("q",)),
     Case("only dv", wrt=("v",), options=CAUSAL),
     Case(
-        "dq added in any order", (1, 2, 321, 128), (1, 2, 200, 128), dtype=bfloat16,
+        "dq added in any order", (1, 2, 321, 128), (1, 2, 200, 128), dtype=bfloat16, options=CAUSAL,
         keywords={"deterministic": False},
     ),
     Case(
