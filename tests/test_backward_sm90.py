@@ -5,6 +5,7 @@ Each case asks for them by a configuration; one that cannot serve a call is an e
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -266,26 +267,51 @@ def test_sequence_before_heads_and_rows_with_room_behind(head_dims):
         assert_same_bits(differentiate(*given_arrays, *arrays[4:], **options), found)
 
 
-@pytest.mark.parametrize("head_dims", ROWS, ids=str)
-def test_the_same_bits_beside_a_busy_stream(head_dims):
+def assert_same_bits_a_thousand_times(differentiate):
     """With more tiles than processors, which a busy stream takes away at times."""
-    arrays, options, want = check(make(head_dims, ((2, 12), 900, 1100), {"causal": True}))
-    options = cuflash.Options(**options)
     busy = cupy.cuda.Stream(non_blocking=True)
     with busy:
         load = cupy.ones((2048, 2048), np.float32)
     differs = cupy.zeros((), np.bool_)
-    for form, config in forms(*arrays[1:4], options).items():
-        for i in range(300):
-            if i % 10 == 0:
-                with busy:
-                    load @ load
-            found = cuflash.attention_backward(*arrays, options=options, config=config)
-            for name in ALL:
-                now = getattr(found, f"d{name}")
-                differs |= (now.view(np.int16) != want[form][name].view(np.int16)).any()
+    want = differentiate()
+    for i in range(1000):
+        if i % 10 == 0:
+            with busy:
+                load @ load
+        found = differentiate()
+        for name in ALL:
+            now, first = (getattr(gradients, f"d{name}") for gradients in (found, want))
+            differs |= (now.view(np.int16) != first.view(np.int16)).any()
     busy.synchronize()
     assert not differs
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("kv_heads", [12, 4], ids=["heads", "groups"])
+def test_the_same_bits_beside_a_busy_stream(head_dims, kv_heads):
+    d, d_v = head_dims
+    call = problems.make_call(
+        "normal", 3, bfloat16, (2, 12, 900, d), (2, kv_heads, 1100, d), (2, kv_heads, 1100, d_v),
+        options={"causal": True, "enable_gqa": kv_heads < 12},
+    )  # fmt: skip
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    options = cuflash.Options(**call.options)
+    arrays += cuflash.attention(*arrays[1:], options=options, return_lse=True)
+    for config in forms(*arrays[1:4], options).values():
+        assert_same_bits_a_thousand_times(
+            functools.partial(cuflash.attention_backward, *arrays, options=options, config=config)
+        )
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_the_same_bits_of_packed_sequences_beside_a_busy_stream(head_dims):
+    call = make(head_dims, ((12,), 2000, 2100), {})
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    ends = [cupy.array(e) for e in ([0, 77, 77, 900, 2000], [0, 200, 200, 1001, 2100])]
+    arrays += cuflash.attention_varlen(*arrays[1:], *ends, causal=True, return_lse=True)
+    assert_same_bits_a_thousand_times(
+        functools.partial(cuflash.attention_varlen_backward, *arrays, *ends, causal=True)
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
