@@ -39,6 +39,7 @@ class Recorder:
         attributes = {"MultiProcessorCount": 132, "L2CacheSize": 50 << 20,
                       "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
         monkeypatch.setattr(_device, "attribute", lambda name, _: attributes[name])
+        monkeypatch.setattr(_device, "has_only_cuda_cores", lambda _: False)
         monkeypatch.setattr(_launch_sm90, "_counters", {})
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
         monkeypatch.setattr(_tuned, "device_name", lambda device: "simulated")
