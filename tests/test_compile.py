@@ -371,14 +371,18 @@ def test_sources_compile_without_python_defines(generation: int) -> None:
     """Every .cu opens alone: config.cuh has defaults for everything.
 
     Those of the threads are the portable kernels'; Hopper's have one warpgroup more than they
-    compute with, which a static assertion asks for.
+    compute with, and partners are two with float64, which static assertions ask for.
     """
     compiler = compiler_of(generation)
     assert compiler is not None
     portable, hopper = ("", "sm_80"), ("#define CUFLASH_NUM_WARPS 8\n", "sm_90a")
+    values = {"PARTNERS": 2, "DTYPE": "float64", "OUT_DTYPE": "float64", "BLOCK_M": 32}
+    of_partners = "".join(f"#define CUFLASH_{name} {value}\n" for name, value in values.items())
     names = {path.name for path in kernels_dir().glob("*.cu")}
     for name in sorted(names):
         defines, arch = hopper if name.endswith("_sm90.cu") else portable
+        if name.endswith("_partners.cu"):
+            defines = of_partners
         cubin, log = compiler(defines + flatten(name), (*FLAGS, f"-arch={arch}"))
         assert cubin
         assert not log
@@ -425,7 +429,7 @@ def test_a_wrong_source_names_config_log_and_dump(
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "dump"))
     config = next(configs_of(PLAIN, LIMITS["sm_90"]))
     broken = source_of(config) + "\nint f() { return nonsense; }\n"
-    monkeypatch.setattr(module, "source_of", lambda _: broken)
+    monkeypatch.setattr(module, "source_of", lambda *_: broken)
     with pytest.raises(CompileError, match="nonsense") as caught:
         compile_static(config, "sm_90", compiler_of(generation))
     assert caught.value.config == config

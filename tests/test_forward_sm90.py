@@ -231,7 +231,8 @@ def test_mask(head_dim):
     mask = np.random.default_rng(1).random((2, 1, 200, 333)) < 0.6
     mask[0, :, 17] = False
     check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "causal": True}))
-    check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
+    if head_dim <= 192:  # two costly options are the portable kernel's above
+        check(make((head_dim, head_dim), ((2, 3), 200, 333), {"mask": mask, "softcap": 3.0}))
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 256])

@@ -106,10 +106,11 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("others", [{}, {"causal": True}, {"window": (130, 60)}], ids=str)
-@pytest.mark.parametrize("head_dims", [(64, 60), (64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 60), (64, 64), (128, 128), (256, 256)], ids=str)
 def test_segments_have_the_bits_of_a_mask(
     head_dims: tuple[int, int], others: dict[str, Any]
 ) -> None:
+    """At head sizes whose tiles are the same for both, so that sums have one order."""
     import cupy
 
     arrays = {name: cupy.asarray(array) for name, array in inputs(*head_dims).items()}

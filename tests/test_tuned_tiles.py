@@ -364,6 +364,7 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     from cuflash._ahead import kernels_of
 
     _launch.forget_plans()
+    _launch_segments._plans.clear()
     _recall.forget()
 
     work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)

@@ -33,7 +33,8 @@ def support() -> str:
     lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
     every = ", ".join(dtype.name for dtype in _problem.FLOATS)
     lines.append(f"| NumPy | {every} | any | CPU |")
-    lines.append(f"| CuPy | {every} | 1 to {widest} each | compute capability 5.0 and above; tensor cores from 8.0 on |")
+    devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
+    lines.append(f"| CuPy | {every} | 1 to {widest} each | {devices} |")
     names = ", ".join(f"`{name}`" for name in _options.OPTION_NAMES)
     lines += ["", f"Score options, on both: {names}."]
     return "\n".join(lines)
