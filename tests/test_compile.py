@@ -370,22 +370,30 @@ def test_generations_live_in_one_process(generation: int) -> None:
 def test_sources_compile_without_python_defines(generation: int) -> None:
     """Every .cu opens alone: config.cuh has defaults for everything.
 
-    Those of the threads are the portable kernels'; Hopper's have one warpgroup more than they
-    compute with, and partners are two with float64, which static assertions ask for.
+    They are the portable kernels' in 16 bits. Static assertions ask for the threads of Hopper's
+    kernels, one warpgroup more than they compute with, and for the types or widths of some.
     """
     compiler = compiler_of(generation)
     assert compiler is not None
-    portable, hopper = ("", "sm_80"), ("#define CUFLASH_NUM_WARPS 8\n", "sm_90a")
-    values = {"PARTNERS": 2, "DTYPE": "float64", "OUT_DTYPE": "float64", "BLOCK_M": 32}
-    of_partners = "".join(f"#define CUFLASH_{name} {value}\n" for name, value in values.items())
+    wide = {"DTYPE": "float32", "OUT_DTYPE": "float32", "NUM_WARPS": 12}
+    others = {
+        "_partners.cu": {"PARTNERS": 2, "DTYPE": "float64", "OUT_DTYPE": "float64", "BLOCK_M": 32},
+        "dkv_tf32_sm90.cu": wide | {"BLOCK_M": 32, "BLOCK_N": 128},
+        "_tf32_sm90.cu": wide | {"BLOCK_M": 128, "BLOCK_N": 32},
+        "_pair_sm90.cu": {"NUM_WARPS": 16, "HEAD_DIM": 256, "HEAD_DIM_V": 256},
+        "backward_sm90.cu": {"NUM_WARPS": 16, "BLOCK_N": 128},
+        "_sm90.cu": {"NUM_WARPS": 8},
+        "_narrow.cu": {"BLOCK_M": 128, "WIDTH": 3, "WIDTH_V": 3},
+        ".cu": {},
+    }
     names = {path.name for path in kernels_dir().glob("*.cu")}
     for name in sorted(names):
-        defines, arch = hopper if name.endswith("_sm90.cu") else portable
-        if name.endswith("_partners.cu"):
-            defines = of_partners
+        values = next(values for end, values in others.items() if name.endswith(end))
+        defines = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in values.items())
+        arch = "sm_90a" if name.endswith("_sm90.cu") else "sm_80"
         cubin, log = compiler(defines + flatten(name), (*FLAGS, f"-arch={arch}"))
-        assert cubin
-        assert not log
+        assert cubin, name
+        assert not log, name
 
 
 @pytest.mark.nvrtc
