@@ -39,7 +39,10 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
         chosen = _select_tf32.forward_config(problem, width)
     if chosen is None:
         chosen = _select.forward_config(
-            problem, hardware.limits.block_smem, width, cuda_cores=hardware.has_only_cuda_cores
+            problem,
+            hardware.limits.block_smem,
+            width,
+            cuda_cores=_select.on_cuda_cores(problem, int(hardware.capability)),
         )
     return _for_device(_tuned.applied(chosen, hardware.name), hardware)
 
@@ -53,7 +56,7 @@ def backward(
 ) -> list[KernelConfig]:
     """The kernels of the gradients of q, k and v, in order of launch."""
     width, smem = _copy_bytes(problem), hardware.limits.block_smem
-    cuda_cores = hardware.has_only_cuda_cores
+    cuda_cores = _select.on_cuda_cores(problem, int(hardware.capability))
     hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
     tf32 = hardware.arch == "sm_90" and not portable
     rows_v = Layout.of(problem.v).copy_bytes(problem.head_dim_v, 0)  # those of dout and out, too

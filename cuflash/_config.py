@@ -118,7 +118,7 @@ class TileConfig(OperandConfig):
 
     precision: Precision
     wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
-    cuda_cores: bool = False  # are there no products of sm_80?
+    cuda_cores: bool = False  # do they multiply, operands where they lie?
     head_dim: int
     block_m: int
     block_n: int
@@ -180,7 +180,12 @@ class ForwardConfig(TileConfig):
     entry = "cuflash_forward_sm80"
 
     sink: Floats
-    num_stages: int = 2  # buffers of k and of v: 1 or 2
+    num_stages: int = 2  # buffers of k and of v
+
+    def __post_init__(self) -> None:
+        TileConfig.__post_init__(self)
+        if self.num_stages not in (1, 2):
+            raise ValueError(f"{self.num_stages=} must be 1 or 2")
 
     @property
     def result_columns(self) -> int:
@@ -250,6 +255,8 @@ class ForwardTf32Sm90Config(ForwardConfig):
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
         _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages, num_warps=16)
+        if self.precision == "tf32" and self.block_n != 64:
+            raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
 
     @property
     def rows(self) -> int:
@@ -321,6 +328,7 @@ class BackwardKVConfig(TileConfig):
 
     source = "backward_dkv_sm80.cu"
     entry = "cuflash_backward_dkv_sm80"
+    most_queries: ClassVar[int] = 64  # of a block: KeptBits of dropout.cuh
 
     shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool
@@ -330,6 +338,11 @@ class BackwardKVConfig(TileConfig):
         TileConfig.__post_init__(self)
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+        if self.block_m > min(self.most_queries, self.num_threads):
+            raise ValueError(
+                f"block_m = {self.block_m} must be at most {self.most_queries}, a bit for each "
+                f"register of scores, and {self.num_threads}, a thread for each row"
+            )
 
     @property
     def result_columns(self) -> int:
@@ -351,6 +364,12 @@ class BackwardKVConfig(TileConfig):
         return tiles + 4 * self.real_bytes * self.block_m
 
 
+def _check_partners(config: TileConfig, name: str, streamed: int) -> None:
+    """Whether two warps can halve what is streamed, for products that sum 16 rows."""
+    if streamed % 32 or config.num_warps % 2:
+        raise ValueError(f"{name} = {streamed}, num_warps = {config.num_warps}: halves not by 16")
+
+
 class BackwardQPartnersConfig(BackwardQConfig):
     """``backward_dq_partners.cu``: two warps own the same rows, each half of their columns."""
 
@@ -358,6 +377,10 @@ class BackwardQPartnersConfig(BackwardQConfig):
     entry = "cuflash_backward_dq_partners"
 
     partners: int = 2  # warps that have the same rows
+
+    def __post_init__(self) -> None:
+        BackwardQConfig.__post_init__(self)
+        _check_partners(self, "block_n", self.block_n)
 
     @property
     def rows(self) -> int:
@@ -377,8 +400,13 @@ class BackwardKVPartnersConfig(BackwardKVConfig):
 
     source = "backward_dkv_partners.cu"
     entry = "cuflash_backward_dkv_partners"
+    most_queries: ClassVar[int] = 128  # of which a warp has half
 
     partners: int = 2  # warps that have the same rows
+
+    def __post_init__(self) -> None:
+        BackwardKVConfig.__post_init__(self)
+        _check_partners(self, "block_m", self.block_m)
 
     @property
     def rows(self) -> int:
@@ -430,6 +458,9 @@ class BackwardKVTf32Sm90Config(BackwardKVConfig):
     def __post_init__(self) -> None:
         BackwardKVConfig.__post_init__(self)
         _check_tf32_sm90(self, self.block_n, self.block_m, self.num_stages)
+        hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
+        if hidden and self.block_m != 32:
+            raise ValueError(f"block_m = {self.block_m} must be 32 where single pairs are hidden")
 
     @property
     def rows(self) -> int:

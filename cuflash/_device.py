@@ -28,6 +28,6 @@ def multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def has_only_cuda_cores(device: int) -> bool:
-    """Whether it lacks the matrix products and the asynchronous copies of compute capability 8."""
-    return int(cupy.cuda.Device(device).compute_capability) < 80
+def capability(device: int) -> int:
+    """Of compute: 90 for sm_90."""
+    return int(cupy.cuda.Device(device).compute_capability)

@@ -93,18 +93,21 @@ def run_backward(
     deterministic: bool = True,
     first_entry: int = 0,
     **of_packed: Any,
-) -> None:
-    """Fill ``gradients``, by input name; the rest as for :func:`run_forward`."""
+) -> Any:
+    """Fill ``gradients``, by input name; the rest as for :func:`run_forward`.
+
+    Returns the plan of kernels, where it repeats the call.
+    """
     if _nothing_to_sum(problem):
         for gradient in gradients.values():
             gradient.fill(0)
-        return
+        return None
     path: Any = _host
     extra: dict[str, Any] = {"first_entry": first_entry}
     if is_cupy(q):
         path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
         extra["deterministic"] = deterministic
-    path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
+    return path.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients, **extra)
 
 
 def _nothing_to_sum(problem: Problem) -> bool:

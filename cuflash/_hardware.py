@@ -44,11 +44,6 @@ class Hardware(NamedTuple):
         """As CuPy spells it: "90"."""
         return self.arch.removeprefix("sm_")
 
-    @property
-    def has_only_cuda_cores(self) -> bool:
-        """Whether it lacks the matrix products and the asynchronous copies of sm_80."""
-        return int(self.capability) < 80
-
 
 #: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 _LIMITS = {

@@ -50,7 +50,7 @@ from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
 from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
-from cuflash._results import AttentionResult
+from cuflash._repeated import RepeatedBackward, RepeatedForward, Steps
 from cuflash._score_gradients import ScoreSums
 from cuflash._shared_keys import with_shared_rows
 
@@ -130,31 +130,6 @@ def forward(
 _forward_plans: dict[Any, tuple[Problem, Launch | Sm90Launch]] = {}
 
 
-class RepeatedForward(NamedTuple):
-    """A forward call that passed its checks, without score arrays, on new results each time."""
-
-    device: int
-    launch: Launch | Sm90Launch
-    out_shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    lse_shape: tuple[int, ...] | None  # None: no lse
-    lse_dtype: np.dtype[Any]
-
-    def __call__(self, q: Array, k: Array, v: Array) -> Any:
-        """Compute, or return None: on another device, or where nothing can be allocated."""
-        stream = cupy.cuda.get_current_stream()
-        if runtime.getDevice() != self.device or stream.is_capturing():
-            return None
-        out = cupy.ndarray(self.out_shape, self.dtype)
-        lse = None if self.lse_shape is None else cupy.ndarray(self.lse_shape, self.lse_dtype)
-        addresses = (
-            q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr,
-            *_score_params.NOTHING,
-        )  # fmt: skip
-        self.launch.run(addresses, stream.ptr, False)
-        return out if lse is None else AttentionResult(out, lse)
-
-
 def repeated_forward(
     problem: Problem, q: Array, k: Array, v: Array, lse: Array | None
 ) -> RepeatedForward | None:
@@ -210,7 +185,7 @@ def _plan_forward(
     if chosen is None:
         chosen = _select.forward_config(
             problem, _device.smem_limit(device), copy_bytes,
-            cuda_cores=_device.has_only_cuda_cores(device),
+            cuda_cores=_select.on_cuda_cores(problem, _device.capability(device)),
         )  # fmt: skip
     config = _select.overridden(chosen, config, device)
     return _plan.plan_launch(
@@ -293,14 +268,18 @@ def backward(
     config: BackwardConfigs | None = None,
     deterministic: bool = True,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
-) -> None:
-    """Write the ``gradients`` asked for, by input name; extents are positive but that of keys."""
+) -> BackwardPlan | None:
+    """Write the ``gradients`` asked for, by input name; extents are positive but that of keys.
+
+    Returns what was done; None where nothing was, or operands were converted before it.
+    """
     if not gradients:
-        return
+        return None
     problem, score_pointers, held = _score_params.arrays_of(problem, options, q, cu_seqlens)
     device = q.data.device_id
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
+        given = id(dout), id(out), id(lse)
         dout = dout.astype(problem.dtype, copy=False)
         real = problem.lse_dtype
         if np.float64 in (real, out.dtype):
@@ -376,10 +355,7 @@ def backward(
         if "sink" in gradients:
             _score_gradients.write_sink(problem, rows, held["sink"], gradients["sink"], ends)
     del held  # no sooner: another thread could be given its memory on this stream
-
-
-# Launches with the names of their pointers.
-Steps = tuple[tuple[tuple[str, ...], Launch | MappedLaunch | _one_pass.Clear], ...]
+    return plan if given == (id(dout), id(out), id(lse)) else None
 
 
 class BackwardPlan(NamedTuple):
@@ -391,6 +367,22 @@ class BackwardPlan(NamedTuple):
 
 
 _backward_plans: dict[Any, BackwardPlan] = {}
+
+
+def repeated_backward(
+    plan: BackwardPlan, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array
+) -> RepeatedBackward | None:
+    """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
+    problem, steps, one_pass = plan
+    if (dout.data.ptr | out.data.ptr | lse.data.ptr) & 15:  # of the others a known call is sure
+        return None
+    turns = size = _statistics_size(problem, "backward")
+    if one_pass is not None:
+        size += _one_pass.workspace_size(problem, one_pass)
+    return RepeatedBackward.of(
+        q.data.device_id, steps, (q.shape, k.shape, v.shape), problem.dtype, size,
+        turns, turns if one_pass is None else turns + _one_pass.turns_size(problem, one_pass),
+    )  # fmt: skip
 
 
 def forget_plans() -> None:
@@ -438,7 +430,7 @@ def _plan_backward(
     one_pass: BackwardOnePassConfig | None,
 ) -> Steps:
     """The launches of one backward call."""
-    cuda_cores = _device.has_only_cuda_cores(device)
+    cuda_cores = _select.on_cuda_cores(problem, _device.capability(device))
     layouts = layouts | _score_params.layouts(problem)
     address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
     copy_bytes = _plan.copy_bytes(problem, layouts, ("dout", "q", "k", "v"), address_bits & 15)
@@ -469,7 +461,10 @@ def _plan_backward(
         if type(config.kv) is not BackwardKVConfig and _launch_sm90.available(device):
             passes = _select_tf32.backward_kv_configs(problem, copy_bytes, of_keys)
         if passes is None:
-            passes = _select_gradients.backward_kv_configs(*given, of_keys, cuda_cores=cuda_cores)
+            passes = _select_gradients.backward_kv_configs(
+                *given, of_keys, cuda_cores=cuda_cores,
+                partners=type(config.kv) is not BackwardKVConfig,
+            )  # fmt: skip
         for chosen in passes:
             kv_config = _select.overridden(chosen, config.kv, device)
             launch = _plan.plan_launch(
@@ -487,7 +482,9 @@ def _plan_backward(
         if type(config.q) is not BackwardQConfig and _launch_sm90.available(device):
             chosen_q = _select_tf32.backward_q_config(problem, copy_bytes)
         if chosen_q is None:
-            chosen_q = _select_gradients.backward_q_config(*given, cuda_cores=cuda_cores)
+            chosen_q = _select_gradients.backward_q_config(
+                *given, cuda_cores=cuda_cores, partners=type(config.q) is not BackwardQConfig
+            )
         q_config = _select.overridden(chosen_q, config.q, device)
         launch = _plan.plan_launch(
             _params.BACKWARD, q_config, problem, layouts, device,

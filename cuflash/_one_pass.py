@@ -68,13 +68,24 @@ def config_of(
 
 def workspace_size(problem: Problem, config: BackwardOnePassConfig) -> int:
     """Bytes beside the row statistics: one float32 for each element of q, and turns."""
-    return _turns_size(problem, config) + _SUMS_ALIGNMENT + _sums_size(problem)
+    return turns_size(problem, config) + _SUMS_ALIGNMENT + _sums_size(problem)
 
 
 def addresses(problem: Problem, config: BackwardOnePassConfig, workspace: int) -> dict[str, int]:
     """Where turns and sums lie, from the end of the row statistics on."""
-    end = workspace + _turns_size(problem, config)
-    return {"turns": workspace, "dq sums": -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT}
+    end = workspace + turns_size(problem, config)
+    return {"turns": workspace, "dq sums": sums_behind(end)}
+
+
+def turns_size(problem: Problem, config: BackwardOnePassConfig) -> int:
+    """The number of tiles drawn, and turns for each block of queries."""
+    turns = -(-problem.seqlen_q // config.block_m) * config.cluster_blocks
+    return _FLOAT_BYTES * (1 + math.prod(problem.batch) * turns)
+
+
+def sums_behind(turns_end: int) -> int:
+    """Where sums lie if the turns end there."""
+    return -(-turns_end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
 
 
 def plan(
@@ -108,16 +119,8 @@ def plan(
         _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // config.block_m),
     )  # fmt: skip
-    steps: Steps = [(("turns",), Clear(_turns_size(problem, config)))]
-    if not config.ordered:  # else the first tile stores
-        steps.append((("dq sums",), Clear(_sums_size(problem))))
-    return [*steps, (_NAMES, gradients), (_NAMES, convert)]
-
-
-def _turns_size(problem: Problem, config: BackwardOnePassConfig) -> int:
-    """The number of tiles drawn, and turns for each block of queries."""
-    turns = -(-problem.seqlen_q // config.block_m) * config.cluster_blocks
-    return _FLOAT_BYTES * (1 + math.prod(problem.batch) * turns)
+    clear = (("turns",), Clear(turns_size(problem, config)))
+    return [clear, (_NAMES, gradients), (_NAMES, convert)]
 
 
 def _blocks_of_threads(tiles: int, config: BackwardOnePassConfig, device: int) -> int:

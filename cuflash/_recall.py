@@ -12,33 +12,40 @@ from typing import Any
 from cuflash._arrays import Array
 from cuflash._options import Options
 
+Triple = tuple[Array, Array, Array]
 #: Allocates, launches and returns the result; None where this call needs its checks after all.
-Repeat = Callable[[Array, Array, Array], Any]
+Repeat = Callable[..., Any]
 _LIMIT = 4096
 _known: dict[Any, Repeat] = {}
 _kinds: set[type] = set()  # of the arrays of known calls
 
 
-def recall(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
-    """The result of a call that is known, or None."""
-    kind = type(q)
-    if kind not in _kinds or type(k) is not kind or type(v) is not kind:
-        return None
-    repeat = _known.get(_key(q, k, v, options, return_lse))
-    return None if repeat is None else repeat(q, k, v)
+def recall(options: Options, how: bool, *arrays: Triple) -> Any:
+    """The result of a call that is known, or None.
+
+    ``arrays`` are (q, k, v), and of a gradient also (dout, out, lse); ``how`` is a bool that is
+    asked for beside options.
+    """
+    for first, second, third in arrays:
+        kind = type(first)
+        if kind not in _kinds or type(second) is not kind or type(third) is not kind:
+            return None
+    repeat = _known.get((options, how, *map(_layouts, arrays)))
+    return None if repeat is None else repeat(*arrays)
 
 
-def remember(
-    q: Array, k: Array, v: Array, options: Options, return_lse: bool, repeat: Repeat
-) -> None:
-    """Know this call from now on."""
+def may_be_known(options: Options) -> bool:
+    """Whether calls with these options depend on nothing that may change between them."""
     apart = (options.seed, options.score_mod, options.mask_mod)
-    if options.arrays or apart != (None, None, None):  # values and places that may change
-        return
+    return not options.arrays and apart == (None, None, None)
+
+
+def remember(repeat: Repeat, options: Options, how: bool, *arrays: Triple) -> None:
+    """Know this call from now on; its options ``may_be_known``."""
     if len(_known) >= _LIMIT:
         _known.clear()
-    _kinds.add(type(q))
-    _known[_key(q, k, v, options, return_lse)] = repeat
+    _kinds.add(type(arrays[0][0]))
+    _known[options, how, *map(_layouts, arrays)] = repeat
 
 
 def forget() -> None:
@@ -46,10 +53,11 @@ def forget() -> None:
     _known.clear()
 
 
-def _key(q: Array, k: Array, v: Array, options: Options, return_lse: bool) -> Any:
-    at_q, at_k, at_v = q.data, k.data, v.data
+def _layouts(arrays: Triple) -> Any:
+    """All that plans of kernels ask of arrays but their addresses."""
+    a, b, c = arrays
+    at_a, at_b, at_c = a.data, b.data, c.data
     return (
-        q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
-        at_q.device_id, at_k.device_id, at_v.device_id, (at_q.ptr | at_k.ptr | at_v.ptr) & 15,
-        options, bool(return_lse),
+        a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, a.dtype, b.dtype, c.dtype,
+        at_a.device_id, at_b.device_id, at_c.device_id, (at_a.ptr | at_b.ptr | at_c.ptr) & 15,
     )  # fmt: skip

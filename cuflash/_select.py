@@ -174,6 +174,10 @@ _FORWARD_SM90_GENERAL_MORE_PACKED: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 64, 2, 1, 0),
     (192, 192): Sm90Tile(128, 48, 2, 1, 0),
 }
+#: Compute capabilities whose tensor cores are faster in float64 than their other units, and the
+#: first with the matrix products and asynchronous copies that the portable kernels are made of.
+_FLOAT64_TENSOR_CORES = (80, 90, 100)
+_FIRST_WITH_PRODUCTS = 80
 #: What a call is planned for where no device is at hand: an H100 SXM.
 _MULTIPROCESSORS = 132
 
@@ -232,7 +236,10 @@ def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
 def forward_config(
     problem: Problem, smem_limit: int, copy_bytes: int, *, cuda_cores: bool = False
 ) -> ForwardConfig:
-    """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for."""
+    """Choose the forward kernel; ``smem_limit`` is what one block of threads may ask for.
+
+    Operands that do not fit there are multiplied on CUDA cores, where they lie.
+    """
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
     fields["cuda_cores"] = cuda_cores
     general = _is_general(problem) or not fields["scale_in_exponent"]
@@ -249,7 +256,8 @@ def forward_config(
     if configs[-1].smem_bytes > smem_limit:
         parts = _parts(fields["head_dim_v"], own // 2)
         configs.append(replace(configs[-1], column_parts=parts))
-    return _fitting(configs, smem_limit)
+    chosen = _fitting(configs, smem_limit)
+    return chosen or forward_config(problem, smem_limit, copy_bytes, cuda_cores=True)
 
 
 def forward_sm90_config(
@@ -272,9 +280,12 @@ def forward_sm90_config(
         if fields["cu_seqlens"] != "none" and (fields["window_left"] or segments):
             tiles = tiles | _FORWARD_SM90_GENERAL_MORE_PACKED
     else:
-        if any(fields[name] != "none" for name in ("q_lengths", "kv_lengths", "cu_seqlens")):
+        lengths = not fields["q_lengths"] == fields["kv_lengths"] == "none"
+        if lengths or fields["cu_seqlens"] != "none":
             tiles = tiles | _FORWARD_SM90_LENGTHS
         narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
+        if fields["sink"] != "none" and (lengths or problem.offset is not None):
+            narrow = False  # three warpgroups have no registers for a sink and bounds from arrays
         if narrow:
             tiles = tiles | _FORWARD_SM90_NARROW
         few = math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
@@ -393,19 +404,12 @@ def _fits(config: TileConfig, smem_limit: int) -> bool:
     return needed <= smem_limit + _RESERVED_SMEM
 
 
-def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig:
+def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig | None:
     """The first configuration whose blocks fit a multiprocessor together; the last if it fits."""
     for config in configs:
         if _fits(config, smem_limit):
             return config
-    smallest = configs[-1]
-    if smallest.smem_bytes > smem_limit:
-        raise not_yet(
-            f"{smallest.dtype} with head sizes up to {smallest.head_dim} and {smallest.head_dim_v} "
-            f"on a device with {smem_limit} bytes of shared memory for a block",
-            "a later version", f"{smallest.entry} needs {smallest.smem_bytes}",
-        )  # fmt: skip
-    return smallest
+    return configs[-1] if configs[-1].smem_bytes <= smem_limit else None
 
 
 def _is_general(problem: Problem) -> bool:
@@ -460,6 +464,12 @@ def for_architecture(config: AnyConfig, capability: int) -> AnyConfig:
     if not isinstance(config, TileConfig) or config.dtype != "float64":
         return config
     return replace(config, wide_float64=capability >= 90)
+
+
+def on_cuda_cores(problem: Problem, capability: int) -> bool:
+    """Whether a device multiplies without tensor cores: before sm_80, and float64 on most."""
+    of_float64 = problem.dtype == np.float64 and capability not in _FLOAT64_TENSOR_CORES
+    return of_float64 or capability < _FIRST_WITH_PRODUCTS
 
 
 def _precision(problem: Problem) -> Precision:

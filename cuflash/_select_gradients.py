@@ -1,4 +1,7 @@
-"""Which portable kernels compute gradients? Tables and tiles as in ``_select.py``."""
+"""Which portable kernels compute gradients? Tables and tiles as in ``_select.py``.
+
+Operands that do not fit into shared memory are multiplied on CUDA cores, where they lie.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def backward_q_config(
     parts = _select._parts(fields["head_dim"], _own_columns(problem, tables))
     rows = _select._rows(tiles, fields)
     configs += [BackwardQConfig(**fields, **t, column_parts=parts) for t in rows]
-    return _select._fitting(configs, smem_limit)
+    chosen = _select._fitting(configs, smem_limit)
+    return chosen or backward_q_config(problem, smem_limit, copy_bytes, cuda_cores=True)
 
 
 def backward_kv_configs(
@@ -67,14 +71,16 @@ def backward_kv_configs(
             return tuple(sharing)
     tiles = tables.backward_kv_general if _select._is_general(problem) else tables.backward_kv
     rows = _select._rows(tiles, fields)
-    chosen = []
+    chosen: list[BackwardKVConfig] = []
     for names in _select._kv_passes(problem, wanted, together=widest <= tables.widest_pair):
         columns = fields["head_dim" if "k" in names else "head_dim_v"]
         parts = _select._parts(columns, _own_columns(problem, tables))
         own = _kv_fields(problem, names) | {"column_parts": parts}
-        chosen.append(
-            _select._fitting([BackwardKVConfig(**fields, **t, **own) for t in rows], smem_limit)
-        )
+        configs = [BackwardKVConfig(**fields, **tile, **own) for tile in rows]
+        fitting = _select._fitting(configs, smem_limit)
+        if fitting is None:
+            return backward_kv_configs(problem, smem_limit, copy_bytes, wanted, cuda_cores=True)
+        chosen.append(fitting)
     return tuple(chosen)
 
 
@@ -100,7 +106,10 @@ def backward_score_config(
     fields = _select._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     fields |= {"grad_of": grad_of, "sums_to": sums_to, "column_parts": 1}
     rows = _select._rows(_select._tables(problem, cuda_cores).backward_score, fields)
-    return _select._fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
+    chosen = _select._fitting([BackwardScoreConfig(**fields, **t) for t in rows], smem_limit)
+    return chosen or backward_score_config(
+        problem, smem_limit, copy_bytes, grad_of, sums_to, cuda_cores=True
+    )
 
 
 def _partner_rows(

@@ -57,10 +57,11 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
 def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
-    What a device has shown right and faster: plain and causal scores.
+    What a device has shown right and faster: plain and causal scores, up to head size 128 windows
+    and heads that share keys, too.
     """
     return (
-        not (config.window_left or any(problem.k.summed))
+        (config.head_dim <= 128 or not (config.window_left or any(problem.k.summed)))
         and config.scale_in_exponent
         and config.offset == "value"
         and config.q_lengths == config.kv_lengths == "none"

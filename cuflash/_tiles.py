@@ -198,5 +198,5 @@ def _on_cuda_cores(block: int, own_columns: int, widest_pair: int) -> Tables:
     )
 
 
-#: By the bytes of a sum: for devices without the products of sm_80.
+#: By the bytes of a sum.
 CUDA_CORES = {4: _on_cuda_cores(32, 128, 64), 8: _on_cuda_cores(16, 64, 32)}

@@ -276,10 +276,15 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
     changed: dict[str, Any] = dict(values)
     for name in _TRUTH_VALUES & set(changed):
         changed[name] = bool(changed[name])
-    # A tile decides how many warps a kernel of Hopper has.
     if isinstance(config, ForwardSm90Config | BackwardSm90Config) and config.owned in changed:
-        changed["num_warps"] = changed[config.owned] // 16 + config.other_warps
+        changed["num_warps"] = _warps_of(config, changed[config.owned])
     return replace(config, **changed)
+
+
+def _warps_of(config: ForwardSm90Config | BackwardSm90Config, rows: int) -> int:
+    """How many warps a kernel of Hopper has, which its tile decides; pairs of blocks own two."""
+    blocks = config.cluster_blocks if isinstance(config, BackwardOnePassConfig) else 1
+    return blocks * rows // 16 + config.other_warps
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 // What the backward passes need to know of every query: lse and
 // delta = rowsum(dout * out) - dlse, which is subtracted from dp.
 //
-// A group of neighbouring lanes reads one row. Rows that saw nothing (lse = -inf) get (+inf, 0),
-// and their dout is not read. A sink gives such a row a finite lse: there its out of 0 tells.
+// A group of neighbouring lanes reads one row, several at once, so that enough is on its way. Rows
+// that saw nothing (lse = -inf) get (+inf, 0), whatever their dout holds. A sink gives such a row a
+// finite lse: there its out of 0 tells.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -14,6 +15,9 @@ constexpr int chunks = Config::head_dim_v / 8;  // of eight columns
 constexpr int lanes_per_row = chunks > 16 ? 32 : (chunks > 8 ? 16 : (chunks > 4 ? 8 : 4));
 constexpr int rows_per_step = Config::num_threads / lanes_per_row;
 static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
+constexpr int steps = Config::block_m / rows_per_step;
+constexpr int rows_at_once = steps < 2 ? steps : 2;
+static_assert(steps % rows_at_once == 0, "whole groups of rows");
 
 // Eight columns of a row, zeros past the true width.
 template <Dtype dtype>
@@ -39,14 +43,13 @@ __device__ __forceinline__ void read_chunk(Real (&values)[8], const void* array,
   }
 }
 
-__device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params,
-                                                       const BatchIndex& entry, int q_idx,
-                                                       int lane) {
-  const Real lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
-  const bool hidden = lse == -infinity();
-  Real delta = 0;
-  if (!hidden) {
-    Real dout[8], out[8];
+// What a lane has of a row.
+struct RowChunk {
+  Real lse, dout[8], out[8];
+
+  __device__ __forceinline__ void load(const DeltaParams& params, const BatchIndex& entry,
+                                       int q_idx, int lane) {
+    lse = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
     const Layout& dout_layout = params.dout_layout;
     const Layout& out_layout = params.out_layout;
     read_chunk<Config::dtype>(dout, params.dout,
@@ -55,20 +58,24 @@ __device__ __forceinline__ RowStatistics statistics_of(const DeltaParams& params
     read_chunk<Config::out_dtype>(out, params.out,
                                   entry * out_layout.batch + q_idx * out_layout.row,
                                   out_layout.column, 8 * lane, params.head_dim_v);
+  }
+
+  __device__ __forceinline__ RowStatistics statistics(const DeltaParams& params,
+                                                      const BatchIndex& entry, int q_idx) const {
+    Real delta = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta += out[i] == 0 ? 0 : dout[i] * out[i];
-  }
 #pragma unroll
-  for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
-    delta += __shfl_xor_sync(0xffffffff, delta, distance, lanes_per_row);
-  }
-  if constexpr (Config::grad_lse) {
-    if (!hidden) {
+    for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
+      delta += __shfl_xor_sync(0xffffffff, delta, distance, lanes_per_row);
+    }
+    if (lse == -infinity()) return {infinity(), 0};
+    if constexpr (Config::grad_lse) {
       delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
     }
+    return {lse, delta};
   }
-  return {hidden ? infinity() : lse, delta};
-}
+};
 
 }  // namespace cuflash
 
@@ -79,14 +86,24 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const BatchIndex entry(params.batch, tile.owner);
   const int first_row = tile.block * Config::block_m + threadIdx.x / lanes_per_row;
   const int lane = threadIdx.x % lanes_per_row;
-#pragma unroll 2
-  for (int step = 0; step < Config::block_m / rows_per_step; ++step) {
-    const int row = first_row + step * rows_per_step;
-    // Lanes past the end repeat the last row, so that whole warps take part in the sums.
-    const int q_idx = min(row, params.seqlen_q - 1);
-    const RowStatistics statistics = statistics_of(params, entry, q_idx, lane);
-    if (lane == 0 && row < params.seqlen_q) {
-      params.rows[entry * params.rows_layout.batch + q_idx * params.rows_layout.row] = statistics;
+  // Lanes past the end repeat the last row, so that whole warps take part in the sums.
+  const auto existing = [&](int step) {
+    return min(first_row + step * rows_per_step, params.seqlen_q - 1);
+  };
+#pragma unroll 1
+  for (int first = 0; first < steps; first += rows_at_once) {
+    RowChunk chunk[rows_at_once];
+#pragma unroll
+    for (int i = 0; i < rows_at_once; ++i) {
+      chunk[i].load(params, entry, existing(first + i), lane);
+    }
+#pragma unroll
+    for (int i = 0; i < rows_at_once; ++i) {
+      const int q_idx = existing(first + i);
+      const RowStatistics statistics = chunk[i].statistics(params, entry, q_idx);
+      if (lane == 0 && q_idx == first_row + (first + i) * rows_per_step) {
+        params.rows[entry * params.rows_layout.batch + q_idx * params.rows_layout.row] = statistics;
+      }
     }
   }
 }

@@ -17,7 +17,8 @@
 //
 // Each loads half of the columns of q and dout for both. What a tile adds to the sums
 // (sm90/dq_sums.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
-// columns has turns of its own.
+// columns has turns of its own. Where they need no order, the tile of the first keys stores still,
+// and the others add as they come once it has: nothing needs zeros.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   keys_full    32 + bytes         k and v are there, and those columns of the other's k
@@ -54,10 +55,10 @@ struct TurnKeeper {
           const DqTurns turns(params, work.keys.owner * params.grid.entries_per_owner + index, 2);
           const int place = 2 * block + ptx::cluster_rank();
           const int turn = work.turn(score, block);
-          turns.await(place, turn);
+          if (Config::ordered || turn != 0) turns.await(place, Config::ordered ? turn : 1);
           arrive_if(smem.turn_come, true);
           wait(smem.dq_added, ring.full_parity());
-          turns.pass_on(place, turn);
+          if (Config::ordered || turn == 0) turns.pass_on(place, turn);
           ring.advance();
         },
         [] {});
@@ -222,6 +223,9 @@ struct KeyGradient {
 // What the tile adds to dq.
 struct QueryGradient {
   static constexpr int tiles = Config::head_dim / 16;
+  // Nanoseconds. A multiprocessor adds twice as fast as the L2 cache takes additions of all, and
+  // whatever else needs it waits behind them: docs/backward-sm90.md.
+  static constexpr int pause_between_additions = 60;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;
@@ -239,7 +243,7 @@ struct QueryGradient {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           multiply();
-          const bool is_first = Config::ordered && work.turn(score, block) == 0;
+          const bool is_first = work.turn(score, block) == 0;
           add(DqSums(params, work.keys.entry(params, index)), block, is_first);
           ring.advance();
         },
@@ -264,7 +268,7 @@ struct QueryGradient {
 
   // The own columns, to the sums of a block.
   __device__ __forceinline__ void add(const DqSums& sums, int block, bool is_first) {
-    if constexpr (Config::ordered) wait(smem.turn_come, ring.full_parity());
+    wait(smem.turn_come, ring.full_parity());
     const int slice = warp_index() % 4;
     if (warp_agrees(slice < sums.slices(block, 0))) {
 #pragma unroll
@@ -274,11 +278,11 @@ struct QueryGradient {
         if (warp_agrees(is_first)) {
           to.write(acc, lane_index());
         } else {
-          to.add(acc, lane_index());
+          to.add<pause_between_additions>(acc, lane_index());
         }
       }
     }
-    if constexpr (Config::ordered) arrive_as_warp(smem.dq_added);
+    arrive_as_warp(smem.dq_added);
   }
 };
 
@@ -305,7 +309,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   if (warp < 4) {
     ptx::give_registers<24>();
     if (warp == 0) Producer{params, smem}.run(work);
-    if (Config::ordered && warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
+    if (warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
   } else if (warp < 8) {
     ptx::take_registers<224>();
     ScoreOwner{params, smem, 0}.run(work);

@@ -12,12 +12,12 @@
 //         sums of the block += ds k                           the last warpgroup and the writers
 //     dk *= scale
 //
-// What a tile adds to the sums (sm90/dq_sums.cuh) is one float32 addition of each element.
-// Where they are ordered, the tile of the first keys that the block sees stores, the others add one
-// after the other: a turn counts those that did. A tile waits only for tiles of its owner that hold
-// keys before its own, and was drawn after them: the first tile at work never waits, whatever else
-// runs on the device. All tiles walk from the last rows to the first: they follow each other
-// without waiting once each has started a block behind the one before.
+// What a tile adds to the sums (sm90/dq_sums.cuh) is one float32 addition of each element. The tile
+// of the first keys that the block sees stores, the others add: where sums are ordered one after
+// the other, a turn counts those that did, else when the first has. A tile waits only for tiles of
+// its owner that hold keys before its own, and was drawn after them: the first tile at work never
+// waits, whatever else runs on the device. All tiles walk from the last rows to the first: they
+// follow each other without waiting once each has started a block behind the one before.
 //
 // Warpgroup 0 draws tiles and loads (warp 0) and writes sums (warps 1 and 2, which take blocks in
 // turns: one waits until all can see what it added while the other adds). Then come the consumers,
@@ -185,15 +185,15 @@ struct Writer {
 #pragma unroll 1
     for (int part = 0; part < DqSums::parts; ++part) {
       wait(smem.dq_full[writer][part], ring.full_parity());
-      if (Config::ordered && part == 0) {
-        turns.await(block, turn);
+      if (part == 0 && (Config::ordered || turn > 0)) {
+        turns.await(block, Config::ordered ? turn : 1);
         ptx::fence_async_proxy_global();
       }
       const int bytes = DqSums::Slice::bytes * sums.slices(block, part);
       if (bytes != 0) {
         const uint32_t from = ptx::shared_address(&smem.dq[part]);
         float* const to = sums.part(block, part)->value[0][0];
-        if (Config::ordered && turn == 0) {
+        if (turn == 0) {
           ptx::bulk_store(to, from, bytes);
         } else {
           ptx::bulk_add(to, from, bytes);
@@ -203,7 +203,7 @@ struct Writer {
     }
     ptx::tma_store_wait_read();
     arrive_if(smem.dq_empty[writer], true);
-    if constexpr (Config::ordered) {
+    if (Config::ordered || turn == 0) {
       ptx::tma_store_wait();
       ptx::fence_async_proxy_global();
       turns.pass_on(block, turn);

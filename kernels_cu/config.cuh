@@ -172,7 +172,7 @@ struct Config {
   static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;  // of q, k, v and the products
   static constexpr Precision precision = Precision::CUFLASH_PRECISION;
   static constexpr bool wide_float64 = CUFLASH_WIDE_FLOAT64;    // products of sm_90 and later?
-  static constexpr bool cuda_cores = CUFLASH_CUDA_CORES;        // no products of sm_80?
+  static constexpr bool cuda_cores = CUFLASH_CUDA_CORES;        // do they multiply?
   static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
   static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
   static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters

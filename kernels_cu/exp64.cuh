@@ -45,15 +45,11 @@ struct LanePowers {
   }
 };
 
-// For x up to 1023. What is smaller than the least normal number is 0, also 2^-inf; NaN and +inf
-// give NaN. 2^0 is 1.
-template <typename Powers>
-__device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
-  constexpr double to_32nds = 0x1.8p47;  // leaves 32nds of x in the lower bits of a sum
-  const double shifted = x + to_32nds;
-  const int i = __double2loint(shifted);
-  const double r = x - (shifted - to_32nds);
+constexpr double to_32nds = 0x1.8p47;  // leaves 32nds of x in the lower bits of a sum
 
+// 2^(i / 32 + r), before anybody asks whether that is a normal number.
+template <typename Powers>
+__device__ __forceinline__ double exp2_of_parts(int i, double r, const Powers& powers) {
   // Interpolates (2^r - 1) / r at the zeros of the Chebyshev polynomial of degree 6.
   double q = 0x1.4309557c7947ap-13;
   q = fma(q, r, 0x1.5d885e6ef14a6p-10);
@@ -65,12 +61,36 @@ __device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
   const uint64_t entry = powers(i);
   const int high = static_cast<int>(entry >> 32) + static_cast<int>(static_cast<uint32_t>(i) << 15);
   const double power = __hiloint2double(high, static_cast<int>(entry));
-  const double result = fma(power, q * r, power);
+  return fma(power, q * r, power);
+}
+
+// For x up to 1023. What is smaller than the least normal number is 0, also 2^-inf; NaN and +inf
+// give NaN. 2^0 is 1.
+template <typename Powers>
+__device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
+  const double shifted = x + to_32nds;
+  const double r = x - (shifted - to_32nds);
+  const double result = exp2_of_parts(__double2loint(shifted), r, powers);
 
   // Compared as an integer, off the pipe of float64: below -1022, above the negative NaNs.
   constexpr uint32_t least = 0xc08ff000, negative_nan = 0xfff80000;
   const uint32_t beyond = static_cast<uint32_t>(__double2hiint(x)) - (least + 1);
   return beyond < negative_nan - (least + 1) ? 0.0 : result;
+}
+
+// 2^(a b - reference) for `shift` = to_32nds - reference, exact because the reference is a multiple
+// of 1/32 below 2^46; a b is rounded once, less its 32nds. For exponents and a as above, but that a
+// NaN has no sign.
+template <typename Powers>
+__device__ __forceinline__ double exp2_of_product(double a, double b, double shift,
+                                                  const Powers& powers) {
+  const double shifted = fma(a, b, shift);
+  const double r = fma(a, b, shift - shifted);
+  const double result = exp2_of_parts(__double2loint(shifted), r, powers);
+
+  // The bits of to_32nds - 1022; those of negative numbers are less.
+  constexpr int64_t least = 0x42e8000000000000 - 32 * 1022;
+  return __double_as_longlong(shifted) < least ? 0.0 : result;
 }
 
 }  // namespace cuflash

@@ -62,7 +62,7 @@ struct Work {
 // -inf.
 template <int slices, int out_tiles>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp,
-                                           OnlineSoftmax<slices>& softmax,
+                                           WarpSoftmax<slices>& softmax,
                                            const Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
@@ -78,8 +78,8 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp
       const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
       if (q_idx >= score.seqlen.rows_q) continue;
       const bool hidden = q_idx >= score.seqlen.q || softmax.row_sum[s][half] == 0;
-      const RowEnd end =
-          end_of_row(score, work.entry, softmax.row_max[s][half], softmax.row_sum[s][half]);
+      const RowEnd end = end_of_sum(score, work.entry, softmax.reference(score, s, half),
+                                    softmax.row_sum[s][half]);
       const Real factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {

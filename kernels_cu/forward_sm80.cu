@@ -40,7 +40,7 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
 __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
-                                       OnlineSoftmax<slices>& softmax,
+                                       WarpSoftmax<slices>& softmax,
                                        Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     cuflash_forward_sm80(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  OnlineSoftmax<slices> softmax;
+  WarpSoftmax<slices> softmax;
   Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);
   attend(params, *reinterpret_cast<SharedMemory*>(smem_bytes), softmax, o_acc);

@@ -62,6 +62,11 @@ struct DoublePowers {
   LanePowers entries{static_cast<int>(threadIdx.x % 32)};
 
   __device__ __forceinline__ double operator()(double x) const { return exp2_float64(x, entries); }
+
+  // 2^(a b - reference), where the shift says what the reference is.
+  __device__ __forceinline__ double of_product(double a, double b, double shift) const {
+    return exp2_of_product(a, b, shift, entries);
+  }
 };
 
 template <bool of_doubles>

@@ -333,6 +333,9 @@ struct Score {
                                      : (value - reference) * log2_e;
   }
 
+  // What it multiplies a value by, where the scale is a factor of exponents.
+  __device__ __forceinline__ Real exponent_factor() const { return params.scale_log2; }
+
   // log2 of exp(from - to), of two references.
   __device__ __forceinline__ Real exponent_between(Real from, Real to) const {
     return Config::scale_in_exponent ? from - to : (from - to) * log2_e;

@@ -3,6 +3,7 @@
 
 #include "numeric.cuh"
 #include "score.cuh"
+#include "softmax_float64.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -12,10 +13,9 @@ struct RowEnd {
   Real weight, sum, lse;
 };
 
-// From the maximum and the sum of exponentials of a row that saw some key.
-__device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
-                                             Real maximum, Real sum) {
-  const Real reference = score.reference(maximum);
+// From the reference and the sum of exponentials of a row that saw some key.
+__device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchIndex& entry,
+                                             Real reference, Real sum) {
   if constexpr (!Score::has_sink) {
     return {1, sum, score.lse(reference, sum)};
   } else {
@@ -26,6 +26,12 @@ __device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchInde
     const Real total = fma(sum, weight, added);
     return {weight, total, score.lse(larger, total)};
   }
+}
+
+// The same from its maximum.
+__device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
+                                             Real maximum, Real sum) {
+  return end_of_sum(score, entry, score.reference(maximum), sum);
 }
 
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
@@ -87,6 +93,11 @@ struct OnlineSoftmax {
     }
   }
 
+  // What the sum of a row is relative to.
+  __device__ __forceinline__ Real reference(const Score& score, int slice, int half) const {
+    return score.reference(row_max[slice][half]);
+  }
+
   // Completes the sums; afterwards every lane of a row holds them.
   __device__ __forceinline__ void finish() {
 #pragma unroll
@@ -96,5 +107,17 @@ struct OnlineSoftmax {
     }
   }
 };
+
+template <int slices, bool holds>
+struct SoftmaxOf {
+  using type = OnlineSoftmax<slices>;
+};
+template <int slices>
+struct SoftmaxOf<slices, true> {
+  using type = HeldSoftmax<slices>;
+};
+template <int slices>
+using WarpSoftmax =
+    typename SoftmaxOf<slices, is_double && Config::scale_in_exponent && !Config::cuda_cores>::type;
 
 }  // namespace cuflash

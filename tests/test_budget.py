@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support import model_flash
+from support import budget, model_flash
 from support.budget import Budget, BudgetError
 from support.families import FAMILIES
 from support.problems import DTYPES, Call, make_call, probe
@@ -429,3 +429,44 @@ def test_a_shape_is_never_broadcast() -> None:
     call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4))
     with pytest.raises(BudgetError, match="shape"):
         Budget(call).check_forward(np.zeros((1, 4), np.float32))
+
+
+@pytest.mark.parametrize("dtype", [DTYPES["float16"], DTYPES["bfloat16"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (40, 5), "softcap": 2.0}, {"kv_lengths": 30}], ids=str
+)
+def test_entries_one_by_one_have_the_budget_of_all(monkeypatch, dtype, options) -> None:
+    call = make_call("normal", 1, dtype, *((2, 3, n, 24) for n in (70, 90, 90)), options=options)
+    dlse = np.random.default_rng(0).standard_normal((2, 3, 70)).astype(np.float32)
+    together = Budget(call.but(dlse=dlse))
+    given = together.truth.out.astype(np.float32), together.truth.lse.astype(np.float32)
+    monkeypatch.setattr(budget, "TOGETHER", 1)
+    apart = Budget(call.but(dlse=dlse))
+    assert len(apart.entries) == 6
+    together.entries = ()
+    together.given = apart.given = given
+    pairs = [(together.forward.out, apart.forward.out)]
+    pairs += zip(together.gradients.values(), apart.gradients.values(), strict=True)
+    for one, other in pairs:
+        for name in ("truth", "model", "unrounded", "accumulation", "rounding"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), one.name)
+    for name in ("lse", "lse_error", "visible"):
+        one, other = (getattr(b.forward, name) for b in (together, apart))
+        np.testing.assert_array_equal(one, other, name)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        make_call("normal", 0, np.float16, (2, 4, 8), (5, 8), (2, 5, 8)),
+        make_call("normal", 0, np.float16, *((2, 4, 8),) * 3, options={"dropout": 0.5, "seed": 0}),
+        make_call("normal", 0, np.float16, *((4, 8),) * 3),
+        make_call(
+            "normal", 0, np.float16, *((2, 4, 8),) * 3, options={"mask": np.ones((4, 4), bool)}
+        ),
+    ],
+    ids=["one k", "dropout", "no batch", "mask"],
+)
+def test_entries_that_share_something_stay_together(monkeypatch, call) -> None:
+    monkeypatch.setattr(budget, "TOGETHER", 1)
+    assert Budget(call).entries == ()

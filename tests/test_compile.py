@@ -6,7 +6,6 @@ register but for the rows that `SPILLS` lists with the reason.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -35,6 +34,7 @@ from cuflash._select import (
     delta_config,
     for_architecture,
     forward_config,
+    on_cuda_cores,
 )
 from cuflash._select_gradients import (
     backward_kv_configs,
@@ -66,6 +66,10 @@ INVARIANTS = (
 )
 COUNTER = "the counter of the loop over batch entries: once per entry (13.5: one address per block)"
 NO_DEVICE = "sm_90's tile; no device of this kind was there to time its neighbours on"
+TWO_ROWS = (
+    "an address, found before the rows and loaded at most once for two of them; no device of this "
+    "kind was there to time one row at a time on"
+)
 #: (architecture, entry, larger padded head size). How much longer the neighbouring tile without
 #: spills takes was measured on an H100 SXM, 2026-11-21, bf16, full, seqlen 8192.
 SPILLS = {
@@ -73,6 +77,7 @@ SPILLS = {
     ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
         72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
     ),
+    ("sm_80", "cuflash_backward_delta", 64): Spill(8, TWO_ROWS),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(
         56, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
@@ -103,6 +108,9 @@ SPILLS = {
     ("sm_100", "cuflash_backward_dkv_sm80", 128): Spill(
         24, f"{INVARIANTS} (13.5: nothing); {NO_DEVICE}"
     ),
+} | {
+    ("sm_120", "cuflash_backward_delta", head_dim): Spill(8, f"{TWO_ROWS} (13.5: nothing)")
+    for head_dim in (96, 128, 192, 256)
 }
 
 TF32 = "tf32"  # float32 with a permission
@@ -173,25 +181,25 @@ def dtype_of(case: dict[str, Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if case["dtype"] == TF32 else case["dtype"])
 
 
-def configs_of(case: dict[str, Any], smem_limit: int) -> Iterator[KernelConfig]:
-    """Yield every kernel that forward and backward of this case would launch.
+def capability_of(arch: str) -> int:
+    """90 for sm_90."""
+    return int(arch.removeprefix("sm_"))
 
-    Those that need more shared memory than there is are refused by name, not compiled.
-    """
+
+def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
+    """Yield every portable kernel that forward and backward of this case would launch."""
     problem, copy_bytes = problem_of(case), max(case["copy_bytes"], dtype_of(case).itemsize)
     sums = [case["sums"]] if case["bias"] is not None or case["sums"][0] == "scale" else []
     if case["alibi_slopes"] is not None:
         sums.append(("alibi_slopes", "queries"))
-    given = (problem, smem_limit, copy_bytes)
+    given = (problem, LIMITS[arch], copy_bytes)
+    cuda_cores = on_cuda_cores(problem, capability_of(arch))
     yield delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
-    for choose in (
-        lambda: [forward_config(*given)],
-        lambda: [backward_q_config(*given)],
-        lambda: backward_kv_configs(*given, frozenset(case["grad"])),
-        lambda: [backward_score_config(*given, *names) for names in sums],
-    ):
-        with contextlib.suppress(NotImplementedError):
-            yield from choose()
+    yield forward_config(*given, cuda_cores=cuda_cores)
+    yield backward_q_config(*given, cuda_cores=cuda_cores)
+    yield from backward_kv_configs(*given, frozenset(case["grad"]), cuda_cores=cuda_cores)
+    for names in sums:
+        yield backward_score_config(*given, *names, cuda_cores=cuda_cores)
 
 
 def rows(arithmetic: Any) -> list[dict[str, Any]]:
@@ -233,9 +241,8 @@ def pairwise() -> tuple[dict[str, Any], ...]:
 
 def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig]:
     """Return what these cases launch on an architecture."""
-    capability = int(arch.removeprefix("sm_"))
-    found = itertools.chain(*(configs_of(case, LIMITS[arch]) for case in cases))
-    return {for_architecture(config, capability) for config in found}
+    found = itertools.chain(*(configs_of(case, arch) for case in cases))
+    return {for_architecture(config, capability_of(arch)) for config in found}
 
 
 @functools.cache
@@ -435,7 +442,7 @@ def test_a_wrong_source_names_config_log_and_dump(
     import cuflash._compile as module
 
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "dump"))
-    config = next(configs_of(PLAIN, LIMITS["sm_90"]))
+    config = next(configs_of(PLAIN, "sm_90"))
     broken = source_of(config) + "\nint f() { return nonsense; }\n"
     monkeypatch.setattr(module, "source_of", lambda *_: broken)
     with pytest.raises(CompileError, match="nonsense") as caught:
@@ -447,5 +454,5 @@ def test_a_wrong_source_names_config_log_and_dump(
 
 
 def test_every_kernel_has_its_parameters() -> None:
-    names = {params_struct(c) for c in configs_of(PLAIN, LIMITS["sm_90"])}
+    names = {params_struct(c) for c in configs_of(PLAIN, "sm_90")}
     assert names == {"ForwardParams", "DeltaParams", "BackwardParams"}

@@ -93,6 +93,20 @@ def by_turns(names: Iterable[str]) -> list[Any]:
     return found
 
 
+def rows_of(
+    table: Iterable[tuple[int, int]], names: Iterable[str], name: str, *, whole: bool
+) -> list[tuple[int, int]]:
+    """Head sizes of a table that options of this name are compiled with: BY_BOTH and --slow all.
+
+    Other options every second one, each NVRTC both halves: a kernel of this kind compiles for
+    seconds.
+    """
+    rows = list(table)
+    if whole or name in BY_BOTH:
+        return rows
+    return rows[list(names).index(name) // 2 % 2 :: 2]
+
+
 def complaints(config: Sm90Config, generation: int) -> list[str]:
     """Compile, and say what is wrong."""
     report = compile_static(config, "sm_90a", compiler_of(generation))
@@ -105,9 +119,9 @@ def complaints(config: Sm90Config, generation: int) -> list[str]:
 
 
 def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
-    """Compile on all cores: NVRTC runs without Python's lock."""
+    """Compile on all cores, the longest first: NVRTC runs without Python's lock."""
     with ThreadPoolExecutor() as pool:
-        ordered = sorted(configs, key=repr)
+        ordered = sorted(configs, key=lambda c: (-c.smem_bytes, repr(c)))
         found = itertools.chain(*pool.map(lambda c: complaints(c, generation), ordered))
     if text := "\n".join(found):
         pytest.fail(text, pytrace=False)
@@ -115,17 +129,29 @@ def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("name", "generation"), by_turns(OPTIONS), indirect=["generation"])
-def test_every_row_of_the_tables(name: str, generation: int) -> None:
+def test_every_row_of_the_tables(name: str, generation: int, pytestconfig: pytest.Config) -> None:
+    table = _select._FORWARD_SM90
+    rows = rows_of(table, OPTIONS, name, whole=pytestconfig.getoption("--slow"))
     configs = {
         config_of({**PLAIN, **OPTIONS[name], **SERVED, "head_dims": d}, multiprocessors)
-        for d in _select._FORWARD_SM90
+        for d in rows
         for multiprocessors in (SMALL, LARGE)
     }
-    refused = {(256, 256)} if name in ("all", "all, packed") else set()
+    refused = {(256, 256)} & set(rows) if name in ("all", "all, packed") else set()
     assert (None in configs) == bool(refused)
-    rows = {(c.head_dim, c.head_dim_v) for c in configs - {None}}
-    assert rows == set(_select._FORWARD_SM90) - refused
+    assert {(c.head_dim, c.head_dim_v) for c in configs - {None}} == set(rows) - refused
     compile_all(configs - {None}, generation)
+
+
+@pytest.mark.nvrtc
+def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> None:
+    case = {**PLAIN, **WINDOW, "sink": np.float32, "head_dims": (128, 128)}
+    bounds = [{name: np.int64} for name in ("q_lengths", "kv_lengths", "offset")]
+    bounds += [LENGTHS, {"offset": np.int64, **LENGTHS}]
+    chosen = [config_of({**case, **given}) for given in (*bounds, {})]
+    rows = [config.block_m for config in chosen if config is not None]
+    assert rows == [128] * len(bounds) + [192]
+    compile_all({config for config in chosen if config is not None}, generation)
 
 
 @pytest.mark.nvrtc
@@ -143,13 +169,13 @@ def test_a_window_too_wide_for_narrow_blocks(sink: Any, generation: int) -> None
 @pytest.mark.parametrize(
     ("name", "generation"), by_turns(GRADIENT_OPTIONS), indirect=["generation"]
 )
-def test_every_row_of_the_gradient(name: str, generation: int) -> None:
+def test_every_row_of_the_gradient(name: str, generation: int, pytestconfig: pytest.Config) -> None:
+    table = _select._BACKWARD_KV_SM90
+    rows = rows_of(table, GRADIENT_OPTIONS, name, whole=pytestconfig.getoption("--slow"))
     case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED_GRADIENT}
-    configs = {
-        c for d in _select._BACKWARD_KV_SM90 for c in gradient_configs({**case, "head_dims": d})
-    }
-    rows = {(c.head_dim, c.head_dim_v) for c in configs}
-    assert rows == set(_select._BACKWARD_KV_SM90) == set(_select._BACKWARD_Q_SM90)
+    configs = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
+    assert {(c.head_dim, c.head_dim_v) for c in configs} == set(rows)
+    assert set(table) == set(_select._BACKWARD_Q_SM90)
     compile_all(configs, generation)
 
 
@@ -159,10 +185,10 @@ ONE_PASS_OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.nvrtc
-def test_all_gradients_in_one_pass(generation: int) -> None:
+def one_pass_configs(head_dims: tuple[int, int], names: Iterable[str]) -> set[Sm90Config]:
+    """The kernels of a row with these options."""
     configs: set[Sm90Config] = set()
-    for head_dims, name in itertools.product(_select_one_pass.TILES, ONE_PASS_OPTIONS):
+    for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED_GRADIENT, "head_dims": head_dims}
         config = _select_one_pass.config_of(problem_of(case), ordered=name != "causal")
         assert config is not None
@@ -170,6 +196,18 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
         configs.add(config)
         if name == "none":
             configs.add(_select_one_pass.convert_config(config))
+    return configs
+
+
+@pytest.mark.nvrtc
+def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
+    """Each NVRTC every row with every second option, beside none; all with --slow."""
+    configs: set[Sm90Config] = set()
+    for number, head_dims in enumerate(_select_one_pass.TILES):
+        names = ONE_PASS_OPTIONS
+        if not pytestconfig.getoption("--slow"):
+            names = (names[0], *names[1 + (number + generation) % 2 :: 2])
+        configs |= one_pass_configs(head_dims, names)
     compile_all(configs, generation)
 
 

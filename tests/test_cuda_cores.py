@@ -1,7 +1,7 @@
 """Do the kernels for devices without the products of sm_80 compile, and compute what they should?
 
-No such device is at hand: a C++ compiler runs them here, and on a GPU the same sources are chosen
-as if the device had only CUDA cores.
+So do those for float64 where tensor cores are no faster. No such device is at hand: a C++ compiler
+runs them here, and on a GPU the same sources are chosen as if the device were another.
 """
 
 from __future__ import annotations
@@ -54,11 +54,41 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
         assert config.smem_bytes <= _hardware.typical(arch).limits.block_smem
 
 
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
+    plain, every = (
+        {**case, "dtype": np.float64} for case in (test_compile.PLAIN, test_compile.ALL)
+    )
+    # NVRTC 13.5 keeps registers in memory for sm_120 with every option at once, and none with any
+    # of them alone; such a device has a 64th of its float32 in float64.
+    most_of_all = 952 if (arch, generation) == ("sm_120", 13) else 0
+    compiled = 0
+    for case, most in ((plain, 0), (every, most_of_all)):
+        for head_dims in ((64, 64) if case is plain else (20, 33), (256, 256)):
+            for config in chosen(arch, case | {"head_dims": head_dims}):
+                if not (isinstance(config, TileConfig) and config.cuda_cores):
+                    continue
+                report = test_compile.compile_static(config, arch, compiler_of(generation))
+                assert report.spill_bytes <= most, config
+                assert report.warnings == (), config
+                compiled += 1
+    assert compiled
+
+
 def test_they_are_chosen_where_there_is_no_sm_80() -> None:
     for arch in _hardware.ARCHITECTURES:
         configs = chosen(arch, test_compile.PLAIN | {"head_dims": (256, 256)})
         tiled = [config for config in configs if isinstance(config, TileConfig)]
         assert {config.cuda_cores for config in tiled} == {arch in ("sm_61", "sm_52", *OLD)}
+
+
+def test_float64_takes_them_wherever_its_tensor_cores_are_no_faster() -> None:
+    case = test_compile.PLAIN | {"dtype": np.float64}
+    for arch in _hardware.ARCHITECTURES:
+        tiled = [config for config in chosen(arch, case) if isinstance(config, TileConfig)]
+        faster = arch in ("sm_80", "sm_90", "sm_100")
+        assert {config.cuda_cores for config in tiled} == {not faster}
 
 
 def test_operands_take_no_shared_memory() -> None:
@@ -68,9 +98,11 @@ def test_operands_take_no_shared_memory() -> None:
 
 
 @pytest.fixture
-def only_cuda_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The device at hand is taken for an older one."""
-    monkeypatch.setattr(_device, "has_only_cuda_cores", lambda _: True)
+def taken_for(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device at hand is taken for another: what it multiplies with, its shared memory."""
+    hardware = _hardware.typical(request.param)
+    monkeypatch.setattr(_device, "capability", lambda _: int(hardware.capability))
+    monkeypatch.setattr(_device, "smem_limit", lambda _: hardware.limits.block_smem)
     monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
     _launch.forget_plans()
     yield
@@ -78,7 +110,8 @@ def only_cuda_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("only_cuda_cores")
+@pytest.mark.usefixtures("taken_for")
+@pytest.mark.parametrize("taken_for", ["sm_75"], indirect=True)
 @pytest.mark.parametrize("number", range(0, len(covering.rows()), 12))
 def test_row_of_the_covering_array(number: int) -> None:
     import cupy
@@ -91,7 +124,8 @@ def test_row_of_the_covering_array(number: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("only_cuda_cores")
+@pytest.mark.usefixtures("taken_for")
+@pytest.mark.parametrize("taken_for", ["sm_75", "sm_86"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dims", [(1, 1), (3, 200), (64, 64), (256, 256)], ids=str)
 def test_head_sizes(dtype: Any, head_dims: tuple[int, int]) -> None:
@@ -105,7 +139,8 @@ def test_head_sizes(dtype: Any, head_dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("only_cuda_cores")
+@pytest.mark.usefixtures("taken_for")
+@pytest.mark.parametrize("taken_for", ["sm_86"], indirect=True)
 def test_gradients_of_float64_are_derivatives() -> None:
     import cupy
     from test_float64_differences import attend, call_of

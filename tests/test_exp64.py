@@ -24,15 +24,18 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 from support.host_device import COMPILER, SUPPORT
 
 LEAST_NORMAL = -1022.0
-#: x -> 2^x by the table in memory, and by the table in registers.
-Evaluate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+#: x -> 2^x by the table in memory, by the table in registers, and 2^(x FACTOR - REFERENCE).
+Evaluate = Callable[[np.ndarray], np.ndarray]
+FACTOR, REFERENCE = 0.18033688011112042, 5 + 1 / 32
 
 
 class Probed(ctypes.Structure):
     """Mirrors the struct of the probe."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "by_memory", "by_lanes")),
+        *((name, ctypes.c_void_p) for name in ("x", "by_memory", "by_lanes", "of_products")),
+        ("factor", ctypes.c_double),
+        ("reference", ctypes.c_double),
         ("count", ctypes.c_int),
     ]
 
@@ -55,12 +58,12 @@ def on_the_host(folder: Path, text: str) -> Evaluate:
     subprocess.run(command, check=True)
     run = ctypes.CDLL(str(library)).run
 
-    def evaluate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(x: np.ndarray) -> np.ndarray:
         given = whole_warps(x)
-        by_memory, by_lanes = np.full((2, given.size), np.nan)
-        addresses = (a.ctypes.data for a in (given, by_memory, by_lanes))
-        run(1, 32, ctypes.byref(Probed(*addresses, given.size)))
-        return by_memory[: x.size], by_lanes[: x.size]
+        found = np.full((3, given.size), np.nan)
+        addresses = (a.ctypes.data for a in (given, *found))
+        run(1, 32, ctypes.byref(Probed(*addresses, FACTOR, REFERENCE, given.size)))
+        return found[:, : x.size]
 
     return evaluate
 
@@ -70,13 +73,13 @@ def on_the_device() -> Evaluate:
 
     kernel = cupy.RawModule(code=source(), options=_compile.OPTIONS).get_function("probe")
 
-    def evaluate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(x: np.ndarray) -> np.ndarray:
         given = cupy.asarray(whole_warps(x))
-        by_memory, by_lanes = cupy.full((2, given.size), np.nan)
-        addresses = (a.data.ptr for a in (given, by_memory, by_lanes))
-        probed = np.array(bytes(Probed(*addresses, given.size)), f"V{ctypes.sizeof(Probed)}")
-        kernel((1,), (256,), (probed,))
-        return cupy.asnumpy(by_memory)[: x.size], cupy.asnumpy(by_lanes)[: x.size]
+        found = cupy.full((3, given.size), np.nan)
+        addresses = (a.data.ptr for a in (given, *found))
+        arguments = Probed(*addresses, FACTOR, REFERENCE, given.size)
+        kernel((1,), (256,), (np.array(bytes(arguments), f"V{ctypes.sizeof(Probed)}"),))
+        return cupy.asnumpy(found)[:, : x.size]
 
     return evaluate
 
@@ -90,15 +93,16 @@ def evaluate(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Evaluate
     return on_the_host(tmp_path_factory.mktemp("probe"), source())
 
 
-def units_off(x: np.ndarray, found: np.ndarray) -> float:
-    """Largest error in units in the last place of the exact result."""
+def units_off(x: np.ndarray, found: np.ndarray, factor: float = 1, reference: float = 0) -> float:
+    """Largest error in units in the last place of the exact 2^(x factor - reference)."""
     largest = Decimal(0)
     with localcontext() as context:
         context.prec = 50
         ln_2 = Decimal(2).ln()
         for argument, result in zip(x.tolist(), found.tolist(), strict=True):
-            whole = math.floor(argument)
-            fraction = (Decimal(argument) - whole) * ln_2
+            exponent = Decimal(argument) * Decimal(factor) - Decimal(reference)
+            whole = math.floor(exponent)
+            fraction = (exponent - whole) * ln_2
             scaled = Decimal(math.ldexp(result, -whole - 60)) * 2**60
             largest = max(largest, abs(scaled - fraction.exp()) * 2**52)
     return float(largest)
@@ -125,9 +129,21 @@ def arguments() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", arguments())
 def test_one_unit_in_the_last_place(name: str, evaluate: Evaluate) -> None:
     x = arguments()[name]
-    by_memory, by_lanes = evaluate(x)
+    by_memory, by_lanes, _ = evaluate(x)
     np.testing.assert_array_equal(by_memory, by_lanes)
     assert units_off(x, by_memory) <= 1
+
+
+@pytest.mark.parametrize("name", sorted(set(arguments()) - {"least normal"}))
+def test_so_are_products_less_a_reference(name: str, evaluate: Evaluate) -> None:
+    x = (arguments()[name] + REFERENCE) / FACTOR
+    assert units_off(x, evaluate(x)[2], FACTOR, REFERENCE) <= 1
+
+
+def test_products_that_are_no_exponents(evaluate: Evaluate) -> None:
+    zeros = np.array([-np.inf, -np.finfo(float).max, -1e300, -(2.0**47), -(2.0**31), -1e5, -6000])
+    np.testing.assert_array_equal(evaluate(zeros)[2], 0)
+    assert np.isnan(evaluate(np.array([np.nan, np.inf]))[2]).all()
 
 
 def test_powers_of_the_table_are_rounded_to_nearest(evaluate: Evaluate) -> None:
@@ -137,14 +153,14 @@ def test_powers_of_the_table_are_rounded_to_nearest(evaluate: Evaluate) -> None:
 
 def test_the_ends_of_the_range(evaluate: Evaluate) -> None:
     whole = np.arange(LEAST_NORMAL, 1024)
-    np.testing.assert_array_equal(evaluate(whole), [np.ldexp(1.0, whole.astype(int))] * 2)
+    np.testing.assert_array_equal(evaluate(whole)[:2], [np.ldexp(1.0, whole.astype(int))] * 2)
     zeros = np.array([-np.inf, -np.finfo(float).max, -1e300, -(2.0**47), -(2.0**31), -1e5, -1074,
                       -1022.5, LEAST_NORMAL - 2.0**-10])  # fmt: skip
-    np.testing.assert_array_equal(evaluate(zeros), np.zeros((2, zeros.size)))
+    np.testing.assert_array_equal(evaluate(zeros)[:2], np.zeros((2, zeros.size)))
     ones = np.array([0.0, -0.0, 5e-324, -5e-324])
-    np.testing.assert_array_equal(evaluate(ones), np.ones((2, ones.size)))
+    np.testing.assert_array_equal(evaluate(ones)[:2], np.ones((2, ones.size)))
     invalid = np.array([np.nan, -np.nan, np.inf])
-    assert np.isnan(evaluate(invalid)).all()
+    assert np.isnan(evaluate(invalid)[:2]).all()
 
 
 @pytest.mark.nvrtc

@@ -97,9 +97,10 @@ def check(call):
     """Hold one call, with the tiles of a small and of a real device, against the budget."""
     q, k, v = (upload(call.array(name)) for name in "qkv")
     options = {n: upload(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
+    budget = Budget(call)
     for multiprocessors in (0, 132):
         out, lse = attend(q, k, v, multiprocessors, **options)
-        Budget(call).check_forward(out.get(), lse.get())
+        budget.check_forward(out.get(), lse.get())
     return q, k, v, options, out, lse
 
 

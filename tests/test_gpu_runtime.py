@@ -14,6 +14,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
+from cuflash import _attention
 from support import problems
 from support.budget import Budget
 from support.memory import to_device
@@ -350,6 +351,40 @@ def test_a_known_call_is_checked_no_less():
         cuflash.attention(q, k, v, return_lse=True, precision="double")
     with pytest.raises(TypeError, match="causal"):
         cuflash.attention(q, k, v, return_lse=True, causal=0)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_a_known_gradient_has_the_bits_of_a_checked_one(monkeypatch, head_dim, options):
+    """Given buffers are always checked; of two calls of one layout only addresses differ."""
+    works = [Work(seed=seed, head_dim=head_dim, **options) for seed in range(3)]
+    expected = [bits(work.into_buffers()) for work in works]
+    assert bits(works[0].allocating()) == expected[0]
+
+    def unknown(*arguments, **keywords):
+        raise LookupError
+
+    monkeypatch.setattr(_attention, "run_backward", unknown)
+    for work, want in zip(works, expected, strict=True):
+        assert bits(work.allocating()) == want
+    q, k, v, dout = work.q, work.k, work.v, work.dout
+    out, lse = work.buffers["out"], work.buffers["lse"]
+    moved = cupy.empty(dout.size + 1, dout.dtype)[1:].reshape(dout.shape)
+    others = [
+        ((dout, q, k, v, out, lse), {"deterministic": False}),
+        ((dout, q, k, v, out, lse), {"wrt": ("q", "k")}),
+        ((dout, q, k, v, out, lse), {"scale": 0.5}),
+        ((dout, q, k, v, out, lse), {"dlse": lse}),
+        ((dout.astype(np.float32), q, k, v, out, lse), {}),
+        ((dout, q, k, v, out.astype(np.float32), lse), {}),
+        ((moved, q, k, v, out, lse), {}),
+        ((dout, q, k.swapaxes(0, 1).copy().swapaxes(0, 1), v, out, lse), {}),
+    ]
+    for arrays, keywords in others:
+        with pytest.raises(LookupError):
+            cuflash.attention_backward(*arrays, **options, **keywords)
+    with pytest.raises(TypeError, match="deterministic"):
+        cuflash.attention_backward(dout, q, k, v, out, lse, **options, deterministic=1)
 
 
 def test_capture_of_another_stream_is_no_hindrance():

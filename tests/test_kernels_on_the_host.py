@@ -113,6 +113,32 @@ def test_workspaces_may_hold_anything(device: HostDevice) -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
+    shapes = (2, 4, 70, 24), (2, 2, 90, 24), (2, 2, 90, 40)
+    options = cuflash.Options(causal=True, enable_gqa=True)
+    repeats: list[Any] = []
+    for seed in (0, 1):
+        call = make_call("normal", seed, np.float16, *shapes, options={"enable_gqa": True})
+        _, q, k, v = given = [on_device(call.array(name)) for name in ("dout", "q", "k", "v")]
+        problem = describe(q, k, v, options)
+        out = full_of_nan(problem.out_shape, problem.dtype)
+        lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
+        _launch.forward(problem, q, k, v, options, out, lse)
+        gradients = {name: full_of_nan(call.array(name).shape, problem.dtype) for name in "qkv"}
+        backward = (problem, *given, out, lse, None, options, gradients)
+        plan = _launch.backward(*backward)
+        assert plan is not None
+        repeats.append(_launch.repeated_backward(plan, q, k, v, given[0], out, lse))
+        again = repeats[0]((q, k, v), (given[0], out, lse))
+        for name, gradient in gradients.items():
+            assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
+    in_double = _launch.backward(problem, given[0].astype(np.float64), *backward[2:])
+    assert in_double is None  # another dout than the caller's was read
+    off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
+    assert _launch.repeated_backward(plan, q, k, v, off, out, lse) is None
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)
 def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
     """Several tiles, with the bias of kernel regression."""

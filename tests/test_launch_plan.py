@@ -14,7 +14,9 @@ from ml_dtypes import bfloat16
 
 from cuflash import (
     Options,
+    _chosen,
     _grid,
+    _hardware,
     _select,
     _select_gradients,
     _select_narrow,
@@ -189,27 +191,25 @@ def random_problem(base: Problem, rng: np.random.Generator) -> Problem:
 
 
 def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
-    """Kernels of every device; only those are refused of which the README says so."""
+    """Kernels of every device; on CUDA cores are only those that shared memory cannot hold."""
     limit, wanted = SMEM_LIMITS[number % 3], WANTED[number % 3]
     given = (problem, limit, copy_bytes)
     wide = max(problem.head_dim, problem.head_dim_v) if problem.dtype == np.float64 else 0
     found: list[KernelConfig] = [
         _select.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
     ]
-    try:
-        found.append(_select.forward_config(*given))
-    except NotImplementedError:
-        assert limit == SMALLEST
-        assert wide > 192
-    try:
-        of_keys = _select_gradients.backward_kv_configs(*given, wanted)
-        scores = _select_gradients.backward_score_config(*given, *SUMS[number % 4])
-        found += [_select_gradients.backward_q_config(*given), *of_keys, scores]
-    except NotImplementedError:
-        assert wide > {SMALLEST: 128, AMPERE: 192}[limit]
-    else:
-        assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
-        assert sum(c.grad_v for c in of_keys) == ("v" in wanted)
+    of_keys = _select_gradients.backward_kv_configs(*given, wanted)
+    scores = _select_gradients.backward_score_config(*given, *SUMS[number % 4])
+    forward, of_queries = (
+        _select.forward_config(*given),
+        _select_gradients.backward_q_config(*given),
+    )
+    found += [forward, of_queries, *of_keys, scores]
+    assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
+    assert sum(c.grad_v for c in of_keys) == ("v" in wanted)
+    assert not forward.cuda_cores or (limit == SMALLEST and wide > 192)
+    gradients = any(c.cuda_cores for c in (of_queries, *of_keys, scores))
+    assert not gradients or wide > {SMALLEST: 128, AMPERE: 192}[limit]
     assert all(c.smem_bytes <= limit for c in found)
     return found
 
@@ -321,11 +321,46 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _launch.workspace_size(problem, "backward") == statistics + sums + turns + 128
 
 
-def test_a_device_with_too_little_shared_memory_is_named() -> None:
+def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None:
     problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
-    _select_gradients.backward_q_config(problem, 227 << 10, 16)
-    with pytest.raises(NotImplementedError, match="101376 bytes of shared memory"):
-        _select_gradients.backward_q_config(problem, 99 << 10, 16)
+    assert not _select_gradients.backward_q_config(problem, 227 << 10, 16).cuda_cores
+    assert _select_gradients.backward_q_config(problem, 99 << 10, 16).cuda_cores
+
+
+def laid_out(problem: Problem, padding: int) -> Problem:
+    """Give q, k and v rows of their dtype, ``padding`` elements apart."""
+    size = problem.dtype.itemsize
+    moved = {}
+    widths = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
+    for name, columns in widths.items():
+        strides = (0, 0, (columns + padding) * size, size)
+        moved[name] = replace(getattr(problem, name), dtype=problem.dtype, strides=strides)
+    return replace(problem, **moved)
+
+
+def test_no_architecture_refuses_a_problem() -> None:
+    rng, base = np.random.default_rng(3), base_problem()
+    cuda_cores = set()
+    for number in range(400):
+        problem = random_problem(base, rng)
+        if number % 8 == 0:
+            problem = replace(problem, head_dim=256, head_dim_v=200)
+        problem = laid_out(problem, number % 2)
+        for arch in _hardware.ARCHITECTURES:
+            hardware = _hardware.typical(arch)
+            on_cores = _select.on_cuda_cores(problem, int(hardware.capability))
+            smem = hardware.limits.block_smem
+            scores = _select_gradients.backward_score_config(
+                problem, smem, problem.dtype.itemsize, *SUMS[number % 4], cuda_cores=on_cores
+            )
+            found = [_chosen.forward(problem, hardware), scores]
+            found += _chosen.backward(problem, hardware, WANTED[number % 3])
+            assert all(c.smem_bytes <= smem for c in found)
+            if any(isinstance(c, TileConfig) and c.cuda_cores for c in found):
+                cuda_cores.add((arch, problem.dtype.name))
+    of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
+    assert of_float64 == {*_hardware.ARCHITECTURES} - {"sm_90", "sm_100"}
+    assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in cuda_cores)
 
 
 @pytest.mark.parametrize("head_dim", [257, 1024])

@@ -39,7 +39,7 @@ class Recorder:
         attributes = {"MultiProcessorCount": 132, "L2CacheSize": 50 << 20,
                       "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
         monkeypatch.setattr(_device, "attribute", lambda name, _: attributes[name])
-        monkeypatch.setattr(_device, "has_only_cuda_cores", lambda _: False)
+        monkeypatch.setattr(_device, "capability", lambda _: 90)
         monkeypatch.setattr(_launch_sm90, "_counters", {})
         monkeypatch.setattr(_launch_sm90, "runtime", runtime)
         monkeypatch.setattr(_tuned, "device_name", lambda device: "simulated")
@@ -270,6 +270,24 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
     assert of_keys["q"].extents[1] == of_queries["dout"].extents[1] == 300
 
 
+@pytest.mark.parametrize(
+    ("causal", "rows", "ordered", "expected"),
+    [(True, 512, True, 64), (True, 1024, True, 64), (True, 2048, True, 32), (True, 8192, True, 16),
+     (False, 512, True, 64), (False, 1024, True, 32), (False, 2048, True, 16),
+     (True, 1024, False, 16)],
+)  # fmt: skip
+def test_owners_that_start_together(
+    recorder: Recorder, causal: bool, rows: int, ordered: bool, expected: int
+) -> None:
+    """More of short ones, whose tiles would wait for each other if all of one owner started."""
+    problem = problem_of(128, rows, rows, causal=causal)
+    config = _select_one_pass.config_of(problem, ordered=ordered)
+    assert config is not None
+    streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
+    section = _plan._owners_per_section(config, 512, streamed, 0)
+    assert section == expected
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
     problem = problem_of(2, causal=True)
@@ -288,7 +306,7 @@ def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: 
         launch.run(tuple(addresses.values()), STREAM)
     turns = (WORKSPACE, 0, 4 * (1 + 2 * 4 * 3), STREAM)  # three blocks of 128 queries
     size = 4 * 2 * 4 * 304 * 64  # rows in slices of 16
-    assert cleared == ([turns] if ordered else [turns, (sums, 0, size, STREAM)])
+    assert cleared == [turns]
     assert sums % 128 == 0
     assert sums >= WORKSPACE + turns[2]
     assert sums + size <= WORKSPACE + _one_pass.workspace_size(problem, config)
@@ -327,13 +345,14 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
     assert (grid, num_blocks * num_owners) == (132, 4 * 20 * 4)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 def test_a_pair_of_blocks_of_threads_computes_a_tile(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
-    """128 keys each; each of the two has turns of its own."""
+    """128 keys each; each of the two has turns of its own, and its first tile stores."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
-    config = _select_one_pass.config_of(problem, ordered=True)
+    config = _select_one_pass.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
     cleared: list[tuple[int, ...]] = []
     runtime = SimpleNamespace(memsetAsync=lambda *arguments: cleared.append(arguments))
@@ -353,7 +372,7 @@ def test_a_pair_of_blocks_of_threads_computes_a_tile(
 def test_one_pass_serves_and_wins() -> None:
     """What it serves has to be asked for where it was not seen to win."""
     full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))
-    wide = np.zeros((2, 4, 300, 256), bfloat16)
+    wide, wide_group = (np.zeros((2, n, 300, 256), bfloat16) for n in (4, 2))
     narrow, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 80))
     mask = np.ones((300, 300), np.bool_)
     for q, k, v, options, serves, ordered, unordered in (
@@ -361,9 +380,11 @@ def test_one_pass_serves_and_wins() -> None:
         (full, full, full, {"causal": True}, True, True, True),
         (narrow, narrow, narrow, {}, True, True, True),
         (wide, wide, wide, {}, True, True, True),
-        (full, group, group, {"enable_gqa": True}, True, False, False),
+        (full, group, group, {"enable_gqa": True}, True, True, True),
+        (wide, wide_group, wide_group, {"enable_gqa": True}, True, False, False),
         (full, full, full, {"mask": mask}, False, False, False),
-        (full, full, full, {"window": (9, 9)}, True, False, False),
+        (full, full, full, {"window": (9, 9)}, True, True, True),
+        (wide, wide, wide, {"window": (9, 9)}, True, False, False),
         (full, full, full, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
         (full, full, full, {"scale": -1.0}, True, False, False),
         (full, full, full, {"bias": mask.astype(np.float32)}, False, False, False),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import _philox
@@ -106,14 +107,56 @@ def test_the_mask_is_the_same_for_every_library(xp, shape):
     np.testing.assert_array_equal(memory.to_numpy(mask), expected)
 
 
-def test_edges_of_p():
-    q = np.random.default_rng(0).standard_normal((2, 40, 4))
-    plain = cuflash.attention(q, q, q)
-    np.testing.assert_array_equal(cuflash.attention(q, q, q, dropout=0.0, seed=5), plain)
-    np.testing.assert_array_equal(cuflash.attention(q, q, q, dropout=1e-9, seed=5), plain)
-    out, pullback = cuflash.attention_vjp(q, q, q, dropout=1.0, seed=5)
+def named_rows(xp, lead, rows, columns, first):
+    """Row ``first + c`` has a 1 in column c; float32."""
+    return xp.zeros((*lead, 1, 1), np.float32) + xp.eye(rows, columns, -first, dtype=np.float32)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.75])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "head_dim_v"),
+    [(np.float16, 128, 128), (bfloat16, 64, 64), (np.float16, 36, 36), (np.float32, 40, 48),
+     (np.float32, 3, 8), (np.float64, 8, 32)],
+)  # fmt: skip
+def test_every_weight_is_dropped_as_the_mask_says(xp, dtype, head_dim, head_dim_v, p):
+    """Weights are equal and each value names its key: out is not 0 where that key is kept."""
+    lead, rows, keys = (2, 3), 210, 160
+    q, k = (xp.zeros((*lead, n, head_dim), np.float32).astype(dtype) for n in (rows, keys))
+    expected = cuflash.dropout_mask((*lead, rows, keys), p, seed=2**40 + 3)
+    for first in range(0, keys, head_dim_v):
+        v = named_rows(xp, lead, keys, head_dim_v, first).astype(dtype)
+        out = cuflash.attention(q, k, v, dropout=p, seed=2**40 + 3)
+        wanted = expected[..., first : first + head_dim_v]
+        kept = (memory.to_numpy(out) != 0)[..., : wanted.shape[-1]]
+        np.testing.assert_array_equal(kept, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(np.float16, 128), (bfloat16, 36), (np.float32, 40)]
+)
+def test_the_gradient_drops_the_same_weights(xp, dtype, head_dim):
+    """Each row of dout names its query: dv is not 0 where that query keeps the key."""
+    lead, rows, keys = (2, 3), 160, 210
+    q, k = (xp.zeros((*lead, n, head_dim), np.float32).astype(dtype) for n in (rows, keys))
+    expected = cuflash.dropout_mask((*lead, rows, keys), 0.3, seed=7)
+    _, pullback = cuflash.attention_vjp(q, k, k, dropout=0.3, seed=7)
+    for first in range(0, rows, head_dim):
+        dout = named_rows(xp, lead, rows, head_dim, first).astype(dtype)
+        wanted = expected[..., first : first + head_dim, :].swapaxes(-1, -2)
+        kept = (memory.to_numpy(pullback(dout).dv) != 0)[..., : wanted.shape[-1]]
+        np.testing.assert_array_equal(kept, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(np.float16, 64), (np.float32, 4)])
+def test_edges_of_p(xp, dtype, head_dim):
+    rng = np.random.default_rng(0)
+    q, k, v = xp.asarray(rng.standard_normal((3, 2, 170, head_dim)).astype(dtype))
+    plain = cuflash.attention(q, k, v)
+    for p in (0.0, 1e-9):
+        assert (cuflash.attention(q, k, v, dropout=p, seed=5) == plain).all()
+    out, pullback = cuflash.attention_vjp(q, k, v, dropout=1.0, seed=5)
     assert not out.any()
-    assert not any(g.any() for g in vars_of(pullback(np.ones_like(out))))
+    assert not any(g.any() for g in vars_of(pullback(xp.ones_like(out))))
 
 
 def vars_of(gradients):

@@ -36,7 +36,7 @@ def known(monkeypatch):
     monkeypatch.setattr(_recall, "_known", {})
     monkeypatch.setattr(_recall, "_kinds", set())
     _recall.remember(
-        *(Array(),) * 3, Options(causal=True), True, lambda *arrays: [a.data.ptr for a in arrays]
+        lambda arrays: [a.data.ptr for a in arrays], Options(causal=True), True, (Array(),) * 3
     )
 
 
@@ -44,7 +44,7 @@ def known(monkeypatch):
 def test_new_addresses_are_the_same_call():
     for ptrs in ((4096, 4096, 4096), (16, 32, 48)):
         arrays = [replace(Array(), data=Place(ptr)) for ptr in ptrs]
-        assert _recall.recall(*arrays, Options(causal=True), True) == list(ptrs)
+        assert _recall.recall(Options(causal=True), True, arrays) == list(ptrs)
 
 
 @pytest.mark.usefixtures("known")
@@ -62,7 +62,7 @@ def test_new_addresses_are_the_same_call():
 def test_another_layout_is_another_call(which, changes):
     arrays = [Array()] * 3
     arrays[which] = replace(Array(), **changes)
-    assert _recall.recall(*arrays, Options(causal=True), True) is None
+    assert _recall.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -78,21 +78,44 @@ def test_another_layout_is_another_call(which, changes):
     ],
 )
 def test_other_options_are_another_call(options, return_lse):
-    assert _recall.recall(*(Array(),) * 3, options, return_lse) is None
+    assert _recall.recall(options, return_lse, (Array(),) * 3) is None
 
 
 @pytest.mark.usefixtures("known")
 def test_arrays_of_another_library_are_not_known():
-    assert _recall.recall(OtherArray(), Array(), Array(), Options(causal=True), True) is None
-    assert _recall.recall([1.0], Array(), Array(), Options(causal=True), True) is None
-    assert _recall.recall(Array(), Array(), None, Options(causal=True), True) is None
+    for arrays in (
+        (OtherArray(), Array(), Array()),
+        ([1.0], Array(), Array()),
+        (Array(), Array(), None),
+    ):
+        assert _recall.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
-def test_calls_with_score_arrays_stay_unknown():
-    options = Options(mask=np.ones((8, 8), bool))
-    _recall.remember(*(Array(),) * 3, options, False, lambda *_: 1)
-    assert _recall.recall(*(Array(),) * 3, options, False) is None
+@pytest.mark.parametrize("which", range(3))
+def test_a_gradient_is_known_by_all_its_arrays(which):
+    first, options = (Array(),) * 3, Options(causal=True)
+    assert _recall.recall(options, True, first, first) is None  # the forward is no gradient
+    _recall.remember(lambda *triples: triples, options, True, first, first)
+    assert _recall.recall(options, True, first, first) == (first, first)
+    other = list(first)
+    other[which] = replace(Array(), dtype=np.dtype(np.float32))
+    for arrays in ((first, other), (other, first)):
+        assert _recall.recall(options, True, *arrays) is None
+    other[which] = None
+    assert _recall.recall(options, True, first, other) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(causal=True, kv_lengths=3), True),
+        (Options(mask=np.ones((8, 8), bool)), False),
+        (Options(dropout=0.5, seed=0), False),
+    ],
+)
+def test_calls_with_score_arrays_stay_unknown(options, expected):
+    assert _recall.may_be_known(options) is expected
 
 
 @pytest.mark.usefixtures("known")
@@ -100,6 +123,6 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(_recall, "_LIMIT", 3)
     for n in range(5):
         q = replace(Array(), shape=(n, 8, 4))
-        _recall.remember(q, Array(), Array(), Options(), False, lambda *_: 1)
-        assert _recall.recall(q, Array(), Array(), Options(), False) == 1
+        _recall.remember(lambda _: 1, Options(), False, (q, Array(), Array()))
+        assert _recall.recall(Options(), False, (q, Array(), Array())) == 1
         assert len(_recall._known) <= 3

@@ -12,7 +12,8 @@ from cuflash import _chosen, _hardware, _select, _tuned, tuning
 from cuflash._compile import compile_static
 from cuflash.tuning import _kernels
 from cuflash.tuning._table import best_row
-from support.simulated_sweep import DEVICE, WORK, space_of
+from support.simulated_sweep import DEVICE, WORK, simulated, space_of
+from support.tuned_problems import PROBLEMS
 
 H100 = _hardware.typical("sm_90")
 SHIPPED = dict(_tuned.shipped())
@@ -173,6 +174,26 @@ def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
     assert H100.name in kept.measured
 
 
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, monkeypatch, kernel):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    work = PROBLEMS[kernel]
+    found = simulated(tuning.space(work, kernel, arch="sm_90a"))
+    other = next((c for c in found if c.key != found.default_key), None)
+    keys = {found.default_key, other.key} if other else {found.default_key}
+    found.candidates = [c for c in found if c.key in keys]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    assert set(result.finals[-1]["ms"]) == keys
+    if other:
+        result.finals[-1]["ms"][other.key] = 0.1
+        assert result.best["key"] == other.key
+    saved = tuning.save(result)
+    with tuning.use(saved):
+        used = tuning.space(work, kernel, arch="sm_90a").default
+    assert type(used) is type(found.default)
+    assert ",".join(map(str, _kernels.tile_of(used).values())) == result.best["key"]
+
+
 def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     found = space_of(block_n=(48,), num_stages=(2,))
@@ -311,6 +332,31 @@ def test_a_tile_is_shipped_only_if_it_is_clearly_faster(tmp_path, monkeypatch):
     assert 0.02 < gain < 0.2
     kept = {m: dict(best_row(result, m).values)["block_n"] for m in (0.0, gain - 0.01, gain + 0.01)}
     assert list(kept.values()) == [112, 112, table_of().block_n]
+
+
+def test_a_tile_is_shipped_only_if_several_lengths_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
+    long = replace(WORK, seqlen_q=8192, seqlen_k=8192)
+
+    def swept(work, *block_n):
+        tried = {"block_m": (128,), "block_n": block_n, "num_stages": (2,), "num_q_stages": (2,),
+                 "overlap_quarters": (1,)}  # fmt: skip
+        found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
+        path = tmp_path / f"{work.seqlen_k}.jsonl"
+        path.unlink(missing_ok=True)
+        tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+
+    def shipped_width():
+        (row,) = shipped_tiles.rows()
+        return dict(row.values)["block_n"]
+
+    swept(WORK, 96, 128)
+    assert shipped_width() == table_of().block_n == 128  # 96 keys are faster, at one length
+    swept(long, 96, 128)
+    assert shipped_width() == 96
+    swept(long, 112, 128)
+    assert shipped_width() == 128  # the two do not agree
 
 
 @pytest.mark.gpu

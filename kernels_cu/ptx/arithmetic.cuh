@@ -13,6 +13,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// The larger of two, NaN if either is.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // Two float32 rounded to nearest even; `low` lands in the lower half, the lower address. Before
 // sm_80 they are rounded one by one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt

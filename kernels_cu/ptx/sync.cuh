@@ -40,6 +40,13 @@ __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+// Sleeps for about that many nanoseconds, at most twice as many.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-nanosleep
+template <int nanoseconds>
+__device__ __forceinline__ void pause() {
+  asm volatile("nanosleep.u32 %0;" ::"n"(nanoseconds));
+}
+
 // Every warp of a warpgroup executes it; `count` is per thread, a multiple of 8 from 24 to 256.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count>

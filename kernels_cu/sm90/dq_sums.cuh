@@ -7,6 +7,7 @@
 
 #include "params.cuh"
 #include "ptx/red.cuh"
+#include "ptx/sync.cuh"
 #include "scheduler.cuh"
 
 namespace cuflash {
@@ -25,9 +26,14 @@ struct DqSums {
       }
     }
 
+    // Pauses after each addition of 512 bytes.
+    template <int nanoseconds>
     __device__ __forceinline__ void add(const float (&acc)[8][4], int lane) {
 #pragma unroll
-      for (int t = 0; t < 8; ++t) ptx::red_add(value[t][lane], acc[t]);
+      for (int t = 0; t < 8; ++t) {
+        ptx::red_add(value[t][lane], acc[t]);
+        ptx::pause<nanoseconds>();
+      }
     }
 
     __device__ __forceinline__ void read(float (&acc)[8][4], int lane) const {

@@ -97,7 +97,8 @@ P by a part of at most r = e + sum_n(P e). Added to W, and for lse to R4:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -111,6 +112,9 @@ from support.problems import FIELDS
 
 #: Elements that a sample has at least.
 SAMPLE = 4096
+#: Scores of a call from which on its batch entries are looked at one after the other: the system
+#: takes longer to provide and to clear larger arrays than it takes to compute them.
+TOGETHER = 1 << 20
 OUT_RMS, GRADIENT_RMS = 1.25, 1.5
 
 
@@ -126,6 +130,16 @@ class Tensor:
     rounding: np.ndarray
     dtype: np.dtype
     rms_factor: float
+
+
+@dataclass
+class Forward:
+    """What out and lse are compared with; ``lse_error`` bounds what exponents add to R4."""
+
+    out: Tensor
+    lse: np.ndarray
+    lse_error: np.ndarray
+    visible: np.ndarray  # whether a row has a key
 
 
 class BudgetError(AssertionError):
@@ -152,8 +166,51 @@ class Budget:
         self.t = float(finfo(call.dtype).smallest_subnormal) / 2 if half else 0.0
         self.z = (1 + 2.0**-10) ** 2 - 1 if call.tf32 else 0.0  # z' of the derivation
         self.tiny = float(np.finfo(self.accumulator).tiny)
-        self.inputs = model_flash.expand(call, np.float64)
         self.given: tuple[np.ndarray, np.ndarray] | None = None
+
+    @cached_property
+    def inputs(self) -> model_flash.Expanded:
+        return model_flash.expand(self.call, np.float64)
+
+    @cached_property
+    def entries(self) -> tuple[Any, ...]:
+        """Calls of the batch entries, where these are many elements and have nothing in common."""
+        c = self.call
+        scores = math.prod(c.batch) * c.q.shape[-2] * c.k.shape[-2]
+        whole = all(a.shape[:-2] == c.batch for a in (c.q, c.k, c.v, c.dout))
+        numbered = {"dropout", "score_mod", "mask_mod"} & set(c.options)
+        apart = whole and not numbered and not c.option_arrays and set(c.wrt) <= {"q", "k", "v"}
+        if not c.batch or not apart or scores < TOGETHER:
+            return ()
+
+        def entry(i: tuple[int, ...]) -> Any:
+            dlse = None if c.dlse is None else c.dlse[i]
+            return c.but(q=c.q[i], k=c.k[i], v=c.v[i], dout=c.dout[i], dlse=dlse)
+
+        return tuple(map(entry, np.ndindex(c.batch)))
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One result of all batch entries."""
+
+        def stacked(name: str) -> np.ndarray:
+            return self.stacked([getattr(tensor, name) for tensor in tensors])
+
+        names = ("truth", "model", "unrounded", "accumulation", "rounding")
+        return replace(tensors[0], **{name: stacked(name) for name in names})
+
+    def stacked(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """An array over the whole batch."""
+        return np.stack(arrays).reshape(*self.call.batch, *arrays[0].shape)
+
+    @cached_property
+    def forward(self) -> Forward:
+        """Of all batch entries."""
+        if self.entries:
+            parts = [Budget(entry).forward for entry in self.entries]
+            rows = ([getattr(p, n) for p in parts] for n in ("lse", "lse_error", "visible"))
+            return Forward(self.joined([p.out for p in parts]), *map(self.stacked, rows))
+        error = (self.mean_error + self.tf32_mean)[..., 0]
+        return Forward(self.out, self.truth.lse, error, self.inputs.visible.any(-1))
 
     @cached_property
     def truth(self) -> Any:
@@ -265,6 +322,14 @@ class Budget:
     @cached_property
     def gradients(self) -> dict[str, Tensor]:
         """One Tensor per gradient asked for in ``call.wrt``."""
+        if self.entries:
+            parts = []
+            for number, entry in zip(np.ndindex(self.call.batch), self.entries, strict=True):
+                part = Budget(entry)
+                if self.given is not None:
+                    part.given = self.given[0][number], self.given[1][number]
+                parts.append(part.gradients)
+            return {name: self.joined([part[name] for part in parts]) for name in self.call.wrt}
         c, x, u, w, p = self.call, self.inputs, self.u, self.w, self.p
         wrt = c.wrt
         exact = reference.attention_backward(
@@ -367,14 +432,13 @@ class Budget:
         self, out: np.ndarray, lse: np.ndarray | None = None, truth: Any = None
     ) -> None:
         """R1, R2, R4, R5 and R6; ``truth`` replaces T where a property predicts it."""
-        expected = self.out if truth is None else _with_truth(self.out, truth.out)
-        exact = self.truth if truth is None else truth
-        self._check(expected, out)
-        blank = np.asarray(out)[~self.inputs.visible.any(-1)]
+        own = self.forward
+        self._check(own.out if truth is None else _with_truth(own.out, truth.out), out)
+        blank = np.asarray(out)[~own.visible]
         if blank.size and (np.any(blank != 0) or np.any(np.signbit(blank))):
             raise BudgetError(f"R5: out of a row with nothing visible is not +0\n{self.call!r}")
         if lse is not None:
-            self._check_lse(np.asarray(lse), exact.lse)
+            self._check_lse(np.asarray(lse), own.lse if truth is None else truth.lse)
 
     def check_backward(
         self,
@@ -438,7 +502,8 @@ class Budget:
         unrounded_error: np.ndarray,
         accumulation: np.ndarray,
     ) -> None:
-        longest = sum_error(max(*self.p.shape[-2:], self.call.q.shape[-1], self.call.v.shape[-1]))
+        c = self.call
+        longest = sum_error(max(*c.q.shape[-2:], c.k.shape[-2], c.v.shape[-1]))
         parts = {"whole": ()}
         if error.ndim > 2:
             heads = ((f"head {i}", i) for i in np.ndindex(error.shape[:-2]))
@@ -462,10 +527,10 @@ class Budget:
             raise BudgetError(f"R5: lse is -inf or not, wrongly, at {tuple(where)}\n{self.call!r}")
         finite = np.isfinite(exact)
         self._check_finite("lse", actual, finite)
-        keys = self.p.shape[-1]
+        keys = self.call.k.shape[-2]
         truth = np.where(finite, exact, 0)
         bound = 8 * self.u * np.maximum(1, np.abs(truth)).astype(np.float64)
-        bound = bound + (self.mean_error + self.tf32_mean)[..., 0] + self.u * sum_error(keys)
+        bound = bound + self.forward.lse_error + self.u * sum_error(keys)
         self._compare("R4", "lse", actual, truth, bound, finite)
 
     def _check_finite(self, name: str, actual: np.ndarray, finite: np.ndarray) -> None:

@@ -1,4 +1,5 @@
-// 2^x in float64, with the table in memory and with the table in a warp's registers.
+// 2^x in float64, with the table in memory and with the table in a warp's registers, and with the
+// latter 2^(x factor - reference).
 #include "exp64.cuh"
 
 namespace cuflash {
@@ -8,6 +9,8 @@ struct Exp2Probe {
   const double* x;
   double* by_memory;
   double* by_lanes;
+  double* of_products;
+  double factor, reference;
   int count;
 };
 
@@ -20,5 +23,7 @@ extern "C" __global__ void probe(const cuflash::Exp2Probe probed) {
     const int at = 32 * warp + threadIdx.x % 32;
     probed.by_memory[at] = cuflash::exp2_float64(probed.x[at], cuflash::MemoryPowers());
     probed.by_lanes[at] = cuflash::exp2_float64(probed.x[at], lanes);
+    probed.of_products[at] = cuflash::exp2_of_product(probed.x[at], probed.factor,
+                                                      cuflash::to_32nds - probed.reference, lanes);
   }
 }

@@ -28,6 +28,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __double2loint(double x) { return static_cast<int>(__builtin_bit_cast(long long, x)); }
+inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 inline int __double2hiint(double x) {
   return static_cast<int>(__builtin_bit_cast(long long, x) >> 32);
 }

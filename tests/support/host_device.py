@@ -30,6 +30,7 @@ from cuflash import (
     _launch_segments,
     _launch_sm90,
     _plan,
+    _repeated,
     _score_gradients,
     _score_params,
     _source,
@@ -77,6 +78,10 @@ class HostDevice:
         self.copied_bytes = 0  # to shared memory, asynchronously
         self.compile = functools.cache(self._compile)
 
+    def memory(self, shape: tuple[int, ...] | int, dtype: Any) -> DeviceArray:
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        return on_device(np.full(size, self.unwritten, np.uint8).view(dtype).reshape(shape))
+
     def _compile(self, config: KernelConfig, _device: int) -> Any:
         texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
         if isinstance(config, TileConfig):
@@ -122,13 +127,15 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
     )
     library = SimpleNamespace(
         cuda=cuda,
-        empty=lambda size, _: on_device(np.full(size, device.unwritten, np.uint8)),
+        empty=device.memory,
+        ndarray=device.memory,
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         asarray=on_device,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_launch, _plan, _score_params):
+        for module in (_launch, _plan, _repeated, _score_params):
             patch.setattr(module, "cupy", library)
+        patch.setattr(_repeated, "runtime", SimpleNamespace(getDevice=lambda: 0))
         patch.setattr(_score_gradients, "cupy", np)
         formula_arrays = _score_params.formula_arrays
         patch.setattr(
@@ -142,7 +149,7 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
         patch.setattr(_launch_sm90, "available", lambda _: False)
         patch.setattr(_tuned, "device_name", lambda _: "host")
         patch.setattr(_device, "attribute", lambda name, _: attributes[name])
-        patch.setattr(_device, "has_only_cuda_cores", lambda _: int(capability) < 80)
+        patch.setattr(_device, "capability", lambda _: int(capability))
         for module in (_plan, _launch_segments):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))

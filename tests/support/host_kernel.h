@@ -55,6 +55,8 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x)); }
 inline int __double2hiint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 32); }
+inline int64_t __double_as_longlong(double x) { return std::bit_cast<int64_t>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }

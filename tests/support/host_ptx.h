@@ -13,6 +13,8 @@ inline uint32_t shared_address(const void* pointer) {
 
 inline float exp2_approx(float x) { return exp2f(x); }
 
+inline float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
+
 inline uint32_t spread_high_bits(uint32_t x) {
   return (x >> 31 ? 0xffff0000u : 0) | (x >> 15 & 1 ? 0xffffu : 0);
 }

@@ -1,0 +1,180 @@
+// How the reference and the sum of a row evolve in float64 where a score is a product: every
+// instruction of float64 takes its time from tensor cores. Other than in softmax.cuh
+//   - the largest score of a block is known by its upper half, a float32 that compares alike;
+//   - references are multiples of 1/32, so that no weight's exponent is formed before it is split;
+//   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks.
+#pragma once
+
+#include "numeric.cuh"
+#include "ptx/arithmetic.cuh"
+#include "score.cuh"
+#include "tile/fragment.cuh"
+
+namespace cuflash {
+
+// Sign, exponent and the first 20 bits of a float64, ordered like it; NaN for an infinity, a NaN
+// and what is at least 2^1017.
+__device__ __forceinline__ float upper_half(double x) { return __int_as_float(__double2hiint(x)); }
+
+// Is x greater than a power of two, as far as upper halves tell? A NaN may be.
+__device__ __forceinline__ bool exceeds(double x, double power) {
+  return __double2hiint(x) > __double2hiint(power);
+}
+
+// |x| of a NaN may keep its sign.
+__device__ __forceinline__ double nan_without_sign() { return __hiloint2double(0x7ff80000, 0); }
+
+// State of 16 `slices` rows of a warp as in OnlineSoftmax, of which this has the members.
+template <int slices>
+struct HeldSoftmax {
+  static constexpr double least = -0x1.fffffffffffffp1023;  // where nothing has been seen
+  static constexpr double near = 0x1p20;                    // upper halves are off by 1 at most
+  static constexpr double most = 8;                         // of exponents
+
+  Real held[slices][2];
+  Real row_sum[slices][2];  // of this lane's columns only, until `finish`
+  DoublePowers power;
+
+  __device__ __forceinline__ HeldSoftmax() {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      held[s][0] = held[s][1] = least;
+      row_sum[s][0] = row_sum[s][1] = 0;
+    }
+  }
+
+  // Scores become 2^(exponent - reference); what was summed under another reference is rescaled.
+  template <int tiles, int out_tiles>
+  __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
+                                         Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+    Real maxima[slices][2], factors[slices][2], shifts[slices][2];
+    bool any_odd = false, any_rises = false;
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maxima[s][half] = score.reference(row_maximum_in_part(s_acc[s], half));
+        factors[s][half] = score.exponent_factor();
+        shifts[s][half] = to_32nds - held[s][half];
+        any_odd |= is_odd(maxima[s][half]);
+        any_rises |= exceeds(maxima[s][half] - held[s][half], most);
+      }
+    }
+    // One branch for all rows: the weights of one would wait for the maximum of the next.
+    if (warp_agrees(any_odd || any_rises)) {
+      any_odd = warp_agrees(any_odd);
+#pragma unroll
+      for (int s = 0; s < slices; ++s) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bool is_far = false;
+          if (any_odd) {
+            const Real exact = score.reference(row_maximum(s_acc[s], half));
+            is_far = is_odd(maxima[s][half]);
+            maxima[s][half] = is_far ? exact : maxima[s][half];
+          }
+          hold(maxima[s][half], s, half, o_acc, score);
+          is_far = is_far && is_odd(held[s][half]);
+          if (any_odd) form_exponents(s_acc[s], half, is_far, held[s][half], score);
+          factors[s][half] = is_far ? 1 : score.exponent_factor();
+          shifts[s][half] = is_far ? to_32nds : to_32nds - held[s][half];
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Dependent additions would wait for products of the other warp, one by one.
+        Real sums[4] = {row_sum[s][half]};
+#pragma unroll
+        for (int j = 0; j < 2 * tiles; ++j) {
+          Real& value = s_acc[s][j / 2][2 * half + j % 2];
+          value = power.of_product(value, factors[s][half], shifts[s][half]);
+          sums[j % 4] += value;
+        }
+        row_sum[s][half] = sums[0] + sums[1] + (sums[2] + sums[3]);
+      }
+    }
+  }
+
+  // What the sum of a row is relative to.
+  __device__ __forceinline__ Real reference(const Score&, int slice, int half) const {
+    return held[slice][half];
+  }
+
+  // Completes the sums; afterwards every lane of a row holds them.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      row_sum[s][0] = quad_sum(row_sum[s][0]);
+      row_sum[s][1] = quad_sum(row_sum[s][1]);
+    }
+  }
+
+ private:
+  // Is it too far from 0 for upper halves to tell, or a NaN?
+  __device__ __forceinline__ static bool is_odd(double maximum) {
+    return (__double2hiint(maximum) & 0x7fffffff) > __double2hiint(near);
+  }
+
+  // The upper half of the largest score of a row, below which are zeros.
+  template <int tiles>
+  __device__ __forceinline__ static Real row_maximum_in_part(const Real (&s_acc)[tiles][4],
+                                                             int half) {
+    float upper[tiles];
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      upper[t] =
+          ptx::max_or_nan(upper_half(s_acc[t][2 * half]), upper_half(s_acc[t][2 * half + 1]));
+      if (t > 0) upper[0] = ptx::max_or_nan(upper[0], upper[t]);
+    }
+    upper[0] = ptx::max_or_nan(upper[0], __shfl_xor_sync(0xffffffff, upper[0], 1));
+    upper[0] = ptx::max_or_nan(upper[0], __shfl_xor_sync(0xffffffff, upper[0], 2));
+    return __hiloint2double(__float_as_int(upper[0]), 0);
+  }
+
+  // The largest score of a row as float64.
+  template <int tiles>
+  __device__ __forceinline__ static Real row_maximum(const Real (&s_acc)[tiles][4], int half) {
+    Real maximum = -infinity();
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      maximum = fmax(maximum, fmax(s_acc[t][2 * half], s_acc[t][2 * half + 1]));
+    }
+    return quad_max(maximum);
+  }
+
+  // Makes the maximum of a block the reference of its row if that is too small.
+  template <int out_tiles>
+  __device__ __forceinline__ void hold(Real maximum, int s, int half,
+                                       Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+    const Real before = held[s][half];
+    if (exceeds(maximum - before, most)) held[s][half] = (maximum + to_32nds) - to_32nds;
+    const Real rescale = power(score.exponent_between(before, held[s][half]));
+    row_sum[s][half] = rounded_product(row_sum[s][half], rescale);
+#pragma unroll
+    for (int t = 0; t < out_tiles; ++t) {
+      o_acc[s][t][2 * half] *= rescale;
+      o_acc[s][t][2 * half + 1] *= rescale;
+    }
+  }
+
+  // Scores of rows that are far from 0 become exponents; a NaN gets the sign that `of_product`
+  // leaves alone.
+  template <int tiles>
+  __device__ __forceinline__ static void form_exponents(Real (&s_acc)[tiles][4], int half,
+                                                        bool is_far, Real reference,
+                                                        const Score& score) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        const Real value = is_far ? score.exponent(s_acc[t][i], reference) : s_acc[t][i];
+        s_acc[t][i] = value == value ? value : nan_without_sign();
+      }
+    }
+  }
+};
+
+}  // namespace cuflash
