@@ -5,6 +5,7 @@ Commands run in this process, but those that have to show the real start.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from cuflash import (
     _kernel_store,
     _select,
     _select_tf32,
+    _tuned,
     tuning,
 )
 from cuflash._bench import io_model, profiler
+from cuflash.tuning import _space, _table
+from support.simulated_sweep import DEVICE
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 H100 = _hardware.typical("sm_90")
@@ -39,8 +43,6 @@ def store(tmp_path, monkeypatch):
 @pytest.fixture
 def no_device(monkeypatch):
     """Hide the device, where there is one."""
-    from cuflash.tuning import _space
-
     monkeypatch.setattr(_hardware, "present", lambda device=None: None)
     monkeypatch.setattr(_space, "present", lambda device=None: None)
 
@@ -357,6 +359,48 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
     assert found["configs"][0]["spill_bytes"] == 0
     assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
+
+
+def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path, monkeypatch):
+    """The device is ``support/simulated_device.py``, and nothing is compiled."""
+    for module in (_hardware, _space, _table):
+        monkeypatch.setattr(module, "present", lambda device=None: H100)
+    monkeypatch.setattr(tuning.Space, "compile", with_made_up_facts)
+    sweep = functools.partial(tuning.sweep, device_command=DEVICE)
+    monkeypatch.setattr(tuning, "sweep", sweep)
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    file, exported = tmp_path / "rows.jsonl", tmp_path / "cache.json"
+    words = ["tune", "--parameters", "block_m=128", "block_n=96,128", "num_stages=2,3",
+             "overlap_quarters=1", "--budget-ms", "5", "--file", str(file)]  # fmt: skip
+    status, out, err = command(capsys, *words, "--budget", "2")
+    assert status == 0
+    assert "2 ok" in out
+    assert "   2/2 " in err
+    status, out, err = command(
+        capsys, *words, "--save", "--kernel-tuner", str(exported), "--json"
+    )  # fmt: skip
+    assert status == 0
+    found, result = json.loads(out), tuning.load(file)
+    assert found["states"] == {"ok": len(result.rows)}
+    assert found["best"]["key"] == result.best["key"]
+    times = [line for line in (tmp_path / "log").read_text().split() if line != "open"]
+    assert sorted(times) == sorted(row["key"] for row in result.rows)  # none twice
+    assert f"kept in {tuning.user_table()}" in err
+    (kept,) = _tuned.read(tuning.user_table())
+    assert dict(kept.values) == result.best["values"]
+    assert tuning.read_cache(exported).rows == result.rows
+    status, _, err = command(capsys, *words, "--causal")
+    assert status == 2
+    assert "name another file" in err
+
+
+def with_made_up_facts(chosen, candidates=None, **_):
+    """Stand for the compiler."""
+    facts = {c.key: tuning.Facts(c.config.smem_bytes, registers=168) for c in candidates or chosen}
+    chosen.facts |= facts
+    return facts
 
 
 @pytest.mark.nvrtc

@@ -192,16 +192,21 @@ def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
     ("dtype", "head_dim", "heads_kv", "number"),
     [
         ("bfloat16", 64, 2, 0),
-        ("bfloat16", 64, 2, 1),
-        ("bfloat16", 64, 2, 2),
+        ("bfloat16", 96, 2, 1),
+        ("bfloat16", 96, 2, 2),
         ("bfloat16", 128, 4, 1),
         ("float32", 64, 2, 0),
         ("float32", 64, 2, 2),
+        ("float32", 3, 2, 0),
+        ("float64", 64, 4, 0),
+        ("float64", 64, 4, 1),
+        ("float64", 64, 4, 2),
+        ("bfloat16", 256, 4, 1),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])
 def test_kernels_are_swept_on_the_device(tmp_path, dtype, head_dim, heads_kv, number, options):
-    """Forward, dk with dv, dq, and one pass; a problem that is short enough for graphs."""
+    """Every kernel of Hopper, the narrow forward, and partners; short enough for graphs."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
     work = replace(WORK, dtype=dtype, heads_kv=heads_kv, **sizes, **options)
     steps = kernels_of(work, _hardware.present(), backward=True)
@@ -209,7 +214,7 @@ def test_kernels_are_swept_on_the_device(tmp_path, dtype, head_dim, heads_kv, nu
     name, tile = _kernels.kernel_name(config), _kernels.tile_of(config)
     tried = {parameter: (value,) for parameter, value in tile.items()}
     ring = "num_stages" if "num_stages" in tile else "blocks_per_sm"
-    tried[ring] = tuple(sorted({tile[ring], 2 if ring == "num_stages" else 1}))
+    tried[ring] = tuple(sorted({tile[ring], 1, 2}))
     found = tuning.space(work, name, parameters=tried)
     result = tuning.sweep(
         work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=2, time_limit=60.0
@@ -218,3 +223,26 @@ def test_kernels_are_swept_on_the_device(tmp_path, dtype, head_dim, heads_kv, nu
     assert {row["timing"] for row in result.rows} <= {"graph", "events"}
     assert all(0.01 < row["relative"] < 20 for row in result.rows)
     assert result.finals[-1]["default_ms"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["forward_sm80", "backward_dkv_sm80", "backward_dq_sm80"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_kernel_that_another_replaced_is_swept_on_the_device(tmp_path, dtype, kernel):
+    work = replace(WORK, dtype=dtype, heads_kv=4, seqlen_q=300, seqlen_k=300)
+    found = tuning.space(work, kernel)
+    found.candidates = [found.candidate(found.default_key)]
+    result = tuning.sweep(
+        work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=1, time_limit=60.0
+    )
+    assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"]
+
+
+@pytest.mark.gpu
+def test_calls_that_need_room_are_swept_on_the_device(tmp_path):
+    """Short calls are captured in a graph, where nothing can be allocated."""
+    work = replace(WORK, seqlen_q=300, seqlen_k=300, arrays=("bias", "segment_ids"), dropout=0.25)
+    found = tuning.space(work)
+    found.candidates = [found.candidate(found.default_key)]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=1)
+    assert [row.get("reason", row["timing"]) for row in result.rows] == ["graph"]

@@ -8,22 +8,18 @@ from dataclasses import fields, replace
 import gen_wgmma
 import pytest
 
+import cuflash
 from cuflash import _compile, _config, _hardware, _kernel_store, _tuned, tuning
 from cuflash._ahead import kernels_of
 from cuflash.tuning import _kernels
+from support.tuned_problems import PROBLEMS, WORK
 
-WORK = tuning.Workload(2, 8, 8, 1024, 1024, 128, 128, "bfloat16")
 HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
-TF32 = replace(WORK, dtype="float32")
-#: What a kernel is tuned for in these tests.
-WORKS = {
-    **dict.fromkeys(_kernels.KERNELS, WORK),
-    **{name: TF32 for name in HOPPER if "tf32" in name},
-    "forward_narrow": replace(WORK, dtype="float32", head_dim=3, head_dim_v=5),
-}
 SIZES = {
     **{name: (64, 128) for name in HOPPER if "tf32" in name},
     "backward_sm90": (64, 128),
+    "backward_pair_sm90": (256,),
+    **{name: (64, 96, 128) for name in _kernels.KERNELS if name.endswith("partners")},
     "forward_narrow": (1, 3, 8),
 }
 PORTABLE = [name for name in _kernels.KERNELS if name.endswith("sm80")]
@@ -49,7 +45,7 @@ def test_widths_are_those_that_can_be_multiplied():
     ],
 )
 def test_the_shipped_configuration_is_a_member(kernel, head_dim):
-    work = replace(WORKS[kernel], head_dim=head_dim, head_dim_v=head_dim)
+    work = replace(PROBLEMS[kernel], head_dim=head_dim, head_dim_v=head_dim)
     found = tuning.space(work, kernel, arch="sm_90a")
     assert found.kernel == kernel
     assert found.default_key in found
@@ -58,7 +54,7 @@ def test_the_shipped_configuration_is_a_member(kernel, head_dim):
 
 def test_one_pass_is_tuned_where_it_runs():
     with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
-        tuning.space(replace(WORK, window=(64, 64)), "backward_sm90", arch="sm_90a")
+        tuning.space(replace(WORK, arrays=("mask",)), "backward_sm90", arch="sm_90a")
     found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
     row = _tuned.Row(_tuned.key_of(found.default, found.hardware.name), (("keys_in_registers", 1),))
     before = dict(_tuned.in_use())
@@ -87,7 +83,7 @@ def test_every_architecture_holds_every_legal_configuration(kernel, arch):
 
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_other_combination_says_why_it_is_none(kernel):
-    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a")
+    found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     refused = [c for c in found.candidates if c.config is None]
     assert refused
     assert all(c.refusal and "self." not in c.refusal for c in refused)
@@ -121,21 +117,23 @@ def test_two_hundred_configurations_of_hopper_at_head_size_128():
 def test_configurations_travel_as_json(kernel):
     import json
 
-    for candidate in tuning.space(WORKS[kernel], kernel, arch="sm_90a"):
+    for candidate in tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a"):
         text = json.dumps(_kernels.config_as_json(candidate.config))
         assert _kernels.config_from_json(json.loads(text)) == candidate.config
         assert tuple(_kernels.tile_of(candidate.config).values()) == candidate.values
 
 
-@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_field_of_a_tile_is_a_parameter(kernel):
     """A field that only one kernel has says how it computes, or is named here as what it does."""
-    what = {"sink", "grad_k", "grad_v", "ordered", "shared_keys"}
+    what = {"sink", "grad_k", "grad_v", "ordered", "shared_keys", "partners"}
+    if kernel == "forward_narrow":  # has one buffer
+        what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]
     own = {f.name for f in fields(kind)} - {f.name for f in fields(_config.TileConfig)}
     assert own - what <= set(_kernels.PARAMETERS[kind])
     assert set(_kernels.PARAMETERS[kind]) <= _tuned.TILE_FIELDS
-    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a")
+    found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
         values = {name: type(getattr(candidate.config, name)) for name in found.parameters}
@@ -157,18 +155,21 @@ def test_every_kernel_travels():
         ("forward_sm90", {"block_m": (128,), "block_n": (64,), "num_stages": (2,)}),
         (
             "forward_sm80",
-            {"block_m": (64,), "block_n": (16,), "num_warps": (4,)},
+            {"block_m": (64,), "block_n": (16,), "num_warps": (4,), "blocks_per_sm": (1,)},
         ),
         ("backward_dq_sm90", {"block_m": (128,), "num_stages": (2,), "block_n": (48,)}),
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
         ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
+        ("backward_dq_partners", {"block_m": (32,), "block_n": (32,)}),
+        ("backward_dkv_partners", {"block_m": (32,), "block_n": (32,)}),
         ("forward_tf32_sm90", {"num_stages": (1,)}),
+        ("backward_dkv_sm80", {"block_m": (64,), "block_n": (64, 128), "blocks_per_sm": (1,)}),
         ("forward_narrow", {"num_warps": (4,), "block_n": (128,), "blocks_per_sm": (2,)}),
     ],
 )
 def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, tried):
-    found = tuning.space(WORKS[kernel], kernel, arch="sm_90a", parameters=tried)
+    found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a", parameters=tried)
     assert len(found) >= 2
     seen = []
     facts = found.compile(processes=2, progress=lambda done, total: seen.append((done, total)))
@@ -207,6 +208,32 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error
     assert facts.registers == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("kernel", "given", "tried", "message"),
+    [
+        ("backward_dkv_sm80", {}, {"block_m": 80, "num_warps": 8}, "at most 64, a bit for each"),
+        ("backward_dkv_partners", {}, {"block_m": 96, "num_warps": 2}, "64, a thread for each row"),
+        ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48, num_warps = 8: halves"),
+        ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48, num_warps = 8: halves"),
+        ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "no product of others"),
+        ("backward_dkv_tf32_sm90", {"arrays": ("segment_ids",)}, {"block_m": 64}, "must be 32"),
+    ],
+)
+def test_what_a_source_refuses_is_no_legal_tile(monkeypatch, kernel, given, tried, message):
+    """The tile is refused by name, and by the compiler where the check is taken away."""
+    work = replace(PROBLEMS[kernel], head_dim=64, head_dim_v=64, **given)
+    default = tuning.space(work, kernel, arch="sm_90a").default
+    with pytest.raises(ValueError, match=message):
+        _kernels.with_tile(default, tried)
+    for kind in type(default).__mro__[:-1]:
+        if "__post_init__" in vars(kind):
+            monkeypatch.setattr(kind, "__post_init__", lambda self: None)
+    illegal = _kernels.with_tile(default, tried)
+    with pytest.raises(cuflash.CompileError):
+        _compile.compile_static(illegal, "sm_90a")
 
 
 def test_a_number_of_processes_that_is_none_is_refused():

@@ -213,6 +213,28 @@ def test_progress_shows_the_best_so_far(tmp_path, trouble):
     assert seen[-1].stage == "final"
 
 
+def test_somebody_who_waits_sees_every_configuration(tmp_path, trouble, capfd):
+    found = space_of()
+    trouble({next(iter(found)).key: "error"})
+    swept(tmp_path, found)
+    *lines, last = capfd.readouterr().err.splitlines()
+    assert [line.split()[3] for line in lines] == [c.key for c in found]
+    assert "asked to be error" in lines[0]
+    assert f"best {fastest(found)}" in lines[-1]
+    assert "compared once more" in last
+    swept(tmp_path, found, progress=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = space_of()
+    result = tuning.sweep(WORK, found, budget=1, device_command=DEVICE)
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.name == "simulated-forward-sm90-d128-bfloat16-1024x1024.jsonl"
+    assert tuning.load(path).rows == result.rows
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -289,9 +311,23 @@ def test_wrong_arguments_are_named(tmp_path):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_the_shipped_configuration_is_best_where_it_wins_the_final(tmp_path, trouble):
+    result = swept(tmp_path, space_of(num_q_stages=(1, 2), overlap_quarters=(0, 1)))
+    (final,) = result.finals
+    assert result.best["key"] != result.header["default"]
+    final["default_ms"] = min(final["ms"].values()) / 2
+    final["ms"].pop(result.header["default"], None)
+    assert (result.best["key"], result.best_relative) == (result.header["default"], 1.0)
+    final["default_ms"] = 2 * min(final["ms"].values())
+    assert result.best_relative == 0.5
+
+
 def test_nothing_timed_is_no_best():
     with pytest.raises(ValueError, match="none of them timed"):
         _rows.Sweep({}).best  # noqa: B018
+    row = {"key": "128,64", "status": "wrong", "reason": "out: error 1"}
+    with pytest.raises(ValueError, match=r"1 rows, none.*; 128,64: wrong, out: error 1"):
+        _rows.Sweep({}, [row]).best  # noqa: B018
 
 
 def test_answers_come_from_several_processes_in_any_order(trouble):

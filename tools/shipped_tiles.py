@@ -3,13 +3,15 @@
 python tools/shipped_tiles.py [--check]
 
 A sweep's best replaces the tile of cuflash/_select.py only if the last comparison, all in turns,
-found it faster by more than MARGIN: two runs of one sweep differ by as much. Run it, too, after a
-row of those tables changed.
+found it faster by more than MARGIN: two runs of one sweep differ by as much. And only if sweeps of
+several lengths agree on it, since a row holds for every length. Run it, too, after a row of those
+tables changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -25,14 +27,20 @@ MARGIN = 0.02
 
 
 def rows() -> list[_tuned.Row]:
-    """One row for each sweep, in the order of their keys."""
-    found: dict[_tuned.Key, _tuned.Row] = {}
+    """One row for each kernel and problem that was swept, in the order of their keys."""
+    swept: dict[_tuned.Key, list[tuning.Sweep]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl")):
-        row = best_row(tuning.load(path), MARGIN)
-        if row.key in found:
-            raise SystemExit(f"{path}: another sweep has a row for {row.key}")
-        found[row.key] = row
-    return [found[key] for key in sorted(found)]
+        found = tuning.load(path)
+        swept.setdefault(best_row(found).key, []).append(found)
+    return [row_of(swept[key]) for key in sorted(swept)]
+
+
+def row_of(sweeps: list[tuning.Sweep]) -> _tuned.Row:
+    """The tile that all of them found faster, at several lengths, or that of the tables."""
+    lengths = {found.workload.seqlen_k for found in sweeps}
+    faster = [best_row(found, MARGIN) for found in sweeps]
+    agreed = len({row.values for row in faster}) == 1 and len(lengths) > 1
+    return faster[0] if agreed else best_row(sweeps[0], math.inf)
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--across", default="block_n", help="heatmap: a parameter")
     p.add_argument("--along", default="block_m", help="heatmap: a parameter")
     p.add_argument("--memory", type=Path, help="roofline: a file of bench --memory, for its roofs")
-    p.add_argument("--pass", dest="pass_", choices=("fwd", "bwd"), default="fwd")
+    p.add_argument("--pass", dest="pass_", choices=("fwd", "bwd", "fwd+bwd"), default="fwd")
     p.add_argument("--json", action="store_true", help="print the paths as JSON")
 
 

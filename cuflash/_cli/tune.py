@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--no-check", action="store_true", help="do not compare with the definition")
     group.add_argument("--time-limit", type=float, default=30.0, help="seconds a configuration has")
     group.add_argument(
+        "--budget-ms", type=float, default=60.0,
+        help="time given to the measurements of one, within 5 to 60 rounds (default: 60)",
+    )  # fmt: skip
+    group.add_argument(
         "--processes", type=positive, help="that compile (default: one for each core)"
     )
     group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
@@ -72,13 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    from cuflash.tuning._sweep import default_file
-
-    file = arguments.file or default_file(found)
+    file = arguments.file or tuning.default_file(found)
     result = tuning.sweep(
         work, found, file=file, strategy=arguments.strategy, budget=arguments.budget,
         check=not arguments.no_check, seed=arguments.seed, time_limit=arguments.time_limit,
-        processes=arguments.processes, progress=Shown(),
+        budget_ms=arguments.budget_ms, processes=arguments.processes, progress=True,
     )  # fmt: skip
     if arguments.kernel_tuner:
         tuning.write_cache(result, arguments.kernel_tuner)
@@ -101,42 +102,11 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
     return found
 
 
-class Shown:
-    """Progress, a line for each configuration, with the best so far."""
-
-    def __init__(self) -> None:
-        self.start = time.monotonic()
-
-    def __call__(self, now: Any) -> None:
-        """Print what has just been done."""
-        spent = f"{time.monotonic() - self.start:6.1f} s"
-        if now.stage == "compile":
-            end = "\n" if now.done == now.total else ""
-            print(f"\r{spent}  {now.done} of {now.total} compiled", end=end, file=sys.stderr)
-            return
-        if now.row is None:
-            print(f"{spent}  the fastest {now.total} compared once more", file=sys.stderr)
-            return
-        row, best = now.row, now.best
-        text = row.get("reason", "")[:70]
-        if row["status"] == "ok":
-            text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
-        leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
-        print(
-            f"{spent}  {now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
-            f"{text}{leader}",
-            file=sys.stderr,
-        )
-
-
 def _list(found: Any, arguments: argparse.Namespace) -> None:
+    from cuflash.tuning._progress import compiled
+
     chosen = list(found)[: arguments.budget]
-    facts = found.compile(
-        chosen, processes=arguments.processes,
-        progress=lambda done, total: print(
-            f"\r{done} of {total} compiled", end="\n" if done == total else "", file=sys.stderr
-        ),
-    )  # fmt: skip
+    facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
     if arguments.json:
         print(json.dumps({
             "kernel": found.kernel,

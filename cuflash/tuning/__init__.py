@@ -9,9 +9,10 @@ True
 from cuflash._bench.workload import Workload
 from cuflash.tuning._facts import Facts
 from cuflash.tuning._kernel_tuner import read_cache, write_cache
+from cuflash.tuning._progress import Progress
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import Candidate, Space, space
-from cuflash.tuning._sweep import Progress, sweep
+from cuflash.tuning._sweep import default_file, sweep
 from cuflash.tuning._table import save, use, user_table
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Space",
     "Sweep",
     "Workload",
+    "default_file",
     "load",
     "read_cache",
     "save",

@@ -43,6 +43,7 @@ _PORTABLE = {
     "num_warps": (2, 4, 8),
     "blocks_per_sm": (1, 2, 3, 4),
 }
+_FORWARD = _PORTABLE | {"num_stages": (1, 2)}
 _PORTABLE_KV = _PORTABLE | {"block_m": _PORTABLE_WIDTHS, "block_n": _PORTABLE_ROWS}
 _TF32 = {"block_m": (128,), "block_n": (32, 64), "num_stages": (1, 2, 3, 4)}
 _GRADIENT = {"num_stages": _STAGES, "scores_ahead": (0, 1)}
@@ -56,7 +57,7 @@ PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
         "num_q_stages": (1, 2),
         "overlap_quarters": (0, 1, 2, 3, 4),
     },
-    ForwardConfig: _PORTABLE,
+    ForwardConfig: _FORWARD,
     BackwardQSm90Config: {"block_m": _HOPPER_ROWS, "block_n": WGMMA_WIDTHS, **_GRADIENT},
     BackwardKVSm90Config: {"block_m": WGMMA_WIDTHS, "block_n": _HOPPER_ROWS, **_GRADIENT},
     BackwardOnePassConfig: {
@@ -65,8 +66,16 @@ PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
         "num_stages": _STAGES,
         "keys_in_registers": (0, 1),
     },
+    BackwardPairConfig: {
+        "block_m": (64, 128),
+        "block_n": (64, 128),
+        "num_stages": _STAGES,
+        "keys_in_registers": (0, 1),
+    },
     BackwardQConfig: _PORTABLE,
     BackwardKVConfig: _PORTABLE_KV,
+    BackwardQPartnersConfig: _PORTABLE,
+    BackwardKVPartnersConfig: _PORTABLE_KV,
     ForwardTf32Sm90Config: _TF32,
     BackwardQTf32Sm90Config: _TF32,
     BackwardKVTf32Sm90Config: _TF32 | {"block_m": (32, 64), "block_n": (128,)},
@@ -83,11 +92,8 @@ KERNELS: dict[str, type[TileConfig]] = {
 
 #: Kernels that have no tile to choose, or no sweep that chooses it, travel, too.
 _FIXED: tuple[type[KernelConfig], ...] = (
-    BackwardKVPartnersConfig,
-    BackwardQPartnersConfig,
     DeltaConfig,
     BackwardScoreConfig,
-    BackwardPairConfig,
     BackwardConvertConfig,
     SegmentBoundsConfig,
 )

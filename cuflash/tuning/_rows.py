@@ -75,15 +75,20 @@ class Sweep:
 
     @property
     def best(self) -> Row:
-        """The fastest of the final comparison, else of all; a ValueError where none was timed."""
+        """The fastest of the final comparison, else of all; a ValueError where none was timed.
+
+        The shipped configuration, with which all are compared, is one of them where it was swept.
+        """
         timed = {row["key"]: row for row in self.timed}
         if not timed:
+            of_one = (f"{r['key']}: {r['status']}, {r.get('reason', '')}" for r in self.rows)
             raise problem_with(
                 "sweep", ValueError, got=f"{len(self.rows)} rows, none of them timed",
                 expected="at least one configuration that runs and is right",
+                fix=next(of_one, ""),
             )  # fmt: skip
         if self.finals:
-            ms = {key: ms for key, ms in self.finals[-1]["ms"].items() if key in timed}
+            ms = {key: ms for key, ms in self._final_ms().items() if key in timed}
             if ms:
                 return timed[min(ms, key=lambda key: (ms[key], key))]
         return next(iter(timed.values()))
@@ -91,11 +96,18 @@ class Sweep:
     @property
     def best_relative(self) -> float:
         """Time of the best relative to the shipped configuration, by the final comparison."""
-        best = self.best
-        final = self.finals[-1] if self.finals else {"ms": {}}
-        if best["key"] in final["ms"]:
-            return float(final["ms"][best["key"]]) / float(final["default_ms"])
+        best, ms = self.best, self._final_ms()
+        if best["key"] in ms:
+            return ms[best["key"]] / float(self.finals[-1]["default_ms"])
         return float(best["relative"])
+
+    def _final_ms(self) -> dict[str, float]:
+        """Times of the final comparison by key, that of the shipped configuration included."""
+        if not self.finals:
+            return {}
+        final = self.finals[-1]
+        shipped = {self.header["default"]: final["default_ms"]} if "default_ms" in final else {}
+        return {key: float(ms) for key, ms in (shipped | final["ms"]).items()}
 
 
 def load(path: str | os.PathLike[str]) -> Sweep:

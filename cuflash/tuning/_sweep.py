@@ -6,9 +6,8 @@ import datetime as dt
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from cuflash import _source
 from cuflash._bench.workload import Workload
@@ -16,6 +15,7 @@ from cuflash._errors import problem_with
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Child, Failure
+from cuflash.tuning._progress import Lines, Progress, Watcher
 from cuflash.tuning._rows import FORMAT, Row, Sweep, SweepFile
 from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._strategies import strategy_of
@@ -27,24 +27,11 @@ _OPEN_LIMIT = 180.0
 _FINALISTS = 5
 
 
-class Progress(NamedTuple):
-    """What a sweep has just done."""
-
-    stage: str  # "compile", "time" or "final"
-    done: int
-    total: int
-    row: Row | None = None  # the configuration that was timed
-    best: Row | None = None  # the fastest so far
-
-
-Watcher = Callable[[Progress], None]
-
-
 def sweep(
     workload: Workload,
     chosen: Space | None = None,
     *,
-    file: str | os.PathLike[str],
+    file: str | os.PathLike[str] | None = None,
     strategy: str = "exhaustive",
     budget: int | None = None,
     check: bool = True,
@@ -52,7 +39,7 @@ def sweep(
     time_limit: float = 30.0,
     budget_ms: float = 60.0,
     processes: int | None = None,
-    progress: Watcher | None = None,
+    progress: Watcher | bool = True,
     device_command: Sequence[str] = _COMMAND,
 ) -> Sweep:
     """Compile, check and time the configurations of a space; go on where a file ends.
@@ -68,10 +55,10 @@ def sweep(
         The problem that is timed.
     chosen : Space, optional
         What to try; default: all of the forward that runs here.
-    file : path
-        Where rows go, one JSON object a line. If it exists, it must be a sweep of the same
-        problem, kernel, device, driver, NVRTC and kernel sources, and what it holds is not
-        measured again.
+    file : path, optional
+        Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
+        be a sweep of the same problem, kernel, device, driver, NVRTC and kernel sources, and what
+        it holds is not measured again.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -87,8 +74,9 @@ def sweep(
         Time given to the measurements of one configuration, within 5 to 60 rounds.
     processes : int, optional
         That compile side by side; default: one for each core.
-    progress : callable, optional
-        Called with :class:`Progress` after every step.
+    progress : bool or callable
+        Whether to print a line on standard error for each configuration, with the best so far; or
+        what is called with :class:`Progress` after every step.
     device_command : sequence of str
         The process that owns the device.
 
@@ -120,9 +108,11 @@ def sweep(
             "chosen", ValueError, got=f"a space of {chosen.workload}", expected=f"one of {workload}"
         )
     explore = strategy_of(strategy)
+    file = default_file(chosen) if file is None else file
+    watcher = (Lines() if progress else None) if isinstance(progress, bool) else progress
     child = Child(device_command)
     try:
-        running = _Running(chosen, child, file, check, time_limit, budget_ms, processes, progress)
+        running = _Running(chosen, child, file, check, time_limit, budget_ms, processes, watcher)
         running.total = min(len(chosen), budget or len(chosen))
         explore(chosen, running.evaluate, budget, seed)
         running.compare_fastest()
@@ -276,7 +266,7 @@ class _Running:
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
-    """Name of the file for the sweep of a space: device, kernel, head sizes, mask."""
+    """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
     from cuflash._bench.machine import device_slug
 
     work = chosen.workload

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
 
 from cuflash import _recall, _tuned
+from cuflash._config import ForwardNarrowConfig
 from cuflash._errors import problem_with
 from cuflash._hardware import present, typical
 from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
@@ -126,6 +128,9 @@ def _check(row: _tuned.Row, where: str) -> None:
     from cuflash._bench.workload import Workload
 
     sizes = (row.key.head_dim, row.key.head_dim_v)
+    if kind is ForwardNarrowConfig:  # whose true ones stand among the options
+        true = re.search(r"(\d+)x(\d+)", row.key.options)
+        sizes = (int(true[1]), int(true[2])) if true else sizes
     try:
         work = Workload(1, 1, 1, 1024, 1024, *sizes, row.key.dtype)
         _tuned.with_values(default_config(work, row.key.kernel, typical("sm_90")), dict(row.values))

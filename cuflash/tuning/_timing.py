@@ -78,7 +78,12 @@ class Calls:
 
         q, k, v, dout = self.inputs[number]
         results = self.results[number]
-        if self.kernel.startswith("forward"):
+        backward = not self.kernel.startswith("forward")
+        size = cuflash.workspace_size(
+            q, k, v, backward=backward, options=self.options, precision=self.workload.precision
+        )
+        room = cupy.empty(size, np.uint8) if size else None
+        if not backward:
             pair = (results["out"], results["lse"])
 
             def forward() -> None:
@@ -89,27 +94,24 @@ class Calls:
                     options=self.options,
                     return_lse=True,
                     out=pair,
+                    workspace=room,
                     config=config,
                     precision=self.workload.precision,
                 )
 
             return forward
         out, lse = self.statistics[number]
-        size = cuflash.workspace_size(
-            q, k, v, backward=True, options=self.options, precision=self.workload.precision
-        )
-        room = cupy.empty(size, np.uint8)
         wrt = _checking.gradients_of(self.kernel)
         configs = BackwardConfigs(**{"".join(wrt): config})  # type: ignore[arg-type]
         gradients = cuflash.Gradients(**results)
 
-        def backward() -> None:
+        def gradient() -> None:
             cuflash.attention_backward(
                 dout, q, k, v, out, lse, wrt=wrt, grads_out=gradients, options=self.options,
                 workspace=room, config=configs, precision=self.workload.precision,
             )  # fmt: skip
 
-        return backward
+        return gradient
 
     def on_host(self) -> _checking.Results:
         """The results of the first call, where NumPy reads them."""

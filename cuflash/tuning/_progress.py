@@ -1,0 +1,56 @@
+"""How does somebody who waits see what a sweep does?"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cuflash.tuning._rows import Row
+
+
+class Progress(NamedTuple):
+    """What a sweep has just done."""
+
+    stage: str  # "compile", "time" or "final"
+    done: int
+    total: int
+    row: Row | None = None  # the configuration that was timed
+    best: Row | None = None  # the fastest so far
+
+
+Watcher = Callable[[Progress], None]
+
+
+class Lines:
+    """A line on standard error for each configuration, with the best so far."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, now: Progress) -> None:
+        """Say what has just been done."""
+        spent = f"{time.monotonic() - self.start:6.1f} s  "
+        if now.stage == "compile":
+            compiled(now.done, now.total, spent)
+            return
+        if now.row is None:
+            sys.stderr.write(f"{spent}the fastest {now.total} compared once more\n")
+            return
+        row, best = now.row, now.best
+        text = row.get("reason", "")[:70]
+        if row["status"] == "ok":
+            text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
+        leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
+        sys.stderr.write(
+            f"{spent}{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
+            f"{text}{leader}\n"
+        )
+
+
+def compiled(done: int, total: int, before: str = "") -> None:
+    """Say how many kernels are ready: in one line of a terminal, at the end in a file."""
+    if done == total or sys.stderr.isatty():
+        sys.stderr.write(f"\r{before}{done} of {total} compiled" + "\n" * (done == total))
+        sys.stderr.flush()
