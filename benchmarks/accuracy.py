@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                                  # what fits this machine
     python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
-    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-21.json
+    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-22.json
     python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
 
 An error is the Frobenius norm of the difference to the exact result, relative to that of the exact
@@ -275,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", type=names_of(DTYPES), default=list(DTYPES))
     p.add_argument("--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
-    p.add_argument("--head-dim", type=int, default=64)
+    p.add_argument("--head-dim", dest="width", type=int, default=64)
     p.add_argument("--longest", type=int, help="seqlen (default: 8192, on a CPU 512)")
     p.add_argument(
         "--out",
@@ -287,7 +287,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
     p.add_argument("--draw", type=Path, metavar="JSON", nargs="+", help="draw result files")
     p.add_argument("--picture", type=Path, help="where --draw writes")
-    p.set_defaults(passes=list(PASSES), budget_ms=0.0, json=False)
+    p.set_defaults(passes=list(PASSES), head_dim=None, budget_ms=0.0, json=False)
     return p
 
 
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dtype in arguments.dtype:
         limit = min(longest, LONG_DOUBLE_SEQLEN) if dtype == "float64" else longest
         for cell in cells(limit):
-            shape = square(1, 2, cell.seqlen, arguments.head_dim, causal=False)
+            shape = square(1, 2, cell.seqlen, arguments.width, causal=False)
             work = replace(shape, dtype=dtype)
             with run.clock.scope():
                 measure(run, work, cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import reference
 from cuflash._bench import (
     cells,
@@ -65,6 +67,7 @@ def test_flops_follow_the_convention_of_publications():
     work = workload.square(8, 32, 2048, 64, False)
     assert work.flops("fwd") == 4 * 8 * 32 * 2048 * 2048 * 64
     assert work.flops("bwd") == 2.5 * work.flops("fwd")
+    assert work.flops("fwd+bwd") == work.flops("fwd") + work.flops("bwd")
     assert replace(work, causal=True).flops("fwd") == work.flops("fwd") / 2
     assert replace(work, head_dim_v=128).flops("fwd") == 1.5 * work.flops("fwd")
     # FlashAttention-2 as PyTorch ships it on an H100, published as 305 TFLOP/s at 0.902 ms.
@@ -149,6 +152,36 @@ def test_host_clock_measures_milliseconds():
     assert 20 <= found.ms < 60
 
 
+@pytest.mark.parametrize(("late", "milliseconds"), [(0, 1.0), (2, 3.0), (9, 4.0)])
+def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds):
+    """The device overwrites its cache for twice as long each time, four times at most."""
+    written, events = [], itertools.count()
+
+    class Event:
+        def __init__(self):
+            self.number = next(events)
+
+        def record(self, stream):
+            pass
+
+        def synchronize(self):
+            pass
+
+        @property
+        def done(self):
+            return self.number < 2 * late  # of the first events of so many pairs
+
+    clock = object.__new__(timing.DeviceClock)
+    clock.stream, clock._fills = None, 3
+    clock._buffer = types.SimpleNamespace(fill=written.append)
+    elapsed = types.SimpleNamespace(Event=Event, get_elapsed_time=lambda a, z: (a.number + 2) / 2)
+    clock.cupy = types.SimpleNamespace(cuda=elapsed)
+    called = []
+    assert clock.once(lambda: called.append(None)) == milliseconds
+    assert len(called) == milliseconds
+    assert len(written) == 3 * (2 ** len(called) - 1)
+
+
 def test_host_time_is_per_call():
     emptied = []
     us = timing.host_microseconds(
@@ -171,6 +204,15 @@ def test_a_row_says_which_options_were_timed(run):
     [row] = json.loads(json.dumps(run.rows))
     assert report.shape_text(row) == str(work)
     assert "softcap 2 dropout 0.25 mask sink" in report.shape_text(row)
+
+
+def test_head_sizes_narrow_a_set(monkeypatch, capsys):
+    shapes = [replace(TINY, head_dim=d, head_dim_v=d) for d in (64, 96, 128)]
+    monkeypatch.setitem(command.SETS, "cpu", ("", cells.measure_shapes(shapes)))
+    given = ["--set", "cpu", "--device", "cpu", "--impl", "cuflash", "--pass", "fwd"]
+    assert command.main([*given, "--budget-ms", "1", "--json", "--head-dim", "64,128"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["head_dim"] for row in rows] == [64, 128]
 
 
 def test_products_of_tf32_have_a_table_of_their_own(run, monkeypatch):
@@ -213,6 +255,72 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     assert table.count("| b2 h4/2 33x33 d16 causal |") == 2
     assert command.main(["--render", str(path)]) == 0
     assert capsys.readouterr().out.endswith(table)
+
+
+@pytest.mark.parametrize("pass_", ["bwd", "fwd+bwd"])
+def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
+    work = replace(TINY, dtype="float64", causal=True)
+    inputs = work.inputs(np)
+    q, k, v, dout = inputs[0]
+    out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    truth = reference.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for name in ("cuflash", "naive"):
+        prepared = peers.IMPLEMENTATIONS[name].prepare(work, pass_, inputs)
+        for dq in (prepared.result(), prepared.calls[0]()):
+            np.testing.assert_allclose(dq, truth.dq, rtol=1e-11, atol=1e-12)
+
+
+def test_the_forward_is_part_of_both(monkeypatch):
+    """Timed without it, a call would be the gradient alone."""
+    seen = []
+    monkeypatch.setattr(peers, "naive_forward", lambda *_: seen.append("forward") or (0, 0))
+    monkeypatch.setattr(peers, "naive_backward", lambda *_: seen.append("backward") or (0, 0, 0))
+    calls = peers.IMPLEMENTATIONS["naive"].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
+    assert seen == []
+    calls[0]()
+    assert seen == ["forward", "backward"]
+    seen.clear()
+    kinds = (("forward", cuflash.attention), ("backward", cuflash.attention_backward))
+    calls = peers.IMPLEMENTATIONS["cuflash"].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
+    for kind, real in kinds:
+
+        def call(*given, kind=kind, real=real, **named):
+            seen.append(kind)
+            return real(*given, **named)
+
+        monkeypatch.setattr(cuflash, real.__name__, call)
+    calls[0]()
+    assert seen == ["forward", "backward"]
+
+
+def test_sums_in_any_order_are_ours_and_have_no_forward(run):
+    unordered = peers.IMPLEMENTATIONS["cuflash-unordered"]
+    assert "needs a GPU" in unordered.absent(np)
+    run.implementations.append(unordered)
+    cells.measure_shapes([TINY, replace(TINY, seqlens=(30, 3))])(run)
+    assert {row["impl"] for row in run.rows if row["pass"] == "fwd"} == {"cuflash", "naive"}
+    assert any("cuflash-unordered: a forward has one order" in note for note in run.notes)
+    rows = {row["impl"]: row for row in run.rows if row["pass"] == "bwd"}
+    promised = {name: row["deterministic"] for name, row in rows.items()}
+    assert promised == {"cuflash": True, "naive": True, "cuflash-unordered": False}
+    for name, ms in (("cuflash", 4.0), ("naive", 8.0), ("cuflash-unordered", 2.0)):
+        rows[name]["ms"] = ms
+    *_, line = report.table(list(rows.values()), "speed")
+    assert line.endswith("| 2.00 | 4.00 |")
+
+
+def test_sums_in_any_order_are_asked_for(monkeypatch):
+    asked = []
+    real = cuflash.attention_backward
+
+    def call(*given, deterministic, **named):
+        asked.append(deterministic)
+        return real(*given, **named)
+
+    monkeypatch.setattr(cuflash, "attention_backward", call)
+    for name in ("cuflash", "cuflash-unordered"):
+        peers.IMPLEMENTATIONS[name].prepare(TINY, "bwd", TINY.inputs(np)).calls[0]()
+    assert asked == [True, False]
 
 
 def test_packed_sequences(run):
@@ -359,7 +467,7 @@ def test_device_clock_sees_the_memory_bandwidth(clock):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_peers_read_the_same_arrays_and_agree(clock, pass_, dtype):
     import cupy
@@ -379,11 +487,11 @@ def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
     import cupy
 
     ours = [peers.IMPLEMENTATIONS["cuflash"]]
-    run = cells.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
+    run = cells.Run(cupy, clock, ours, ["bfloat16"], list(workload.PASSES), 5.0)
     command.SETS["host"][1](run)
     cells.measure_shapes([workload.square(1, 8, 128, 64, True)])(run)
     assert run.notes == []
-    assert [row["timing"] for row in run.rows] == ["host"] * 4 + ["graph"] * 2
+    assert [row["timing"] for row in run.rows] == ["host"] * 6 + ["graph"] * 3
     assert all(row["ms"] < 5 for row in run.rows)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
 
+import draw_pictures
 import numpy as np
 import pytest
 
@@ -95,6 +97,19 @@ def test_no_configuration_is_above_its_roof(found):
         pictures.roofline([])
 
 
+def test_every_dtype_has_the_roof_of_its_products(found):
+    half, single = copy.deepcopy(found), copy.deepcopy(found)
+    single.header["workload"]["dtype"] = "float32"
+    axes = pictures.roofline([half, single]).axes[0]
+    assert [t.get_text() for t in axes.texts] == [
+        "989 TFLOP/s, 16-bit products, data sheet",
+        "165 TFLOP/s, three TF32 products for one of float32, data sheet",
+    ]
+    single.header["device"] = "NVIDIA A100-SXM4-80GB"
+    with pytest.raises(ValueError, match="got sweeps on NVIDIA A100-SXM4-80GB, NVIDIA H100"):
+        pictures.roofline([half, single])
+
+
 def test_speed_has_a_panel_for_each_head_size_and_mask():
     path = sorted(RESULTS.glob("h100-forward-*.json"))[-1]
     result = json.loads(path.read_text())
@@ -166,3 +181,17 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
     monkeypatch.chdir(tmp_path)
     assert _cli.main(["plot", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
+    """Byte for byte, where this is the matplotlib that drew them; tools/draw_pictures.py does."""
+    committed = sorted(draw_pictures.PICTURES.glob("*.svg"))
+    drawn = draw_pictures.pictures()
+    assert [path.stem for path in committed] == sorted(drawn)
+    made_by = f"Matplotlib v{matplotlib.__version__},"
+    for path in committed:
+        if made_by not in path.read_text(encoding="utf-8"):
+            pytest.skip(f"{path.name} was drawn by another matplotlib than {made_by}")
+        own = tmp_path / path.name
+        assert _cli.main(["plot", *drawn[path.stem], "--out", str(own.with_suffix(""))]) == 0
+        assert own.read_bytes() == path.read_bytes(), path.name

@@ -25,12 +25,15 @@ def newest(pattern: str) -> str:
 def pictures() -> dict[str, list[str]]:
     """Arguments of ``python -m cuflash plot`` for each picture."""
     sweep = str(SWEEPS / "h100-forward-sm90-d128.jsonl")
+    swept = sorted([*SWEEPS.glob("*.jsonl"), *(SWEEPS / "other-kernels").glob("*.jsonl")])
+    others = [str(path) for path in swept if str(path) != sweep]
     return {
         "speed-forward": ["speed", newest("h100-forward-*.json"), "--pass", "fwd"],
         "speed-backward": ["speed", newest("h100-backward-*.json"), "--pass", "bwd"],
         "heatmap": ["heatmap", sweep],
         "parallel": ["parallel", sweep],
-        "roofline": ["roofline", sweep, "--memory", newest("h100-memory-*.json")],
+        "roofline": ["roofline", sweep, *others, "--memory", newest("h100-memory-*.json")],
+        "memory": ["memory", newest("h100-allocations-*.json"), "--pass", "bwd"],
         "io": ["io", newest("h100-io-*.json")],
     }
 

@@ -3,9 +3,10 @@
 Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
 for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
 between two events after the cache has been overwritten, for long enough that the host has launched
-all of the call before the first event; short ones, where events would measure their own resolution,
-run in one CUDA graph over enough copies of the inputs that each has left the cache before its turn
-comes again.
+all of the call before the device reaches the first event; where it had not, the sample is taken
+again behind more of that. Short ones, where events would measure their own resolution, run in
+one CUDA graph over enough copies of the inputs that each has left the cache before its turn comes
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Call = Callable[[], Any]
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
 MOST_COPIES = 512
-HEAD_START_MS = 0.5  # more than any implementation here takes to launch one call
+HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over
+HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (5, 60)
 
 
@@ -99,10 +101,11 @@ class DeviceClock:
         self.l2_bytes = int(properties["l2CacheSize"])
         self.device_name = properties["name"].decode()
         self._buffer = cupy.empty(2 * self.l2_bytes // 4, cupy.int32)
-        self._fills = 1
+        self._fills = 8
         with self.stream:
             self._flush()
-            self._fills = max(1, round(HEAD_START_MS / self.between_events(self._flush)))
+            one = self.between_events(self._flush) / self._fills
+        self._fills = max(1, round(HEAD_START_MS / one))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -121,8 +124,13 @@ class DeviceClock:
 
     def once(self, call: Call) -> float:
         """Milliseconds of one call between two events, its inputs not in the L2 cache."""
-        self._flush()
-        return self.between_events(call)
+        for longer in range(HEAD_STARTS):
+            for _ in range(2**longer):
+                self._flush()
+            ms, late = self._between_events(call)
+            if not late:
+                break
+        return ms
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
         """Median time of each call between events."""
@@ -178,12 +186,17 @@ class DeviceClock:
 
     def between_events(self, call: Call) -> float:
         """Milliseconds of one call, its inputs wherever they are."""
+        return self._between_events(call)[0]
+
+    def _between_events(self, call: Call) -> tuple[float, bool]:
+        """Milliseconds of one call, and whether the host launched the last of it too late."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)
         call()
         stop.record(self.stream)
+        late = bool(start.done)
         stop.synchronize()
-        return float(self.cupy.cuda.get_elapsed_time(start, stop))
+        return float(self.cupy.cuda.get_elapsed_time(start, stop)), late
 
 
 def host_microseconds(

@@ -3,7 +3,8 @@
 A result is <device>-<topic>-<date>.json with a Markdown table beside it:
 {"meta": {...}, "rows": [...], "notes": [...]}, where a note names what is absent, what an
 implementation refused, or memory. TFLOP/s: 2 * pairs * (head_dim + head_dim_v) a head, causal
-counted as half of all pairs, backward as 2.5 times forward.
+counted as half of all pairs, backward as 2.5 times forward. cuflash-unordered is cuflash with
+deterministic=False.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from cuflash._bench.workload import (
     square,
     training,
 )
+from cuflash._config import HEAD_DIMS
 
 EXAMPLES = """\
 examples:
   python -m cuflash bench                                     # what fits this machine
   python -m cuflash bench --set portable,short --impl cuflash,fa2,cudnn
+  python -m cuflash bench --set training --pass bwd,fwd+bwd --impl cuflash,cuflash-unordered,fa4
   python -m cuflash bench --set host,compile --topic overhead --out results
   python -m cuflash bench --memory                            # read, write, L2, latency
   python -m cuflash bench --render results/h100-overhead-2026-11-22.json
@@ -156,12 +159,16 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
         "--pass",
         dest="passes",
         type=names_of(PASSES),
-        default=list(PASSES),
-        help="default: fwd,bwd",
+        default=["fwd", "bwd"],
+        help=f"some of {', '.join(PASSES)} (default: fwd,bwd)",
     )
     p.add_argument(
         "--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
         help=f"default: all of {', '.join(IMPLEMENTATIONS)} that can be imported",
+    )  # fmt: skip
+    p.add_argument(
+        "--head-dim", type=names_of(map(str, HEAD_DIMS)), metavar="D,...",
+        help="the shapes of a set that have one of these (default: all)",
     )  # fmt: skip
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
@@ -193,6 +200,7 @@ def open_run(arguments: argparse.Namespace) -> Run:
         dtypes=arguments.dtype or ["float32" if cupy is None else "bfloat16"],
         passes=arguments.passes,
         budget_ms=arguments.budget_ms,
+        head_dims=arguments.head_dim and [int(width) for width in arguments.head_dim],
         progress=sys.stderr if arguments.json else None,
     )
     for name in arguments.impl:

@@ -59,10 +59,18 @@ def host_calls(
     import cuflash
 
     options = cuflash.Options(**work.score_options())
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+        return cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
+
     calls: list[Callable[[], Any]] = []
     for q, k, v, dout in inputs:
         if pass_ == "fwd":
             calls.append(functools.partial(cuflash.attention, q, k, v, options=options))
+            continue
+        if pass_ == "fwd+bwd":
+            calls.append(functools.partial(both, q, k, v, dout))
             continue
         out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
         given = (dout, q, k, v, out, lse)

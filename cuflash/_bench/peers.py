@@ -91,13 +91,14 @@ class Cuflash(Implementation):
     """The library itself, writing into arrays that exist: the same call in a graph and outside."""
 
     name = "cuflash"
+    ordered = True  # are gradients bitwise the same every run?
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
         options = cuflash.Options(**work.score_options(_module_of(inputs[0][0])))
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
-        common["deterministic"] = work.deterministic
+        common["deterministic"] = self.ordered and work.deterministic
         calls: list[Call] = []
         results: list[Call] = []
         for q, k, v, dout in inputs:
@@ -131,7 +132,11 @@ class Cuflash(Implementation):
                     dout, q, k, v, out, lse, grads_out=grads, workspace=room, **common
                 ).dq
 
-            calls.append(backward)
+            def both(forward=forward, backward=backward) -> Array:
+                forward()
+                return backward()
+
+            calls.append(backward if pass_ == "bwd" else both)
             results.append(backward)
         return Prepared(calls, results[0], _capture_with_cupy)
 
@@ -161,10 +166,33 @@ class Cuflash(Implementation):
             q, k, v,
             options=cuflash.Options(**work.score_options(_module_of(q))),
             precision="tf32" if work.precision == "tf32" else None,
-            deterministic=work.deterministic,
+            deterministic=self.ordered and work.deterministic,
         )  # fmt: skip
         grads = pullback(dout)
         return {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+
+class CuflashUnordered(Cuflash):
+    """The library with ``deterministic=False``: dq is summed in any order."""
+
+    name = "cuflash-unordered"
+    needs = ("cupy",)
+    deterministic = ("fwd",)
+    ordered = False
+
+    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+        """Build one call for each set of inputs; raise Unsupported."""
+        if pass_ == "fwd":
+            raise Unsupported("a forward has one order")
+        return super().prepare(work, pass_, inputs)
+
+    def prepare_packed(
+        self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]
+    ) -> Prepared:
+        """Do so for packed sequences."""
+        if pass_ == "fwd":
+            raise Unsupported("a forward has one order")
+        return super().prepare_packed(work, pass_, inputs)
 
 
 def _first_of(call: Call) -> Array:
@@ -198,6 +226,13 @@ class Naive(Implementation):
 
             if pass_ == "fwd":
                 calls.append(functools.partial(_first_of, forward))
+                continue
+            if pass_ == "fwd+bwd":
+
+                def both(dout=dout, q=q, k=k, v=v, forward=forward) -> Array:
+                    return naive_backward(dout, q, k, v, forward()[1], scale)[0]
+
+                calls.append(both)
                 continue
             p = forward()[1]
 
@@ -302,6 +337,13 @@ class Torch(Implementation):
                 calls.append(forward)
                 continue
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            if pass_ == "fwd+bwd":
+
+                def both(leaves=leaves, dout=dout) -> Any:
+                    return torch.autograd.grad(function(*leaves), leaves, dout)[0]
+
+                calls.append(both)
+                continue
             out = function(*leaves)
 
             def backward(out=out, leaves=leaves, dout=dout) -> Any:
@@ -455,6 +497,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation
     for implementation in (
         Cuflash(),
+        CuflashUnordered(),
         Naive(),
         ScaledDotProduct("fa2", "FLASH_ATTENTION", HALVES),
         ScaledDotProduct("cudnn", "CUDNN_ATTENTION", HALVES),
@@ -463,6 +506,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         FlashAttention4(),
     )
 }
+
+
+#: Those of them that are this library.
+OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 
 def _module_of(array: Array) -> ModuleType:

@@ -23,13 +23,14 @@ from cuflash.tuning._space import space
 Figure = Any
 #: One colour for each implementation and level, told apart by all kinds of eyes (Okabe and Ito).
 _COLOURS = {
-    "cuflash": "#0072B2", "fa2": "#E69F00", "cudnn": "#009E73", "fa4": "#CC79A7",
-    "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
+    "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",
+    "fa4": "#CC79A7", "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
 }  # fmt: skip
-_LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+_LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 _NAMES = {
-    "fa2": "FlashAttention-2 (torch)", "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4",
-    "flex": "FlexAttention", "eff": "memory-efficient (torch)", "naive": "unfused",
+    "cuflash-unordered": "cuflash, deterministic=False", "fa2": "FlashAttention-2 (torch)",
+    "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4", "flex": "FlexAttention",
+    "eff": "memory-efficient (torch)", "naive": "unfused",
 }  # fmt: skip
 _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -218,35 +219,46 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     ``levels`` are the rows of ``bench --memory``; without them device memory has its data sheet's
     speed and L2 no roof.
     """
-    if not sweeps:
-        raise problem_with("roofline", ValueError, got="no sweep", expected="at least one")
-    peak = peak_of(sweeps[0].device)
+    devices = sorted({found.device for found in sweeps})
+    if len(devices) != 1:
+        got = f"sweeps on {', '.join(devices)}" if devices else "no sweep"
+        raise problem_with("roofline", ValueError, got=got, expected="sweeps on one device")
+    peak = peak_of(devices[0])
     if peak is None:
         raise problem_with(
-            "roofline", ValueError, got=sweeps[0].device, expected="a device with a known peak"
+            "roofline", ValueError, got=devices[0], expected="a device with a known peak"
         )
-    first = sweeps[0].workload
-    top, products = peak_products(peak, first.dtype, first.precision)
+    works = [found.workload for found in sweeps]
+    tops = dict(sorted({peak_products(peak, w.dtype, w.precision) for w in works}, reverse=True))
+    top = max(tops)
     speed = {row["name"]: float(row["value"]) for row in levels}
     roofs = {"device memory": speed.get("device memory read", peak.gbytes)}
     if "L2 read" in speed:
         roofs["L2"] = speed["L2 read"]
-    figure = _figure(7.2, 4.8)
+    figure = _figure(7.2, 5.2 + 0.08 * len(sweeps))
     axes = figure.add_subplot()
     reach = np.geomspace(8, 2e4, 200)
     for (name, gbytes), style in zip(roofs.items(), ("-", "--"), strict=False):
         heights = np.minimum(top, reach * gbytes / 1e3)
         axes.plot(reach, heights, style, color="#404040", linewidth=1.3,
                   label=f"roof of {name}, {gbytes / 1e3:.2f} TB/s")  # fmt: skip
-    axes.text(2e4, top * 1.04, f"{top:.0f} TFLOP/s, data sheet", ha="right",
-              fontsize=8)  # fmt: skip
+    for height, products in tops.items():
+        axes.axhline(height, color="#404040", linewidth=0.8, linestyle=":")
+        axes.text(2e4, height * 1.04, f"{height:.0f} TFLOP/s, {products}, data sheet", ha="right",
+                  fontsize=8)  # fmt: skip
+    over = [("o", "over bytes of device memory")]
+    if "L2" in roofs and any(found.kernel.startswith("forward") for found in sweeps):
+        over.append(("x", "over bytes from L2"))
+    for marker, label in over:
+        axes.plot([], [], marker, color="#404040", markersize=4, label=label)
     for number, found in enumerate(sweeps):
         flops = found.workload.kernel_flops(found.kernel)
         once = io_model.least_bytes(found.workload, found.kernel)
         speeds = [found.tflops(row) for row in found.timed]
-        colour, label = _LEVELS[number % len(_LEVELS)], f"{found.kernel} {found.workload}"
+        colour = _LEVELS[number % len(_LEVELS)]
+        label = f"{found.kernel} {found.workload} {found.workload.dtype}"
         axes.scatter([flops / once] * len(speeds), speeds, s=14, color=colour, alpha=0.6,
-                     label=f"{label}\n  over bytes of device memory")  # fmt: skip
+                     label=label)  # fmt: skip
         if found.kernel.startswith("forward") and "L2" in roofs:
             loaded = [
                 io_model.forward(
@@ -256,15 +268,15 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
                 for row in found.timed
             ]  # fmt: skip
             axes.scatter([flops / b for b in loaded], speeds, s=18, marker="x", color=colour,
-                         alpha=0.7, label="  over bytes from L2")  # fmt: skip
+                         alpha=0.7)  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(top / 50, top * 1.4)
+    axes.set_ylim(min(tops) / 20, top * 1.4)
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{sweeps[0].device}, {products}", fontsize=9)
+    axes.set_title(devices[0], fontsize=9)
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
-    axes.legend(fontsize=7, loc="lower right")
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -277,9 +289,8 @@ def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
     for r in square:
         lengths.setdefault((r["head_dim"], r["causal"]), set()).add(r["seqlen_q"])
     rows = [r for r in square if len(lengths[r["head_dim"], r["causal"]]) > 1]
-    return _panels(
-        rows, result["meta"], "tflops", "TFLOP/s", {"fwd": "forward", "bwd": "gradient"}[pass_]
-    )
+    name = {"fwd": "forward", "bwd": "gradient", "fwd+bwd": "forward and gradient"}[pass_]
+    return _panels(rows, result["meta"], "tflops", "TFLOP/s", name)
 
 
 def _is_square(row: Mapping[str, Any]) -> bool:
@@ -297,7 +308,7 @@ def _size(row: Mapping[str, Any]) -> tuple[int, int]:
 def memory(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
     """Bytes that a call takes beside its inputs, against length."""
     rows = [r for r in result.get("memory", ()) if r["pass"] == pass_]
-    name = {"fwd": "forward", "bwd": "forward and gradient"}[pass_]
+    name = "forward" if pass_ == "fwd" else "forward and gradient"
     return _panels(rows, result["meta"], "bytes", "bytes beside the inputs", name)
 
 

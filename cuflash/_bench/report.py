@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cuflash._bench.machine import device_slug
-from cuflash._bench.peers import IMPLEMENTATIONS
+from cuflash._bench.peers import IMPLEMENTATIONS, OURS
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
 
@@ -53,13 +53,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
-    """One Markdown table; the last column compares cuflash with the best of the others."""
+    """One Markdown table; its last columns compare cuflash with the best of the others."""
     order = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         cells[shape_text(row), row["options"]][row["impl"]] = row
-    compared = kind == "speed" and "cuflash" in order and len(order) > 1
-    header = ["shape", "timing", *order, *(["cuflash / best other"] if compared else [])]
+    ours = [name for name in order if name in OURS]
+    compared = ours if kind == "speed" and len(order) > len(ours) else []
+    header = ["shape", "timing", *order, *(f"{name} / best other" for name in compared)]
     lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
     for (shape, options), found in cells.items():
         timing = sorted({row["timing"] for row in found.values()})
@@ -73,11 +74,10 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
                 texts.append(f"{row['tflops']:.3g} ({row['ms']:.3g})")
             else:
                 texts.append(f"{1e3 * row['ms']:.4g}")
-        if compared:
-            others = [row["ms"] for name, row in found.items() if name != "cuflash"]
-            ours = found.get("cuflash")
-            ratio = f"{min(others) / ours['ms']:.2f}" if ours and others else ""
-            texts.append(ratio)
+        others = [row["ms"] for name, row in found.items() if name not in OURS]
+        for name in compared:
+            both = name in found and others
+            texts.append(f"{min(others) / found[name]['ms']:.2f}" if both else "")
         lines.append("| " + " | ".join(texts) + " |")
     return lines
 

@@ -18,7 +18,8 @@ from cuflash._problem import Problem, describe
 
 Array = Any
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
-PASSES = ("fwd", "bwd")
+#: The forward, the gradient behind it, and both as one call after the other.
+PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
 ARRAY_OPTIONS = (
@@ -104,7 +105,7 @@ class Workload:
     def flops(self, pass_: str) -> float:
         """Floating-point operations by the field's count: backward is 2.5 times forward."""
         forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
-        return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5}[pass_]
+        return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
     def kernel_flops(self, kernel: str) -> float:
         """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
@@ -126,7 +127,7 @@ class Workload:
         q = self.batch * self.heads_q * self.seqlen_q
         k = self.batch * self.heads_kv * self.seqlen_k
         forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
-        return DTYPES[self.dtype].itemsize * forward * (2 if pass_ == "bwd" else 1)
+        return DTYPES[self.dtype].itemsize * forward * (1 if pass_ == "fwd" else 2)
 
     def inputs(self, xp: ModuleType, copies: int = 1, seed: int = 0) -> list[tuple[Array, ...]]:
         """Sets of q, k, v, dout: standard normal, rounded, (batch, heads, seqlen, dim)."""
