@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import mutants
 import pytest
 import test_every_kernel
+import test_float64_references
 import test_forward_narrow
 import test_tf32_sm90
+from readme_tables import MISTAKES
 
 ALL = mutants.mutants()
 KERNELS = Path(mutants.ROOT) / "kernels_cu"
@@ -48,6 +51,11 @@ def test_their_tests_exist() -> None:
             for dtype, head_dims in test_forward_narrow.SIZES
             for name in test_forward_narrow.NAMES
         },
+        test_float64_references: {
+            f"gpu-{bounds}-{order}"
+            for bounds in test_float64_references.BOUNDS
+            for order in test_float64_references.ORDERS
+        },
     }
     modules = {module.__name__: module for module in cases}
     for mutant in ALL:
@@ -77,3 +85,52 @@ def test_outcomes_are_counted() -> None:
     assert (found["mutants"], found["killed"]) == (3, 1)
     assert found["survived"] == {"b": "no difference"}
     assert found["broken"] == ["c"]
+
+
+def test_a_run_cut_short_goes_on_where_it_ended(tmp_path, monkeypatch):
+    names, fate = [m.name for m in ALL], {}
+    asked: list[str] = []
+
+    def judge(mutant, kernels, deadline):
+        asked.append(mutant.name)
+        return mutants.Outcome(mutant.name, fate.get(mutant.name, "killed"), 0.1, "", "")
+
+    monkeypatch.setattr(mutants, "judge", judge)
+    monkeypatch.setattr(mutants, "without_mistake", lambda test, kernels: "")
+    path = tmp_path / "outcomes.json"
+    fate |= {names[1]: "not run", names[2]: "broken", names[3]: "survived"}
+    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 1
+    assert asked == names
+    asked.clear()
+    fate.clear()
+    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 1  # one survived unexpectedly
+    assert asked == names[1:3]
+    found = json.loads(path.read_text())
+    assert (found["mutants"], found["killed"]) == (len(ALL), len(ALL) - 1)
+    assert [o["name"] for o in found["outcomes"]] == names
+    asked.clear()
+    monkeypatch.setattr(mutants.gpu_digest, "digest", lambda: "of other sources")
+    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 0
+    assert asked == names
+
+
+def test_a_test_that_fails_without_a_mistake_notices_none(tmp_path, monkeypatch):
+    chosen = ALL[0]
+    monkeypatch.setattr(mutants, "judge", lambda mutant, kernels, deadline: mutants.Outcome(
+        mutant.name, "killed", 0.1, "", ""))  # fmt: skip
+    monkeypatch.setattr(mutants, "without_mistake", lambda test, kernels: f"{test} fails")
+    path = tmp_path / "outcomes.json"
+    assert mutants.main([chosen.name, "--json", str(path), "--jobs", "1"]) == 2
+    assert json.loads(path.read_text())["broken"] == [chosen.name]
+
+
+@pytest.mark.skipif(not MISTAKES.exists(), reason="no run of all mistakes is recorded")
+def test_the_recorded_run_was_complete_and_noticed_enough() -> None:
+    said = json.loads(MISTAKES.read_text(encoding="utf-8"))
+    assert said["share"] >= mutants.LEAST
+    assert said["broken"] == said["not run"] == []
+    reasons = {m.name: m.survives for m in ALL}
+    for name, reason in said["survived"].items():
+        assert reason, f"{name} was not noticed, and nothing says why"
+        assert reasons[name] == reason
+    assert set(reasons) <= {o["name"] for o in said["outcomes"]}
