@@ -73,3 +73,25 @@ def test_the_map_of_the_cuda_sources_is_whole():
 def test_tables_are_fresh(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     assert filled(document, text) == text, "run python tools/readme_tables.py"
+
+
+def test_every_option_names_the_tests_that_prove_it():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| forward and gradient | cuflash |") :].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) >= 19
+    for row in rows:
+        found = re.fullmatch(r'\[yes\]\((tests/\w+\.py) "([\w, ]+?)(?:: ([\w, ]+))?"\)', row[1])
+        assert found, row
+        source = (ROOT / found[1]).read_text(encoding="utf-8")
+        for name in found[2].split(", "):
+            assert f"\ndef {name}(" in source, name
+        for case in (found[3] or "").split(", "):
+            assert not case or f'"{case}": {{' in source, case
+
+
+def test_the_readme_tells_of_every_function():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("## The functions") : text.index("## Accuracy")]
+    told = set(re.findall(r"`(\w+)", table)) | {"show_config"}  # under Installation
+    assert set(PUBLIC) <= told

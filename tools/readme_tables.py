@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/accuracy.md that follow from code and measurements.
+"""Write the tables of README.md and of documents that follow from code and measurements.
 
 python tools/readme_tables.py [--check]
 """
@@ -6,25 +6,32 @@ python tools/readme_tables.py [--check]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cuflash import _config, _options, _problem  # noqa: E402
+from cuflash import _config, _hardware, _options, _problem  # noqa: E402
+from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._bench.machine import short_commit  # noqa: E402
+from cuflash._bench.option_costs import CHANGES, PLAIN  # noqa: E402
+from cuflash._bench.workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
 #: Topics of the files that hold the shapes of training, by pass.
 TOPICS = {"fwd": "forward", "bwd": "backward"}
 RESULTS = ROOT / "benchmarks" / "results"
+MISTAKES = ROOT / "tests" / "mutants_report.json"
 
 
 def support() -> str:
@@ -47,14 +54,13 @@ def newest(topic: str) -> dict[str, Any] | None:
 
 
 def is_training(row: dict[str, Any]) -> bool:
-    """Whether the row is one of the shapes that the table shows."""
+    """Whether the row is one of the shapes of training."""
     return (
         row["batch"] * row["seqlen_q"] == TOKENS
         and row["heads_q"] * row["head_dim"] == MODEL_WIDTH
         and row["heads_q"] == row["heads_kv"]
         and row["head_dim"] == row["head_dim_v"]
         and row["seqlen_q"] == row["seqlen_k"]
-        and row["seqlen_q"] in SHOWN_SEQLENS
     )
 
 
@@ -69,7 +75,7 @@ def speed() -> str:
     for pass_, result in results.items():
         for row in filter(is_training, result["rows"] if result else ()):
             column = pass_, row["impl"]
-            if row["pass"] != pass_:
+            if row["pass"] != pass_ or row["seqlen_q"] not in SHOWN_SEQLENS:
                 continue
             if column not in shown:
                 shown.append(column)
@@ -148,6 +154,80 @@ def naive() -> str:
     )
 
 
+def between(values: list[float], digits: int = 0) -> str:
+    """The least and the most of some figures."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def precise() -> str:
+    """Speed of float32, TF32 and float64, and of logsumexp over points in space."""
+    result, where = measured("precise")
+    cells: dict[tuple[str, str], dict[tuple[int, bool], dict[str, dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        kind = "TF32" if row["precision"] == "tf32" else row["dtype"]
+        shapes = cells.setdefault((kind, row["pass"]), {})
+        shapes.setdefault((row["head_dim"], row["causal"]), {})[row["impl"]] = row
+
+    def tflops(kind: str, pass_: str) -> str:
+        return between([cell["cuflash"]["tflops"] for cell in cells[kind, pass_].values()])
+
+    def faster(pass_: str) -> str:
+        found = cells["float32", pass_].values()
+        return between([cell["eff"]["ms"] / cell["cuflash"]["ms"] for cell in found], 1)
+
+    points = newest("points")
+    assert points is not None
+    ms = {(row["impl"], row["dtype"]): row["ms"] for row in points["rows"]}
+    pairs = points["rows"][0]["points"]
+    return wrapped(
+        f"Other dtypes, head size 64 and 128, seqlen 4096, full and causal ({where}): float32 "
+        f"{tflops('float32', 'fwd')} TFLOP/s forward, {tflops('float32', 'bwd')} in the gradient, "
+        f"{faster('fwd')} and {faster('bwd')} times as fast as PyTorch's memory-efficient kernel "
+        f"without TF32; by a single product of TF32 {tflops('TF32', 'fwd')} and "
+        f"{tflops('TF32', 'bwd')}; float64 {tflops('float64', 'fwd')} and "
+        f"{tflops('float64', 'bwd')}. `logsumexp` over {pairs:,} x {pairs:,} points of three "
+        f"coordinates with a bias of keys takes {ms['cuflash', 'float32']:.0f} ms in float32 and "
+        f"{ms['cuflash', 'float64']:.0f} in float64, KeOps "
+        f"{ms['keops', 'float32']:.0f} and {ms['keops', 'float64']:.0f} "
+        f"({points['meta']['date']}, {short_commit(points['meta']['commit'])})."
+    )
+
+
+def costs() -> str:
+    """How much longer a call takes with each option, and which kernels serve it on Hopper."""
+    result, where = measured("options")
+    hopper = _hardware.typical("sm_90a")
+    cells: dict[str, dict[str, tuple[float, str]]] = {}
+    for row in result["rows"]:
+        fields = {field.name: row[field.name] for field in dataclasses.fields(Workload)}
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        work = Workload(**fields | lists)
+        backward = row["pass"] == "bwd"
+        entries = [c.entry for c in kernels_of(work, hopper, backward=backward)]
+        own = [e for e in entries if ("backward" in e) == backward and "sm90" in e]
+        change = next(c for c in CHANGES.values() if replace(PLAIN, **c) == work)
+        texts = [f"{n}={v}" for n, v in change.items() if n != "arrays"]
+        name = ", ".join([*texts, *change.get("arrays", ())]) or "none"
+        cells.setdefault(name, {})[row["pass"]] = (row["ms"], "" if own else " (portable)")
+    plain = cells.pop("none")
+    none, gradient = (f"{plain[pass_][0]:.3f} ms" for pass_ in ("fwd", "bwd"))
+    lines = [
+        wrapped(
+            "What an option costs, in times of none (bfloat16, 16 heads, 4096 x 4096, head size "
+            f"128; {where}; none takes {none}, its gradient {gradient}; bias and mask of a value "
+            "for each pair, 8 segments, a length of half the keys; portable: not by Hopper's "
+            "kernels):"
+        ),
+        "",
+        "| option | forward | gradient |",
+        "|--|--|--|",
+    ]
+    for name, cell in sorted(cells.items(), key=lambda item: item[1]["fwd"][0]):
+        texts = [f"{cell[p][0] / plain[p][0]:.2f}{cell[p][1]}" for p in ("fwd", "bwd")]
+        lines.append(f"| `{name}` | {texts[0]} | {texts[1]} |")
+    return "\n".join(lines)
+
+
 def waiting() -> str:
     """What a call costs beside the device."""
     result, where = measured("overhead")
@@ -166,6 +246,46 @@ def waiting() -> str:
     )
 
 
+def gradient() -> str:
+    """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
+    from cuflash._bench.peers import OURS
+
+    result, where = measured("backward")
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in filter(is_training, result["rows"]):
+        cell = tuple(row[name] for name in ("pass", "head_dim", "causal", "seqlen_q"))
+        cells.setdefault(cell, {})[row["impl"]] = row["ms"]
+    lines = [
+        wrapped(
+            "Of the speed of the fastest peer in the same run, bfloat16, 16,384 tokens, heads x "
+            "head_dim = 2048, full and causal, geometric mean and least "
+            f"({where.replace('](', '](../')}):"
+        ),
+        "",
+        "| calls, head_dim | cells | peers | ordered | least | any order | least |",
+        "|--" * 7 + "|",
+    ]
+    names = {"bwd": "gradient", "fwd+bwd": "forward and gradient"}
+    for pass_, head_dim in sorted({cell[:2] for cell in cells}):
+        own = {cell: found for cell, found in cells.items() if cell[:2] == (pass_, head_dim)}
+        peers = sorted({name for found in own.values() for name in found} - set(OURS))
+        texts = [f"{names[pass_]}, {head_dim}", str(len(own)), ", ".join(peers)]
+        for name in OURS:
+            shares = {
+                cell: min(ms for peer, ms in found.items() if peer not in OURS) / found[name]
+                for cell, found in own.items()
+                if name in found
+            }
+            texts += ["-", "-"]
+            if shares:
+                least = min(shares, key=lambda cell: shares[cell])
+                mask = "causal" if least[2] else "full"
+                mean = statistics.geometric_mean(shares.values())
+                texts[-2:] = [f"{mean:.2f}", f"{shares[least]:.2f} ({mask} {least[3]})"]
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
 def accuracy() -> str:
     """Errors by dtype and family of inputs, of the newest committed run of each device."""
     from benchmarks.accuracy import markdown
@@ -176,10 +296,38 @@ def accuracy() -> str:
     )
 
 
+def mistakes() -> str:
+    """How many mistakes in the kernels the GPU tests noticed, and which they did not, and why."""
+    if not MISTAKES.exists():
+        return "No run of all mistakes is recorded."
+    said = json.loads(MISTAKES.read_text(encoding="utf-8"))
+    head = wrapped(
+        f"{said['device']}, {said['date']}, sources of digest {said['digest'][:9]}: "
+        f"{said['killed']} of {said['mutants']} mistakes were noticed "
+        f"([outcomes](../{MISTAKES.relative_to(ROOT).as_posix()}))."
+    )
+    rest = {o["name"]: o for o in said["outcomes"] if o["outcome"] != "killed"}
+    lines = ["", "| not noticed | why |", "|--|--|"] if rest else []
+    for name, outcome in rest.items():
+        why = outcome["expected"] or outcome["last_line"]
+        kind = "" if outcome["outcome"] == "survived" else f" ({outcome['outcome']})"
+        lines.append(f"| {name}{kind} | {why} |")
+    return "\n".join([head, *lines])
+
+
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"support": support, "speed": speed, "naive": naive, "waiting": waiting},
+    "README.md": {
+        "support": support,
+        "speed": speed,
+        "naive": naive,
+        "precise": precise,
+        "costs": costs,
+        "waiting": waiting,
+    },
     "docs/accuracy.md": {"accuracy": accuracy},
+    "docs/backward-sm90.md": {"gradient": gradient},
+    "docs/mistakes.md": {"mistakes": mistakes},
 }
 
 
