@@ -1,0 +1,95 @@
+"""Does the tool that gathers evidence on a GPU end what hangs, and put results in their places?"""
+
+from __future__ import annotations
+
+import json
+
+import gpu_evidence
+import pytest
+
+import gpu_digest
+
+FORKS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({0!r}, 'w')"])
+time.sleep(60)
+"""
+META = dict.fromkeys(("driver", "cupy", "nvrtc", "clocks"), "1") | {
+    "device": "NVIDIA H100", "commit": "0" * 40, "date": "2026-01-01",
+}  # fmt: skip
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Return the table of parts, empty."""
+    monkeypatch.setattr(gpu_evidence, "PARTS", {})
+    return gpu_evidence.PARTS
+
+
+def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
+    late = tmp_path / "late"
+    parts["fails"] = 60, ("-c", "raise SystemExit(2)")
+    parts["hangs"] = 3, ("-c", FORKS.format(str(late)))
+    parts["runs"] = 60, ("-c", "open('{out}/made', 'w').write('{jobs}')")
+    assert gpu_evidence.run(parts, tmp_path, jobs=3) == 1
+    verdicts = [line.partition(" [")[0] for line in capsys.readouterr().out.splitlines()]
+    assert verdicts == ["fails: FAILED", "hangs: FAILED", "runs: ran"]
+    assert (tmp_path / "made").read_text() == "3"
+    assert (tmp_path / "hangs.log").read_text().endswith("ended after 3 s\n")
+    assert gpu_evidence.run(["runs"], tmp_path, jobs=3) == 0
+
+
+def test_what_a_part_started_ends_with_it(parts, tmp_path):
+    late = tmp_path / "late"
+    parts["hangs"] = 3, ("-c", FORKS.format(str(late)))
+    parts["waits"] = 60, ("-c", "import time; time.sleep(5)")
+    gpu_evidence.run(parts, tmp_path, jobs=1)
+    assert not late.exists()
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 2049])
+def test_every_test_is_in_one_shard(count):
+    tests = [f"test_{i}" for i in range(count)]
+    shards = gpu_evidence.shards(tests, jobs=15)
+    assert [test for shard in shards for test in shard] == tests
+    assert len(shards) <= 60
+
+
+def test_unknown_parts_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_evidence.main(["run", str(tmp_path), "--part", "suite,sanitiser"])
+    assert "unknown part sanitiser" in capsys.readouterr().err
+
+
+def checkout(tmp_path):
+    """Return a folder of results and one that stands for a checkout."""
+    out, root = tmp_path / "out", tmp_path / "root"
+    for folder in (out, root / "tests", root / "benchmarks" / "results"):
+        folder.mkdir(parents=True)
+    return out, root
+
+
+def test_results_know_their_commit_and_not_their_folder(tmp_path):
+    out, root = checkout(tmp_path)
+    command = "python benchmarks/bench.py --out /somewhere/out --set short"
+    result = {"meta": META | {"command": command}, "rows": [], "notes": []}
+    (out / "h100-short-2026-01-01.json").write_text(json.dumps(result))
+    (out / "h100-short-2026-01-01.md").write_text("as it was")
+    (out / "other.json").write_text("{}")
+    assert gpu_evidence.take_results(out, root, "f" * 40) == ["h100-short-2026-01-01.json"]
+    written = root / "benchmarks" / "results" / "h100-short-2026-01-01.json"
+    meta = json.loads(written.read_text())["meta"]
+    assert meta["command"] == "python benchmarks/bench.py --set short"
+    assert meta["commit"] == "f" * 40
+    text = written.with_suffix(".md").read_text()
+    assert "f" * 40 in text
+    assert "somewhere" not in text
+
+
+@pytest.mark.parametrize("digest", [gpu_digest.digest(), "another"])
+def test_a_report_of_other_sources_stays(tmp_path, digest):
+    out, root = checkout(tmp_path)
+    (out / "gpu_report.json").write_text(json.dumps({"digest": digest}))
+    taken = gpu_evidence.take_reports(out, root)
+    assert (root / "tests" / "gpu_report.json").exists() == bool(taken)
+    assert bool(taken) == (digest == gpu_digest.digest())

@@ -1,0 +1,223 @@
+"""What has to run on a GPU before a change is called done, and where does each result belong?
+
+    python tools/gpu_evidence.py run OUT                     # on the machine with the GPU
+    python tools/gpu_evidence.py run OUT --part suite,sanitizer --jobs 15
+    python tools/gpu_evidence.py take OUT --commit HEAD      # in a checkout: into their places
+
+Each part is one program after the other whose results lie in OUT as soon as it ends: a run that is
+cut short loses the part at work. What exceeds its time is ended with all that it started. The
+status is 1 if a part failed; a part that has failed hinders no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gpu_digest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+BENCH = ("benchmarks/bench.py", "--out", "{out}", "--dtype", "bfloat16")
+PEERS = ("--impl", "cuflash,fa2,cudnn,fa4")
+GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
+#: The portable kernels on a device that has better ones.
+PORTABLE = (
+    "import sys; sys.path.insert(0, '.'); from cuflash import _launch_sm90; "
+    "_launch_sm90.available = lambda device: False; "
+    "from cuflash._bench.command import main; sys.exit(main(sys.argv[1:]))"
+)
+#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
+PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "sanitizer": (500, ("tools/sanitize.py", "--jobs", "{jobs}")),
+    "mutants": (500, ("tools/mutants.py", "--json", "{out}/mutants_report.json")),
+    "forward": (
+        300, (*BENCH, *PEERS, "--pass", "fwd", "--budget-ms", "8", "--topic", "forward",
+              "--set", "training,shapes,short,window,packed"),
+    ),
+    "float16": (
+        120, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", *PEERS, "--pass",
+              "fwd", "--set", "training", "--head-dim", "128", "--budget-ms", "8",
+              "--topic", "float16"),
+    ),
+    "backward": (
+        300, (*BENCH, *GRADIENTS, "--pass", "bwd,fwd+bwd", "--set", "training,shapes",
+              "--budget-ms", "12", "--topic", "backward"),
+    ),
+    "portable": (
+        120, ("-c", PORTABLE, "--out", "{out}", "--dtype", "bfloat16", "--set", "portable",
+              "--impl", "cuflash,fa2", "--budget-ms", "10", "--topic", "portable"),
+    ),
+    "overhead": (
+        120, (*BENCH, "--set", "host,compile", "--impl", "cuflash", "--topic", "overhead"),
+    ),
+    "options": (
+        120, (*BENCH, "--set", "options", "--impl", "cuflash", "--budget-ms", "60",
+              "--topic", "options"),
+    ),
+    "precise": (
+        120, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl", "cuflash,eff",
+              "--budget-ms", "15", "--topic", "precise"),
+    ),
+    "naive": (
+        200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", "--set", "naive",
+              "--impl", "cuflash,naive", "--budget-ms", "10", "--topic", "naive"),
+    ),
+    "points": (120, ("benchmarks/points.py", "--dtype", "float32,float64", "--out", "{out}")),
+    "accuracy": (
+        200, ("benchmarks/accuracy.py", "--device", "gpu", "--longest", "4096", "--impl",
+              "cuflash,naive,fa2,cudnn,eff", "--out", "{out}"),
+    ),
+    "memory": (120, ("benchmarks/bench.py", "--memory", "--out", "{out}")),
+}  # fmt: skip
+SUITE_SECONDS = 590  # of one process of tests
+ALL = ("suite", *PARTS)
+
+
+def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
+    """Whether a Python program ended with 0 within its time; what it started ends with it."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            file.write(f"ended after {seconds:.0f} s\n")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return False
+
+
+def run_part(name: str, out: Path, jobs: int) -> bool:
+    """One program, its output in a file beside its results."""
+    seconds, program = PARTS[name]
+    # No str.format: the text of PORTABLE may hold braces one day.
+    arguments = [a.replace("{out}", str(out)).replace("{jobs}", str(jobs)) for a in program]
+    return run_program(arguments, out / f"{name}.log", seconds)
+
+
+def gpu_tests() -> list[str]:
+    """Node ids of all tests that run a kernel and are not slow."""
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu and not slow"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
+    """Tests dealt out to four rounds of processes; neighbours, which share kernels, together."""
+    size = -(-len(tests) // (4 * jobs))
+    return [list(tests[start : start + size]) for start in range(0, len(tests), size)]
+
+
+def run_suite(out: Path, jobs: int) -> bool:
+    """All GPU tests, in several processes, and one report of them."""
+    from gpu_report import formatted, joined
+
+    start = time.perf_counter()
+    folder = out / "shards"
+    folder.mkdir(exist_ok=True)
+
+    def run_shard(shard: tuple[int, list[str]]) -> bool:
+        number, tests = shard
+        report, log = folder / f"{number}.json", folder / f"{number}.log"
+        return run_program(
+            ["-m", "pytest", "-q", "--gpu-report", str(report), *tests], log, SUITE_SECONDS
+        )
+
+    with ThreadPoolExecutor(jobs) as pool:
+        passed = list(pool.map(run_shard, enumerate(shards(gpu_tests(), jobs))))
+    report: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = joined(report, json.loads(path.read_text()))
+    if report:
+        report["seconds"] = round(time.perf_counter() - start, 1)
+        (out / "gpu_report.json").write_text(formatted(report))
+    return all(passed)
+
+
+def run(names: Iterable[str], out: Path, jobs: int) -> int:
+    """Run parts one after the other; a line for each."""
+    out.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for name in names:
+        start = time.perf_counter()
+        good = run_suite(out, jobs) if name == "suite" else run_part(name, out, jobs)
+        failed |= not good
+        seconds = time.perf_counter() - start
+        print(f"{name}: {'ran' if good else 'FAILED'} [{seconds:.0f} s]", flush=True)
+    return int(failed)
+
+
+def take_reports(out: Path, root: Path) -> list[str]:
+    """Put what tests and mistakes came to beside the tests; a report of other sources stays."""
+    taken = []
+    for name in ("gpu_report.json", "mutants_report.json"):
+        if not (out / name).exists():
+            continue
+        text = (out / name).read_text()
+        if json.loads(text).get("digest", gpu_digest.digest()) == gpu_digest.digest():
+            (root / "tests" / name).write_text(text)
+            taken.append(name)
+        else:
+            print(f"{name}: of other sources, left")
+    return taken
+
+
+def take_results(out: Path, root: Path, commit: str) -> list[str]:
+    """Put measurements among the others, with what was measured, without the folder they lay in."""
+    from cuflash._bench.report import markdown
+
+    taken = []
+    for path in sorted(out.glob("*.json")):
+        text = path.read_text()
+        result = json.loads(text)
+        if "meta" not in result:
+            continue
+        text = re.sub(r" --out \S+?(?=[\" ])", "", text)
+        text = text.replace(json.dumps(result["meta"]["commit"]), json.dumps(commit))
+        to = root / "benchmarks" / "results" / path.name
+        to.write_text(text)
+        taken.append(path.name)
+        if path.with_suffix(".md").exists():
+            to.with_suffix(".md").write_text(markdown(json.loads(text)))
+    return taken
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run parts, or take their results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("do", choices=("run", "take"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--part", default=",".join(ALL), help=f"some of {', '.join(ALL)}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--commit", default="HEAD", help="what was measured (take)")
+    arguments = parser.parse_args(argv)
+    names = arguments.part.split(",")
+    if unknown := sorted(set(names) - set(ALL)):
+        parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(ALL)}")
+    if arguments.do == "run":
+        return run(names, arguments.out.absolute(), arguments.jobs)
+    git = ["git", "-C", str(ROOT), "rev-parse", arguments.commit]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    taken = [*take_reports(arguments.out, ROOT), *take_results(arguments.out, ROOT, commit)]
+    print("\n".join(f"{name}: taken" for name in taken) or "nothing to take")
+    return 0 if taken else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
