@@ -11,7 +11,8 @@ import gpu_digest
 
 FORKS = """
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({0!r}, 'w')"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9); open({0!r}, 'w')"])
+open({1!r}, "w")
 time.sleep(60)
 """
 META = dict.fromkeys(("driver", "cupy", "nvrtc", "clocks"), "1") | {
@@ -27,23 +28,23 @@ def parts(monkeypatch):
 
 
 def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
-    late = tmp_path / "late"
     parts["fails"] = 60, ("-c", "raise SystemExit(2)")
-    parts["hangs"] = 3, ("-c", FORKS.format(str(late)))
+    parts["hangs"] = 1, ("-c", "import time; time.sleep(60)")
     parts["runs"] = 60, ("-c", "open('{out}/made', 'w').write('{jobs}')")
     assert gpu_evidence.run(parts, tmp_path, jobs=3) == 1
     verdicts = [line.partition(" [")[0] for line in capsys.readouterr().out.splitlines()]
     assert verdicts == ["fails: FAILED", "hangs: FAILED", "runs: ran"]
     assert (tmp_path / "made").read_text() == "3"
-    assert (tmp_path / "hangs.log").read_text().endswith("ended after 3 s\n")
+    assert (tmp_path / "hangs.log").read_text().endswith("ended after 1 s\n")
     assert gpu_evidence.run(["runs"], tmp_path, jobs=3) == 0
 
 
 def test_what_a_part_started_ends_with_it(parts, tmp_path):
-    late = tmp_path / "late"
-    parts["hangs"] = 3, ("-c", FORKS.format(str(late)))
-    parts["waits"] = 60, ("-c", "import time; time.sleep(5)")
+    late, began = tmp_path / "late", tmp_path / "began"
+    parts["hangs"] = 8, ("-c", FORKS.format(str(late), str(began)))
+    parts["waits"] = 60, ("-c", "import time; time.sleep(4)")
     gpu_evidence.run(parts, tmp_path, jobs=1)
+    assert began.exists()
     assert not late.exists()
 
 
@@ -76,6 +77,9 @@ def test_results_know_their_commit_and_not_their_folder(tmp_path):
     (out / "h100-short-2026-01-01.json").write_text(json.dumps(result))
     (out / "h100-short-2026-01-01.md").write_text("as it was")
     (out / "other.json").write_text("{}")
+    assert gpu_evidence.take_results(out, root) == ["h100-short-2026-01-01.json"]
+    kept = json.loads((root / "benchmarks" / "results" / "h100-short-2026-01-01.json").read_text())
+    assert kept["meta"]["commit"] == META["commit"]
     assert gpu_evidence.take_results(out, root, "f" * 40) == ["h100-short-2026-01-01.json"]
     written = root / "benchmarks" / "results" / "h100-short-2026-01-01.json"
     meta = json.loads(written.read_text())["meta"]

@@ -2,7 +2,7 @@
 
     python tools/gpu_evidence.py run OUT                     # on the machine with the GPU
     python tools/gpu_evidence.py run OUT --part suite,sanitizer --jobs 15
-    python tools/gpu_evidence.py take OUT --commit HEAD      # in a checkout: into their places
+    python tools/gpu_evidence.py take OUT                    # in a checkout: into their places
 
 Each part is one program after the other whose results lie in OUT as soon as it ends: a run that is
 cut short loses the part at work. What exceeds its time is ended with all that it started. The
@@ -33,11 +33,18 @@ BENCH = ("benchmarks/bench.py", "--out", "{out}", "--dtype", "bfloat16")
 PEERS = ("--impl", "cuflash,fa2,cudnn,fa4")
 GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
 #: The portable kernels on a device that has better ones.
-PORTABLE = (
-    "import sys; sys.path.insert(0, '.'); from cuflash import _launch_sm90; "
-    "_launch_sm90.available = lambda device: False; "
-    "from cuflash._bench.command import main; sys.exit(main(sys.argv[1:]))"
-)
+PORTABLE = """
+import argparse, sys
+sys.path.insert(0, ".")
+from cuflash import _launch_sm90
+from cuflash._bench import command
+_launch_sm90.available = lambda device: False
+parser = argparse.ArgumentParser()
+command.add_arguments(parser, None)
+shown = " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
+shown += ", cuflash._launch_sm90.available returning False"
+sys.exit(command.measure(parser.parse_args(), shown))
+"""
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "sanitizer": (500, ("tools/sanitize.py", "--jobs", "{jobs}")),
@@ -104,7 +111,6 @@ def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
 def run_part(name: str, out: Path, jobs: int) -> bool:
     """One program, its output in a file beside its results."""
     seconds, program = PARTS[name]
-    # No str.format: the text of PORTABLE may hold braces one day.
     arguments = [a.replace("{out}", str(out)).replace("{jobs}", str(jobs)) for a in program]
     return run_program(arguments, out / f"{name}.log", seconds)
 
@@ -178,8 +184,11 @@ def take_reports(out: Path, root: Path) -> list[str]:
     return taken
 
 
-def take_results(out: Path, root: Path, commit: str) -> list[str]:
-    """Put measurements among the others, with what was measured, without the folder they lay in."""
+def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
+    """Put measurements among the others, without the folder they lay in.
+
+    ``commit`` is what was measured, where git could not say it.
+    """
     from cuflash._bench.report import markdown
 
     taken = []
@@ -189,7 +198,8 @@ def take_results(out: Path, root: Path, commit: str) -> list[str]:
         if "meta" not in result:
             continue
         text = re.sub(r" --out \S+?(?=[\" ])", "", text)
-        text = text.replace(json.dumps(result["meta"]["commit"]), json.dumps(commit))
+        if commit is not None:
+            text = text.replace(json.dumps(result["meta"]["commit"]), json.dumps(commit))
         to = root / "benchmarks" / "results" / path.name
         to.write_text(text)
         taken.append(path.name)
@@ -205,15 +215,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--part", default=",".join(ALL), help=f"some of {', '.join(ALL)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--commit", default="HEAD", help="what was measured (take)")
+    parser.add_argument("--commit", help="what was measured, where git could not say it (take)")
     arguments = parser.parse_args(argv)
     names = arguments.part.split(",")
     if unknown := sorted(set(names) - set(ALL)):
         parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(ALL)}")
     if arguments.do == "run":
         return run(names, arguments.out.absolute(), arguments.jobs)
-    git = ["git", "-C", str(ROOT), "rev-parse", arguments.commit]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = arguments.commit
+    if commit is not None:
+        git = ["git", "-C", str(ROOT), "rev-parse", commit]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     taken = [*take_reports(arguments.out, ROOT), *take_results(arguments.out, ROOT, commit)]
     print("\n".join(f"{name}: taken" for name in taken) or "nothing to take")
     return 0 if taken else 1
