@@ -180,6 +180,19 @@ def test_all_gradients_in_one_pass_are_explained(capsys, head_dim, kernel, tile)
     assert found["backward_convert"]["tile"] == {}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(capsys, dtype):
+    """A shipped row of one kernel has parameters that others lack."""
+    for arch, head_dim in [(a, d) for a in ("sm_80", "sm_90a") for d in (8, 64, 96, 128, 192, 256)]:
+        words = ["--arch", arch, "--no-compile", "--json", "--backward", "--dtype", dtype]
+        status, out, err = command(capsys, "explain", *words, "--head-dim", str(head_dim))
+        assert (status, err) == (0, "")
+        found = json.loads(out)["kernels"]
+        tiled = [own for own in found if own["tile"]]
+        assert len(tiled) >= 2
+        assert all(own["tile_from"] for own in tiled)
+
+
 @pytest.mark.parametrize(
     ("words", "tflops", "by"),
     [

@@ -280,6 +280,23 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
 
 
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
+    """Kernels have different parameters: rows of others lack some, and have others."""
+    rows = {}
+    for name, work in PROBLEMS.items():
+        config = tuning.space(work, name, arch="sm_90a").default
+        key = _tuned.key_of(config, H100.name)
+        rows[name] = _tuned.Row(key, tuple(_kernels.tile_of(config).items()), name)
+        if name == kernel:
+            own = config
+    others = {row.key: row for name, row in rows.items() if name != kernel}
+    _tuned.replace_rows(others)
+    assert _tuned.row_behind(own, H100.name) is None
+    _tuned.replace_rows(others | {rows[kernel].key: rows[kernel]})
+    assert _tuned.row_behind(own, H100.name) == rows[kernel]
+
+
 def test_shipped_rows_come_from_the_committed_sweeps():
     assert shipped_tiles.rows() == list(SHIPPED.values())
     assert SHIPPED
