@@ -539,6 +539,14 @@ class BackwardQSm90Config(BackwardSm90Config):
 
     scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
 
+    def __post_init__(self) -> None:
+        BackwardSm90Config.__post_init__(self)
+        if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself
+            raise ValueError(
+                f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
+                "waited for before the last one's buffer is released"
+            )
+
     @property
     def smem_bytes(self) -> int:
         """Tiles of q and dout, rings of k and v, and a KiB of barriers."""

@@ -93,6 +93,21 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(set(keys)) == len(keys)
 
 
+def test_tiles_that_would_hang_are_left_out_with_the_reason():
+    """Those of tests/test_tuning_checking.py's sweep of dq at head size 96, among others."""
+    for heads_kv, head_dim in ((2, 96), (8, 64), (8, 128)):
+        work = replace(WORK, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim)
+        found = tuning.space(work, "backward_dq_sm90", arch="sm_90a")
+        legal = {(c.config.num_stages, c.config.scores_ahead) for c in found}
+        assert {(2, False), (3, True)} <= legal
+        assert (2, True) not in legal
+        tried = {"block_m": (128,), "block_n": (64,), "num_stages": (2,), "scores_ahead": (0, 1)}
+        found = tuning.space(work, "backward_dq_sm90", arch="sm_90a", parameters=tried)
+        assert [c.config.scores_ahead for c in found] == [False]
+        (refused,) = (c for c in found.candidates if c.config is None)
+        assert refused.refusal.startswith("num_stages=2 must be at least 3 with scores ahead: ")
+
+
 @pytest.mark.parametrize("kernel", PORTABLE)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("float32", "tf32"),
@@ -157,7 +172,7 @@ def test_every_kernel_travels():
             "forward_sm80",
             {"block_m": (64,), "block_n": (16,), "num_warps": (4,), "blocks_per_sm": (1,)},
         ),
-        ("backward_dq_sm90", {"block_m": (128,), "num_stages": (2,), "block_n": (48,)}),
+        ("backward_dq_sm90", {"block_m": (128,), "num_stages": (3,), "block_n": (48,)}),
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
         ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
