@@ -165,26 +165,33 @@ def space(
 
 def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> TileConfig:
     """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
+    return default_configs(workload, kernel, hardware)[0]
+
+
+def default_configs(
+    workload: Workload, kernel: str | None, hardware: Hardware
+) -> tuple[TileConfig, ...]:
+    """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
     problem = workload.problem()
     if kernel is None:
         chosen = _chosen.forward(problem, hardware)
         tunable = type(chosen) in PARAMETERS
-        return chosen if tunable else _chosen.forward(problem, hardware, portable=True)
+        return (chosen if tunable else _chosen.forward(problem, hardware, portable=True),)
     kind = kernel_type(kernel)
     portable = kernel.endswith("_sm80")
-    found: list[Any] = [_chosen.forward(problem, hardware, portable=portable)]
+    calls: list[list[Any]] = [[_chosen.forward(problem, hardware, portable=portable)]]
     if kernel.startswith("backward"):
-        found = [
-            config
+        calls = [
+            _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
             for wanted in ("q", "kv", "qkv")  # all three at once may be one pass
-            for config in _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
         ]
-    for config in found:
-        if type(config) is kind:
-            return config
+    for configs in calls:
+        own = tuple(config for config in configs if type(config) is kind)
+        if own:
+            return own
     raise problem_with(
         "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
-        expected=f"a kernel that serves this problem there: {kernel_name(found[-1])}",
+        expected=f"a kernel that serves this problem there: {kernel_name(calls[-1][-1])}",
     )  # fmt: skip
 
 

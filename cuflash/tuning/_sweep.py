@@ -159,6 +159,7 @@ class _Running:
             "kernel": self.space.kernel,
             "parameters": {name: list(v) for name, v in self.space.parameters.items()},
             "default": self.space.default_key,
+            "multiprocessors": self.space.hardware.multiprocessors,
             **described,
             "kernels": _source.digest(),
             "source": _source.digest_of(self.space.default.source),
