@@ -9,11 +9,13 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import (
     _chosen,
     _cli,
@@ -26,6 +28,7 @@ from cuflash import (
     tuning,
 )
 from cuflash._bench import io_model, profiler
+from cuflash._problem import describe
 from cuflash.tuning import _space, _table
 from support.simulated_sweep import DEVICE
 
@@ -151,6 +154,29 @@ def test_explain_says_what_was_chosen(capsys):
     assert "b2 h16 8192x8192 d128 causal bfloat16" in text
 
 
+def test_a_problem_is_explained_without_the_memory_that_it_takes(capsys):
+    words = ["explain", "--arch", "sm_90a", "--no-compile", "--io", "--json", "--batch", "64"]
+    status, out, err = command(capsys, *words, "--seqlen", str(2**29 - 1), "--arrays", "mask")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["kernels"][0]["kernel"] == "forward_sm90"
+    status, out, err = command(capsys, *words, "--seqlen", str(2**29))
+    assert (status, out) == (2, "")
+    assert "q, k: got 536870912 queries, 536870912 keys, expected fewer than 2^29 of each" in err
+    status, out, err = command(capsys, *words, "--seqlen", str(10**20))
+    assert (status, out) == (2, "")
+    assert "problem: got an array of 64 x 16 x 100000000000000000000 x 128, expected sizes" in err
+
+
+def test_a_problem_without_its_arrays_is_that_of_the_call():
+    """Layouts, dtypes and options, arrays of pairs included."""
+    work = tuning.Workload(2, 4, 2, 50, 70, 64, 32, "bfloat16", causal=True)
+    for given in ({}, {"arrays": ("mask", "bias", "kv_lengths", "sink")}, {"heads_kv": 4}):
+        own = replace(work, **given)
+        q, k, v, _ = own.inputs(np)[0]
+        options = cuflash.Options(**own.score_options())
+        assert own.problem() == describe(q, k, v, options, precision="ieee")
+
+
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
     config = _chosen.forward(decoding.problem(), H100)
@@ -240,8 +266,6 @@ def test_explain_says_what_does_not_compile(capsys, monkeypatch):
     ],
 )  # fmt: skip
 def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
-    from dataclasses import replace
-
     problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
     forward = _chosen.forward(problem, H100).source.endswith("_sm90.cu")
     assert forward == (_chosen.why_portable(problem, H100) == "")
