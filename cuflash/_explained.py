@@ -20,7 +20,7 @@ def explain(
 
     ``compiled``: with registers and what follows from them, for which NVRTC is needed.
     """
-    hardware = _hardware.typical(arch) if arch else _hardware.present()
+    hardware = _hardware.present() if arch is None else _hardware.typical(arch)
     hardware = hardware or _hardware.typical("sm_90")
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
