@@ -93,6 +93,29 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(set(keys)) == len(keys)
 
 
+def test_a_value_that_is_named_twice_is_tried_once():
+    tried = {"block_n": (128, 96, 128), "num_stages": (2,)}
+    found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    assert found.parameters["block_n"] == (128, 96)
+    keys = [c.key for c in found.candidates]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("tried", "reason"),
+    [
+        ({"num_stages": (1,)}, "num_stages=1 must be at least 2"),
+        ({"overlap_quarters": (9,)}, "overlap_quarters=9 must be from 0 to 4"),
+        ({"block_n": (256,)}, "KiB of shared memory, 227 KiB are there"),
+        ({"block_n": ()}, "got 0 combinations, none of them legal"),
+    ],
+)
+def test_where_nothing_is_legal_the_reason_is_that_of_what_was_asked_for(tried, reason):
+    with pytest.raises(ValueError, match="none of them legal") as error:
+        tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    assert reason in str(error.value)
+
+
 def test_tiles_that_would_hang_are_left_out_with_the_reason():
     """Those of tests/test_tuning_checking.py's sweep of dq at head size 96, among others."""
     for heads_kv, head_dim in ((2, 96), (8, 64), (8, 128)):
@@ -264,7 +287,7 @@ def test_a_number_of_processes_that_is_none_is_refused():
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
         ({"parameters": {"block_n": (100,)}}, "none of them legal"),
-        ({"parameters": {"block_n": (100,)}}, "; 64,100,2,1,0: block_n = 100 must be a positive"),
+        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,2,1: block_n = 100 must be a positive"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,15 +151,18 @@ def space(
             raise problem_with(
                 "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
             )
-        tried[name] = tuple(values)
+        tried[name] = tuple(dict.fromkeys(values))
     candidates = [
         _candidate(default, dict(zip(tried, values, strict=True)), hardware)
         for values in itertools.product(*tried.values())
     ]
     if all(c.config is None for c in candidates):
+        own = tuple(shipped.values())
+        nearest = max(candidates, key=lambda c: sum(map(operator.eq, c.values, own)), default=None)
         raise problem_with(
             "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",
-            expected="at least one that is", fix=f"{candidates[0].key}: {candidates[0].refusal}",
+            expected="at least one that is",
+            fix=f"{nearest.key}: {nearest.refusal}" if nearest else "",
         )  # fmt: skip
     return Space(workload, kernel_name(default), hardware, default, tried, candidates)
 
