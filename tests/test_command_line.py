@@ -354,6 +354,40 @@ def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
     assert "bad.json: got something else, expected a result of bench" in err
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("speed", "h100-memory-*", "got no row with TFLOP/s"),
+        ("speed", "h100-io-*", "got no row with TFLOP/s"),
+        ("io", "h100-memory-*", "got no row with bytes of a forward, expected a result of bench"),
+        ("io", "h100-forward-*", "got no row with bytes of a forward, expected a result of bench"),
+        ("memory", "h100-io-*", "got no row with bytes beside the inputs"),
+        ("roofline", "h100-io-*", "got no row with a level of memory, expected a result of bench"),
+    ],
+)
+def test_a_result_of_another_kind_is_not_drawn(capsys, tmp_path, kind, name, message):
+    pytest.importorskip("matplotlib")
+    path = str(sorted(RESULTS.glob(f"{name}.json"))[-1])
+    sweep = str(sorted((RESULTS.parent / "sweeps").glob("*.jsonl"))[0])
+    words = [sweep, "--memory", path] if kind == "roofline" else [path]
+    status, out, err = command(capsys, "plot", kind, *words, "--out", str(tmp_path / "picture"))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"meta": {}, "rows": []}', '{"meta": 1, "rows": []}', '{"rows": [{}]}']
+)
+def test_what_is_no_result_is_not_rendered(capsys, tmp_path, content):
+    bad = tmp_path / "bad.json"
+    bad.write_text(content)
+    for words in (["bench", "--render"], ["plot", "speed"], ["plot", "io"]):
+        status, out, err = command(capsys, *words, str(bad))
+        assert (status, out) == (2, "")
+        assert "bad.json: got something else, expected a result of bench" in err
+
+
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 738
 "ID","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
