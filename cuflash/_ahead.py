@@ -110,4 +110,6 @@ def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[Ke
     if problem.segment_ids_q is not None:
         found.append(_segments.config_of(problem))
     found.append(_chosen.forward(problem, hardware))
-    return found + _chosen.backward(problem, hardware) if backward else found
+    if backward:
+        found += _chosen.backward(problem, hardware, ordered=work.deterministic)
+    return found

@@ -24,8 +24,10 @@ def explain(
     hardware = hardware or _hardware.typical("sm_90")
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
+    words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
+    words += ["unordered"] * (not work.deterministic)
     return {
-        "problem": f"{work} {work.dtype}" + (" tf32" if work.precision == "tf32" else ""),
+        "problem": " ".join((f"{work}", *words)),
         "workload": work.as_json(),
         "device": hardware.name,
         "arch": hardware.arch,

@@ -225,6 +225,10 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
         tiled = [own for own in found if own["tile"]]
         assert len(tiled) >= 2
         assert all(own["tile_from"] for own in tiled)
+        _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim), "--unordered")
+        unordered = json.loads(out)
+        assert unordered["kernels"] == found
+        assert unordered["problem"].endswith(" unordered")
 
 
 @pytest.mark.parametrize(

@@ -430,6 +430,26 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
             assert tiles == [other.key] * 2
 
 
+def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    work = replace(WORK, causal=True, deterministic=False)
+    found = simulated(tuning.space(work, "backward_sm90", arch="sm_90a"))
+    assert not found.default.ordered
+    found.candidates = [c for c in found if c.config.num_stages == 2]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    other = next(c for c in found if c.key != found.default_key)
+    result.finals[-1]["ms"][other.key] = 0.1
+    with tuning.use(result):
+        tiles = [
+            _kernels.tile_of(_chosen.backward(work.problem(), H100, ordered=ordered)[1])
+            for ordered in (False, True)
+        ]
+    assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
+    named = str(tuning.default_file(found))
+    assert named != str(tuning.default_file(tuning.space(replace(work, deterministic=True))))
+    assert "unordered" in named
+
+
 def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, monkeypatch):
     """Of the tables' tiles some are for launches that leave multiprocessors idle."""
     small = H100._replace(name="NVIDIA H100 PCIe", multiprocessors=114)

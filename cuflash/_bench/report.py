@@ -90,8 +90,8 @@ def read(path: Path) -> dict[str, Any]:
         raise problem_with(
             str(path), ValueError, got="no JSON", expected="a result of bench"
         ) from None
-    content = result if isinstance(result, dict) else {}
-    meta, rows = content.get("meta"), content.get("rows")
+    content: dict[str, Any] = result if isinstance(result, dict) else {}
+    meta, rows = content.get("meta"), content.get("rows", 0)
     whole = isinstance(meta, dict) and set(META_KEYS) <= set(meta) and isinstance(rows, list)
     if not whole or not all(isinstance(row, dict) for row in rows):
         raise problem_with(

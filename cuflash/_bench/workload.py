@@ -187,6 +187,11 @@ class Workload:
 
     def problem(self) -> Problem:
         """What validation makes of the call; no array is filled, and none takes memory."""
+        if self.seqlens:
+            raise problem_with(
+                "seqlens", ValueError, got=f"{len(self.seqlens)} packed sequences",
+                expected="none: their kernels are chosen when they are called",
+            )  # fmt: skip
         kind, batch = DTYPES[self.dtype], self.batch
         q = _unfilled((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
         k = _unfilled((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)

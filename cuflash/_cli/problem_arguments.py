@@ -59,6 +59,9 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")
+    group.add_argument(
+        "--unordered", action="store_true", help="a gradient with deterministic=False"
+    )
     group.add_argument("--window", type=sides, metavar="LEFT,RIGHT")
     group.add_argument("--softcap", type=float)
     group.add_argument("--dropout", type=float, default=0.0)
@@ -85,6 +88,7 @@ def problem_of(arguments: argparse.Namespace) -> Workload:
         dtype=arguments.dtype,
         precision=arguments.precision,
         causal=arguments.causal,
+        deterministic=not arguments.unordered,
         window=arguments.window,
         softcap=arguments.softcap,
         dropout=arguments.dropout,

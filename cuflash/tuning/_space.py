@@ -186,9 +186,12 @@ def default_configs(
     calls: list[list[Any]] = [[_chosen.forward(problem, hardware, portable=portable)]]
     if kernel.startswith("backward"):
         calls = [
-            _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
+            _chosen.backward(
+                problem, hardware, frozenset(wanted),
+                portable=portable, ordered=workload.deterministic,
+            )
             for wanted in ("q", "kv", "qkv")  # all three at once may be one pass
-        ]
+        ]  # fmt: skip
     for configs in calls:
         own = tuple(config for config in configs if type(config) is kind)
         if own:

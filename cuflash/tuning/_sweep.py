@@ -275,7 +275,8 @@ def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     if work.head_dim_v != work.head_dim:
         dims += f"-{work.head_dim_v}"
     words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
-    words += ["causal"] * work.causal
+    words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
+    words += ["unordered"] * (not work.deterministic)
     words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
     words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
     words.append(f"{work.seqlen_q}x{work.seqlen_k}")
