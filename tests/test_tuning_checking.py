@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _hardware, tuning
+from cuflash import _chosen, _hardware, _tuned, tuning
 from cuflash._ahead import kernels_of
 from cuflash._bench.clock import Measurement
 from cuflash.tuning import _checking, _kernels, _timing
@@ -47,6 +47,40 @@ def test_the_small_problem_cuts_tiles_and_goes_round_rings():
         assert full.seqlen_q % block
         assert full.seqlen_k % block
     assert full.seqlen_k > 8 * 128 * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"causal": True}, {"window": (3000, 0)}, {"arrays": ("segment_ids",)},
+        {"arrays": ("kv_lengths", "sink")}, {"arrays": ("alibi_slopes",)}, {"dropout": 0.25},
+    ],
+)  # fmt: skip
+def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, arch, given):
+    """All but tiles, which are those of the configuration that is checked."""
+    hardware = _hardware.typical(arch)
+    rows = ((1, 32, 4), (1, 8, 8), (16, 8, 1), (64, 8, 2), (65, 8, 2), (4096, 16, 16), (4096, 8, 2))
+    for seqlen_q, heads_q, heads_kv in rows:
+        for head_dim in (64, 256):
+            large = tuning.Workload(
+                1, heads_q, heads_kv, seqlen_q, 4096, head_dim, head_dim, dtype, **given
+            )
+            work = _checking.small(large)
+            assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
+            chains = []
+            for own in (large, work):
+                steps = [_chosen.forward(own.problem(), hardware)]
+                for wanted in ("q", "kv", "qkv"):
+                    steps += _chosen.backward(own.problem(), hardware, frozenset(wanted))
+                chains.append([without_tile(config) for config in steps])
+            assert chains[0] == chains[1]
+
+
+def without_tile(config):
+    kept = {f.name: getattr(config, f.name) for f in fields(config)}
+    return type(config), {n: v for n, v in kept.items() if n not in _tuned.TILE_FIELDS}
 
 
 def test_the_shipped_results_pass(forward):
