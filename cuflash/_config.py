@@ -29,6 +29,8 @@ SumsTo = Literal["pairs", "keys", "queries"]
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
+#: Shared memory that the system keeps for itself in every block of threads.
+RESERVED_SMEM = 1024
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

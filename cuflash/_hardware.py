@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cuflash._config import RESERVED_SMEM
 from cuflash._errors import problem_with
 
 _KIB = 1024
 #: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
 _REGISTERS = 65_536
 _REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
-_RESERVED_SMEM = 1024  # that the system takes in every block of threads
 
 
 class Limits(NamedTuple):
@@ -146,6 +146,6 @@ def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int)
     granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
     return min(
         limits.threads // num_threads,
-        limits.multiprocessor_smem // (smem_bytes + _RESERVED_SMEM),
+        limits.multiprocessor_smem // (smem_bytes + RESERVED_SMEM),
         _REGISTERS // max(granted * warps, 1),
     )

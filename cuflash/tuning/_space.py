@@ -11,10 +11,10 @@ from typing import Any
 
 from cuflash import _chosen
 from cuflash._bench.workload import Workload
-from cuflash._config import TileConfig
+from cuflash._config import RESERVED_SMEM, TileConfig
 from cuflash._errors import problem_with
 from cuflash._hardware import Hardware, present, typical
-from cuflash.tuning._facts import TIME_LIMIT, Facts, Progress, compile_all
+from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     PARAMETERS,
     kernel_name,
@@ -22,8 +22,6 @@ from cuflash.tuning._kernels import (
     tile_of,
     with_tile,
 )
-
-_RESERVED_SMEM = 1024  # that the system takes in every block of threads
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Space:
         *,
         processes: int | None = None,
         time_limit: float = TIME_LIMIT,
-        progress: Progress | None = None,
+        progress: Counted | None = None,
     ) -> dict[str, Facts]:
         """Static facts of the legal combinations, compiled in parallel; needs no GPU."""
         wanted = {c.key: c.config for c in chosen or self if c.config is not None}
@@ -217,7 +215,7 @@ def _too_large(config: TileConfig, hardware: Hardware) -> str:
     limits, blocks = hardware.limits, config.blocks_per_sm
     if config.smem_bytes > limits.block_smem:
         return f"{_kib(config.smem_bytes)} of shared memory, {_kib(limits.block_smem)} are there"
-    if blocks * (config.smem_bytes + _RESERVED_SMEM) > limits.multiprocessor_smem:
+    if blocks * (config.smem_bytes + RESERVED_SMEM) > limits.multiprocessor_smem:
         return (
             f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, a "
             f"multiprocessor has {_kib(limits.multiprocessor_smem)}"
