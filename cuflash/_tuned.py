@@ -260,7 +260,8 @@ def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
         return with_values(chosen, dict(row.values))
     except ValueError as error:
         raise problem_with(
-            VARIABLE, ValueError, got=f"{row.key.kernel} for {device} with {dict(row.values)}",
+            f"{VARIABLE} or tuning.use", ValueError,
+            got=f"{row.key.kernel} for {device} with {dict(row.values)}",
             expected="a legal tile", fix=str(error).replace("self.", ""),
         ) from None  # fmt: skip
 

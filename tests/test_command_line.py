@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -67,6 +68,33 @@ def test_the_real_command():
     )
     assert done.returncode == 0, done.stderr
     assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
+
+
+def test_a_bug_report_shows_a_table_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+    for content in (None, "no table"):
+        path = tmp_path / "tiles.json"
+        if content:
+            path.write_text(content)
+        monkeypatch.setenv("CUFLASH_TILES", str(path))
+        _tuned.replace_rows(None)
+        status, out, err = command(capsys, "info", "--json")
+        assert (status, err) == (0, "")
+        told = json.loads(out)["measured tiles"]
+        assert "shipped" in told
+        assert "none of CUFLASH_TILES: " in told
+        assert str(path) in told
+    _tuned.replace_rows(None)
+
+
+def test_a_bug_report_shows_a_cupy_that_cannot_make_its_folder(tmp_path):
+    pytest.importorskip("cupy")
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "cuflash", "info"], capture_output=True, text=True,
+        env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "broken: [Errno" in done.stdout
 
 
 def test_commands_are_listed_and_each_has_examples(capsys):
