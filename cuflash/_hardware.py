@@ -91,7 +91,7 @@ ARCHITECTURES = tuple(_LIMITS)
 
 def typical(arch: str) -> Hardware:
     """The most common device of an architecture, "sm_90" or "sm_90a"."""
-    plain = arch.removesuffix("a") if isinstance(arch, str) else arch
+    plain = arch.removesuffix("a") if isinstance(arch, str) else ""
     if plain not in _LIMITS:
         raise problem_with(
             "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
@@ -108,7 +108,7 @@ def present(device: int | None = None) -> Hardware | None:
         chosen = cupy.cuda.Device(device)
         attributes = chosen.attributes
         name = cupy.cuda.runtime.getDeviceProperties(chosen.id)["name"].decode()
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, OSError):
         return None
     return _described(name, f"sm_{chosen.compute_capability}", attributes)
 

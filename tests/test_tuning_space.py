@@ -93,6 +93,20 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "bfloat16", [3], {"batch": 1}])
+def test_what_is_no_problem_is_named(wrong):
+    with pytest.raises(TypeError, match=r"workload: got \w+, expected a cuflash\.tuning\.Workload"):
+        tuning.space(wrong, arch="sm_90a")
+    with pytest.raises(TypeError, match=r"workloads: got \w+, expected a cuflash\.tuning\.Workl"):
+        cuflash.compile(wrong, arch="sm_90a")
+
+
+@pytest.mark.parametrize("wrong", [3, [("block_n", (96,))], {"block_n": 96}, {"block_n": None}])
+def test_values_to_try_are_lists_by_name(wrong):
+    with pytest.raises(TypeError, match=r"parameters: got .*, expected "):
+        tuning.space(WORK, arch="sm_90a", parameters=wrong)
+
+
 def test_a_value_that_is_named_twice_is_tried_once():
     tried = {"block_n": (128, 96, 128), "num_stages": (2,)}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,16 @@ def space(
     >>> found.kernel, found.default_key in found
     ('forward_sm90', True)
     """
+    if not isinstance(workload, Workload):
+        raise problem_with(
+            "workload", TypeError, got=type(workload).__name__,
+            expected="a cuflash.tuning.Workload",
+        )  # fmt: skip
+    if not isinstance(parameters, Mapping | None):
+        raise problem_with(
+            "parameters", TypeError, got=type(parameters).__name__,
+            expected="a mapping of names to values",
+        )  # fmt: skip
     hardware = typical(arch) if arch is not None else present() or typical("sm_90")
     default = default_config(workload, kernel, hardware)
     shipped = tile_of(default)  # whatever the list says
@@ -148,6 +158,10 @@ def space(
         if name not in tried:
             raise problem_with(
                 "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
+            )
+        if not isinstance(values, Iterable):
+            raise problem_with(
+                "parameters", TypeError, got=f"{name} = {values!r}", expected="values in a list"
             )
         tried[name] = tuple(dict.fromkeys(values))
     candidates = [

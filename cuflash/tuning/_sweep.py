@@ -102,7 +102,15 @@ def sweep(
     """
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise problem_with("budget", ValueError, got=repr(budget), expected="a positive int")
-    chosen = chosen or space(workload)
+    if time_limit <= 0:
+        raise problem_with(
+            "time_limit", ValueError, got=repr(time_limit), expected="a positive number of seconds"
+        )
+    chosen = space(workload) if chosen is None else chosen
+    if not isinstance(chosen, Space):
+        raise problem_with(
+            "chosen", TypeError, got=type(chosen).__name__, expected="what tuning.space returns"
+        )
     if chosen.workload != workload:
         raise problem_with(
             "chosen", ValueError, got=f"a space of {chosen.workload}", expected=f"one of {workload}"
