@@ -61,8 +61,10 @@ def _described(
     table = "_select_one_pass" if name in ONE_PASS else "_select"
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/{table}.py"
-    once = io_model.least_bytes(work, name)
-    flops = work.kernel_flops(name)
+    wanted = (key for key in "kv" if getattr(config, f"grad_{key}", True))
+    grads = "".join(wanted)
+    once = io_model.least_bytes(work, name, grads)
+    flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
     if hardware.peak is not None and name != "forward_narrow":  # which tensor cores do not bound
         found |= _roofline(work, flops, once, hardware.peak)

@@ -259,6 +259,21 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
         assert unordered["problem"].endswith(" unordered")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
+    """At wide heads dk and dv have a pass each, which both multiply q with k."""
+    words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", "--dtype", dtype]
+    _, out, _ = command(capsys, "explain", *words, "--head-dim", "192", "--head-dim-v", "128")
+    of = {own["kernel"]: own["tflop"] for own in json.loads(out)["kernels"] if "tflop" in own}
+    dk, dv = (own for own in json.loads(out)["kernels"] if "_dkv_" in own["kernel"])
+    product = next(tflop for name, tflop in of.items() if name.startswith("forward")) / (192 + 128)
+    assert dk["tflop"] == pytest.approx(product * (2 * 192 + 128))
+    assert dv["tflop"] == pytest.approx(product * (192 + 128))
+    size = {"bfloat16": 2, "float32": 4}[dtype]
+    of_keys = 2 * 16 * 8192 * size
+    assert dk["once"] - dv["once"] == of_keys * 192  # dk is written, and v read where dv is written
+
+
 @pytest.mark.parametrize(
     ("words", "tflops", "by"),
     [

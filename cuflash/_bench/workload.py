@@ -109,14 +109,18 @@ class Workload:
         forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
         return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
-    def kernel_flops(self, kernel: str) -> float:
-        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
+    def kernel_flops(self, kernel: str, grads: str = "kv") -> float:
+        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80".
+
+        ``grads`` are those of dk and dv that a pass for them computes.
+        """
         d, d_v = self.head_dim, self.head_dim_v
         width = d + d_v
         if kernel in ONE_PASS:
             width = 3 * d + 2 * d_v
         elif kernel.startswith("backward"):
-            width = 2 * d + d_v if "_dq_" in kernel else 2 * (d + d_v)
+            keys = {"kv": 2 * (d + d_v), "k": 2 * d + d_v, "v": d + d_v}[grads]
+            width = 2 * d + d_v if "_dq_" in kernel else keys
         return 2 * self.batch * self.heads_q * width * self.visible_pairs()
 
     @property
