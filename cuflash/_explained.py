@@ -58,9 +58,8 @@ def _described(
         return found
     found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = _tuned.row_behind(config, hardware.name)
-    table = "_select_one_pass" if name in ONE_PASS else "_select"
     measured = None if row is None else row.measured or "a table in use"
-    found["tile_from"] = measured or f"cuflash/{table}.py"
+    found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
     wanted = (key for key in "kv" if getattr(config, f"grad_{key}", True))
     grads = "".join(wanted)
     once = io_model.least_bytes(work, name, grads)
@@ -69,6 +68,17 @@ def _described(
     if hardware.peak is not None and name != "forward_narrow":  # which tensor cores do not bound
         found |= _roofline(work, flops, once, hardware.peak)
     return found
+
+
+def _table_of(config: TileConfig, kernel: str) -> str:
+    """The module that has the table of a tile."""
+    if kernel in ONE_PASS:
+        return "_select_one_pass"
+    if kernel == "forward_narrow":
+        return "_select_narrow"
+    if kernel.endswith("_tf32_sm90"):
+        return "_select_tf32"
+    return "_tiles" if config.real_bytes == config.element_bytes or config.cuda_cores else "_select"
 
 
 def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:

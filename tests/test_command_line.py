@@ -259,6 +259,28 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
         assert unordered["problem"].endswith(" unordered")
 
 
+@pytest.mark.parametrize(
+    ("words", "tables"),
+    [
+        ([], ["_select", "_select_one_pass"]),
+        (["--arrays", "bias"], ["_select"] * 3),
+        (["--dtype", "float32"], ["_select_tf32"] * 4),
+        (["--dtype", "float32", "--head-dim", "256"], ["_tiles"] * 4),
+        (["--dtype", "float64"], ["_tiles"] * 3),
+        (["--dtype", "float64", "--head-dim", "3"], ["_select_narrow", "_tiles", "_tiles"]),
+        (["--arch", "sm_75"], ["_tiles"] * 4),
+        (["--arch", "sm_80"], ["_select"] * 3),
+    ],
+)
+def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):
+    monkeypatch.setattr(_tuned, "shipped", dict)
+    given = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", *words]
+    _, out, _ = command(capsys, "explain", *given)
+    told = [own["tile_from"] for own in json.loads(out)["kernels"] if own["tile"]]
+    assert told == [f"cuflash/{name}.py" for name in tables]
+    assert all((Path(cuflash.__file__).parents[1] / name).is_file() for name in told)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
     """At wide heads dk and dv have a pass each, which both multiply q with k."""
