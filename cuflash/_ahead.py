@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cuflash._errors import CompileError, problem_with
 
@@ -67,7 +67,14 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     from cuflash.tuning._facts import compile_all
 
     hardware = _hardware_of(arch)
-    given = [workloads] if isinstance(workloads, Workload) else list(workloads)
+    several = isinstance(workloads, Iterable) and not isinstance(workloads, str)
+    given: list[Any] = [*workloads] if several else [workloads]  # type: ignore[misc]
+    for work in given:
+        if not isinstance(work, Workload):
+            raise problem_with(
+                "workloads", TypeError, got=type(work).__name__,
+                expected="a cuflash.tuning.Workload, or several",
+            )  # fmt: skip
     configs = [c for work in given for c in kernels_of(work, hardware, backward=backward)]
     shared = None if folder is None else Path(folder)
     facts = compile_all(configs, hardware, processes=processes, shared=shared)
@@ -110,4 +117,6 @@ def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[Ke
     if problem.segment_ids_q is not None:
         found.append(_segments.config_of(problem))
     found.append(_chosen.forward(problem, hardware))
-    return found + _chosen.backward(problem, hardware) if backward else found
+    if backward:
+        found += _chosen.backward(problem, hardware, ordered=work.deterministic)
+    return found

@@ -11,6 +11,7 @@ import numpy as np
 from cuflash._errors import problem_with
 
 Array = Any
+Triple = tuple[Array, Array, Array]  # q, k and v, or dout, out and lse
 
 _DLPACK_CUDA = 2
 _EXPECTED = "a NumPy array, or a CuPy or other array on a GPU"

@@ -53,8 +53,12 @@ def backward(
     wanted: frozenset[str] = frozenset("qkv"),
     *,
     portable: bool = False,
+    ordered: bool = True,
 ) -> list[KernelConfig]:
-    """The kernels of the gradients of q, k and v, in order of launch."""
+    """The kernels of the gradients of q, k and v, in order of launch.
+
+    ``ordered`` is ``deterministic=`` of the call.
+    """
     width, smem = _copy_bytes(problem), hardware.limits.block_smem
     cuda_cores = _select.on_cuda_cores(problem, int(hardware.capability))
     hopper = hardware.arch == "sm_90" and width == _TMA_BYTES and not portable
@@ -63,7 +67,7 @@ def backward(
     steps: list[KernelConfig] = [
         _select.delta_config(problem, problem.dtype, rows_v, grad_lse=False)
     ]
-    together = _select_one_pass.config_of(problem, ordered=True) if hopper else None
+    together = _select_one_pass.config_of(problem, ordered=ordered) if hopper else None
     wins = together is not None and _select_one_pass.wins(problem, together)
     if together is not None and wins and wanted >= {"q", "k", "v"}:
         together = _tuned.applied(together, hardware.name)

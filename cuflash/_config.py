@@ -29,6 +29,8 @@ SumsTo = Literal["pairs", "keys", "queries"]
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
+#: Shared memory that the system keeps for itself in every block of threads.
+RESERVED_SMEM = 1024
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -538,6 +540,14 @@ class BackwardQSm90Config(BackwardSm90Config):
     entry = "cuflash_backward_dq_sm90"
 
     scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
+
+    def __post_init__(self) -> None:
+        BackwardSm90Config.__post_init__(self)
+        if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself
+            raise ValueError(
+                f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
+                "waited for before the last one's buffer is released"
+            )
 
     @property
     def smem_bytes(self) -> int:

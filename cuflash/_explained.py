@@ -20,12 +20,14 @@ def explain(
 
     ``compiled``: with registers and what follows from them, for which NVRTC is needed.
     """
-    hardware = _hardware.typical(arch) if arch else _hardware.present()
+    hardware = _hardware.present() if arch is None else _hardware.typical(arch)
     hardware = hardware or _hardware.typical("sm_90")
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
+    words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
+    words += ["unordered"] * (not work.deterministic)
     return {
-        "problem": f"{work} {work.dtype}" + (" tf32" if work.precision == "tf32" else ""),
+        "problem": " ".join((f"{work}", *words)),
         "workload": work.as_json(),
         "device": hardware.name,
         "arch": hardware.arch,
@@ -56,15 +58,27 @@ def _described(
         return found
     found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = _tuned.row_behind(config, hardware.name)
-    table = "_select_one_pass" if name in ONE_PASS else "_select"
     measured = None if row is None else row.measured or "a table in use"
-    found["tile_from"] = measured or f"cuflash/{table}.py"
-    once = io_model.least_bytes(work, name)
-    flops = work.kernel_flops(name)
+    found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
+    wanted = (key for key in "kv" if getattr(config, f"grad_{key}", True))
+    grads = "".join(wanted)
+    once = io_model.least_bytes(work, name, grads)
+    flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
     if hardware.peak is not None and name != "forward_narrow":  # which tensor cores do not bound
         found |= _roofline(work, flops, once, hardware.peak)
     return found
+
+
+def _table_of(config: TileConfig, kernel: str) -> str:
+    """The module that has the table of a tile."""
+    if kernel in ONE_PASS:
+        return "_select_one_pass"
+    if kernel == "forward_narrow":
+        return "_select_narrow"
+    if kernel.endswith("_tf32_sm90"):
+        return "_select_tf32"
+    return "_tiles" if config.real_bytes == config.element_bytes or config.cuda_cores else "_select"
 
 
 def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:

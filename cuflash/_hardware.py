@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cuflash._config import RESERVED_SMEM
 from cuflash._errors import problem_with
 
 _KIB = 1024
 #: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
 _REGISTERS = 65_536
 _REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
-_RESERVED_SMEM = 1024  # that the system takes in every block of threads
 
 
 class Limits(NamedTuple):
@@ -91,7 +91,7 @@ ARCHITECTURES = tuple(_LIMITS)
 
 def typical(arch: str) -> Hardware:
     """The most common device of an architecture, "sm_90" or "sm_90a"."""
-    plain = arch.removesuffix("a") if isinstance(arch, str) else arch
+    plain = arch.removesuffix("a") if isinstance(arch, str) else ""
     if plain not in _LIMITS:
         raise problem_with(
             "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
@@ -108,7 +108,7 @@ def present(device: int | None = None) -> Hardware | None:
         chosen = cupy.cuda.Device(device)
         attributes = chosen.attributes
         name = cupy.cuda.runtime.getDeviceProperties(chosen.id)["name"].decode()
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, OSError):
         return None
     return _described(name, f"sm_{chosen.compute_capability}", attributes)
 
@@ -146,6 +146,6 @@ def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int)
     granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
     return min(
         limits.threads // num_threads,
-        limits.multiprocessor_smem // (smem_bytes + _RESERVED_SMEM),
+        limits.multiprocessor_smem // (smem_bytes + RESERVED_SMEM),
         _REGISTERS // max(granted * warps, 1),
     )

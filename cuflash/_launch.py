@@ -50,7 +50,7 @@ from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
 from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
-from cuflash._repeated import RepeatedBackward, RepeatedForward, Steps
+from cuflash._repeated import RepeatedBackward, RepeatedForward
 from cuflash._score_gradients import ScoreSums
 from cuflash._shared_keys import with_shared_rows
 
@@ -362,7 +362,7 @@ class BackwardPlan(NamedTuple):
     """What calls with the same layouts share."""
 
     problem: Problem  # kept alive: the key holds its identity
-    steps: Steps
+    steps: tuple[_one_pass.Step, ...]
     one_pass: BackwardOnePassConfig | None
 
 
@@ -428,7 +428,7 @@ def _plan_backward(
     config: BackwardConfigs,
     sums: dict[GradOf, ScoreSums],
     one_pass: BackwardOnePassConfig | None,
-) -> Steps:
+) -> tuple[_one_pass.Step, ...]:
     """The launches of one backward call."""
     cuda_cores = _select.on_cuda_cores(problem, _device.capability(device))
     layouts = layouts | _score_params.layouts(problem)
@@ -444,7 +444,7 @@ def _plan_backward(
         _params.DELTA, delta, problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // delta.block_m),
     )  # fmt: skip
-    steps: _one_pass.Steps = [(_params.pointer_names(_params.DELTA), launch)]
+    steps: list[_one_pass.Step] = [(_params.pointer_names(_params.DELTA), launch)]
     names = _params.pointer_names(_params.BACKWARD)
     of_keys = wanted & {"k", "v"} if problem.seqlen_k else frozenset[str]()  # they may be empty
     together = None

@@ -38,7 +38,9 @@ class Clear(NamedTuple):
 
 
 ALL = frozenset(("q", "k", "v"))
-Steps = list[tuple[tuple[str, ...], Launch | MappedLaunch | Clear]]
+GradientLaunch = Launch | MappedLaunch | Clear
+#: A launch of a gradient with the names of its pointers.
+Step = tuple[tuple[str, ...], GradientLaunch]
 
 
 def config_of(
@@ -94,7 +96,7 @@ def plan(
     layouts: dict[str, Layout],
     addresses: dict[str, int],
     config: BackwardOnePassConfig,
-) -> Steps | None:
+) -> list[Step] | None:
     """Prepare the kernels behind that of delta; None where a layout is not for them."""
     layouts = layouts | {"sums": _sums_layout(problem)}
     mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)

@@ -312,7 +312,7 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
 
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is an integer and neither a bool nor an array."""
-    scalar = hasattr(value, "__index__") and not hasattr(value, "shape")
+    scalar = hasattr(type(value), "__index__") and not hasattr(value, "shape")
     return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
 
 
@@ -329,7 +329,7 @@ def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
 def _finite(name: str, value: Any, expected: str) -> float:
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     wrong = isinstance(value, bool | str | complex) or kind not in "iufV"  # V: bfloat16
-    if wrong or not hasattr(value, "__float__"):
+    if wrong or not hasattr(type(value), "__float__"):
         raise problem_with(name, TypeError, got=repr(value), expected=expected)
     if getattr(value, "shape", ()) != ():
         raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)

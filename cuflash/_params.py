@@ -16,7 +16,7 @@ MAX_FORMULA_ARRAYS = 6
 
 _POINTER = np.uint64
 MAP_BYTES = 128
-_MAP_ALIGNMENT = 64
+MAP_ALIGNMENT = 64  # of a CUtensorMap
 
 
 def _struct(*parts: tuple[Any, ...] | str) -> np.dtype[Any]:
@@ -131,7 +131,7 @@ BACKWARD = _kernel(
 
 def maps_at(params: np.dtype[Any]) -> int:
     """Where the tensor maps begin that follow the fields of ``params``."""
-    return -(-params.itemsize // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    return -(-params.itemsize // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
 def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np.dtype[Any]:
@@ -152,7 +152,7 @@ def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np
                 *range(first, end, MAP_BYTES),
                 *range(end, used, _POINTER().itemsize),
             ],
-            "itemsize": -(-used // _MAP_ALIGNMENT) * _MAP_ALIGNMENT,
+            "itemsize": -(-used // MAP_ALIGNMENT) * MAP_ALIGNMENT,
         }
     )
 

@@ -151,7 +151,8 @@ def weights(
         Logarithm of sums that :func:`attention` returned.
     rows, cols : slice or 1-D integer array, optional
         Queries and keys to select; ``None`` takes all of one side, but not of both: ask for the
-        whole matrix by ``rows=slice(None)``.
+        whole matrix by ``rows=slice(None)``. Indices on a GPU are not read by the host: those out
+        of bounds are undefined.
     options, axes, **score_options
         As in :func:`attention`; of ``axes`` the first two pairs are used.
 
@@ -191,8 +192,8 @@ def weights(
             "rows", ValueError, got="neither rows nor cols", expected="a selection",
             fix="rows=slice(None) asks for the whole matrix",
         )  # fmt: skip
-    m = xp.arange(problem.seqlen_q)[_selection("rows", rows, xp)]
-    n = xp.arange(problem.seqlen_k)[_selection("cols", cols, xp)]
+    m = xp.arange(problem.seqlen_q)[_selection("rows", rows, problem.seqlen_q, xp)]
+    n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
     dtype = arithmetic(problem.dtype)
     scores = Scores(problem, chosen, (), xp)
     tile = Tile(m, n, m[:, None], n[None, :])
@@ -263,14 +264,23 @@ def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
     return pairs, k[tuple(width)]
 
 
-def _selection(name: str, chosen: Any, xp: ModuleType) -> Any:
+def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
     if chosen is None:
         return slice(None)
     if isinstance(chosen, slice):
         return chosen
     array = chosen if hasattr(chosen, "strides") else np.asarray(chosen)
+    if array.shape == (0,):  # an empty list has no integers
+        array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise problem_with(
             name, TypeError, got=repr(chosen), expected="None, a slice or 1-D integers"
         )
+    if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
+        low, high = int(array.min()), int(array.max())
+        if low < -extent or high >= extent:
+            raise problem_with(
+                name, ValueError, got=f"indices from {low} to {high}",
+                expected=f"indices from {-extent} to {extent - 1}",
+            )  # fmt: skip
     return xp.asarray(array)

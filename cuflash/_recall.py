@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cuflash._arrays import Array
+from cuflash._arrays import Triple
 from cuflash._options import Options
 
-Triple = tuple[Array, Array, Array]
 #: Allocates, launches and returns the result; None where this call needs its checks after all.
 Repeat = Callable[..., Any]
 _LIMIT = 4096

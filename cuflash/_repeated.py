@@ -12,15 +12,11 @@ from cupy_backends.cuda.api import runtime
 
 from cuflash import _one_pass, _score_params
 from cuflash._arguments import Addresses
-from cuflash._arrays import Array
-from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
+from cuflash._arrays import Triple
+from cuflash._launch_sm90 import Sm90Launch
+from cuflash._one_pass import GradientLaunch, Step
 from cuflash._plan import Launch
 from cuflash._results import AttentionResult, Gradients
-
-Triple = tuple[Array, Array, Array]
-GradientLaunch = Launch | MappedLaunch | _one_pass.Clear
-#: Launches of a gradient with the names of their pointers.
-Steps = tuple[tuple[tuple[str, ...], GradientLaunch], ...]
 
 _ADDRESSES = (
     "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "rows", "turns", "dq sums", "nothing",
@@ -65,7 +61,7 @@ class RepeatedBackward(NamedTuple):
     turns_end: int
 
     @classmethod
-    def of(cls, device: int, steps: Steps, *how: Any) -> RepeatedBackward:
+    def of(cls, device: int, steps: tuple[Step, ...], *how: Any) -> RepeatedBackward:
         """Find the pointers of each of the ``steps`` by place instead of by name."""
         return cls(device, tuple((_picking(names), launch) for names, launch in steps), *how)
 

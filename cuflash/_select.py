@@ -15,6 +15,7 @@ import numpy as np
 from cuflash import _philox, _sm90_refusals, _tuned
 from cuflash._config import (
     HEAD_DIMS,
+    RESERVED_SMEM,
     BackwardKVSm90Config,
     BackwardQSm90Config,
     DeltaConfig,
@@ -219,8 +220,6 @@ _BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
     (96, 96): GradientSm90Tile(64, 128, 3),
     (128, 128): GradientSm90Tile(48, 128, 3),
 }
-#: Shared memory that the system keeps for itself in every block of threads.
-_RESERVED_SMEM = 1024
 
 
 def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
@@ -400,8 +399,8 @@ def _rows(tiles: Tiles, fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _fits(config: TileConfig, smem_limit: int) -> bool:
     """Whether the blocks of threads that are to share a multiprocessor can."""
-    needed = config.blocks_per_sm * (config.smem_bytes + _RESERVED_SMEM)
-    return needed <= smem_limit + _RESERVED_SMEM
+    needed = config.blocks_per_sm * (config.smem_bytes + RESERVED_SMEM)
+    return needed <= smem_limit + RESERVED_SMEM
 
 
 def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig | None:

@@ -12,7 +12,7 @@ from cuflash._grid import Layout
 from cuflash._problem import Problem
 
 _ROWS = ("q", "out", "lse")  # operands with a row for each query
-_FEW = 64  # rows that one warpgroup, or half of a block's warps, takes
+FEW = 64  # rows that one warpgroup, or half of a block's warps, takes
 
 
 def with_shared_rows(
@@ -27,7 +27,7 @@ def with_shared_rows(
     if alike is None:
         return problem, layouts
     shorter, moved = alike, layouts
-    while shorter.batch and shorter.seqlen_q <= _FEW:
+    while shorter.batch and shorter.seqlen_q <= FEW:
         merged = _merged_last_axis(shorter, moved)
         if merged is None:
             break

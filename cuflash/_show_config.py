@@ -71,7 +71,7 @@ def _gpu_rows() -> dict[str, str]:
     """Describe CuPy, NVRTC, driver and device, each by itself: any of them can be missing."""
     try:
         import cupy
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # its folder of kernels may not be to be made
         reason = "not installed" if isinstance(error, ModuleNotFoundError) else f"broken: {error}"
         fix = 'pip install "cuflash[cuda12]" or "cuflash[cuda13]"'
         absent = dict.fromkeys(("nvrtc", "driver", "device"), "unknown without CuPy")

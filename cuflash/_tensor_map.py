@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash._params import MAP_ALIGNMENT, MAP_BYTES
+
 #: Batch axes that a map holds beside its rows and columns.
 BATCH_AXES = 3
-BYTES = 128
 #: Columns of a box: 128 bytes, the span of the swizzle.
 BOX_COLUMNS = 64
 ALIGNMENT = 16
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
 _CACHED_MAPS = 4096
-_MAP_ALIGNMENT = 64  # of a CUtensorMap
 
 # Values of the enumerations CU_TENSOR_MAP_... of cuda.h.
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
@@ -102,13 +102,13 @@ class Maps:
 
 def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array, where maps are ``available``."""
-    memory, offset = _room(BYTES)
+    memory, offset = _room(MAP_BYTES)
     before, after = _arguments(layout)
     function = _driver_function("cuTensorMapEncodeTiled")
     error = function(ctypes.addressof(memory) + offset, *before, address, *after)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
-    return memory.raw[offset : offset + BYTES]
+    return memory.raw[offset : offset + MAP_BYTES]
 
 
 def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
@@ -118,7 +118,7 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
     ctypes.memmove(first, maps, len(maps))
     function = _driver_function("cuTensorMapReplaceAddress")
     for number, address in enumerate(addresses):
-        error = function(first + BYTES * number, address)
+        error = function(first + MAP_BYTES * number, address)
         if error:
             raise RuntimeError(f"cuTensorMapReplaceAddress: error {error} for {address:#x}")
     return memory.raw[offset : offset + len(maps)]
@@ -126,8 +126,8 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
 
 def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
     """Memory of one call, since threads share none, and where in it a map may begin."""
-    memory = (ctypes.c_char * (size + _MAP_ALIGNMENT))()
-    return memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT
+    memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
+    return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
 
 
 @functools.cache

@@ -237,8 +237,9 @@ def row_behind(config: TileConfig, device: str) -> Row | None:
     """The measured row that a configuration has its tile from; None where it is of the tables."""
     key = key_of(config, device)._replace(replaces="")
     for row in (*in_use().values(), *shipped().values()):
-        own = all(getattr(config, name) == value for name, value in row.values)
-        if own and row.key._replace(replaces="") == key:
+        if row.key._replace(replaces="") != key:  # other kernels have other parameters
+            continue
+        if all(getattr(config, name, None) == value for name, value in row.values):
             return row
     return None
 
@@ -259,7 +260,8 @@ def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
         return with_values(chosen, dict(row.values))
     except ValueError as error:
         raise problem_with(
-            VARIABLE, ValueError, got=f"{row.key.kernel} for {device} with {dict(row.values)}",
+            f"{VARIABLE} or tuning.use", ValueError,
+            got=f"{row.key.kernel} for {device} with {dict(row.values)}",
             expected="a legal tile", fix=str(error).replace("self.", ""),
         ) from None  # fmt: skip
 

@@ -348,12 +348,14 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
     core = _CORES.get(name, 0)
-    if array.ndim > len(whole.batch_shape) + 1 + core:
+    most = len(whole.batch_shape) + 1 + core
+    if not core <= array.ndim <= most:
         raise problem_with(
             name, ValueError, got=f"shape {array.shape}",
-            expected=f"at most {len(whole.batch_shape) + 1 + core} axes, sequences first",
+            expected=f"{core} to {most} axes, sequences first" if core
+            else f"at most {most} axes, sequences first",
         )  # fmt: skip
-    if array.ndim == len(whole.batch_shape) + 1 + core:
+    if array.ndim == most:
         array = array[0 if array.shape[0] == 1 else _number(name, array, s)]
     lengths = {"segment_ids_q": (s.q,), "segment_ids_k": (s.k,)}.get(name, (s.q, s.k))
     for axis, part in zip(range(-core, 0), lengths, strict=False):
@@ -384,7 +386,9 @@ def _own_options(whole: Problem, options: Options, s: Sequence) -> Options:
     for name, part in (("q_lengths", s.q), ("kv_lengths", s.k)):
         length = own.get(name, getattr(options, name))
         if length is not None:
-            own[name] = np.minimum(length, part.stop - part.start)
+            extent = part.stop - part.start
+            plain = isinstance(length, int)  # of any size
+            own[name] = min(length, extent) if plain else np.minimum(length, extent)
     if "segment_ids_q" in own:
         own["segment_ids"] = (own.pop("segment_ids_q"), own.pop("segment_ids_k"))
     return replace(options, **own) if own else options

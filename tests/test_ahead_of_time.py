@@ -40,6 +40,29 @@ def test_kernels_of_a_gradient():
     ]  # fmt: skip
 
 
+def test_a_gradient_in_any_order_has_a_kernel_of_its_own():
+    """But full scores at head size 128: see ``_select_one_pass.py``."""
+    for head_dim, causal in ((64, False), (64, True), (128, False), (128, True), (256, False)):
+        own = replace(WORK, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+        kernels = kernels_of(replace(own, deterministic=False), H100, backward=True)
+        ordered = kernels_of(own, H100, backward=True)
+        assert ordered[2].ordered
+        assert kernels[2].ordered == (head_dim == 128 and not causal)
+        assert replace(kernels[2], ordered=True) == ordered[2]
+        assert kernels[:2] + kernels[3:] == ordered[:2] + ordered[3:]
+    masked = replace(WORK, arrays=("mask",))
+    assert kernels_of(replace(masked, deterministic=False), H100, backward=True) == kernels_of(
+        masked, H100, backward=True
+    )
+
+
+def test_packed_sequences_are_refused_instead_of_taken_for_one():
+    packed = replace(WORK, batch=1, seqlens=(1000, 24))
+    for call in (cuflash.compile, tuning.space):
+        with pytest.raises(ValueError, match="seqlens: got 2 packed sequences, expected none"):
+            call(packed, arch="sm_90a")
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("backward", "arrays"), [(False, ()), (True, ()), (False, ("segment_ids",))]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import (
     _chosen,
     _cli,
@@ -26,6 +29,7 @@ from cuflash import (
     tuning,
 )
 from cuflash._bench import io_model, profiler
+from cuflash._problem import describe
 from cuflash.tuning import _space, _table
 from support.simulated_sweep import DEVICE
 
@@ -66,6 +70,33 @@ def test_the_real_command():
     assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
 
 
+def test_a_bug_report_shows_a_table_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+    for content in (None, "no table"):
+        path = tmp_path / "tiles.json"
+        if content:
+            path.write_text(content)
+        monkeypatch.setenv("CUFLASH_TILES", str(path))
+        _tuned.replace_rows(None)
+        status, out, err = command(capsys, "info", "--json")
+        assert (status, err) == (0, "")
+        told = json.loads(out)["measured tiles"]
+        assert "shipped" in told
+        assert "none of CUFLASH_TILES: " in told
+        assert str(path) in told
+    _tuned.replace_rows(None)
+
+
+def test_a_bug_report_shows_a_cupy_that_cannot_make_its_folder(tmp_path):
+    pytest.importorskip("cupy")
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "cuflash", "info"], capture_output=True, text=True,
+        env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "broken: [Errno" in done.stdout
+
+
 def test_commands_are_listed_and_each_has_examples(capsys):
     status, out, _ = command(capsys, "--help")
     assert status == 0
@@ -101,6 +132,14 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
         (["explain", "--head-dim", "300"], "head_dim 300 on a GPU"),
         (["explain", "--arrays", "colour"], "arrays: got 'colour', expected names among"),
         (["explain", "--window", "3"], "expected LEFT,RIGHT"),
+        (["explain", "--heads-kv", "0"], "heads_kv: got 0, expected a positive int"),
+        (["explain", "--seqlen-k", "0"], "seqlen_k: got 0, expected a positive int"),
+        (["explain", "--head-dim-v", "0"], "head_dim_v: got 0, expected a positive int"),
+        (["explain", "--arch", ""], "arch: got '', expected one of sm_50"),
+        (["tune", "--list", "--arch", ""], "arch: got '', expected one of sm_50"),
+        (["tune", "--parameters", "block_n=,", "--list"], "expected NAME=VALUE,VALUE"),
+        (["cache", "warm", "--arch", "sm_80", "--head-dims", ","], "expected values between"),
+        (["cache", "warm", "--arch", "sm_80", "--dtypes", ""], "expected values between"),
         (["tune", "--parameters", "block_k=1", "--list"], "parameters: got 'block_k'"),
         (["tune", "--parameters", "block_n", "--list"], "expected NAME=VALUE,VALUE"),
         (["tune", "--parameters", "block_n=a", "--list"], "expected NAME=VALUE,VALUE"),
@@ -151,6 +190,29 @@ def test_explain_says_what_was_chosen(capsys):
     assert "b2 h16 8192x8192 d128 causal bfloat16" in text
 
 
+def test_a_problem_is_explained_without_the_memory_that_it_takes(capsys):
+    words = ["explain", "--arch", "sm_90a", "--no-compile", "--io", "--json", "--batch", "64"]
+    status, out, err = command(capsys, *words, "--seqlen", str(2**29 - 1), "--arrays", "mask")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["kernels"][0]["kernel"] == "forward_sm90"
+    status, out, err = command(capsys, *words, "--seqlen", str(2**29))
+    assert (status, out) == (2, "")
+    assert "q, k: got 536870912 queries, 536870912 keys, expected fewer than 2^29 of each" in err
+    status, out, err = command(capsys, *words, "--seqlen", str(10**20))
+    assert (status, out) == (2, "")
+    assert "problem: got an array of 64 x 16 x 100000000000000000000 x 128, expected sizes" in err
+
+
+def test_a_problem_without_its_arrays_is_that_of_the_call():
+    """Layouts, dtypes and options, arrays of pairs included."""
+    work = tuning.Workload(2, 4, 2, 50, 70, 64, 32, "bfloat16", causal=True)
+    for given in ({}, {"arrays": ("mask", "bias", "kv_lengths", "sink")}, {"heads_kv": 4}):
+        own = replace(work, **given)
+        q, k, v, _ = own.inputs(np)[0]
+        options = cuflash.Options(**own.score_options())
+        assert own.problem() == describe(q, k, v, options, precision="ieee")
+
+
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
     config = _chosen.forward(decoding.problem(), H100)
@@ -178,6 +240,60 @@ def test_all_gradients_in_one_pass_are_explained(capsys, head_dim, kernel, tile)
     assert (own["tile"]["block_m"], own["tile"]["block_n"]) == tile
     assert own["tflop"] == pytest.approx(2.5 * found["forward_sm90"]["tflop"])
     assert found["backward_convert"]["tile"] == {}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(capsys, dtype):
+    """A shipped row of one kernel has parameters that others lack."""
+    for arch, head_dim in [(a, d) for a in ("sm_80", "sm_90a") for d in (8, 64, 96, 128, 192, 256)]:
+        words = ["--arch", arch, "--no-compile", "--json", "--backward", "--dtype", dtype]
+        status, out, err = command(capsys, "explain", *words, "--head-dim", str(head_dim))
+        assert (status, err) == (0, "")
+        found = json.loads(out)["kernels"]
+        tiled = [own for own in found if own["tile"]]
+        assert len(tiled) >= 2
+        assert all(own["tile_from"] for own in tiled)
+        _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim), "--unordered")
+        unordered = json.loads(out)
+        assert unordered["kernels"] == found
+        assert unordered["problem"].endswith(" unordered")
+
+
+@pytest.mark.parametrize(
+    ("words", "tables"),
+    [
+        ([], ["_select", "_select_one_pass"]),
+        (["--arrays", "bias"], ["_select"] * 3),
+        (["--dtype", "float32"], ["_select_tf32"] * 4),
+        (["--dtype", "float32", "--head-dim", "256"], ["_tiles"] * 4),
+        (["--dtype", "float64"], ["_tiles"] * 3),
+        (["--dtype", "float64", "--head-dim", "3"], ["_select_narrow", "_tiles", "_tiles"]),
+        (["--arch", "sm_75"], ["_tiles"] * 4),
+        (["--arch", "sm_80"], ["_select"] * 3),
+    ],
+)
+def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):
+    monkeypatch.setattr(_tuned, "shipped", dict)
+    given = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", *words]
+    _, out, _ = command(capsys, "explain", *given)
+    told = [own["tile_from"] for own in json.loads(out)["kernels"] if own["tile"]]
+    assert told == [f"cuflash/{name}.py" for name in tables]
+    assert all((Path(cuflash.__file__).parents[1] / name).is_file() for name in told)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
+    """At wide heads dk and dv have a pass each, which both multiply q with k."""
+    words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", "--dtype", dtype]
+    _, out, _ = command(capsys, "explain", *words, "--head-dim", "192", "--head-dim-v", "128")
+    of = {own["kernel"]: own["tflop"] for own in json.loads(out)["kernels"] if "tflop" in own}
+    dk, dv = (own for own in json.loads(out)["kernels"] if "_dkv_" in own["kernel"])
+    product = next(tflop for name, tflop in of.items() if name.startswith("forward")) / (192 + 128)
+    assert dk["tflop"] == pytest.approx(product * (2 * 192 + 128))
+    assert dv["tflop"] == pytest.approx(product * (192 + 128))
+    size = {"bfloat16": 2, "float32": 4}[dtype]
+    of_keys = 2 * 16 * 8192 * size
+    assert dk["once"] - dv["once"] == of_keys * 192  # dk is written, and v read where dv is written
 
 
 @pytest.mark.parametrize(
@@ -227,8 +343,6 @@ def test_explain_says_what_does_not_compile(capsys, monkeypatch):
     ],
 )  # fmt: skip
 def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
-    from dataclasses import replace
-
     problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
     forward = _chosen.forward(problem, H100).source.endswith("_sm90.cu")
     assert forward == (_chosen.why_portable(problem, H100) == "")
@@ -307,6 +421,40 @@ def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
     status, out, err = command(capsys, "bench", "--render", str(bad))
     assert (status, out) == (2, "")
     assert "bad.json: got something else, expected a result of bench" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("speed", "h100-memory-*", "got no row with TFLOP/s"),
+        ("speed", "h100-io-*", "got no row with TFLOP/s"),
+        ("io", "h100-memory-*", "got no row with bytes of a forward, expected a result of bench"),
+        ("io", "h100-forward-*", "got no row with bytes of a forward, expected a result of bench"),
+        ("memory", "h100-io-*", "got no row with bytes beside the inputs"),
+        ("roofline", "h100-io-*", "got no row with a level of memory, expected a result of bench"),
+    ],
+)
+def test_a_result_of_another_kind_is_not_drawn(capsys, tmp_path, kind, name, message):
+    pytest.importorskip("matplotlib")
+    path = str(sorted(RESULTS.glob(f"{name}.json"))[-1])
+    sweep = str(sorted((RESULTS.parent / "sweeps").glob("*.jsonl"))[0])
+    words = [sweep, "--memory", path] if kind == "roofline" else [path]
+    status, out, err = command(capsys, "plot", kind, *words, "--out", str(tmp_path / "picture"))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"meta": {}, "rows": []}', '{"meta": 1, "rows": []}', '{"rows": [{}]}']
+)
+def test_what_is_no_result_is_not_rendered(capsys, tmp_path, content):
+    bad = tmp_path / "bad.json"
+    bad.write_text(content)
+    for words in (["bench", "--render"], ["plot", "speed"], ["plot", "io"]):
+        status, out, err = command(capsys, *words, str(bad))
+        assert (status, out) == (2, "")
+        assert "bad.json: got something else, expected a result of bench" in err
 
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)

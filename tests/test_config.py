@@ -193,6 +193,23 @@ def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) ->
         replace(CONFIGS[7], **change)
 
 
+def test_scores_ahead_take_a_buffer_more_where_a_block_is_released_late() -> None:
+    """The sources say where: dq waits for the next block first, dk and dv release first."""
+    of_q, of_keys = CONFIGS[6], replace(CONFIGS[7], scores_ahead=True)
+    for config in (of_q, of_keys):
+        assert config.scores_ahead
+        text = (kernels_dir() / config.source).read_text()
+        ahead = text[text.index("void add_block_ahead") :]
+        late = ahead.index("start_scores(") < ahead.index("release_block_before(")
+        assert late == (config is of_q)
+        if late:
+            with pytest.raises(ValueError, match=r"num_stages=2 must be at least 3 with scores"):
+                replace(config, num_stages=2)
+            assert replace(config, num_stages=2, scores_ahead=False).num_stages == 2
+        else:
+            assert replace(config, num_stages=2).num_stages == 2
+
+
 def test_shared_memory_by_hand() -> None:
     assert CONFIGS[0].smem_bytes == 2 * (64 * 96 + 2 * 128 * (96 + 64))
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)

@@ -134,6 +134,8 @@ WRONG = {
     "window of bools": (call(window=(True, None)), TypeError, "window", "pair"),
     "scale NaN": (call(scale=float("nan")), ValueError, "scale", "finite"),
     "scale infinite": (call(scale=np.inf), ValueError, "scale", "finite"),
+    "scale a class": (call(scale=float), TypeError, "scale", "number"),
+    "offset a class": (call(offset=int), TypeError, "offset", "got type"),
     "scale a string": (call(scale="auto"), TypeError, "scale", "number"),
     "scale an array": (call(scale=np.ones(2)), TypeError, "scale", r"shape \(2,\)"),
     "scale on a GPU": (call(scale=OnAGpu()), TypeError, "scale", "float"),
@@ -327,6 +329,12 @@ WRONG = {
     "weights of a bool selection": (
         lambda a: cuflash.weights(a.q, a.k, a.lse, rows=np.ones(5, bool)), TypeError, "rows",
         "integers"),
+    "weights of rows that are not there": (
+        lambda a: cuflash.weights(a.q, a.k, a.lse, rows=[0, 5]), ValueError, "rows",
+        "from 0 to 5.*from -5 to 4"),
+    "weights of keys before the first": (
+        lambda a: cuflash.weights(a.q, a.k, a.lse, cols=np.array([-8])), ValueError, "cols",
+        "from -7 to 6"),
     "weights with a wrong lse": (
         lambda a: cuflash.weights(a.q, a.k, a.lse[0], cols=[0]), ValueError, "lse", "shape"),
 }  # fmt: skip
@@ -359,6 +367,14 @@ def test_wrong_call_is_named(name):
         assert "expected " in message
     for key, value in before.items():
         np.testing.assert_array_equal(getattr(given, key), value)
+
+
+def test_a_selection_may_be_empty_and_count_from_the_end():
+    a = arrays()
+    for nothing in ([], (), np.zeros(0), np.zeros(0, int)):
+        assert cuflash.weights(a.q, a.k, a.lse, rows=nothing).shape == (2, 4, 0, 7)
+    last = cuflash.weights(a.q, a.k, a.lse, rows=[-1, 4, -5])
+    np.testing.assert_array_equal(last, cuflash.weights(a.q, a.k, a.lse, rows=[4, 4, 0]))
 
 
 def test_the_table_is_long_enough():

@@ -11,7 +11,7 @@ import shipped_tiles
 from cuflash import _chosen, _hardware, _select, _tuned, tuning
 from cuflash._compile import compile_static
 from cuflash.tuning import _kernels
-from cuflash.tuning._table import best_row
+from cuflash.tuning._table import best_rows
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
 
@@ -136,7 +136,9 @@ def test_a_bad_row_of_the_variable_is_named_when_it_would_be_used(
 ):
     monkeypatch.setenv("CUFLASH_TILES", str(written(tmp_path, row(values=values))))
     assert chosen(replace(WORK, causal=True)) == table_of(replace(WORK, causal=True))
-    with pytest.raises(ValueError, match="CUFLASH_TILES: got forward_sm90 for NVIDIA") as error:
+    with pytest.raises(
+        ValueError, match=r"CUFLASH_TILES or tuning\.use: got forward_sm90 for"
+    ) as error:
         chosen()
     assert message in str(error.value)
 
@@ -280,6 +282,23 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
 
 
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
+    """Kernels have different parameters: rows of others lack some, and have others."""
+    rows = {}
+    for name, work in PROBLEMS.items():
+        config = tuning.space(work, name, arch="sm_90a").default
+        key = _tuned.key_of(config, H100.name)
+        rows[name] = _tuned.Row(key, tuple(_kernels.tile_of(config).items()), name)
+        if name == kernel:
+            own = config
+    others = {row.key: row for name, row in rows.items() if name != kernel}
+    _tuned.replace_rows(others)
+    assert _tuned.row_behind(own, H100.name) is None
+    _tuned.replace_rows(others | {rows[kernel].key: rows[kernel]})
+    assert _tuned.row_behind(own, H100.name) == rows[kernel]
+
+
 def test_shipped_rows_come_from_the_committed_sweeps():
     assert shipped_tiles.rows() == list(SHIPPED.values())
     assert SHIPPED
@@ -330,7 +349,9 @@ def test_a_tile_is_shipped_only_if_it_is_clearly_faster(tmp_path, monkeypatch):
     result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     gain = result.finals[-1]["default_ms"] / min(result.finals[-1]["ms"].values()) - 1
     assert 0.02 < gain < 0.2
-    kept = {m: dict(best_row(result, m).values)["block_n"] for m in (0.0, gain - 0.01, gain + 0.01)}
+    kept = {
+        m: dict(best_rows(result, m)[0].values)["block_n"] for m in (0.0, gain - 0.01, gain + 0.01)
+    }
     assert list(kept.values()) == [112, 112, table_of().block_n]
 
 
@@ -357,6 +378,127 @@ def test_a_tile_is_shipped_only_if_several_lengths_agree(tmp_path, monkeypatch):
     assert shipped_width() == 96
     swept(long, 112, 128)
     assert shipped_width() == 128  # the two do not agree
+
+
+def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_path, monkeypatch):
+    """Or with itself, once it was shipped."""
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
+
+    def swept(length, block_n):
+        work = replace(WORK, seqlen_q=length, seqlen_k=length)
+        tuning.use(written(tmp_path, row(values={"block_n": block_n, "num_stages": 2})))
+        tried = {"block_m": (128,), "block_n": (64, 96, 112, 128), "num_stages": (2,),
+                 "num_q_stages": (2,), "overlap_quarters": (1,)}  # fmt: skip
+        found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
+        assert found.default.block_n == block_n
+        path = tmp_path / f"{length}.jsonl"
+        path.unlink(missing_ok=True)
+        return tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+
+    def shipped_width():
+        (own,) = shipped_tiles.rows()
+        return dict(own.values)["block_n"]
+
+    swept(2048, 128)
+    swept(4096, 128)
+    assert shipped_width() == 96
+    again = swept(8192, 96)
+    assert dict(best_rows(again, 0.02)[0].values)["block_n"] == 96  # compared with itself
+    assert shipped_width() == 96
+    swept(8192, 64)  # of which the tables of another day may have made a default
+    assert shipped_width() == table_of().block_n == 128
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float32"}, {}, {"arrays": ("segment_ids",)}])
+def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monkeypatch, given):
+    """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    work = replace(WORK, head_dim=192, head_dim_v=192, **given)
+    own = [c for c in _chosen.backward(work.problem(), H100) if "dkv" in c.source]
+    assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
+    found = simulated(tuning.space(work, _kernels.kernel_name(own[0]), arch="sm_90a"))
+    other = next(c for c in found if c.key != found.default_key)
+    found.candidates = [found.candidate(found.default_key), other]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    result.finals[-1]["ms"][other.key] = 0.1
+    for source in (result, tuning.save(result)):
+        with tuning.use(source):
+            tiles = [
+                ",".join(map(str, _kernels.tile_of(c).values()))
+                for c in _chosen.backward(work.problem(), H100)
+                if "dkv" in c.source
+            ]
+            assert tiles == [other.key] * 2
+
+
+def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    work = replace(WORK, causal=True, deterministic=False)
+    found = simulated(tuning.space(work, "backward_sm90", arch="sm_90a"))
+    assert not found.default.ordered
+    found.candidates = [c for c in found if c.config.num_stages == 2]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    other = next(c for c in found if c.key != found.default_key)
+    result.finals[-1]["ms"][other.key] = 0.1
+    with tuning.use(result):
+        tiles = [
+            _kernels.tile_of(_chosen.backward(work.problem(), H100, ordered=ordered)[1])
+            for ordered in (False, True)
+        ]
+    assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
+    named = str(tuning.default_file(found))
+    assert named != str(tuning.default_file(tuning.space(replace(work, deterministic=True))))
+    assert "unordered" in named
+
+
+def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, monkeypatch):
+    """Of the tables' tiles some are for launches that leave multiprocessors idle."""
+    small = H100._replace(name="NVIDIA H100 PCIe", multiprocessors=114)
+    work = replace(WORK, head_dim=64, head_dim_v=64)
+    tables = [_chosen.forward(work.problem(), hardware) for hardware in (H100, small)]
+    assert tables[0] != tables[1]
+    monkeypatch.setenv("SIMULATED_NAME", small.name)
+    monkeypatch.setattr("cuflash.tuning._space.typical", lambda arch: small)
+    found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a"))
+    found.candidates = [c for c in found if c.config.num_stages == 2][:2]
+    monkeypatch.undo()
+    monkeypatch.setenv("SIMULATED_NAME", small.name)
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    result.finals[-1]["default_ms"] = 1e3
+    with tuning.use(tmp_path / "rows.jsonl"):
+        assert tuning.load(tmp_path / "rows.jsonl").header["multiprocessors"] == 114
+    with tuning.use(result):
+        used = _chosen.forward(work.problem(), small)
+        assert _kernels.tile_of(used) == result.best["values"]
+
+
+def test_every_committed_sweep_can_stand_behind_the_table(tmp_path, monkeypatch):
+    for folder in (shipped_tiles.SWEEPS, shipped_tiles.SWEEPS / "other-kernels"):
+        monkeypatch.setattr(shipped_tiles, "SWEEPS", folder)
+        rows = shipped_tiles.rows()
+        paths = sorted(folder.glob("*.jsonl"))
+        assert {r.key.kernel for r in rows} == {tuning.load(path).kernel for path in paths}
+        path = tmp_path / f"{folder.name}.json"
+        _tuned.write(path, rows)
+        assert _tuned.read(path) == rows
+        tuning.use(path)
+        for found in map(tuning.load, paths):
+            with tuning.use(found):
+                used = tuning.space(found.workload, found.kernel, arch="sm_90a").default
+            faster = found.best["values"] if found.best_relative <= 1 else found.default_values
+            assert _kernels.tile_of(used) == faster
+    kernels = {key.kernel for key in _tuned.in_use()}
+    assert kernels >= {"forward_sm90", "backward_sm90", "backward_pair_sm90", "forward_tf32_sm90"}
+
+
+def test_a_sweep_of_another_kernel_is_no_table(tmp_path):
+    header = {"workload": None, "kernel": "sgemm", "parameters": {"x": [1]}, "default": ""}
+    row_of_it = {"key": "1", "values": {"x": 1}, "status": "ok", "ms": 1.0, "relative": 1.0}
+    foreign = tuning.Sweep(header | {"device": H100.name, "arch": ""}, [row_of_it])
+    for put in (tuning.use, tuning.save):
+        with pytest.raises(ValueError, match="got one of sgemm, which is no kernel of this lib"):
+            put(foreign)
 
 
 @pytest.mark.gpu

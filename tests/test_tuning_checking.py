@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _hardware, tuning
+from cuflash import _chosen, _hardware, _tuned, tuning
 from cuflash._ahead import kernels_of
 from cuflash._bench.clock import Measurement
 from cuflash.tuning import _checking, _kernels, _timing
@@ -47,6 +47,40 @@ def test_the_small_problem_cuts_tiles_and_goes_round_rings():
         assert full.seqlen_q % block
         assert full.seqlen_k % block
     assert full.seqlen_k > 8 * 128 * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"causal": True}, {"window": (3000, 0)}, {"arrays": ("segment_ids",)},
+        {"arrays": ("kv_lengths", "sink")}, {"arrays": ("alibi_slopes",)}, {"dropout": 0.25},
+    ],
+)  # fmt: skip
+def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, arch, given):
+    """All but tiles, which are those of the configuration that is checked."""
+    hardware = _hardware.typical(arch)
+    rows = ((1, 32, 4), (1, 8, 8), (16, 8, 1), (64, 8, 2), (65, 8, 2), (4096, 16, 16), (4096, 8, 2))
+    for seqlen_q, heads_q, heads_kv in rows:
+        for head_dim in (64, 256):
+            large = tuning.Workload(
+                1, heads_q, heads_kv, seqlen_q, 4096, head_dim, head_dim, dtype, **given
+            )
+            work = _checking.small(large)
+            assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
+            chains = []
+            for own in (large, work):
+                steps = [_chosen.forward(own.problem(), hardware)]
+                for wanted in ("q", "kv", "qkv"):
+                    steps += _chosen.backward(own.problem(), hardware, frozenset(wanted))
+                chains.append([without_tile(config) for config in steps])
+            assert chains[0] == chains[1]
+
+
+def without_tile(config):
+    kept = {f.name: getattr(config, f.name) for f in fields(config)}
+    return type(config), {n: v for n, v in kept.items() if n not in _tuned.TILE_FIELDS}
 
 
 def test_the_shipped_results_pass(forward):
@@ -187,6 +221,32 @@ def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
     assert bench.compared(0.3).startswith("out of the timed problem differs by")
 
 
+class UnsteadyCalls(HostCalls):
+    """Whose last bits differ from call to call."""
+
+    def on_host(self):
+        self.last_bit = not getattr(self, "last_bit", False)
+        found = {name: array.copy() for name, array in self.results[0].items()}
+        found["out"].view(np.uint32)[...] ^= np.uint32(self.last_bit)
+        return found
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_bits_are_compared_where_they_are_promised(monkeypatch, ordered):
+    scale = type("Scale", (float,), {"ordered": ordered})
+    monkeypatch.setattr(_timing, "Calls", UnsteadyCalls)
+    monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(1.0))
+    monkeypatch.setattr(_timing, "config_from_json", scale)
+    monkeypatch.setattr(_timing, "_on_host", lambda array: array)
+    monkeypatch.setattr(_checking, "small", lambda workload: workload)
+    work = tuning.Workload(1, 1, 1, 60, 60, 16, 16, "float32")
+    request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
+    bench = _timing.Bench(request | {"check": True, "budget_ms": 1.0})
+    wrong = bench.checked(0.25)["wrong"]
+    assert wrong == ("out: other bits when it was run again" if ordered else "")
+    assert bench.checked(0.3)["wrong"].startswith("out: error")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "heads_kv", "number"),
@@ -235,6 +295,19 @@ def test_a_kernel_that_another_replaced_is_swept_on_the_device(tmp_path, dtype, 
     result = tuning.sweep(
         work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=1, time_limit=60.0
     )
+    assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_gradient_in_any_order_is_swept_on_the_device(tmp_path, head_dim):
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "heads_kv": 4, "deterministic": False}
+    work = replace(WORK, seqlen_q=512, seqlen_k=512, **sizes)
+    kernel = "backward_sm90" if head_dim < 256 else "backward_pair_sm90"
+    found = tuning.space(work, kernel)
+    assert not found.default.ordered
+    found.candidates = [found.candidate(found.default_key)]
+    result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=1)
     assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"]
 
 

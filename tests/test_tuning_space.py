@@ -93,6 +93,58 @@ def test_every_other_combination_says_why_it_is_none(kernel):
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "bfloat16", [3], {"batch": 1}])
+def test_what_is_no_problem_is_named(wrong):
+    with pytest.raises(TypeError, match=r"workload: got \w+, expected a cuflash\.tuning\.Workload"):
+        tuning.space(wrong, arch="sm_90a")
+    with pytest.raises(TypeError, match=r"workloads: got \w+, expected a cuflash\.tuning\.Workl"):
+        cuflash.compile(wrong, arch="sm_90a")
+
+
+@pytest.mark.parametrize("wrong", [3, [("block_n", (96,))], {"block_n": 96}, {"block_n": None}])
+def test_values_to_try_are_lists_by_name(wrong):
+    with pytest.raises(TypeError, match=r"parameters: got .*, expected "):
+        tuning.space(WORK, arch="sm_90a", parameters=wrong)
+
+
+def test_a_value_that_is_named_twice_is_tried_once():
+    tried = {"block_n": (128, 96, 128), "num_stages": (2,)}
+    found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    assert found.parameters["block_n"] == (128, 96)
+    keys = [c.key for c in found.candidates]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("tried", "reason"),
+    [
+        ({"num_stages": (1,)}, "num_stages=1 must be at least 2"),
+        ({"overlap_quarters": (9,)}, "overlap_quarters=9 must be from 0 to 4"),
+        ({"block_n": (256,)}, "KiB of shared memory, 227 KiB are there"),
+        ({"block_n": ()}, "got 0 combinations, none of them legal"),
+    ],
+)
+def test_where_nothing_is_legal_the_reason_is_that_of_what_was_asked_for(tried, reason):
+    with pytest.raises(ValueError, match="none of them legal") as error:
+        tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
+    assert reason in str(error.value)
+
+
+def test_tiles_that_would_hang_are_left_out_with_the_reason():
+    """Those of tests/test_tuning_checking.py's sweep of dq at head size 96, among others."""
+    for heads_kv, head_dim in ((2, 96), (8, 64), (8, 128)):
+        work = replace(WORK, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim)
+        found = tuning.space(work, "backward_dq_sm90", arch="sm_90a")
+        legal = {(c.config.num_stages, c.config.scores_ahead) for c in found}
+        assert {(2, False), (3, True)} <= legal
+        assert (2, True) not in legal
+        tried = {"block_m": (128,), "block_n": (64,), "num_stages": (2,), "scores_ahead": (0, 1)}
+        found = tuning.space(work, "backward_dq_sm90", arch="sm_90a", parameters=tried)
+        assert [c.config.scores_ahead for c in found] == [False]
+        (refused,) = (c for c in found.candidates if c.config is None)
+        assert refused.refusal.startswith("num_stages=2 must be at least 3 with scores ahead: ")
+
+
 @pytest.mark.parametrize("kernel", PORTABLE)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("float32", "tf32"),
@@ -157,7 +209,7 @@ def test_every_kernel_travels():
             "forward_sm80",
             {"block_m": (64,), "block_n": (16,), "num_warps": (4,), "blocks_per_sm": (1,)},
         ),
-        ("backward_dq_sm90", {"block_m": (128,), "num_stages": (2,), "block_n": (48,)}),
+        ("backward_dq_sm90", {"block_m": (128,), "num_stages": (3,), "block_n": (48,)}),
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
         ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
@@ -249,7 +301,7 @@ def test_a_number_of_processes_that_is_none_is_refused():
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
         ({"parameters": {"block_n": (100,)}}, "none of them legal"),
-        ({"parameters": {"block_n": (100,)}}, "; 64,100,2,1,0: block_n = 100 must be a positive"),
+        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,2,1: block_n = 100 must be a positive"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

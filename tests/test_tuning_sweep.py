@@ -101,6 +101,21 @@ def test_configurations_that_fail_cost_their_row_alone(tmp_path, trouble):
     assert (tmp_path / "log").read_text().split().count("open") == 4
 
 
+def test_wrong_arguments_are_named_before_a_process_is_started(tmp_path, trouble):
+    for given, kind, message in (
+        ({"time_limit": 0}, ValueError, "time_limit: got 0, expected a positive"),
+        ({"time_limit": -1.0}, ValueError, "time_limit: got -1.0, expected a positive"),
+        ({"budget": 0}, ValueError, "budget: got 0, expected a positive int"),
+        ({"found": [1]}, TypeError, "chosen: got list, expected what tuning.space returns"),
+    ):
+        with pytest.raises(kind, match=message):
+            swept(tmp_path, **given)
+    empty = space_of()
+    empty.candidates = [c for c in empty.candidates if c.config is None]
+    result = tuning.sweep(WORK, empty, file=tmp_path / "rows.jsonl", device_command=DEVICE)
+    assert result.rows == []  # and not all that there is
+
+
 def test_a_device_that_cannot_run_the_default_ends_the_sweep(tmp_path, trouble):
     trouble({"open": "error"})
     with pytest.raises(RuntimeError, match="as shipped: rms error 1"):

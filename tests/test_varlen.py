@@ -305,6 +305,10 @@ WRONG = {
     "past the end": ({"ends_k": np.array([0, 5, 99])}, ValueError, "cu_seqlens_k: .*from 0 to"),
     "of other numbers": ({"ends_k": np.array([0, 5])}, ValueError, "cu_seqlens_k: .*1 sequences"),
     "with a small bias": ({"bias": np.zeros((2, 3))}, ValueError, "bias: .*at least 5"),
+    "with a bias of one axis": ({"bias": np.zeros(9)}, ValueError, r"bias: .*2 to 4 axes"),
+    "with a mask of no axis": ({"mask": np.array(True)}, ValueError, r"mask: .*2 to 4 axes"),
+    "with segments of no axis": (
+        {"segment_ids": (np.array(1), np.array(1))}, ValueError, r"segment_ids_q: .*1 to 3 axes"),
     "with few slopes": (
         {"alibi_slopes": np.zeros((3, HEADS, 1))}, ValueError, "alibi_slopes: .*at most 2 axes"),
 }  # fmt: skip
@@ -320,6 +324,15 @@ def test_wrong_packings_are_named(name):
         cuflash.attention_varlen(
             q, k, v, packing["ends_q"], packing["ends_k"], enable_gqa=True, **rest
         )
+
+
+def test_lengths_that_no_array_holds_end_nothing():
+    """An int of any size is a length, as long as it is none below 0."""
+    _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (7, 3), 0)
+    plain = cuflash.attention_varlen(q, k, v, ends_q, ends_k, enable_gqa=True)
+    for length in (7, 2**31, 2**63, 10**30):
+        own = cuflash.attention_varlen(q, k, v, ends_q, ends_k, kv_lengths=length, enable_gqa=True)
+        np.testing.assert_array_equal(own, plain)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 python tools/shipped_tiles.py [--check]
 
-A sweep's best replaces the tile of cuflash/_select.py only if the last comparison, all in turns,
+A sweep's best replaces the tile of cuflash/_select*.py only if the last comparison, all in turns,
 found it faster by more than MARGIN: two runs of one sweep differ by as much. And only if sweeps of
-several lengths agree on it, since a row holds for every length. Run it, too, after a row of those
+several lengths agree on it, since a row holds for every length, and each compared it with the tile
+of those tables, or with itself where it was shipped by then. Run it, too, after a row of those
 tables changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cuflash import _tuned, tuning  # noqa: E402
-from cuflash.tuning._table import best_row  # noqa: E402
+from cuflash.tuning._table import best_rows, table_rows  # noqa: E402
 
 SWEEPS = ROOT / "benchmarks" / "sweeps"
 TABLE = ROOT / "cuflash" / "tiles.json"
@@ -31,16 +31,20 @@ def rows() -> list[_tuned.Row]:
     swept: dict[_tuned.Key, list[tuning.Sweep]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl")):
         found = tuning.load(path)
-        swept.setdefault(best_row(found).key, []).append(found)
-    return [row_of(swept[key]) for key in sorted(swept)]
+        for row in table_rows(found):
+            swept.setdefault(row.key, []).append(found)
+    return [row_of(key, swept[key]) for key in sorted(swept)]
 
 
-def row_of(sweeps: list[tuning.Sweep]) -> _tuned.Row:
+def row_of(key: _tuned.Key, sweeps: list[tuning.Sweep]) -> _tuned.Row:
     """The tile that all of them found faster, at several lengths, or that of the tables."""
+    of_tables = {row.key: row for row in table_rows(sweeps[0])}[key]
+    faster = [{row.key: row for row in best_rows(found, MARGIN)}[key] for found in sweeps]
+    tiles = {row.values for row in faster}
+    compared = {tuple(found.default_values.items()) for found in sweeps}
     lengths = {found.workload.seqlen_k for found in sweeps}
-    faster = [best_row(found, MARGIN) for found in sweeps]
-    agreed = len({row.values for row in faster}) == 1 and len(lengths) > 1
-    return faster[0] if agreed else best_row(sweeps[0], math.inf)
+    agreed = len(tiles) == 1 and compared <= {*tiles, of_tables.values} and len(lengths) > 1
+    return faster[0] if agreed else of_tables
 
 
 def main() -> int:

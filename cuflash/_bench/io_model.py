@@ -67,8 +67,11 @@ def forward(
     )
 
 
-def least_bytes(work: Workload, kernel: str) -> int:
-    """Every operand of a kernel of ``kernels_cu`` once: what is read, and what is written."""
+def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> int:
+    """Every operand of a kernel of ``kernels_cu`` once: what is read, and what is written.
+
+    ``grads`` are those of dk and dv that a pass for them computes: dv alone does not need v.
+    """
     size = DTYPES[work.dtype].itemsize
     rows, keys = (
         work.batch * work.heads_q * work.seqlen_q,
@@ -80,7 +83,7 @@ def least_bytes(work: Workload, kernel: str) -> int:
         return size * (q + k + v + dout) + _lse_bytes(work) * rows  # out has the size of dout
     if kernel in ONE_PASS:  # adds to float32 sums of dq
         return size * (q + dout + 2 * (k + v)) + 4 * q + 2 * _lse_bytes(work) * rows
-    written = q if "_dq_" in kernel else k + v
+    written = q if "_dq_" in kernel else {"kv": k + v, "k": k, "v": 0}[grads]  # dv in place of v
     return size * (q + dout + k + v + written) + 2 * _lse_bytes(work) * rows
 
 

@@ -231,6 +231,8 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     works = [found.workload for found in sweeps]
     tops = dict(sorted({peak_products(peak, w.dtype, w.precision) for w in works}, reverse=True))
     top = max(tops)
+    if levels and not all({"name", "value"} <= row.keys() for row in levels):
+        raise _without("a level of memory", "bench --memory")
     speed = {row["name"]: float(row["value"]) for row in levels}
     roofs = {"device memory": speed.get("device memory read", peak.gbytes)}
     if "L2 read" in speed:
@@ -282,7 +284,7 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
 
 def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
     """TFLOP/s against length, ours and peers', a panel for each head size and mask."""
-    square = [r for r in result["rows"] if r["pass"] == pass_ and _is_square(r)]
+    square = [r for r in result["rows"] if r.get("pass") == pass_ and _is_square(r)]
     work = Counter(_size(r) for r in square).most_common(1)
     square = [r for r in square if _size(r) == work[0][0]]
     lengths: dict[tuple[int, bool], set[int]] = {}
@@ -316,12 +318,7 @@ def _panels(
     rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any], value: str, unit: str, name: str
 ) -> Figure:
     if not rows:
-        raise problem_with(
-            "result",
-            ValueError,
-            got=f"no row with {unit}",
-            expected="a result of bench that has it",
-        )
+        raise _without(unit, "bench that has it")
     head_dims = sorted({row["head_dim"] for row in rows})
     masks = sorted({row["causal"] for row in rows})
     figure = _figure(max(2.9 * len(head_dims) + 0.9, 5.4), max(2.5 * len(masks) + 1.1, 4.4))
@@ -363,13 +360,22 @@ def _panels(
     return figure
 
 
+def _without(what: str, whose: str) -> Exception:
+    """The error of a result of another kind."""
+    return problem_with(
+        "result", ValueError, got=f"no row with {what}", expected=f"a result of {whose}"
+    )
+
+
 def _short(n: int) -> str:
     return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
 
 
 def movement(result: Mapping[str, Any]) -> Figure:
     """Bytes of forwards against length: the IO model as lines, what ncu counted as marks."""
-    rows = result["rows"]
+    rows = [row for row in result["rows"] if "loaded" in row]
+    if not rows:
+        raise _without("bytes of a forward", "bench --io")
     tiles = sorted({(row["block_m"], row["kernel"]) for row in rows})
     figure = _figure(7.2, 4.8)
     axes = figure.add_subplot()

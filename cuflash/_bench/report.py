@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuflash._bench.machine import device_slug
+from cuflash._bench.machine import META_KEYS, device_slug
 from cuflash._bench.peers import IMPLEMENTATIONS, OURS
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
@@ -90,13 +90,15 @@ def read(path: Path) -> dict[str, Any]:
         raise problem_with(
             str(path), ValueError, got="no JSON", expected="a result of bench"
         ) from None
-    whole = isinstance(result, dict) and {"meta", "rows"} <= set(result)
-    if not whole or not all(isinstance(row, dict) for row in result["rows"]):
+    content: dict[str, Any] = result if isinstance(result, dict) else {}
+    meta, rows = content.get("meta"), content.get("rows", 0)
+    whole = isinstance(meta, dict) and set(META_KEYS) <= set(meta) and isinstance(rows, list)
+    if not whole or not all(isinstance(row, dict) for row in rows):
         raise problem_with(
             str(path), ValueError, got="something else",
             expected='a result of bench, "meta" and "rows"',
         )  # fmt: skip
-    return dict(result)
+    return content
 
 
 def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:

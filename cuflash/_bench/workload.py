@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ PRECISIONS = ("ieee", "tf32")
 ARRAY_OPTIONS = (
     "bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
 )  # fmt: skip
+_OF_PAIRS = ("bias", "mask")
 #: Kernels of all gradients.
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
 TOKENS = 16_384
@@ -107,14 +109,18 @@ class Workload:
         forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
         return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
-    def kernel_flops(self, kernel: str) -> float:
-        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80"."""
+    def kernel_flops(self, kernel: str, grads: str = "kv") -> float:
+        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80".
+
+        ``grads`` are those of dk and dv that a pass for them computes.
+        """
         d, d_v = self.head_dim, self.head_dim_v
         width = d + d_v
         if kernel in ONE_PASS:
             width = 3 * d + 2 * d_v
         elif kernel.startswith("backward"):
-            width = 2 * d + d_v if "_dq_" in kernel else 2 * (d + d_v)
+            keys = {"kv": 2 * (d + d_v), "k": 2 * d + d_v, "v": d + d_v}[grads]
+            width = 2 * d + d_v if "_dq_" in kernel else keys
         return 2 * self.batch * self.heads_q * width * self.visible_pairs()
 
     @property
@@ -145,8 +151,11 @@ class Workload:
         )
         return list(zip(*drawn, strict=True))
 
-    def score_options(self, xp: ModuleType = np) -> dict[str, Any]:
-        """The keywords that cuflash gets; the values of arrays are the same every time."""
+    def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
+        """The keywords that cuflash gets; the values of arrays are the same every time.
+
+        Where they are not to be ``filled``, those with a value for each pair take no memory.
+        """
         options: dict[str, Any] = {"causal": self.causal, "window": self.window}
         options["enable_gqa"] = self.heads_q != self.heads_kv
         options |= {"softcap": self.softcap, "dropout": self.dropout or None}
@@ -155,8 +164,14 @@ class Workload:
         given = {name: value for name, value in given.items() if value is not False}
         if self.arrays:
             random = np.random.default_rng(0)
-            given |= {name: self._array(name, random, xp) for name in self.arrays}
+            for name in self.arrays:
+                described = not filled and name in _OF_PAIRS
+                given[name] = self._described(name) if described else self._array(name, random, xp)
         return given
+
+    def _described(self, name: str) -> np.ndarray:
+        kind = np.dtype(bool) if name == "mask" else DTYPES[self.dtype]
+        return _unfilled((self.seqlen_q, self.seqlen_k), kind)
 
     def _array(self, name: str, random: np.random.Generator, xp: ModuleType) -> Any:
         m, n, heads = self.seqlen_q, self.seqlen_k, self.heads_q
@@ -175,12 +190,18 @@ class Workload:
         return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
 
     def problem(self) -> Problem:
-        """What validation makes of the call; no array is filled."""
+        """What validation makes of the call; no array is filled, and none takes memory."""
+        if self.seqlens:
+            raise problem_with(
+                "seqlens", ValueError, got=f"{len(self.seqlens)} packed sequences",
+                expected="none: their kernels are chosen when they are called",
+            )  # fmt: skip
         kind, batch = DTYPES[self.dtype], self.batch
-        q = np.empty((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
-        k = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)
-        v = np.empty((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
-        return describe(q, k, v, Options(**self.score_options()), precision=self.precision)
+        q = _unfilled((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
+        k = _unfilled((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)
+        v = _unfilled((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
+        options = Options(**self.score_options(filled=False))
+        return describe(q, k, v, options, precision=self.precision)
 
     def __str__(self) -> str:
         heads = str(self.heads_q)
@@ -216,6 +237,17 @@ class Workload:
             if given.get(name) is not None:
                 given[name] = tuple(given[name])
         return cls(**given)
+
+
+def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Stand for an array in C order: what is read of it is its layout."""
+    steps = list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=dtype.itemsize))
+    if steps[-1] * shape[0] >= 1 << 63:
+        raise problem_with(
+            "problem", ValueError, got=f"an array of {' x '.join(map(str, shape))}",
+            expected="sizes whose bytes an address can count",
+        )  # fmt: skip
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, steps[::-1])
 
 
 def _moved(array: Any, dtype: str, xp: ModuleType) -> Any:

@@ -24,11 +24,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     table = show_config(mode="dicts")
     found = _hardware.present()
-    sources = {"shipped": _tuned.shipped(), f"of {_tuned.VARIABLE}": _tuned.in_use()}
-    counts = [f"{len(rows)} {name}" for name, rows in sources.items()]
-    if found is not None:
-        own = [sum(key.device == found.name for key in rows) for rows in sources.values()]
-        counts = [f"{text} ({n} for this device)" for text, n in zip(counts, own, strict=True)]
+    counts = []
+    for name, rows_of in (("shipped", _tuned.shipped), (f"of {_tuned.VARIABLE}", _tuned.in_use)):
+        try:
+            rows = rows_of()
+        except (ValueError, OSError) as error:
+            counts.append(f"none {name}: {error}")
+            continue
+        own = "" if found is None else sum(key.device == found.name for key in rows)
+        counts.append(f"{len(rows)} {name}" + (f" ({own} for this device)" if found else ""))
     table["measured tiles"] = ", ".join(counts)
     if found is not None:
         limits, peak = found.limits, found.peak

@@ -12,15 +12,16 @@ Value = TypeVar("Value")
 
 
 def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """An argparse type: values between commas."""
+    """An argparse type: values between commas, one at least."""
 
     def parse(text: str) -> list[Value]:
         try:
-            return [kind(part) for part in text.split(",") if part]
+            found = [kind(part) for part in text.split(",") if part]
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected values between commas"
-            ) from None
+            found = []
+        if not found:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected values between commas")
+        return found
 
     return parse
 
@@ -58,6 +59,9 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")
+    group.add_argument(
+        "--unordered", action="store_true", help="a gradient with deterministic=False"
+    )
     group.add_argument("--window", type=sides, metavar="LEFT,RIGHT")
     group.add_argument("--softcap", type=float)
     group.add_argument("--dropout", type=float, default=0.0)
@@ -69,17 +73,22 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 def problem_of(arguments: argparse.Namespace) -> Workload:
     """The problem that :func:`add_problem` describes."""
+
+    def given(value: int | None, default: int) -> int:
+        return default if value is None else value
+
     return Workload(
         batch=arguments.batch,
         heads_q=arguments.heads,
-        heads_kv=arguments.heads_kv or arguments.heads,
+        heads_kv=given(arguments.heads_kv, arguments.heads),
         seqlen_q=arguments.seqlen,
-        seqlen_k=arguments.seqlen_k or arguments.seqlen,
+        seqlen_k=given(arguments.seqlen_k, arguments.seqlen),
         head_dim=arguments.head_dim,
-        head_dim_v=arguments.head_dim_v or arguments.head_dim,
+        head_dim_v=given(arguments.head_dim_v, arguments.head_dim),
         dtype=arguments.dtype,
         precision=arguments.precision,
         causal=arguments.causal,
+        deterministic=not arguments.unordered,
         window=arguments.window,
         softcap=arguments.softcap,
         dropout=arguments.dropout,

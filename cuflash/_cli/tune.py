@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         work, arguments.kernel, arch=arguments.arch, parameters=_parameters(arguments.parameters)
     )
     present = _hardware.present()
-    if arguments.list or arguments.arch or present is None:
+    if arguments.list or arguments.arch is not None or present is None:
         _list(found, arguments)
-        if arguments.list or arguments.arch:
+        if arguments.list or arguments.arch is not None:
             return 0
         print(
             "nothing was timed: no NVIDIA device can be used here; the same command on a machine "
@@ -97,7 +97,7 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
             found[name] = listed(int)(values)
         except argparse.ArgumentTypeError:
             sign = ""
-        if not sign or not found[name]:
+        if not sign:
             raise ValueError(f"parameters: got {text!r}, expected NAME=VALUE,VALUE")
     return found
 

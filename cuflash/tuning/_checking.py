@@ -17,6 +17,7 @@ from ml_dtypes import finfo
 from cuflash import reference
 from cuflash._bench.peers import AGREEMENT
 from cuflash._bench.workload import DTYPES, Workload
+from cuflash._shared_keys import FEW
 
 Results = dict[str, np.ndarray]
 _ROWS, _KEYS = 700, 2300
@@ -33,11 +34,20 @@ class Errors:
 
 
 def small(workload: Workload) -> Workload:
-    """The problem that is compared with the definition."""
-    group = min(workload.heads_q // workload.heads_kv, 2)
+    """The problem that is compared with the definition, of the same kernels and options.
+
+    So few rows stay as few: heads that share keys are rows of one tile then, and others are not.
+    """
+    group, heads_kv = workload.heads_q // workload.heads_kv, 1
+    few = workload.seqlen_q <= FEW
+    if few:
+        heads_kv = min(workload.heads_kv, 2)
+    else:
+        group = min(group, 2)
     keys = _ROWS if workload.seqlen_q == workload.seqlen_k and workload.causal else _KEYS
     return replace(
-        workload, batch=2, heads_kv=1, heads_q=group, seqlen_q=_ROWS, seqlen_k=keys
+        workload, batch=2, heads_kv=heads_kv, heads_q=heads_kv * group,
+        seqlen_q=workload.seqlen_q if few else _ROWS, seqlen_k=keys,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ _COMMAND = (sys.executable, "-m", "cuflash.tuning._compiling")
 #: Seconds for one kernel: the slowest takes ten of a busy core.
 TIME_LIMIT = 120.0
 #: Called with how many of how many kernels are ready.
-Progress = Callable[[int, int], None]
+Counted = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def compile_all(
     *,
     processes: int | None = None,
     time_limit: float = TIME_LIMIT,
-    progress: Progress | None = None,
+    progress: Counted | None = None,
     shared: Path | None = None,
 ) -> dict[Any, Facts]:
     """Compile on all cores what the store of kernels lacks, and tell the facts of each.

@@ -50,6 +50,12 @@ class Sweep:
         return str(self.header["device"])
 
     @property
+    def default_values(self) -> dict[str, int]:
+        """The tile that all were compared with."""
+        values = map(int, self.header["default"].split(","))
+        return dict(zip(self.header["parameters"], values, strict=True))
+
+    @property
     def done(self) -> set[str]:
         """Keys of the configurations that have a row."""
         return {row["key"] for row in self.rows}

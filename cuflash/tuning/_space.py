@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cuflash import _chosen
 from cuflash._bench.workload import Workload
-from cuflash._config import TileConfig
+from cuflash._config import RESERVED_SMEM, TileConfig
 from cuflash._errors import problem_with
 from cuflash._hardware import Hardware, present, typical
-from cuflash.tuning._facts import TIME_LIMIT, Facts, Progress, compile_all
+from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     PARAMETERS,
     kernel_name,
@@ -21,8 +22,6 @@ from cuflash.tuning._kernels import (
     tile_of,
     with_tile,
 )
-
-_RESERVED_SMEM = 1024  # that the system takes in every block of threads
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Space:
         *,
         processes: int | None = None,
         time_limit: float = TIME_LIMIT,
-        progress: Progress | None = None,
+        progress: Counted | None = None,
     ) -> dict[str, Facts]:
         """Static facts of the legal combinations, compiled in parallel; needs no GPU."""
         wanted = {c.key: c.config for c in chosen or self if c.config is not None}
@@ -138,6 +137,16 @@ def space(
     >>> found.kernel, found.default_key in found
     ('forward_sm90', True)
     """
+    if not isinstance(workload, Workload):
+        raise problem_with(
+            "workload", TypeError, got=type(workload).__name__,
+            expected="a cuflash.tuning.Workload",
+        )  # fmt: skip
+    if not isinstance(parameters, Mapping | None):
+        raise problem_with(
+            "parameters", TypeError, got=type(parameters).__name__,
+            expected="a mapping of names to values",
+        )  # fmt: skip
     hardware = typical(arch) if arch is not None else present() or typical("sm_90")
     default = default_config(workload, kernel, hardware)
     shipped = tile_of(default)  # whatever the list says
@@ -150,41 +159,58 @@ def space(
             raise problem_with(
                 "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
             )
-        tried[name] = tuple(values)
+        if not isinstance(values, Iterable):
+            raise problem_with(
+                "parameters", TypeError, got=f"{name} = {values!r}", expected="values in a list"
+            )
+        tried[name] = tuple(dict.fromkeys(values))
     candidates = [
         _candidate(default, dict(zip(tried, values, strict=True)), hardware)
         for values in itertools.product(*tried.values())
     ]
     if all(c.config is None for c in candidates):
+        own = tuple(shipped.values())
+        nearest = max(candidates, key=lambda c: sum(map(operator.eq, c.values, own)), default=None)
         raise problem_with(
             "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",
-            expected="at least one that is", fix=f"{candidates[0].key}: {candidates[0].refusal}",
+            expected="at least one that is",
+            fix=f"{nearest.key}: {nearest.refusal}" if nearest else "",
         )  # fmt: skip
     return Space(workload, kernel_name(default), hardware, default, tried, candidates)
 
 
 def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> TileConfig:
     """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
+    return default_configs(workload, kernel, hardware)[0]
+
+
+def default_configs(
+    workload: Workload, kernel: str | None, hardware: Hardware
+) -> tuple[TileConfig, ...]:
+    """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
     problem = workload.problem()
     if kernel is None:
         chosen = _chosen.forward(problem, hardware)
         tunable = type(chosen) in PARAMETERS
-        return chosen if tunable else _chosen.forward(problem, hardware, portable=True)
+        return (chosen if tunable else _chosen.forward(problem, hardware, portable=True),)
     kind = kernel_type(kernel)
     portable = kernel.endswith("_sm80")
-    found: list[Any] = [_chosen.forward(problem, hardware, portable=portable)]
+    calls: list[list[Any]] = [[_chosen.forward(problem, hardware, portable=portable)]]
     if kernel.startswith("backward"):
-        found = [
-            config
+        calls = [
+            _chosen.backward(
+                problem, hardware, frozenset(wanted),
+                portable=portable, ordered=workload.deterministic,
+            )
             for wanted in ("q", "kv", "qkv")  # all three at once may be one pass
-            for config in _chosen.backward(problem, hardware, frozenset(wanted), portable=portable)
-        ]
-    for config in found:
-        if type(config) is kind:
-            return config
+        ]  # fmt: skip
+    for configs in calls:
+        own = tuple(config for config in configs if type(config) is kind)
+        if own:
+            return own
     raise problem_with(
         "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
-        expected=f"a kernel that serves this problem there: {kernel_name(found[-1])}",
+        expected=f"a kernel that serves this problem there: {kernel_name(calls[-1][-1])}",
     )  # fmt: skip
 
 
@@ -203,7 +229,7 @@ def _too_large(config: TileConfig, hardware: Hardware) -> str:
     limits, blocks = hardware.limits, config.blocks_per_sm
     if config.smem_bytes > limits.block_smem:
         return f"{_kib(config.smem_bytes)} of shared memory, {_kib(limits.block_smem)} are there"
-    if blocks * (config.smem_bytes + _RESERVED_SMEM) > limits.multiprocessor_smem:
+    if blocks * (config.smem_bytes + RESERVED_SMEM) > limits.multiprocessor_smem:
         return (
             f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, a "
             f"multiprocessor has {_kib(limits.multiprocessor_smem)}"

@@ -102,7 +102,15 @@ def sweep(
     """
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise problem_with("budget", ValueError, got=repr(budget), expected="a positive int")
-    chosen = chosen or space(workload)
+    if time_limit <= 0:
+        raise problem_with(
+            "time_limit", ValueError, got=repr(time_limit), expected="a positive number of seconds"
+        )
+    chosen = space(workload) if chosen is None else chosen
+    if not isinstance(chosen, Space):
+        raise problem_with(
+            "chosen", TypeError, got=type(chosen).__name__, expected="what tuning.space returns"
+        )
     if chosen.workload != workload:
         raise problem_with(
             "chosen", ValueError, got=f"a space of {chosen.workload}", expected=f"one of {workload}"
@@ -159,6 +167,7 @@ class _Running:
             "kernel": self.space.kernel,
             "parameters": {name: list(v) for name, v in self.space.parameters.items()},
             "default": self.space.default_key,
+            "multiprocessors": self.space.hardware.multiprocessors,
             **described,
             "kernels": _source.digest(),
             "source": _source.digest_of(self.space.default.source),
@@ -274,7 +283,8 @@ def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     if work.head_dim_v != work.head_dim:
         dims += f"-{work.head_dim_v}"
     words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
-    words += ["causal"] * work.causal
+    words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
+    words += ["unordered"] * (not work.deterministic)
     words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
     words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
     words.append(f"{work.seqlen_q}x{work.seqlen_k}")

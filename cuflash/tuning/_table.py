@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +15,7 @@ from cuflash._errors import problem_with
 from cuflash._hardware import present, typical
 from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
-from cuflash.tuning._space import default_config
+from cuflash.tuning._space import default_config, default_configs
 
 
 class Use:
@@ -71,7 +72,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
         _put({})
         return Use(before)
     if isinstance(file, Sweep):
-        rows, where = [best_row(file)], "sweep"
+        rows, where = best_rows(file), "sweep"
     else:
         rows, where = rows_of(Path(file)), str(file)
     for row in rows:
@@ -100,20 +101,43 @@ def rows_of(path: Path) -> list[_tuned.Row]:
     with open(path, encoding="utf-8", errors="replace") as file:
         first = file.readline()
     if '"kind": "sweep"' in first:
-        return [best_row(load(path))]
+        return best_rows(load(path))
     return _tuned.read(path)
 
 
-def best_row(found: Sweep, margin: float = 0.0) -> _tuned.Row:
-    """The best of a sweep as a row, or the tile of the tables unless faster by ``margin``."""
-    header, best = found.header, found.best
-    of_tables = typical(header["arch"])._replace(name="")  # no measured row is for it
-    config = default_config(found.workload, found.kernel, of_tables)
-    values = dict(best["values"])
-    if found.finals and found.best_relative * (1 + margin) > 1:
-        values = tile_of(config)
+def best_rows(found: Sweep, margin: float = 0.0) -> list[_tuned.Row]:
+    """The best of a sweep as rows, one for each pass that was timed with it.
+
+    It is the tile that all were compared with unless another is faster by ``margin``.
+    """
+    faster = found.best_relative * (1 + margin) <= 1
+    return _rows(found, found.best["values"] if faster else found.default_values)
+
+
+def table_rows(found: Sweep) -> list[_tuned.Row]:
+    """Rows of the problem of a sweep that hold what the tables have."""
+    return _rows(found, None)
+
+
+def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[_tuned.Row]:
+    header = found.header
+    if header["workload"] is None:
+        raise problem_with(
+            "sweep", ValueError, got=f"one of {found.kernel}, which is no kernel of this library",
+            expected="a sweep of cuflash's kernels",
+        )  # fmt: skip
+    like = typical(header["arch"])
+    processors = header.get("multiprocessors", like.multiprocessors)
+    of_tables = like._replace(name="", multiprocessors=processors)  # no measured row is for it
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
-    return _tuned.Row(_tuned.key_of(config, found.device), tuple(values.items()), measured)
+    return [
+        _tuned.Row(
+            _tuned.key_of(config, found.device),
+            tuple((values or tile_of(config)).items()),
+            measured,
+        )
+        for config in default_configs(found.workload, found.kernel, of_tables)
+    ]
 
 
 def _check(row: _tuned.Row, where: str) -> None:
@@ -150,6 +174,6 @@ def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
     """Keep the best of a sweep in a file of tiles, this user's by default; return its path."""
     path = user_table() if file is None else Path(file)
     rows = {row.key: row for row in (_tuned.read(path) if path.exists() else [])}
-    row = best_row(found)
-    _tuned.write(path, (rows | {row.key: row}).values())
+    rows |= {row.key: row for row in best_rows(found)}
+    _tuned.write(path, rows.values())
     return path
