@@ -586,9 +586,10 @@ class BackwardOnePassConfig(BackwardSm90Config):
 
     def __post_init__(self) -> None:
         BackwardSm90Config.__post_init__(self)
-        parts = self.block_m * self.head_dim // 64**2
-        if self.block_m % 64 or self.head_dim % 64 or parts != 2:
-            raise ValueError(f"{self.block_m=} by {self.head_dim=} must be two 64 x 64 parts of dq")
+        if self.block_m % 64 or self.block_m // 64 * -(-self.head_dim // 64) != 2:
+            raise ValueError(
+                f"{self.block_m=} by {self.head_dim=} must be two parts of dq: 64 rows, 64 columns"
+            )
 
     @property
     def smem_bytes(self) -> int:

@@ -273,7 +273,7 @@ struct QueryGradient {
     if (warp_agrees(slice < sums.slices(block, 0))) {
 #pragma unroll
       for (int i = 0; i < own_panels; ++i) {
-        DqSums::Slice& to = sums.part(block, ptx::cluster_rank() * own_panels + i)[slice];
+        DqSlice<8>& to = sums.slice<8>(block, ptx::cluster_rank() * own_panels + i, slice);
         const auto& acc = reinterpret_cast<const float (&)[8][4]>(dq_acc[0][8 * i]);
         if (warp_agrees(is_first)) {
           to.write(acc, lane_index());
