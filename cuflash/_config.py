@@ -614,8 +614,8 @@ class BackwardPairConfig(BackwardOnePassConfig):
         BackwardSm90Config.__post_init__(self)
         if self.block_m != 64 or self.block_n != 64 or self.keys_in_registers:
             raise ValueError("a warpgroup holds 64 queries by 64 keys, and no keys in registers")
-        if self.head_dim % 128 or self.head_dim_v % 128:
-            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be halved by 64")
+        if self.head_dim % 64 or self.head_dim_v % 64 or self.head_dim < 128:
+            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be panels of 64")
 
     @property
     def own_rows(self) -> int:

@@ -54,7 +54,7 @@ def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -
         return device.launched
 
 
-@pytest.mark.parametrize("head_dim", sorted(d for d, _ in _select_one_pass.TILES))
+@pytest.mark.parametrize("head_dim", sorted({d for d, _ in _select_one_pass.TILES}))
 def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
     """Also of ragged rows; blocks that see no key are zero, whatever lies there."""
     entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
