@@ -140,7 +140,7 @@ struct Consumer {
         last_product<Keys::all>();
       }
     } else {
-      release_q(true);
+      release_unread_q();
     }
 #pragma unroll 1
     for (; block >= rows.tile.begin; --block) skip_block();
@@ -156,7 +156,7 @@ struct Consumer {
     clear(o_acc);
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
     int block = visited.last_from(blocks.end - 1);
-    if (warp_agrees(block < blocks.begin)) return release_q(true);
+    if (warp_agrees(block < blocks.begin)) return release_unread_q();
     bool masked = blocks.masked(block) || !visited.of_one_segment(block);
     int next = visited.next_before(block);
     first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
@@ -352,6 +352,12 @@ struct Consumer {
   // Where out is staged in q, it is the store warp that releases it.
   __device__ __forceinline__ void release_q(bool last) {
     if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads_warpgroup());
+  }
+
+  // Without a product between: all threads of the warpgroup are past their wait for q.
+  __device__ __forceinline__ void release_unread_q() {
+    if constexpr (!stages_out) ptx::named_barrier_sync(first_together + warpgroup, 128);
+    release_q(true);
   }
 
   // Raw products become weights, relative to the rows' reference.
