@@ -74,8 +74,9 @@ struct RowChunk {
     if constexpr (Config::grad_lse) {
       delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
     }
-    const bool is_far = fabs(lse) >= far_from_0 && lse != infinity();
-    return {is_far && params.recomputes_far_rows ? infinity() - infinity() : lse, delta};
+    const Real least = params.recomputes_far_rows ? far_from_0 : infinity();
+    const bool is_far = fabs(lse) >= least && lse != infinity();
+    return {is_far ? infinity() - infinity() : lse, delta};
   }
 };
 
