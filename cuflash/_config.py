@@ -596,9 +596,10 @@ class BackwardOnePassConfig(BackwardSm90Config):
 
     def __post_init__(self) -> None:
         BackwardSm90Config.__post_init__(self)
-        parts = self.block_m * self.head_dim // 64**2
-        if self.block_m % 64 or self.head_dim % 64 or parts != 2:
-            raise ValueError(f"{self.block_m=} by {self.head_dim=} must be two 64 x 64 parts of dq")
+        if self.block_m % 64 or self.block_m // 64 * -(-self.head_dim // 64) != 2:
+            raise ValueError(
+                f"{self.block_m=} by {self.head_dim=} must be two parts of dq: 64 rows, 64 columns"
+            )
 
     @property
     def smem_bytes(self) -> int:
@@ -623,8 +624,8 @@ class BackwardPairConfig(BackwardOnePassConfig):
         BackwardSm90Config.__post_init__(self)
         if self.block_m != 64 or self.block_n != 64 or self.keys_in_registers:
             raise ValueError("a warpgroup holds 64 queries by 64 keys, and no keys in registers")
-        if self.head_dim % 128 or self.head_dim_v % 128:
-            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be halved by 64")
+        if self.head_dim % 64 or self.head_dim_v % 64 or self.head_dim < 128:
+            raise ValueError(f"{self.head_dim=} and {self.head_dim_v=} must be panels of 64")
 
     @property
     def own_rows(self) -> int:

@@ -112,6 +112,7 @@ DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     ("seqlen_q", np.int32),
     ("head_dim_v", np.int32),
+    ("recomputes_far_rows", np.int32),
 )
 SEGMENT_BOUNDS_POINTERS = ("ids_q", "ids_k", "bounds_q", "bounds_k")
 SEGMENT_BOUNDS = _struct(
@@ -122,8 +123,8 @@ SEGMENT_BOUNDS = _struct(
     ("num_ids_k", np.int32),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums", "turns"),
-    ("dout", "q", "k", "v", "rows", "dq", "dk", "dv", "sums"),
+    ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums", "turns"),
+    ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
     ("head_dim", np.int32),
     ("head_dim_v", np.int32),
 )

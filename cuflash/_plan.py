@@ -99,6 +99,7 @@ def plan_launch(
         _score_params.fill(filled["score"], problem)
     else:
         filled["seqlen_q"] = problem.seqlen_q
+        filled["recomputes_far_rows"] = _score_params.recomputes_far_rows(problem)
     pointers = struct.Struct(f"<{len(names)}Q")
     return Launch(
         kernel=compile_kernel(config, device),

@@ -98,13 +98,18 @@ def write(
 
 
 def write_sink(
-    problem: Problem, rows: Array, sink: Array, gradient: Array, ends: Array | None
+    problem: Problem, rows: Array, lse: Array, sink: Array, gradient: Array, ends: Array | None
 ) -> None:
-    """Write the gradient of the sink, from lse and delta of every query."""
+    """Write the gradient of the sink, from lse and delta of every query.
+
+    Of its statistics in ``rows`` a query that sees nothing has a delta of 0.
+    """
     dtype = problem.lse_dtype
     count = 2 * math.prod(problem.batch) * problem.seqlen_q
     statistics = rows[: dtype.itemsize * count].view(dtype)
-    lse, delta = cupy.moveaxis(statistics.reshape(*problem.batch, problem.seqlen_q, 2), -1, 0)
+    delta = statistics.reshape(*problem.batch, problem.seqlen_q, 2)[..., 1]
+    lse = lse.reshape(delta.shape)
+    lse = cupy.where(cupy.isneginf(lse), np.inf, lse)
     if sink.dtype == np.float64 != dtype:  # what is finite stays so
         limit = float(np.finfo(np.float32).max)
         sink = cupy.where(cupy.isinf(sink), sink, cupy.clip(sink, -limit, limit))

@@ -65,6 +65,12 @@ def fill(score: Any, problem: Problem) -> None:
         score["inverse_softcap"] = problem.scale / softcap
 
 
+def recomputes_far_rows(problem: Problem) -> bool:
+    """Whether kernels compute rows far from 0 pair by pair: ``Score`` in ``score.cuh`` says why."""
+    formula = problem.formulas is not None and problem.formulas.score_mod
+    return problem.dtype == np.float64 or (problem.bias is None and not formula)
+
+
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
     apart = (*_FORMULA_ARRAYS, *_BOUNDS)

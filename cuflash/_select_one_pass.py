@@ -21,7 +21,10 @@ class OnePassTile(NamedTuple):
 
 TILES: dict[tuple[int, int], OnePassTile] = {
     (64, 64): OnePassTile(128, 128, 2, True),
+    (96, 96): OnePassTile(64, 128, 3, False),
     (128, 128): OnePassTile(64, 128, 2, False),
+    (192, 128): OnePassTile(64, 64, 3, False),
+    (192, 192): OnePassTile(64, 64, 3, False),
     (256, 256): OnePassTile(64, 64, 2, False),
 }
 
@@ -71,4 +74,5 @@ def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
 def convert_config(config: BackwardOnePassConfig) -> BackwardConvertConfig:
     """Choose the kernel that scales and rounds the sums of dq."""
     own = {f.name: getattr(config, f.name) for f in fields(BackwardConvertConfig)}
-    return BackwardConvertConfig(**own | {"num_warps": config.block_m * config.head_dim // 1024})
+    panels = -(-config.head_dim // 64)
+    return BackwardConvertConfig(**own | {"num_warps": config.block_m // 16 * panels})

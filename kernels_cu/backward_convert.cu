@@ -13,15 +13,16 @@ namespace cuflash {
 static_assert(Config::num_warps == 4 * DqSums::parts, "a warp for each slice");
 
 // Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
+template <int tiles>
 __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
                                                   const BatchIndex& entry, int block, bool sees) {
   const int part = warp_index() / 4, slice = warp_index() % 4;
   const DqSums sums(params, entry);
   if (slice >= sums.slices(block, part)) return 0;
-  float acc[8][4] = {};
-  if (sees) sums.part(block, part)[slice].read(acc, lane_index());
+  float acc[tiles][4] = {};
+  if (sees) sums.slice<tiles>(block, part, slice).read(acc, lane_index());
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
+  for (int t = 0; t < tiles; ++t) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[t][i] += 0.0f;  // what no key contributes to is +0
   }
@@ -45,8 +46,14 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const int first_row = tile.block * Config::block_m;
   const BlockRanges blocks =
       Score(params.score, entry).kv_blocks(first_row, first_row + Config::block_m);
-  const uint32_t broken =
-      convert_slice(params, entry, tile.block, warp_agrees(blocks.begin < blocks.end));
+  const bool sees = warp_agrees(blocks.begin < blocks.end);
+  constexpr int last_tiles = DqSums::tiles(DqSums::parts - 1);
+  uint32_t broken = 0;
+  if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqSums::parts - DqSums::row_parts)) {
+    broken = convert_slice<8>(params, entry, tile.block, sees);
+  } else {
+    broken = convert_slice<last_tiles>(params, entry, tile.block, sees);
+  }
   __syncthreads();  // a row was written by several warps, and an exact one by one
   const int part = warp_index() / 4;
   const int row = first_row + part % DqSums::row_parts * 64 + warp_index() % 4 * 16;

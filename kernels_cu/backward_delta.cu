@@ -3,7 +3,8 @@
 //
 // A group of neighbouring lanes reads one row, several at once, so that enough is on its way. Rows
 // that saw nothing (lse = -inf) get (+inf, 0), whatever their dout holds. A sink gives such a row a
-// finite lse: there its out of 0 tells.
+// finite lse: there its out of 0 tells. Rows far from 0 get (NaN, delta): all results that they
+// reach become NaN, and are computed again.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -73,7 +74,9 @@ struct RowChunk {
     if constexpr (Config::grad_lse) {
       delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
     }
-    return {lse, delta};
+    const Real least = params.recomputes_far_rows ? far_from_0 : infinity();
+    const bool is_far = fabs(lse) >= least && lse != infinity();
+    return {is_far ? infinity() - infinity() : lse, delta};
   }
 };
 

@@ -10,7 +10,7 @@
 //
 // A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
 // one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
-// over queries are left to be added up.
+// over queries are left to be added up. Queries far from 0 join sums at the end, pair by pair.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -20,6 +20,7 @@
 #include "score.cuh"
 #include "segments.cuh"
 #include "dropout.cuh"
+#include "exact.cuh"
 #include "ptx/special.cuh"
 
 namespace cuflash {
@@ -105,13 +106,13 @@ __device__ __forceinline__ Real contribution(const Score& score, Real ds, Real p
   }
 }
 
-// Adds the pairs of one block.
+// Adds the pairs of one block but those of queries far from 0, of which `any_far` tells.
 template <bool masked>
 __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
                                           const Real (&s_acc)[slices][tiles][4],
                                           const Real (&dp_acc)[slices][tiles][4],
                                           const RowStatistics* statistics, const Score& score,
-                                          int first_row, int first_key) {
+                                          int first_row, int first_key, bool& any_far) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -121,8 +122,12 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane_row + 16 * s + 8 * half;
-      const RowStatistics row =
-          q_idx < score.seqlen.q ? statistics[q_idx] : RowStatistics{infinity(), 0};
+      RowStatistics row{infinity(), 0};
+      if (q_idx < score.seqlen.q) row = statistics[q_idx];
+      if (is_quiet_nan(row.lse)) {
+        any_far = true;
+        row.lse = infinity();
+      }
       // Relative to this lane's first column, so that columns are compared as constants.
       const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
       ColumnBits seen;
@@ -152,7 +157,7 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
 __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMemory& smem,
                                           const BatchIndex& entry, const Score& score,
                                           int first_row, int first_key, bool masked,
-                                          Real (&acc)[slices][tiles][4]) {
+                                          Real (&acc)[slices][tiles][4], bool& any_far) {
   const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
@@ -177,15 +182,18 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
   drop_gradients(dp_acc, score, first_row + warp_row, first_key);
   const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
   if (masked) {
-    add_pairs<true>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
+    add_pairs<true>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key,
+                    any_far);
   } else {
-    add_pairs<false>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
+    add_pairs<false>(acc, s_acc, dp_acc, statistics, score, first_row + warp_row, first_key,
+                     any_far);
   }
 }
 
 // Adds the blocks of the owner's `index`-th batch entry.
 __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int sequence, Real (&acc)[slices][tiles][4]) {
+                                           int index, int sequence, Real (&acc)[slices][tiles][4],
+                                           bool& any_far) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
@@ -205,7 +213,54 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   for (int block = visited.first_from(begin); block < end; block = visited.next_after(block)) {
     const bool masked = blocks.masked(block) || !visited.of_one_segment(block);
     add_block(params, smem, entry, score, streams_queries ? block * Config::block_m : first_row,
-              streams_queries ? first_key : block * Config::block_n, masked, acc);
+              streams_queries ? first_key : block * Config::block_n, masked, acc, any_far);
+  }
+}
+
+// Adds the pairs of queries far from 0 to stored sums. A sum belongs to one warp.
+__device__ __noinline__ void add_far_rows(const BackwardParams& params, int index, int sequence,
+                                          Real* sums) {
+  constexpr bool of_keys = Config::sums_to == SumsTo::keys;
+  const Work work = Work::of_this_block(params);
+  const BatchIndex entry = work.entry(params, index, sequence);
+  const Score score(params.score, entry);
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
+  const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
+  Range rows{0, score.seqlen.q}, own_keys{0, score.seqlen.k};
+  if constexpr (!streams_queries) {
+    rows.begin = work.m_block * Config::block_m;
+    rows.end = min(rows.end, rows.begin + Config::block_m);
+  }
+  if constexpr (Config::sums_to != SumsTo::queries) {
+    own_keys.begin = work.n_block * Config::block_n;
+    own_keys.end = min(own_keys.end, own_keys.begin + Config::block_n);
+  }
+  QkColumns q, k;
+  VColumns v, dout;
+#pragma unroll 1
+  for (int q_idx = rows.begin; q_idx < rows.end; ++q_idx) {
+    if (!of_keys && q_idx % Config::num_warps != warp_index()) continue;
+    const ExactRow row(params, entry, first_q + q_idx);
+    if (warp_agrees(!row.is_far)) continue;
+    q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
+    dout.load(RowSource(params.dout, params.dout_layout, entry, first_q, params.head_dim_v), q_idx);
+    const Range keys = score.kv_range(q_idx, q_idx + 1);
+    const int end = min(keys.end, own_keys.end);
+#pragma unroll 1
+    for (int kv_idx = max(keys.begin, own_keys.begin); kv_idx < end; ++kv_idx) {
+      if (of_keys && kv_idx % Config::num_warps != warp_index()) continue;
+      if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
+      k.load(k_rows, kv_idx);
+      v.load(v_rows, kv_idx);
+      const Real product = q.dot(k);
+      const ExactPair pair(score, row, product, dout.dot(v), q_idx, kv_idx);
+      if (lane_index() == 0) {
+        sums[(of_keys ? 0 : q_idx * params.sums_layout.row) +
+             (Config::sums_to == SumsTo::queries ? 0 : kv_idx * params.sums_layout.column)] +=
+            contribution(score, pair.dscore, product, q_idx, kv_idx);
+      }
+    }
   }
 }
 
@@ -286,11 +341,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   const Work work = Work::of_this_block(params);
   Real acc[slices][tiles][4];
   clear(acc);
+  bool any_far = false;
 #pragma unroll 1
   for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      accumulate(params, smem, index, sequence, acc);
+      accumulate(params, smem, index, sequence, acc, any_far);
     }
   }
   const BatchIndex entry = work.entry(params, 0, work.sequences.begin);
@@ -301,5 +357,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     const Seqlen seqlen(params.score, entry);
     if constexpr (of_packed_rows) sums += seqlen.first_q * params.sums_layout.row;
     store_queries(params, sums, work, of_packed_rows ? seqlen.rows_q : Work::num_rows(params), acc);
+  }
+  if (!__syncthreads_or(any_far)) return;  // all sums are stored
+#pragma unroll 1
+  for (int sequence = work.sequences.begin; sequence < work.sequences.end; ++sequence) {
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      add_far_rows(params, index, sequence, sums);
+    }
   }
 }

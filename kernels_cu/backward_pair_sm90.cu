@@ -104,13 +104,17 @@ struct ScoreOwner : KeyOwner<64> {
     return static_cast<SharedMemory&>(smem);
   }
 
-  // The last product of a block is waited for when the scores of the next are there. Registers do
-  // not hold dp beside scores, lse and the operand p.
+  // Do registers hold dp beside scores, lse and the operand p? Then it is multiplied under
+  // exponentials.
+  static constexpr bool dp_beside_p = Config::head_dim_v < 256;
+
+  // The last product of a block is waited for when the scores of the next are there.
   __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
                                             bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
-    ptx::wgmma_wait<0>();
+    if (dp_beside_p) start_dp(dp_acc);
+    ptx::wgmma_wait<dp_beside_p ? 1 : 0>();
     ptx::pin(flat(s_acc));
     release_block_before_in_both();
     float2 lse[tiles];
@@ -118,7 +122,7 @@ struct ScoreOwner : KeyOwner<64> {
     compute_p(s_acc, s_acc, lse, score, first_row, first_key);
     hide_pairs(s_acc, score, first_row, first_key, masked);
     to_operand(frag, s_acc);
-    start_dp(dp_acc);
+    if (!dp_beside_p) start_dp(dp_acc);
     start_dv();
     ptx::wgmma_wait<1>();
     ptx::pin(flat(dp_acc));
@@ -222,7 +226,6 @@ struct KeyGradient {
 
 // What the tile adds to dq.
 struct QueryGradient {
-  static constexpr int tiles = Config::head_dim / 16;
   // Nanoseconds. A multiprocessor adds twice as fast as the L2 cache takes additions of all, and
   // whatever else needs it waits behind them: docs/backward-sm90.md.
   static constexpr int pause_between_additions = 60;
@@ -230,7 +233,8 @@ struct QueryGradient {
   const BackwardSm90Params& params;
   SharedMemory& smem;
   Ring<1> ring;
-  float dq_acc[1][tiles][4];
+  float whole_acc[1][8 * whole_panels][4];
+  float middle_acc[1][4][4];  // half of the middle panel
 
   __device__ __forceinline__ void run(const Work& work) {
     wait(smem.keys_full, 0);
@@ -251,19 +255,32 @@ struct QueryGradient {
   }
 
   __device__ __forceinline__ void multiply() {
-    const int first_panel = ptx::cluster_rank() * own_panels;
     ptx::mbarrier_arrive_expect_if(ptx::shared_address(&smem.other_full),
                                    SharedMemory::DsTile::bytes, leads_warpgroup());
     wait(smem.ds_full, ring.full_parity());
-    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
-        dq_acc, smem.ds.summed_over_rows(), smem.k.summed_over_rows(0, first_panel));
+    start_product_with(smem.ds, smem.k, first_whole_panel(), false);
     wait(smem.other_full, ring.full_parity());
-    start_panel_product<SharedMemory::DsTile, SharedMemory::OtherKTile>(
-        dq_acc, smem.other_ds.summed_over_rows(), smem.other_k.summed_over_rows(), true);
+    start_product_with(smem.other_ds, smem.other_k, 0, true);
     ptx::wgmma_wait<0>();
-    ptx::pin(flat(dq_acc));
+    ptx::pin(flat(whole_acc));
+    if constexpr (shares_middle) ptx::pin(flat(middle_acc));
     arrive_if(smem.ds_empty, leads_warpgroup());
     arrive_at_other_if(smem.ds_empty, leads_warpgroup());
+  }
+
+  // Keys whose own panels begin at `first`; the middle one lies at the same place in both.
+  template <typename KeysTile>
+  __device__ __forceinline__ void start_product_with(const SharedMemory::DsTile& ds,
+                                                     const KeysTile& keys, int first,
+                                                     bool accumulates) {
+    start_panel_product<SharedMemory::DsTile, KeysTile>(
+        whole_acc, ds.summed_over_rows(), keys.summed_over_rows(0, first), accumulates);
+    if constexpr (shares_middle) {
+      const uint64_t half = 4 * ptx::cluster_rank();  // 32 columns are 64 bytes
+      start_panel_product<SharedMemory::DsTile, KeysTile>(
+          middle_acc, ds.summed_over_rows(), keys.summed_over_rows(0, whole_panels) + half,
+          accumulates);
+    }
   }
 
   // The own columns, to the sums of a block.
@@ -272,17 +289,26 @@ struct QueryGradient {
     const int slice = warp_index() % 4;
     if (warp_agrees(slice < sums.slices(block, 0))) {
 #pragma unroll
-      for (int i = 0; i < own_panels; ++i) {
-        DqSums::Slice& to = sums.part(block, ptx::cluster_rank() * own_panels + i)[slice];
-        const auto& acc = reinterpret_cast<const float (&)[8][4]>(dq_acc[0][8 * i]);
-        if (warp_agrees(is_first)) {
-          to.write(acc, lane_index());
-        } else {
-          to.add<pause_between_additions>(acc, lane_index());
-        }
+      for (int i = 0; i < whole_panels; ++i) {
+        put(sums.slice<8>(block, first_whole_panel() + i, slice),
+            reinterpret_cast<const float (&)[8][4]>(whole_acc[0][8 * i]), is_first);
+      }
+      if constexpr (shares_middle) {
+        auto& half = sums.slice<8>(block, whole_panels, slice).value[4 * ptx::cluster_rank()];
+        put(reinterpret_cast<DqSlice<4>&>(half), middle_acc[0], is_first);
       }
     }
     arrive_as_warp(smem.dq_added);
+  }
+
+  template <int tiles>
+  __device__ __forceinline__ static void put(DqSlice<tiles>& to, const float (&acc)[tiles][4],
+                                             bool is_first) {
+    if (warp_agrees(is_first)) {
+      to.write(acc, lane_index());
+    } else {
+      to.template add<pause_between_additions>(acc, lane_index());
+    }
   }
 };
 

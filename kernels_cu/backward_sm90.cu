@@ -27,7 +27,7 @@
 //   barrier      arrivals a phase   what the end of a phase says
 //   ds_full      4 consumers        ds of a block is complete
 //   ds_empty     1                  dq was multiplied with it: stage the next
-//   dq_full      4 (warps)          64 x 64 of dq are staged: add them
+//   dq_full      4 (warps)          a part of dq is staged: add them
 //   dq_empty     1                  they were read: stage the next
 //   keys_empty   4 consumers + 1    k and v of the tile were read: load the next
 //   tile_full    1                  the next tile is drawn
@@ -51,8 +51,8 @@ constexpr int tile_readers = 4 * consumers + writers + 4;  // warps
 struct SharedMemory : KeyOwnerMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
-  DsTile ds[2];  // ds^T: rows are keys
-  alignas(128) DqSums::Slice dq[DqSums::parts][4];
+  DsTile ds[2];                                               // ds^T: rows are keys
+  alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqSums::parts], dq_empty[writers];
   uint64_t keys_empty;
@@ -189,10 +189,10 @@ struct Writer {
         turns.await(block, Config::ordered ? turn : 1);
         ptx::fence_async_proxy_global();
       }
-      const int bytes = DqSums::Slice::bytes * sums.slices(block, part);
+      const int bytes = 512 * DqSums::tiles(part) * sums.slices(block, part);
       if (bytes != 0) {
-        const uint32_t from = ptx::shared_address(&smem.dq[part]);
-        float* const to = sums.part(block, part)->value[0][0];
+        const uint32_t from = ptx::shared_address(&smem.dq[DqSums::begin(part)]);
+        float* const to = sums.part(block, part);
         if (turn == 0) {
           ptx::bulk_store(to, from, bytes);
         } else {
@@ -244,31 +244,37 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void multiply_block() const {
+    wait(smem.ds_full[ring.stage()], ring.full_parity());
+    multiply_part<0>();
+    multiply_part<1>();
+    static_assert(DqSums::parts == 2, "all parts");
+  }
+
+  template <int part>
+  __device__ __forceinline__ void multiply_part() const {
+    constexpr int tiles = DqSums::tiles(part);
     const int stage = ring.stage();
     const Ring<writers> before{ring.uses - 1};
-    wait(smem.ds_full[stage], ring.full_parity());
-#pragma unroll
-    for (int part = 0; part < DqSums::parts; ++part) {
-      float acc[1][8][4];
-      start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
-          acc, smem.ds[stage].summed_over_rows(0, part % DqSums::row_parts),
-          smem.k.summed_over_rows(0, part / DqSums::row_parts));
-      ptx::wgmma_wait<0>();
-      ptx::pin(flat(acc));
-      if (part == DqSums::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
-      if (part == 0) wait(smem.dq_empty[before.stage()], before.full_parity());
-      const uint32_t thread = ptx::thread_index() % 128;
-      smem.dq[part][thread / 32].write(acc[0], thread % 32);
-      ptx::fence_async_proxy();
-      arrive_as_warp(smem.dq_full[stage][part]);
-    }
+    float acc[1][tiles][4];
+    start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
+        acc, smem.ds[stage].summed_over_rows(0, part % DqSums::row_parts),
+        smem.k.summed_over_rows(0, part / DqSums::row_parts));
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(acc));
+    if (part == DqSums::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
+    if (part == 0) wait(smem.dq_empty[before.stage()], before.full_parity());
+    const uint32_t thread = ptx::thread_index() % 128;
+    auto* const staged = reinterpret_cast<DqSlice<tiles>*>(smem.dq + DqSums::begin(part));
+    staged[thread / 32].write(acc[0], thread % 32);
+    ptx::fence_async_proxy();
+    arrive_as_warp(smem.dq_full[stage][part]);
   }
 };
 
 // --------------------------------------------------------------------------------- the consumers
 struct Consumer : KeyOwner<64> {
   // Do registers hold dp beside p and the operand p of dv?
-  static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 128;
+  static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
 
   __device__ __forceinline__ void run() {
@@ -320,6 +326,11 @@ struct Consumer : KeyOwner<64> {
       float s_acc[1][tiles][4], dp_acc[1][tiles][4];
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
+      if (Score::has_window &&
+          warp_agrees(masked && sees_none(score, first_row + first, first_key))) {
+        skip_part(part, ds_ring);
+        continue;
+      }
       start_scores(s_acc, ring, first);
       pass_turn();
       ptx::wgmma_wait<0>();
@@ -352,11 +363,43 @@ struct Consumer : KeyOwner<64> {
     ring.advance();
   }
 
+  // Of 64 queries that no key of this warpgroup sees, where the other's do: takes its turns, and
+  // multiplies nothing.
+  __device__ __forceinline__ void skip_part(int part, const Ring<2>& ds_ring) {
+    wait(smem.full[ring.stage()], ring.full_parity());
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::pin(flat(dk_acc));
+    if (part == 0) {
+      release_block_before();
+      wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
+    }
+    clear_ds(part);
+    take_turn();
+    pass_turn();
+    take_turn();
+  }
+
+  __device__ __forceinline__ bool sees_none(const Score& score, int first_row,
+                                            int first_key) const {
+    const int first = first_key + 64 * warpgroup;
+    const Range rows = score.q_range(first, first + 64);
+    return rows.begin >= first_row + 64 || rows.end <= first_row;
+  }
+
   __device__ __forceinline__ void take_turn() const {
     ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
     ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
+  }
+
+  __device__ __forceinline__ void clear_ds(int part) const {
+    const uint32_t thread = ptx::thread_index() % 128;
+    uint4* const rows =
+        reinterpret_cast<uint4*>(shared().ds[ring.uses % 2].data[part][64 * warpgroup]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[128 * i + thread] = make_uint4(0, 0, 0, 0);
   }
 
   // This warpgroup's rows of 64 columns of ds^T for all.

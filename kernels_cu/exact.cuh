@@ -1,9 +1,12 @@
-// A row of a result that came out non-finite, computed again from the pairs that see each other.
+// A row of a result that came out non-finite, or lies far from 0, computed again from the pairs
+// that see each other.
 //
 // A tensor-core product adds 0 * x for a pair that does not see each other, and 0 * NaN is NaN: a
 // non-finite element would reach all rows of its tile. One warp therefore repeats such a row pair
-// by pair. Finite operands never come here; the functions are not inlined, so that the fast path
-// keeps its registers. Lanes hold the columns lane, lane + 32, ... of a row.
+// by pair. Scores far from 0 (see numeric.cuh) may differ by whole exponents where they are summed
+// in another order or rounded once more: here forward and gradient form them alike, to the last
+// bit, and take their differences first. The functions are not inlined, so that the fast path keeps
+// its registers. Lanes hold the columns lane, lane + 32, ... of a row.
 #pragma once
 
 #include "params.cuh"
@@ -67,20 +70,13 @@ struct LaneColumns {
 using QkColumns = LaneColumns<Config::head_dim>;
 using VColumns = LaneColumns<Config::head_dim_v>;
 
-// Bit r says whether row r of a slice of 16 rows holds anything non-finite.
-template <int tiles>
-__device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
-  Real poison[2] = {0, 0};
-#pragma unroll
-  for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) poison[i / 2] = fma(acc[t][i], Real(0), poison[i / 2]);
-  }
+// Bit r says whether row r of a slice of 16 rows was marked by any of its lanes.
+__device__ __forceinline__ uint32_t marked_rows(bool upper, bool lower) {
   uint32_t rows = 0;
-  if (warp_agrees(poison[0] + poison[1] != 0)) {
+  if (warp_agrees(upper || lower)) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t lanes = __ballot_sync(0xffffffff, poison[half] != 0);
+      const uint32_t lanes = __ballot_sync(0xffffffff, half == 0 ? upper : lower);
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
         if (lanes >> (4 * r) & 15) rows |= 1u << (8 * half + r);
@@ -90,6 +86,18 @@ __device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4])
   return rows;
 }
 
+// Which rows of a slice hold anything non-finite.
+template <int tiles>
+__device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
+  Real poison[2] = {0, 0};
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) poison[i / 2] = fma(acc[t][i], Real(0), poison[i / 2]);
+  }
+  return marked_rows(poison[0] != 0, poison[1] != 0);
+}
+
 // Calls step(row) for the first row of every set bit, the same in all lanes.
 template <typename Step>
 __device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
@@ -97,21 +105,56 @@ __device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
   for (; warp_agrees(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
 }
 
+// What the gradient needs of a query: for one far from 0 the statistics hold NaN for lse.
+struct ExactRow {
+  bool is_far;
+  Real lse, delta;
+
+  __device__ __forceinline__ ExactRow(const BackwardParams& params, const BatchIndex& entry,
+                                      int row) {
+    const RowStatistics statistics = (params.rows + entry * params.rows_layout.batch)[row];
+    is_far = is_quiet_nan(statistics.lse);
+    lse = is_far ? params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row]
+                 : statistics.lse;
+    delta = statistics.delta;
+  }
+
+  // Probability of a value of `apply`. Without a rounding of its own no logit exceeds lse.
+  __device__ __forceinline__ Real probability(const Score& score, Real value) const {
+    const Real difference = score.rounded_logit(value) - lse;
+    const Real far_exponent = (difference > 0 ? 0 : difference) * log2_e;
+    return power_of_two(is_far ? far_exponent : score.probability_exponent(value, lse));
+  }
+};
+
 // What the gradient needs of one pair that sees each other.
 struct ExactPair {
-  Real p;   // probability, 0 if it is dropped
-  Real ds;  // gradient of scale * q.k
+  Real p;       // probability, 0 if it is dropped
+  Real dscore;  // gradient of the score
+  Real ds;      // gradient of scale * q.k
 
-  __device__ __forceinline__ ExactPair(const Score& score, const RowStatistics& row, Real product,
+  __device__ __forceinline__ ExactPair(const Score& score, const ExactRow& row, Real product,
                                        Real dp, int q_idx, int kv_idx) {
-    const Real logit = score.apply(product, q_idx, kv_idx);
-    p = power_of_two(score.probability_exponent(logit, row.lse));
+    p = row.probability(score, score.apply(product, q_idx, kv_idx));
     const Real kept = keeps_pair(score, q_idx, kv_idx) ? 1 : 0;
-    ds = p * (dp * kept * kept_scale(score.params) - row.delta) *
-         score.derivative(product, q_idx, kv_idx);
+    dscore = p * (dp * kept * kept_scale(score.params) - row.delta);
+    ds = dscore * score.derivative(product, q_idx, kv_idx);
     p *= kept;
   }
 };
+
+// What the sums of a row come to, from its largest logit.
+__device__ __forceinline__ RowEnd exact_end(const Score& score, const BatchIndex& entry,
+                                            Real largest, Real sum) {
+  if constexpr (!Score::has_sink) {
+    return {1, sum, largest + log(sum)};
+  } else {
+    const Real sink = score.sink(entry), larger = fmax(largest, sink);
+    const Real weight = power_of_two((largest - larger) * log2_e);
+    const Real total = fma(sum, weight, power_of_two((sink - larger) * log2_e));
+    return {weight, total, larger + log(total)};
+  }
+}
 
 // Where exact_out puts a row: into the caller's array.
 struct CallersRow {
@@ -124,10 +167,10 @@ struct CallersRow {
   }
 };
 
-// One row of out.
+// One row of out, and lse where that was not to be relied on, either.
 template <typename Target = CallersRow>
 __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchIndex entry,
-                                       int q_idx, const Target to = {}) {
+                                       int q_idx, bool writes_lse, const Target to = {}) {
   const Score score(params.score, entry);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
@@ -143,20 +186,24 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     if (warp_agrees(!score.sees(q_idx, kv_idx))) continue;
     k.load(k_rows, kv_idx);
     v.load(v_rows, kv_idx);
-    const Real logit = score.apply(q.dot(k), q_idx, kv_idx);
+    const Real logit = score.rounded_logit(score.apply(q.dot(k), q_idx, kv_idx));
     const Real new_max = fmax(row_max, logit);
-    const Real shift = new_max == -infinity() ? 0 : score.reference(new_max);
-    const Real rescale = power_of_two(score.exponent_between(score.reference(row_max), shift));
-    const Real p = power_of_two(score.exponent(logit, shift));
+    const Real shift = new_max == -infinity() ? 0 : new_max;
+    const Real rescale = power_of_two((row_max - shift) * log2_e);
+    const Real p = power_of_two((logit - shift) * log2_e);
     row_max = new_max;
     row_sum = row_sum * rescale + p;
 #pragma unroll
     for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
     o.add(keeps_pair(score, q_idx, kv_idx) ? p : 0, v);
   }
-  const RowEnd end = end_of_row(score, entry, row_max, row_sum);
+  const RowEnd end = exact_end(score, entry, row_max, row_sum);
   const Real factor = kept_scale(params.score) * end.weight / end.sum;
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
+  if (writes_lse && params.lse != nullptr && lane_index() == 0) {
+    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row] =
+        row_sum == 0 ? score.sink(entry) : end.lse;
+  }
 }
 
 // One row of dq, summed over the batch entries of its owner.
@@ -173,7 +220,7 @@ __device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, i
     const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
     const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
     const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
-    const RowStatistics row = (params.rows + entry * params.rows_layout.batch)[first_q + q_idx];
+    const ExactRow row(params, entry, first_q + q_idx);
     const Range keys = score.kv_range(q_idx, q_idx + 1);
     if (row.lse == infinity()) continue;  // sees nothing: its dout is not read
     q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
@@ -208,7 +255,6 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
     const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
     const RowSource q_rows(params.q, params.q_layout, entry, first_q, params.head_dim);
     const RowSource dout_rows(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
-    const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + first_q;
     const Range queries = score.q_range(kv_idx, kv_idx + 1);
     k.load(RowSource(params.k, params.k_layout, entry, first_k, params.head_dim), kv_idx);
     v.load(RowSource(params.v, params.v_layout, entry, first_k, params.head_dim_v), kv_idx);
@@ -217,7 +263,8 @@ __device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, 
       if (!score.sees(q_idx, kv_idx)) continue;
       q.load(q_rows, q_idx);
       dout.load(dout_rows, q_idx);
-      const ExactPair pair(score, rows[q_idx], q.dot(k), dout.dot(v), q_idx, kv_idx);
+      const ExactRow row(params, entry, first_q + q_idx);
+      const ExactPair pair(score, row, q.dot(k), dout.dot(v), q_idx, kv_idx);
       dk.add(pair.ds, q);
       dv.add(pair.p, dout);
     }

@@ -18,6 +18,7 @@
 #include "params.cuh"
 #include "numeric.cuh"
 #include "dropout.cuh"
+#include "exact.cuh"
 #include "scheduler.cuh"
 #include "score.cuh"
 #include "segments.cuh"
@@ -225,10 +226,11 @@ __device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& 
   }
 }
 
-// out and lse of a row; one that saw nothing becomes +0 and the sink, or -inf.
-__device__ __forceinline__ void store(const ForwardParams& params, const Work& work,
+// out and lse of a row; one that saw nothing becomes +0 and the sink, or -inf. Returns whether they
+// are not to be relied on.
+__device__ __forceinline__ bool store(const ForwardParams& params, const Work& work,
                                       const Score& score, const Row& row, int q_idx) {
-  if (q_idx >= score.seqlen.rows_q) return;
+  if (q_idx >= score.seqlen.rows_q) return false;
   const int first_q = score.seqlen.first_q;
   const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;
   const RowEnd end = end_of_row(score, work.entry, row.all.maximum, row.all.weights);
@@ -245,6 +247,8 @@ __device__ __forceinline__ void store(const ForwardParams& params, const Work& w
     params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
         hidden ? score.sink(work.entry) : end.lse;
   }
+  return q_idx < score.seqlen.q &&
+         is_unsure(score, score.reference(row.all.maximum), row.all.weights);
 }
 
 }  // namespace cuflash
@@ -288,6 +292,11 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   }
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
-    store(params, work, score, own[r], first_row + r * Config::num_threads);
+    const int q_idx = first_row + r * Config::num_threads;
+    const bool unsure = store(params, work, score, own[r], q_idx);
+    const uint32_t lanes = __ballot_sync(0xffffffff, unsure);
+    __syncwarp();  // a row was written by one thread, and an exact one by a warp
+    for_each_bit(
+        lanes, [&](int lane) { exact_out(params, work.entry, q_idx - lane_index() + lane, true); });
   }
 }

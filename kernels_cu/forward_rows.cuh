@@ -71,8 +71,16 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp
                       Config::head_dim_v);
   const int64_t lse_offset = work.entry * params.lse_layout.batch + first_q * params.lse_layout.row;
   softmax.finish();
+  uint32_t unsure[slices];
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
+    bool marks[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Real reference = softmax.reference(score, s, half);
+      marks[half] = is_unsure(score, reference, softmax.row_sum[s][half]);
+    }
+    unsure[s] = marked_rows(marks[0], marks[1]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
@@ -93,11 +101,14 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp
       }
     }
   }
+  __syncwarp();  // a row was written by four lanes, and an exact one by all
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;
-    for_each_bit(non_finite_rows(o_acc[s]), [&](int row) {
-      if (first_row + row < score.seqlen.q) exact_out(params, work.entry, first_row + row);
+    for_each_bit(non_finite_rows(o_acc[s]) | unsure[s], [&](int row) {
+      if (first_row + row < score.seqlen.q) {
+        exact_out(params, work.entry, first_row + row, unsure[s] >> row & 1);
+      }
     });
   }
 }

@@ -43,7 +43,19 @@ constexpr Real log2_e = static_cast<Real>(1.4426950408889634);
 constexpr Real ln_2 = static_cast<Real>(0.6931471805599453);
 constexpr float largest_float = 3.4028234663852886e38f;
 
+// Logarithms to base 2 of exponentials from which on rows are far from 0: a unit in the last place
+// of their scores is 2^-6 or more, in float32 2^-4.
+constexpr Real far_from_0 = is_double ? 0x1p46 : 0x1p20;
+
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// A NaN that arithmetic made, or passed on; off the pipe of float64.
+__device__ __forceinline__ bool is_quiet_nan(float x) {
+  return (__float_as_uint(x) & 0x7fc00000) == 0x7fc00000;
+}
+__device__ __forceinline__ bool is_quiet_nan(double x) {
+  return (__double2hiint(x) & 0x7ff80000) == 0x7ff80000;
+}
 
 // A product that is not contracted with a sum.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }

@@ -109,7 +109,8 @@ struct ForwardParams {
 };
 
 // What the backward passes need to know of a query: lse, +inf for a row that saw nothing (its
-// probabilities then are zero), and delta = rowsum(dout * out) - dlse.
+// probabilities then are zero), NaN for one far from 0 (what it reaches is computed again, by its
+// true lse), and delta = rowsum(dout * out) - dlse.
 struct RowStatistics {
   Real lse;
   Real delta;
@@ -153,6 +154,7 @@ struct DeltaParams {
   Grid grid;
   int32_t seqlen_q;
   int32_t head_dim_v;
+  int32_t recomputes_far_rows;  // what Score says of the passes
 };
 
 struct BackwardParams {
@@ -161,6 +163,7 @@ struct BackwardParams {
   const void* k;
   const void* v;
   const RowStatistics* rows;
+  const Real* lse;
   void* dq;
   void* dk;
   void* dv;
@@ -172,6 +175,7 @@ struct BackwardParams {
   Layout k_layout;
   Layout v_layout;
   Layout rows_layout;
+  Layout lse_layout;
   Layout dq_layout;
   Layout dk_layout;
   Layout dv_layout;

@@ -91,8 +91,17 @@ struct Score {
 
   static constexpr bool has_sink = Config::sink != Dtype::none;
 
+  // Are rows far from 0 computed pair by pair? Their products, rounded once more or summed in
+  // another order, differ by whole exponents: weights would overflow or vanish. Not where a finite
+  // bias may stand for a mask, as in float32: it leaves many such rows, whose scores are that bias.
+  static constexpr bool recomputes_far_rows =
+      is_double || (Config::bias == Dtype::none && !Config::score_mod);
+
   // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
   static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
+
+  // May a part of a block hold no pair that sees each other, and another part some?
+  static constexpr bool has_window = Config::window_left || Config::window_right;
 
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
@@ -321,6 +330,12 @@ struct Score {
     return Config::scale_in_exponent ? rounded_product(maximum, params.scale_log2) : maximum;
   }
 
+  // Is a row with this reference to be computed pair by pair?
+  __device__ __forceinline__ bool is_far(Real reference) const {
+    constexpr Real least = Config::scale_in_exponent ? far_from_0 : far_from_0 * ln_2;
+    return fabs(reference) >= least && fabs(reference) < infinity();
+  }
+
   // A maximum with about this reference, where the scale is a factor of exponents.
   __device__ __forceinline__ float maximum_near(float reference) const {
     return __fdividef(reference, params.scale_log2);
@@ -358,6 +373,11 @@ struct Score {
   // The sink as a reference.
   __device__ __forceinline__ Real sink_reference(const BatchIndex& entry) const {
     return Config::scale_in_exponent ? rounded_product(sink(entry), log2_e) : sink(entry);
+  }
+
+  // A value of `apply` as a logit, rounded.
+  __device__ __forceinline__ Real rounded_logit(Real value) const {
+    return rounded_product(value, unit());
   }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.

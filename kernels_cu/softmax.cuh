@@ -24,7 +24,10 @@ __device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchInde
     const Real weight = power_of_two(score.exponent_between(reference, larger));
     const Real added = power_of_two(score.exponent_between(sink, larger));
     const Real total = fma(sum, weight, added);
-    return {weight, total, score.lse(larger, total)};
+    // A sink far from 0 is not rounded again.
+    const Real lse =
+        sink < reference ? score.lse(reference, total) : score.sink(entry) + log(total);
+    return {weight, total, lse};
   }
 }
 
@@ -32,6 +35,14 @@ __device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchInde
 __device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
                                              Real maximum, Real sum) {
   return end_of_sum(score, entry, score.reference(maximum), sum);
+}
+
+// Are the sums of a row not to be relied on? Those of a row far from 0 are not; and of what it saw
+// before its reference came near, infinities may be left, where products and references are rounded
+// one by one.
+__device__ __forceinline__ bool is_unsure(const Score& score, Real reference, Real sum) {
+  const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
+  return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
@@ -93,7 +104,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // What the sum of a row is relative to.
+  // What the sum of a row is relative to; -inf where nothing was seen.
   __device__ __forceinline__ Real reference(const Score& score, int slice, int half) const {
     return score.reference(row_max[slice][half]);
   }

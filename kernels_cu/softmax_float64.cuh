@@ -98,9 +98,9 @@ struct HeldSoftmax {
     }
   }
 
-  // What the sum of a row is relative to.
+  // What the sum of a row is relative to; -inf where nothing was seen.
   __device__ __forceinline__ Real reference(const Score&, int slice, int half) const {
-    return held[slice][half];
+    return held[slice][half] == least ? -infinity() : held[slice][half];
   }
 
   // Completes the sums; afterwards every lane of a row holds them.

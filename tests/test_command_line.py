@@ -283,8 +283,9 @@ def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, w
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
-    """At wide heads dk and dv have a pass each, which both multiply q with k."""
+    """At wide heads dk and dv have a pass each where a score branches: both multiply q with k."""
     words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", "--dtype", dtype]
+    words += ["--softcap", "30"]
     _, out, _ = command(capsys, "explain", *words, "--head-dim", "192", "--head-dim-v", "128")
     of = {own["kernel"]: own["tflop"] for own in json.loads(out)["kernels"] if "tflop" in own}
     dk, dv = (own for own in json.loads(out)["kernels"] if "_dkv_" in own["kernel"])

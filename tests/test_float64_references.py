@@ -21,7 +21,10 @@ from support.host_device import COMPILER, host_device
 
 ROWS, KEYS, WIDTH = 64, 150, 16
 #: What the scores of a row are multiples of; a warp has rows of each.
-FACTORS = (1.0, 30.0, -30.0, 1e5, -1e5, 3e6, -3e6, 1e9, 1e15, -1e15, 0.0, 1e-300)
+FACTORS = (
+    1.0, 30.0, -30.0, 1e5, -1e5, 3e6, -3e6, 1e9, 1e13, 1e15, -1e15, 1e20, -1e31, 1e100, -1e300, 0.0,
+    1e-300,
+)  # fmt: skip
 ORDERS, BOUNDS = ("rising", "falling", "below zero", "mixed"), ("full", "window")
 Attend = Callable[[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]], Any]
 

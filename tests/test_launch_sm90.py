@@ -373,12 +373,15 @@ def test_one_pass_serves_and_wins() -> None:
     """What it serves has to be asked for where it was not seen to win."""
     full, group, row = (np.zeros((2, n, 300, 128), bfloat16) for n in (4, 2, 1))
     wide, wide_group = (np.zeros((2, n, 300, 256), bfloat16) for n in (4, 2))
-    narrow, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 80))
+    narrow, middle, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 96, 80))
+    latent = np.zeros((2, 4, 300, 192), bfloat16)
     mask = np.ones((300, 300), np.bool_)
     for q, k, v, options, serves, ordered, unordered in (
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
         (narrow, narrow, narrow, {}, True, True, True),
+        (middle, middle, narrow, {"causal": True}, True, True, True),
+        (latent, latent, full, {"causal": True}, True, True, True),
         (wide, wide, wide, {}, True, True, True),
         (full, group, group, {"enable_gqa": True}, True, True, True),
         (wide, wide_group, wide_group, {"enable_gqa": True}, True, False, False),

@@ -410,7 +410,9 @@ def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_p
     assert shipped_width() == table_of().block_n == 128
 
 
-@pytest.mark.parametrize("given", [{"dtype": "float32"}, {}, {"arrays": ("segment_ids",)}])
+@pytest.mark.parametrize(
+    "given", [{"dtype": "float32"}, {"softcap": 30.0}, {"arrays": ("segment_ids",)}]
+)
 def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monkeypatch, given):
     """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
     monkeypatch.setenv("SIMULATED_NAME", H100.name)

@@ -15,8 +15,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 #: dk where ds comes from shared memory; and those of scores whose keys stay in registers.
 SHARED_A = (48, 64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)
-SHARED_ROWS = (64, 128)
-SHARED_B_ROWS = (128, 256)
+SHARED_ROWS = (32, 64, 128)
+SHARED_B_ROWS = (128, 192, 256)
 REGISTER_A_COLUMNS = (64,)
 PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 

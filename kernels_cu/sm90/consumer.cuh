@@ -140,7 +140,7 @@ struct Consumer {
         last_product<Keys::all>();
       }
     } else {
-      release_q(true);
+      release_unread_q();
     }
 #pragma unroll 1
     for (; block >= rows.tile.begin; --block) skip_block();
@@ -156,7 +156,7 @@ struct Consumer {
     clear(o_acc);
     wait(smem.q_full[q_ring.stage()], q_ring.full_parity());
     int block = visited.last_from(blocks.end - 1);
-    if (warp_agrees(block < blocks.begin)) return release_q(true);
+    if (warp_agrees(block < blocks.begin)) return release_unread_q();
     bool masked = blocks.masked(block) || !visited.of_one_segment(block);
     int next = visited.next_before(block);
     first_block<Keys::all>(score, rows, block, masked, next < blocks.begin);
@@ -354,6 +354,12 @@ struct Consumer {
     if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads_warpgroup());
   }
 
+  // Without a product between: all threads of the warpgroup are past their wait for q.
+  __device__ __forceinline__ void release_unread_q() {
+    if constexpr (!stages_out) ptx::named_barrier_sync(first_together + warpgroup, 128);
+    release_q(true);
+  }
+
   // Raw products become weights, relative to the rows' reference.
   template <Edge edge, int tiles>
   __device__ __forceinline__ void weigh(float (&s_acc)[1][tiles][4], const Score& score,
@@ -435,18 +441,21 @@ struct Consumer {
     const int warp_row = work.first_row + tile_row;
     const int num_rows = min(max(score.seqlen.q - warp_row, 0), 16);
     const uint32_t non_finite = non_finite_rows(o_acc[0]);
-    const uint32_t broken = non_finite & ((1u << num_rows) - 1);
     softmax.finish();
-    bool hidden[2];
+    bool hidden[2], unsure[2];
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = softmax.row_sum[0][half];
+      unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
       factor[half] =
           hidden[half] ? 0.0f : __fdividef(kept_scale(params.score) * end.weight, end.sum);
     }
+    const uint32_t existing = (1u << num_rows) - 1;
+    const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
+    const uint32_t broken = non_finite & existing | without_lse;
     if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
 #pragma unroll
       for (int t = 0; t < o_tiles; ++t) {
@@ -464,10 +473,10 @@ struct Consumer {
     if constexpr (stages_out) {
       // These rows of q were read by this warpgroup alone, which is done with them.
       const int stage = q_ring.stage();
-      stage_rows(params, work, smem.q[stage], tile_row, o_acc, broken);
+      stage_rows(params, work, smem.q[stage], tile_row, o_acc, broken, without_lse);
       arrive_as_warp(smem.o_full[stage][warpgroup]);
     } else {
-      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken);
+      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken, without_lse);
     }
     // The first lane of a quad has the upper row, the second the lower.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
@@ -478,7 +487,9 @@ struct Consumer {
     const float value = (lower ? hidden[1] : hidden[0]) ? score.sink(work.entry) : end.lse;
     float* at = params.lse + work.entry * params.lse_layout.batch +
                 (score.seqlen.first_q + q_idx) * params.lse_layout.row;
-    if (params.lse != nullptr && lane % 4 < 2 && q_idx < score.seqlen.rows_q) *at = value;
+    const bool is_own =
+        lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
+    if (params.lse != nullptr && is_own) *at = value;
     __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
   }
 };

@@ -1,8 +1,9 @@
 // Where the float32 sums of dq lie: written by backward_sm90.cu, read by backward_convert.cu.
 //
-// Slices of 16 rows and 64 columns, in the order in which the lanes of a warp hold them as an
-// accumulator, so that both sides move 16 bytes a lane. A block of queries is one part of 64 x 64
-// for each warpgroup; of the last one, slices past the end do not exist.
+// Slices of 16 rows and a panel of columns, in the order in which the lanes of a warp hold them as
+// an accumulator, so that both sides move 16 bytes a lane. A panel has 64 columns, the last one
+// what is left. A block of queries is one part of 64 rows and a panel for each warpgroup; of the
+// last one, slices past the end do not exist.
 #pragma once
 
 #include "params.cuh"
@@ -12,49 +13,58 @@
 
 namespace cuflash {
 
+template <int tiles>
+struct DqSlice {
+  static constexpr int bytes = 512 * tiles;
+
+  float value[tiles][32][4];  // of a tile of 8 columns, a lane
+
+  __device__ __forceinline__ void write(const float (&acc)[tiles][4], int lane) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      *reinterpret_cast<float4*>(value[t][lane]) =
+          make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+    }
+  }
+
+  // Pauses after each addition of 512 bytes.
+  template <int nanoseconds>
+  __device__ __forceinline__ void add(const float (&acc)[tiles][4], int lane) {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      ptx::red_add(value[t][lane], acc[t]);
+      ptx::pause<nanoseconds>();
+    }
+  }
+
+  __device__ __forceinline__ void read(float (&acc)[tiles][4], int lane) const {
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) {
+      const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
+      acc[t][0] = x.x, acc[t][1] = x.y, acc[t][2] = x.z, acc[t][3] = x.w;
+    }
+  }
+};
+
 struct DqSums {
-  struct Slice {
-    static constexpr int bytes = 4096;
+  // Part p has the rows 64 (p % row_parts) and on of the block, the panel p / row_parts.
+  static constexpr int row_parts = Config::block_m / 64, panels = (Config::head_dim + 63) / 64;
+  static constexpr int parts = row_parts * panels;
+  static constexpr int slice_floats = 16 * Config::head_dim;  // of all panels
 
-    float value[8][32][4];  // of a tile of 8 columns, a lane
-
-    __device__ __forceinline__ void write(const float (&acc)[8][4], int lane) {
-#pragma unroll
-      for (int t = 0; t < 8; ++t) {
-        *reinterpret_cast<float4*>(value[t][lane]) =
-            make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
-      }
-    }
-
-    // Pauses after each addition of 512 bytes.
-    template <int nanoseconds>
-    __device__ __forceinline__ void add(const float (&acc)[8][4], int lane) {
-#pragma unroll
-      for (int t = 0; t < 8; ++t) {
-        ptx::red_add(value[t][lane], acc[t]);
-        ptx::pause<nanoseconds>();
-      }
-    }
-
-    __device__ __forceinline__ void read(float (&acc)[8][4], int lane) const {
-#pragma unroll
-      for (int t = 0; t < 8; ++t) {
-        const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
-        acc[t][0] = x.x, acc[t][1] = x.y, acc[t][2] = x.z, acc[t][3] = x.w;
-      }
-    }
-  };
-
-  // Part p has the rows 64 (p % row_parts) and on of the block, the columns 64 (p / row_parts).
-  static constexpr int row_parts = Config::block_m / 64, column_parts = Config::head_dim / 64;
-  static constexpr int parts = row_parts * column_parts;
-
-  Slice* of_entry;
+  // Tiles of 8 columns of a part, and where it begins among the parts of a whole block, in floats.
+  __device__ __forceinline__ static constexpr int tiles(int part) {
+    const int left = Config::head_dim / 8 - part / row_parts * 8;
+    return left < 8 ? left : 8;
+  }
+  __device__ __forceinline__ static constexpr int begin(int part) {
+    return 64 * (part / row_parts * row_parts * 64 + part % row_parts * 8 * tiles(part));
+  }
+  float* of_entry;
   int num_rows;
 
   __device__ __forceinline__ DqSums(const BackwardParams& params, const BatchIndex& entry)
-      : of_entry(reinterpret_cast<Slice*>(params.sums + entry * params.sums_layout.batch)),
-        num_rows(params.score.seqlen_q) {}
+      : of_entry(params.sums + entry * params.sums_layout.batch), num_rows(params.score.seqlen_q) {}
 
   // Slices that a part has.
   __device__ __forceinline__ int slices(int block, int part) const {
@@ -62,12 +72,19 @@ struct DqSums {
     return min(max((rows + 15) / 16, 0), 4);
   }
 
-  __device__ __forceinline__ Slice* part(int block, int part) const {
+  __device__ __forceinline__ float* part(int block, int part) const {
     // Parts that share rows follow each other, as long as they are.
-    Slice* const of_rows =
-        of_entry + (block * (Config::block_m / 16) + part % row_parts * 4) * column_parts;
-    return of_rows + part / row_parts * slices(block, part);
+    const int slice = block * (Config::block_m / 16) + part % row_parts * 4;
+    return of_entry + int64_t(slice) * slice_floats + part / row_parts * 1024 * slices(block, part);
+  }
+
+  template <int tiles>
+  __device__ __forceinline__ DqSlice<tiles>& slice(int block, int part, int slice) const {
+    return reinterpret_cast<DqSlice<tiles>*>(this->part(block, part))[slice];
   }
 };
+static_assert(DqSums::begin(DqSums::parts - 1) + 512 * DqSums::tiles(DqSums::parts - 1) ==
+                  Config::block_m * Config::head_dim,
+              "parts hold a block");
 
 }  // namespace cuflash

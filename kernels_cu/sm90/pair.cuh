@@ -10,10 +10,12 @@
 namespace cuflash {
 
 constexpr int tile_keys = 2 * Config::block_n;
-constexpr int own_panels = Config::head_dim / 128, own_panels_v = Config::head_dim_v / 128;
+// Columns of dq are halved: whole panels, and where their number is odd half of the middle one.
+constexpr int whole_panels = Config::head_dim / 128;
+constexpr bool shares_middle = Config::head_dim % 128 != 0;
 static_assert(Score::is_plain, "others take registers");
 static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
-static_assert(Config::head_dim % 128 == 0 && Config::head_dim_v % 128 == 0, "columns are halved");
+static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0, "whole panels");
 
 struct SharedMemory : KeyOwnerMemory {
   using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
@@ -45,6 +47,11 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   init(smem.turn_come, 1);
   init(smem.dq_added, 4);
   ptx::fence_mbarrier_init();
+}
+
+// Of the panels of q, k and dq those that this block of threads has alone.
+__device__ __forceinline__ int first_whole_panel() {
+  return ptx::cluster_rank() * (whole_panels + shares_middle);
 }
 
 __device__ __forceinline__ uint32_t other_rank() { return ptx::cluster_rank() ^ 1; }

@@ -52,12 +52,11 @@ struct Producer {
       start_load(smem.v, params.v_map, params.v_layout, entry, first_k + work.keys.first_key, full);
       int batch[3];
       map_coordinates(batch, entry, params.k_layout);
-      const int first_panel = ptx::cluster_rank() * own_panels;
 #pragma unroll
-      for (int panel = 0; panel < own_panels; ++panel) {
-        ptx::tma_load(ptx::shared_address(smem.other_k.data[panel]), params.k_map,
-                      ptx::shared_address(&full), 64 * (first_panel + panel),
-                      first_k + work.other_key(), batch);
+      for (int i = 0; i < whole_panels + shares_middle; ++i) {  // the middle one behind the others
+        const int panel = i < whole_panels ? first_whole_panel() + i : whole_panels;
+        ptx::tma_load(ptx::shared_address(smem.other_k.data[i]), params.k_map,
+                      ptx::shared_address(&full), 64 * panel, first_k + work.other_key(), batch);
       }
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
@@ -111,9 +110,8 @@ struct Producer {
       uint64_t& full = clears ? smem.rows_raw[stage] : smem.full[stage];
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
                                   SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
-      load_half<own_panels>(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
-      load_half<own_panels_v>(smem.dout[stage], params.dout_map, params.dout_layout, entry,
-                              first_row, full);
+      load_half(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+      load_half(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row, full);
     }
     __syncwarp();  // no lane may be left two phases behind in a wait
     if (clears) clear_hidden_rows(stage, statistics);
@@ -122,16 +120,15 @@ struct Producer {
     ring.advance();
   }
 
-  // The own panels, for both.
-  template <int panels, typename RowsTile>
+  // Every second panel, for both.
+  template <typename RowsTile>
   __device__ __forceinline__ void load_half(RowsTile& tile, const ptx::TensorMap& map,
                                             const Layout& layout, const BatchIndex& entry,
                                             int first_row, uint64_t& full) const {
     int batch[3];
     map_coordinates(batch, entry, layout);
-#pragma unroll
-    for (int i = 0; i < panels; ++i) {
-      const int panel = ptx::cluster_rank() * panels + i;
+#pragma unroll 1
+    for (int panel = ptx::cluster_rank(); panel < RowsTile::num_panels; panel += 2) {
       ptx::tma_load_multicast(ptx::shared_address(tile.data[panel]), map,
                               ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
     }

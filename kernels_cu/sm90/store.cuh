@@ -31,10 +31,12 @@ struct StagedRow {
   }
 };
 
-// Stages 16 rows of a warp from `first_row` of the tile on, those of `broken` computed again.
+// Stages 16 rows of a warp from `first_row` of the tile on, those of `broken` computed again,
+// of `without_lse` with lse.
 __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, const Work& work,
                                            SharedMemory::QTile& tile, int first_row,
-                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken) {
+                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                                           uint32_t without_lse) {
   const int lane = lane_index(), row = first_row + lane % 16;
 #pragma unroll
   for (int t = 0; t < o_tiles; t += 2) {
@@ -48,7 +50,7 @@ __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, cons
   __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
   for_each_bit(broken, [&](int bit) {
     const int q_idx = work.first_row + first_row + bit;
-    exact_out(params, work.entry, q_idx, StagedRow{tile, first_row + bit});
+    exact_out(params, work.entry, q_idx, without_lse >> bit & 1, StagedRow{tile, first_row + bit});
   });
   ptx::fence_async_proxy();  // TMA will read what this thread wrote
 }
@@ -117,7 +119,8 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
 // four lanes of a quad trade places, so that each stores eight neighbouring columns.
 __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                            const Seqlen& seqlen, int first_row,
-                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken) {
+                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                                           uint32_t without_lse) {
   const int quad_lane = lane_index() % 4;
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
                  seqlen.first_q * params.out_layout.row;
@@ -140,7 +143,8 @@ __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, cons
     }
   }
   __syncwarp();  // a row was written by four lanes, and an exact one by all
-  for_each_bit(broken, [&](int bit) { exact_out(params, entry, first_row + bit); });
+  for_each_bit(broken,
+               [&](int bit) { exact_out(params, entry, first_row + bit, without_lse >> bit & 1); });
 }
 
 }  // namespace cuflash

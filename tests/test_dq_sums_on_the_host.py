@@ -1,0 +1,74 @@
+"""Does conversion find the float32 sums of dq where they lie? Run by a C++ compiler.
+
+The layout is written down here once more, from the picture in `kernels_cu/tile/fragment.cuh`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from cuflash import Options
+from cuflash._grid import Layout
+from cuflash._problem import Problem, describe
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash import _one_pass, _params, _plan, _select_one_pass
+from support.host_device import COMPILER, host_device, on_device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
+    """Sums of one entry as they lie in memory; ``rows``: whole slices of 16, all columns."""
+    count, columns = rows.shape
+    parts = []
+    for block in range(0, count, block_m):
+        for first in range(block, min(block + block_m, count), 64):
+            group = rows[first : min(first + 64, block + block_m)]
+            for column in range(0, columns, 64):
+                panel = group[:, column : column + 64]
+                # slice, half, row of eight | tile of eight columns, lane of a quad, pair
+                split = panel.reshape(len(panel) // 16, 2, 8, panel.shape[1] // 8, 4, 2)
+                parts.append(split.transpose(0, 3, 2, 4, 1, 5).ravel())
+    return np.concatenate(parts)
+
+
+def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -> list[str]:
+    """Run the conversion; returns what was launched."""
+    config = _select_one_pass.config_of(problem, ordered=True)
+    assert config is not None
+    with host_device(folder) as device:
+        layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
+        layouts |= {"dq": layouts["q"], "sums": _one_pass._sums_layout(problem)}
+        launch = _plan.plan_launch(
+            _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, 0,
+            num_blocks=-(-problem.seqlen_q // config.block_m),
+        )  # fmt: skip
+        given = {"dq": dq.ctypes.data, "sums": sums.ctypes.data}
+        launch.run(tuple(given.get(n, 0) for n in _params.pointer_names(_params.BACKWARD)), 0)
+        return device.launched
+
+
+@pytest.mark.parametrize("head_dim", sorted({d for d, _ in _select_one_pass.TILES}))
+def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
+    """Also of ragged rows; blocks that see no key are zero, whatever lies there."""
+    entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
+    q, k = (on_device(np.zeros((entries, n, head_dim), bfloat16)) for n in (seqlen_q, seqlen_k))
+    problem = describe(q, k, k, Options(causal=True, scale=scale))
+    config = _select_one_pass.config_of(problem, ordered=True)
+    assert config is not None
+    blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # rows of whole blocks
+    rng = np.random.default_rng(head_dim)
+    rows = rng.standard_normal((entries, -(-seqlen_q // 16) * 16, head_dim), np.float32)
+    want = (rows * np.float32(scale)).astype(bfloat16)[:, :seqlen_q]
+    rows[:, :blind], want[:, :blind] = np.nan, 0
+    rows[:, seqlen_q:] = np.nan
+    sums = np.stack([sums_of(of_entry, config.block_m) for of_entry in rows])
+    dq = np.full((entries, seqlen_q, head_dim), np.nan, bfloat16)
+    assert converted(tmp_path, problem, sums, dq) == ["cuflash_backward_convert"]
+    np.testing.assert_array_equal(dq.view(np.uint16), want.view(np.uint16))
