@@ -326,11 +326,6 @@ struct Consumer : KeyOwner<64> {
       float s_acc[1][tiles][4], dp_acc[1][tiles][4];
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
-      if (Score::has_window &&
-          warp_agrees(masked && sees_none(score, first_row + first, first_key))) {
-        skip_part(part, ds_ring);
-        continue;
-      }
       start_scores(s_acc, ring, first);
       pass_turn();
       ptx::wgmma_wait<0>();
@@ -363,43 +358,11 @@ struct Consumer : KeyOwner<64> {
     ring.advance();
   }
 
-  // Of 64 queries that no key of this warpgroup sees, where the other's do: takes its turns, and
-  // multiplies nothing.
-  __device__ __forceinline__ void skip_part(int part, const Ring<2>& ds_ring) {
-    wait(smem.full[ring.stage()], ring.full_parity());
-    pass_turn();
-    ptx::wgmma_wait<0>();
-    ptx::pin(flat(dk_acc));
-    if (part == 0) {
-      release_block_before();
-      wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
-    }
-    clear_ds(part);
-    take_turn();
-    pass_turn();
-    take_turn();
-  }
-
-  __device__ __forceinline__ bool sees_none(const Score& score, int first_row,
-                                            int first_key) const {
-    const int first = first_key + 64 * warpgroup;
-    const Range rows = score.q_range(first, first + 64);
-    return rows.begin >= first_row + 64 || rows.end <= first_row;
-  }
-
   __device__ __forceinline__ void take_turn() const {
     ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
     ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
-  }
-
-  __device__ __forceinline__ void clear_ds(int part) const {
-    const uint32_t thread = ptx::thread_index() % 128;
-    uint4* const rows =
-        reinterpret_cast<uint4*>(shared().ds[ring.uses % 2].data[part][64 * warpgroup]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) rows[128 * i + thread] = make_uint4(0, 0, 0, 0);
   }
 
   // This warpgroup's rows of 64 columns of ds^T for all.

@@ -100,9 +100,6 @@ struct Score {
   // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
   static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
 
-  // May a part of a block hold no pair that sees each other, and another part some?
-  static constexpr bool has_window = Config::window_left || Config::window_right;
-
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
