@@ -118,7 +118,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              sizeof(cuflash::Element) == 2 ? 8 : 4)
     cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
   using namespace cuflash;
-  const Tile tile = tile_of(params.grid, blockIdx.x);
+  // The last first: of out, which the forward has written, they are in the cache still, and of dout
+  // those then are that the next kernel starts with.
+  const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
   const BatchIndex entry(params.batch, tile.owner);
   const int first_row = tile.block * Config::block_m;
   if (Config::copy_bytes == 16 && params.head_dim_v % 8 == 0) {
