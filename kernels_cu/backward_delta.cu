@@ -8,6 +8,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
+#include "ptx/once.cuh"
 #include "scheduler.cuh"
 
 namespace cuflash {
@@ -20,7 +21,7 @@ constexpr int steps = Config::block_m / rows_per_step;
 
 // Eight columns of a lane, of every row of an entry. `whole`: all rows have them, 16 bytes apart
 // from the next eight; a lane past the last columns has the first, and does not count them.
-template <Dtype dtype, bool whole>
+template <Dtype dtype, bool whole, bool once>
 struct LaneColumns {
   using Value = typename Storage<dtype>::type;
   struct alignas(16) Row {
@@ -44,7 +45,13 @@ struct LaneColumns {
   __device__ __forceinline__ Row read(int q_idx) const {
     const Value* from = data + q_idx * row_stride;
     if constexpr (whole) {
-      return *reinterpret_cast<const Row*>(from);
+      Row row;
+#pragma unroll
+      for (int i = 0; i < sizeof(Row) / 16; ++i) {
+        const uint4* const piece = reinterpret_cast<const uint4*>(from) + i;
+        reinterpret_cast<uint4*>(row.value)[i] = once ? ptx::load_once(piece) : *piece;
+      }
+      return row;
     } else {
       Row row;
 #pragma unroll
@@ -59,8 +66,9 @@ __device__ __forceinline__ void compute_rows(const DeltaParams& params, const Ba
                                              int first_of_tile) {
   constexpr int rows_at_once = !whole || steps < 2 ? 1 : 2;
   static_assert(steps % rows_at_once == 0, "whole groups of rows");
-  using DoutColumns = LaneColumns<Config::dtype, whole>;
-  using OutColumns = LaneColumns<Config::out_dtype, whole>;
+  // Of these two dout is read again.
+  using DoutColumns = LaneColumns<Config::dtype, whole, false>;
+  using OutColumns = LaneColumns<Config::out_dtype, whole, true>;
   const int first_row = first_of_tile + threadIdx.x / lanes_per_row;
   const int lane = threadIdx.x % lanes_per_row, width = params.head_dim_v;
   const DoutColumns dout_columns(params.dout, params.dout_layout, entry, 8 * lane, width);

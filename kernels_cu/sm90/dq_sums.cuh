@@ -6,6 +6,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler.cuh"
@@ -39,8 +40,9 @@ struct DqSums {
     __device__ __forceinline__ void read(float (&acc)[8][4], int lane) const {
 #pragma unroll
       for (int t = 0; t < 8; ++t) {
-        const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
-        acc[t][0] = x.x, acc[t][1] = x.y, acc[t][2] = x.z, acc[t][3] = x.w;
+        const uint4 x = ptx::load_once(value[t][lane]);
+        acc[t][0] = __uint_as_float(x.x), acc[t][1] = __uint_as_float(x.y);
+        acc[t][2] = __uint_as_float(x.z), acc[t][3] = __uint_as_float(x.w);
       }
     }
   };
