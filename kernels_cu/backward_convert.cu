@@ -32,6 +32,8 @@ __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
   target.num_columns -= first_column;
   const int num_rows = min(sums.num_rows - first_row, 16);
   store_slice_wide(target, first_row, num_rows, params.score.scale, acc);
+  __syncwarp();  // all lanes have read
+  if (sees) sums.part(block, part)[slice].discard(lane_index());
   return non_finite_rows(acc) & ((1u << num_rows) - 1);
 }
 

@@ -22,4 +22,10 @@ __device__ __forceinline__ void store_once(void* to, uint4 x) {
                : "memory");
 }
 
+// Nobody needs what these 128 bytes hold: they are not written back to memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-discard
+__device__ __forceinline__ void discard_line(void* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
 }  // namespace cuflash::ptx

@@ -27,6 +27,12 @@ struct DqSums {
       }
     }
 
+    // By a warp that has used what it read.
+    __device__ __forceinline__ void discard(int lane) {
+      static_assert(bytes == 32 * 128, "a line for each lane");
+      ptx::discard_line(&value[lane / 4][lane % 4 * 8]);
+    }
+
     // Pauses after each addition of 512 bytes.
     template <int nanoseconds>
     __device__ __forceinline__ void add(const float (&acc)[8][4], int lane) {
