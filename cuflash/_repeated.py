@@ -18,7 +18,7 @@ from cuflash._plan import Launch
 from cuflash._results import AttentionResult, Gradients
 
 Triple = tuple[Array, Array, Array]
-GradientLaunch = Launch | MappedLaunch | _one_pass.Clear
+GradientLaunch = Launch | MappedLaunch
 #: Launches of a gradient with the names of their pointers.
 Steps = tuple[tuple[tuple[str, ...], GradientLaunch], ...]
 

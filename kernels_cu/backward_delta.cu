@@ -1,5 +1,5 @@
 // What the backward passes need to know of every query: lse and
-// delta = rowsum(dout * out) - dlse, which is subtracted from dp.
+// delta = rowsum(dout * out) - dlse, which is subtracted from dp. Clears the turns of one pass.
 //
 // A group of neighbouring lanes reads one row, several at once, so that enough is on its way: as
 // they lie in memory, with nothing between the loads that would wait for one of them. Rows that saw
@@ -126,6 +126,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              sizeof(cuflash::Element) == 2 ? 8 : 4)
     cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
   using namespace cuflash;
+  const cuflash::int64_t turn = cuflash::int64_t(blockIdx.x) * Config::num_threads + threadIdx.x;
+  if (turn < params.num_turns) params.turns[turn] = 0;
   // The last first: of out, which the forward has written, they are in the cache still, and of dout
   // those then are that the next kernel starts with.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
