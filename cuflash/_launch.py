@@ -449,11 +449,11 @@ def _plan_backward(
     of_keys = wanted & {"k", "v"} if problem.seqlen_k else frozenset[str]()  # they may be empty
     together = None
     if one_pass is not None:
-        together = _one_pass.plan(problem, device, layouts, addresses, one_pass)
+        together = _one_pass.plan(problem, device, layouts, addresses, one_pass, launch)
         if together is None and config.qkv is not None:  # strides, or alignments
             raise _launch_sm90.unservable(config.qkv, problem, device)
     if together is not None:
-        steps += together
+        steps = together
         wanted, of_keys = wanted - _one_pass.ALL, frozenset()
     hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
     if hopper is None:

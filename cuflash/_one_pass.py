@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from cupy_backends.cuda.api import runtime
+import numpy as np
 
 from cuflash import _device, _launch_sm90, _params, _plan, _select, _select_one_pass
-from cuflash._arguments import Addresses, KnownArguments
+from cuflash._arguments import KnownArguments
 from cuflash._config import BackwardOnePassConfig
 from cuflash._grid import Layout
 from cuflash._launch_sm90 import MappedLaunch
@@ -27,18 +27,8 @@ _NAMES = tuple(
 )
 
 
-class Clear(NamedTuple):
-    """Zeros at the start of a call."""
-
-    size: int
-
-    def run(self, pointers: Addresses, stream: int) -> None:
-        """Write them from the first pointer on."""
-        runtime.memsetAsync(pointers[0], 0, self.size, stream)
-
-
 ALL = frozenset(("q", "k", "v"))
-GradientLaunch = Launch | MappedLaunch | Clear
+GradientLaunch = Launch | MappedLaunch
 #: A launch of a gradient with the names of its pointers.
 Step = tuple[tuple[str, ...], GradientLaunch]
 
@@ -96,8 +86,9 @@ def plan(
     layouts: dict[str, Layout],
     addresses: dict[str, int],
     config: BackwardOnePassConfig,
+    delta: Launch,
 ) -> list[Step] | None:
-    """Prepare the kernels behind that of delta; None where a layout is not for them."""
+    """Prepare all kernels, that of ``delta`` among them; None where a layout is not for them."""
     layouts = layouts | {"sums": _sums_layout(problem)}
     mapped = tuple(addresses[name] for name in _params.BACKWARD_MAPPED)
     maps = _launch_sm90.gradient_maps(problem, layouts, config, mapped, problem.k.summed)
@@ -121,8 +112,17 @@ def plan(
         _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // config.block_m),
     )  # fmt: skip
-    clear = (("turns",), Clear(turns_size(problem, config)))
-    return [clear, (_NAMES, gradients), (_NAMES, convert)]
+    first = _clearing(delta, turns_size(problem, config) // _FLOAT_BYTES)
+    return [(_params.pointer_names(_params.DELTA), first), (_NAMES, gradients), (_NAMES, convert)]
+
+
+def _clearing(delta: Launch, turns: int) -> Launch:
+    """The kernel of delta, which writes zeros at the turns, too: one thread, one turn."""
+    if turns > delta.grid * delta.kernel.num_threads:
+        raise AssertionError(f"{turns} turns, {delta.grid} blocks of threads")
+    filled = np.frombuffer(bytearray(delta.pointers.size) + delta.params, _params.DELTA)[0]
+    filled["num_turns"] = turns
+    return delta._replace(params=filled.tobytes()[delta.pointers.size :])
 
 
 def _blocks_of_threads(tiles: int, config: BackwardOnePassConfig, device: int) -> int:

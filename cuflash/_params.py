@@ -108,10 +108,11 @@ FORWARD = _kernel(
 
 
 DELTA = _kernel(
-    ("dout", "out", "lse", "dlse", "rows"),
+    ("dout", "out", "lse", "dlse", "rows", "turns"),
     ("dout", "out", "lse", "dlse", "rows"),
     ("seqlen_q", np.int32),
     ("head_dim_v", np.int32),
+    ("num_turns", np.int32),
     ("recomputes_far_rows", np.int32),
 )
 SEGMENT_BOUNDS_POINTERS = ("ids_q", "ids_k", "bounds_q", "bounds_k")

@@ -33,6 +33,8 @@ __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
   target.num_columns -= first_column;
   const int num_rows = min(sums.num_rows - first_row, 16);
   store_slice_wide(target, first_row, num_rows, params.score.scale, acc);
+  __syncwarp();  // all lanes have read
+  if (sees) sums.slice<tiles>(block, part, slice).discard(lane_index());
   return non_finite_rows(acc) & ((1u << num_rows) - 1);
 }
 
@@ -41,7 +43,8 @@ __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_backward_convert(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  const Tile tile = tile_of(params.grid, blockIdx.x);
+  // The last first: their sums are in the cache still.
+  const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
   const BatchIndex entry(params.batch, tile.owner);
   const int first_row = tile.block * Config::block_m;
   const BlockRanges blocks =

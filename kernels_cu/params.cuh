@@ -145,6 +145,7 @@ struct DeltaParams {
   const Real* lse;
   const Real* dlse;  // null unless Config::grad_lse
   RowStatistics* rows;
+  uint32_t* turns;  // of one pass, to be cleared
   Layout dout_layout;
   Layout out_layout;
   Layout lse_layout;
@@ -154,6 +155,7 @@ struct DeltaParams {
   Grid grid;
   int32_t seqlen_q;
   int32_t head_dim_v;
+  int32_t num_turns;            // no more than threads; 0 where no kernel takes turns
   int32_t recomputes_far_rows;  // what Score says of the passes
 };
 

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 from cuflash import _launch  # noqa: E402
 from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
-from cuflash._one_pass import Clear  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
@@ -396,7 +395,7 @@ def test_config_decides_which_kernels_run(monkeypatch):
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
-    one_pass = [Clear, MappedLaunch, Launch]
+    one_pass = [MappedLaunch, Launch]
     for config, kinds in (
         (portable, [Launch, Launch]),
         (hopper, [MappedLaunch, MappedLaunch]),

@@ -238,6 +238,17 @@ def plan_gradient(
     **moved: int,
 ) -> list[tuple[dict[str, int], Any]]:
     """The launches after that of delta, with their addresses."""
+    return gradient_steps(problem, wrt, config, one_pass, **moved)[1:]
+
+
+def gradient_steps(
+    problem: Problem,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    config: Any = None,
+    one_pass: Any = None,
+    **moved: int,
+) -> list[tuple[dict[str, int], Any]]:
+    """All launches."""
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
     layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
     layouts |= {f"d{name}": layouts[name] for name in wrt}
@@ -249,7 +260,7 @@ def plan_gradient(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
         config or _launch.BackwardConfigs(), {}, one_pass,
     )  # fmt: skip
-    return [({n: addresses[n] for n in names}, launch) for names, launch in steps[1:]]
+    return [({n: addresses[n] for n in names}, launch) for names, launch in steps]
 
 
 def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
@@ -288,15 +299,21 @@ def test_owners_that_start_together(
     assert section == expected
 
 
+def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
+    """Where the kernel of delta writes zeros, and how many: a thread writes one."""
+    recorder.struct = _params.DELTA
+    delta.run(tuple(addresses.values()), STREAM)
+    *_, (_, grid, params) = recorder.launches
+    assert params["num_turns"] <= grid * delta.kernel.num_threads
+    return int(params["turns"]), int(params["num_turns"])
+
+
 @pytest.mark.parametrize("ordered", [False, True])
-def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
+def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     problem = problem_of(2, causal=True)
     config = _select_one_pass.config_of(problem, ordered=ordered)
     assert config is not None
-    cleared: list[tuple[int, ...]] = []
-    runtime = SimpleNamespace(memsetAsync=lambda *arguments: cleared.append(arguments))
-    monkeypatch.setattr(_one_pass, "runtime", runtime)
-    steps = plan_gradient(problem, one_pass=config)
+    delta, *steps = gradient_steps(problem, one_pass=config)
     sums = _one_pass.addresses(problem, config, WORKSPACE)["dq sums"]
     for addresses, launch in steps:
         recorder.struct = (
@@ -304,13 +321,13 @@ def test_one_pass(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: 
             else _params.BACKWARD
         )  # fmt: skip
         launch.run(tuple(addresses.values()), STREAM)
-    turns = (WORKSPACE, 0, 4 * (1 + 2 * 4 * 3), STREAM)  # three blocks of 128 queries
+    turns = 1 + 2 * 4 * 3  # three blocks of 128 queries
     size = 4 * 2 * 4 * 304 * 64  # rows in slices of 16
-    assert cleared == [turns]
+    assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
     assert sums % 128 == 0
-    assert sums >= WORKSPACE + turns[2]
+    assert sums >= WORKSPACE + 4 * turns
     assert sums + size <= WORKSPACE + _one_pass.workspace_size(problem, config)
-    (_, grid, params), (_, rows, converted) = recorder.launches
+    (_, grid, params), (_, rows, converted), _ = recorder.launches
     assert (grid, rows) == (32, 24)  # tiles of 128 keys, blocks of 128 queries
     assert params["turns"] == WORKSPACE
     for of_kernel in (params, converted):
@@ -337,7 +354,7 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
     problem = problem_of(20)
     config = _select_one_pass.config_of(problem, ordered=True)
     assert config is not None
-    _, (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
+    (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
     recorder.struct = _params.BACKWARD_SM90
     gradients.run(tuple(addresses.values()), STREAM)
     ((_, grid, params),) = recorder.launches
@@ -346,23 +363,18 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_pair_of_blocks_of_threads_computes_a_tile(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool
-) -> None:
+def test_a_pair_of_blocks_of_threads_computes_a_tile(recorder: Recorder, ordered: bool) -> None:
     """128 keys each; each of the two has turns of its own, and its first tile stores."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
     config = _select_one_pass.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
-    cleared: list[tuple[int, ...]] = []
-    runtime = SimpleNamespace(memsetAsync=lambda *arguments: cleared.append(arguments))
-    monkeypatch.setattr(_one_pass, "runtime", runtime)
-    (at, clear), (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
-    clear.run(tuple(at.values()), STREAM)
-    assert cleared == [(WORKSPACE, 0, 4 * (1 + 2 * 4 * 5 * 2), STREAM)]  # blocks of 64 queries
+    delta, (addresses, gradients), _ = gradient_steps(problem, one_pass=config)
+    turns = 1 + 2 * 4 * 5 * 2  # blocks of 64 queries
+    assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
     recorder.struct = _params.BACKWARD_SM90
     gradients.run(tuple(addresses.values()), STREAM)
-    ((_, grid, params),) = recorder.launches
+    _, (_, grid, params) = recorder.launches
     num_blocks, num_owners, *_ = params["grid"]
     assert (grid, num_blocks, num_owners) == (2 * 3 * 8, 3, 8)
     boxes = dict(zip(_params.BACKWARD_MAPPED, gradients.maps.layouts, strict=True))

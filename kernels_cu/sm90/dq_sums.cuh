@@ -7,6 +7,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler.cuh"
@@ -40,9 +41,15 @@ struct DqSlice {
   __device__ __forceinline__ void read(float (&acc)[tiles][4], int lane) const {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
-      const float4 x = *reinterpret_cast<const float4*>(value[t][lane]);
-      acc[t][0] = x.x, acc[t][1] = x.y, acc[t][2] = x.z, acc[t][3] = x.w;
+      const uint4 x = ptx::load_once(value[t][lane]);
+      acc[t][0] = __uint_as_float(x.x), acc[t][1] = __uint_as_float(x.y);
+      acc[t][2] = __uint_as_float(x.z), acc[t][3] = __uint_as_float(x.w);
     }
+  }
+
+  // By a warp that has used what it read: a line of 128 bytes for each of its first lanes.
+  __device__ __forceinline__ void discard(int lane) {
+    if (lane < bytes / 128) ptx::discard_line(&value[lane / 4][lane % 4 * 8]);
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/once.cuh"
 #include "scheduler.cuh"
 #include "tile/fragment.cuh"
 
@@ -118,8 +119,8 @@ __device__ __forceinline__ void store_slice_wide(const RowTarget& target, int fi
       }
       transpose_quad(x);
       if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
-        *reinterpret_cast<uint4*>(to + 8 * half * target.row_stride + 8 * t) =
-            make_uint4(x[0], x[1], x[2], x[3]);
+        ptx::store_once(to + 8 * half * target.row_stride + 8 * t,
+                        make_uint4(x[0], x[1], x[2], x[3]));
       }
     }
   }

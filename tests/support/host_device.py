@@ -41,7 +41,7 @@ from cuflash._options import Options
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
-_PTX = ("arithmetic", "cp_async", "mma_sync", "special", "tma")
+_PTX = ("arithmetic", "cp_async", "mma_sync", "once", "special", "tma")
 
 
 class DeviceArray(np.ndarray):
