@@ -227,8 +227,9 @@ struct KeyGradient {
 // What the tile adds to dq.
 struct QueryGradient {
   // Nanoseconds. A multiprocessor adds twice as fast as the L2 cache takes additions of all, and
-  // whatever else needs it waits behind them: docs/backward-sm90.md.
-  static constexpr int pause_between_additions = 60;
+  // whatever else needs it waits behind them. Who adds in order keeps others waiting, too:
+  // docs/backward-sm90.md.
+  static constexpr int pause_between_additions = Config::ordered ? 30 : 60;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;

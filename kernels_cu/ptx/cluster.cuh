@@ -32,12 +32,13 @@ __device__ __forceinline__ int load_shared_of_cluster(uint32_t from) {
   return value;
 }
 
-// `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if.
+// `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if. Says what was read:
+// `.release.cluster` would wait for all that was written to global memory, too (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %1, 0; "
-      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
+      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
       "r"(static_cast<int>(mine))
       : "memory");
 }
