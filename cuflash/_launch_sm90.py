@@ -262,8 +262,8 @@ def _owners_side_by_side(
     problem: Problem, config: ForwardSm90Config, num_blocks: int, processors: int
 ) -> int:
     """How many owners may start their heaviest tiles together: see docs/forward-sm90.md."""
-    if problem.cu_seqlens_q is not None:  # each of them leaves eight tiles that share keys
-        return processors // 8
+    if problem.cu_seqlens_q is not None:  # each of them leaves 16 tiles that share keys
+        return processors // 16
     if not config.window_right:
         return 1
     # As many as 8 MiB hold, but 16 if 64 MiB hold them, and as many as give each processor a tile,

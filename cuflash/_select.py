@@ -131,9 +131,9 @@ Sm90Tiles = dict[tuple[int, int], Sm90Tile]
 # Keyed by the padded head sizes (of q and k, of v), smallest first. Measured on an H100 SXM:
 # docs/forward-sm90.md.
 _FORWARD_SM90: Sm90Tiles = {
-    (64, 64): Sm90Tile(192, 128, 4, 2, 1),
-    (96, 96): Sm90Tile(128, 128, 2, 2, 2),
-    (128, 128): Sm90Tile(128, 128, 2, 2, 1),
+    (64, 64): Sm90Tile(192, 128, 4, 2, 0),
+    (96, 96): Sm90Tile(128, 128, 2, 2, 4),
+    (128, 128): Sm90Tile(128, 128, 2, 2, 4),
     (192, 128): Sm90Tile(128, 128, 2, 1, 2),
     (192, 192): Sm90Tile(128, 112, 2, 1, 2),
     (256, 256): Sm90Tile(128, 80, 2, 1, 2),
@@ -147,6 +147,8 @@ _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # warpgroups hide more of where a tile ends and the next begins.
 _FORWARD_SM90_NARROW: Sm90Tiles = {(128, 128): Sm90Tile(192, 64, 4, 2, 1)}
 _FORWARD_SM90_NARROW_FEW: Sm90Tiles = {(128, 128): Sm90Tile(128, 64, 5, 2, 1)}
+# So do packed sequences, of which many are short.
+_FORWARD_SM90_PACKED = _FORWARD_SM90_NARROW
 _NARROW = 4096  # keys that one query sees
 # With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
 # and take registers.
@@ -280,8 +282,11 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_GENERAL_MORE_PACKED
     else:
         lengths = not fields["q_lengths"] == fields["kv_lengths"] == "none"
-        if lengths or fields["cu_seqlens"] != "none":
+        packed = fields["cu_seqlens"] != "none"
+        if lengths or packed:
             tiles = tiles | _FORWARD_SM90_LENGTHS
+        if packed and fields["sink"] == "none":  # with a sink as below
+            tiles = tiles | _FORWARD_SM90_PACKED
         narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
         if fields["sink"] != "none" and (lengths or problem.offset is not None):
             narrow = False  # three warpgroups have no registers for a sink and bounds from arrays

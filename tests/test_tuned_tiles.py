@@ -389,7 +389,7 @@ def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_p
         work = replace(WORK, seqlen_q=length, seqlen_k=length)
         tuning.use(written(tmp_path, row(values={"block_n": block_n, "num_stages": 2})))
         tried = {"block_m": (128,), "block_n": (64, 96, 112, 128), "num_stages": (2,),
-                 "num_q_stages": (2,), "overlap_quarters": (1,)}  # fmt: skip
+                 "num_q_stages": (2,), "overlap_quarters": (4,)}  # fmt: skip
         found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
         assert found.default.block_n == block_n
         path = tmp_path / f"{length}.jsonl"

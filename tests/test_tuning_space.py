@@ -301,7 +301,7 @@ def test_a_number_of_processes_that_is_none_is_refused():
         ({"parameters": {"tile": (1,)}}, "parameters: got 'tile', expected one of block_m"),
         ({"arch": "sm_80", "kernel": "forward_sm90"}, "got forward_sm90 on NVIDIA A100"),
         ({"parameters": {"block_n": (100,)}}, "none of them legal"),
-        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,2,1: block_n = 100 must be a positive"),
+        ({"parameters": {"block_n": (100,)}}, "; 128,100,2,2,4: block_n = 100 must be a positive"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
