@@ -122,10 +122,11 @@ def _owners_per_section(
 
     dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
     docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
-    Pairs of blocks of threads leave each owner sixteen pairs. Tiles of one pass that add in order
-    wait for those of their owner that start with them: at head size 64 more owners start together,
-    up to a half of the processors, as long as the L2 cache holds what they stream and keep and
-    sum, thrice what is streamed; half of it without a causal bound, where all rows are under way.
+    Pairs of blocks of threads leave each owner sixteen pairs, and tiles of one pass that add in any
+    order sixteen, which share more of what they stream. Those that add in order wait for those of
+    their owner that start with them: below head size 128 more owners start together, up to a half
+    of the processors, as long as the L2 cache holds what they stream and keep and sum, thrice what
+    is streamed; half of it without a causal bound, where all rows are under way.
     """
     processors = _device.multiprocessors(device)
     cache = _device.attribute("L2CacheSize", device)
@@ -133,7 +134,9 @@ def _owners_per_section(
         return even_sections(num_owners, processors // 32)
     if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
         owners = processors // 8
-        if isinstance(config, BackwardOnePassConfig) and config.ordered and config.head_dim == 64:
+        if isinstance(config, BackwardOnePassConfig) and not config.ordered:
+            owners = processors // 16
+        elif isinstance(config, BackwardOnePassConfig) and config.head_dim < 128:
             fitting = cache // (1 if config.window_right else 2) // max(3 * streamed_bytes, 1)
             owners = max(owners, min(fitting, processors // 2))
         return even_sections(num_owners, owners)

@@ -52,8 +52,6 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
     fields = _select._fields(problem, 16, problem.dtype) | _select._sm90_row(TILES, problem)
     kind = BackwardOnePassConfig if fields["head_dim"] <= 128 else BackwardPairConfig
     rows = kind.cluster_blocks * fields["block_n"]
-    # Full scores at head size 128: no order would be slower, docs/backward-sm90.md.
-    ordered = ordered or (fields["head_dim"] == 128 and not fields["window_right"])
     return kind(num_warps=rows // 16 + kind.other_warps, ordered=ordered, **fields)
 
 
