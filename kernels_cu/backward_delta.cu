@@ -19,63 +19,68 @@ constexpr int lanes_per_row = chunks > 16 ? 32 : (chunks > 8 ? 16 : (chunks > 4 
 constexpr int rows_per_step = Config::num_threads / lanes_per_row;
 static_assert(chunks <= lanes_per_row, "a lane reads at most one chunk");
 constexpr int steps = Config::block_m / rows_per_step;
+constexpr int rows_at_once = steps < 2 ? steps : 2;
+static_assert(steps % rows_at_once == 0, "whole groups of rows");
 
-// Eight columns of a lane, of every row of an entry. `whole`: all rows have them, 16 bytes apart
-// from the next eight; a lane past the last columns has the first, and does not count them.
-template <Dtype dtype, bool whole, bool once>
+// Eight columns of a lane, of every row of an entry.
+template <Dtype dtype, bool once>
 struct LaneColumns {
   using Value = typename Storage<dtype>::type;
+  static constexpr int columns_at_once = Config::copy_bytes == 16 ? 16 / sizeof(Value) : 1;
   struct alignas(16) Row {
     Value value[8];
   };
 
   const Value* data;
   int64_t row_stride, column_stride;
-  int count;
+  int count;  // those before the true width; a copy of 16 bytes holds no others
 
   __device__ __forceinline__ LaneColumns(const void* array, const Layout& layout,
                                          const BatchIndex& entry, int column, int num_columns)
-      : data(static_cast<const Value*>(array) + entry * layout.batch),
+      : data(static_cast<const Value*>(array) + entry * layout.batch + column * layout.column),
         row_stride(layout.row),
         column_stride(layout.column),
-        count(num_columns - column) {
-    if (!whole || count > 0) data += column * column_stride;
-  }
+        count(num_columns - column) {}
 
   // As it lies in memory, zeros past the true width.
   __device__ __forceinline__ Row read(int q_idx) const {
     const Value* from = data + q_idx * row_stride;
-    if constexpr (whole) {
-      Row row;
+    Row row;
 #pragma unroll
-      for (int i = 0; i < sizeof(Row) / 16; ++i) {
-        const uint4* const piece = reinterpret_cast<const uint4*>(from) + i;
-        reinterpret_cast<uint4*>(row.value)[i] = once ? ptx::load_once(piece) : *piece;
+    for (int i = 0; i < 8; i += columns_at_once) {
+      if constexpr (columns_at_once > 1) {
+        const uint4* const piece = reinterpret_cast<const uint4*>(from + i);
+        uint4 copy{};
+        if (i < count) copy = once ? ptx::load_once(piece) : *piece;
+        *reinterpret_cast<uint4*>(row.value + i) = copy;
+      } else {
+        row.value[i] = i < count ? from[i * column_stride] : Value(0);
       }
-      return row;
-    } else {
-      Row row;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row.value[i] = i < count ? from[i * column_stride] : Value(0);
-      return row;
     }
+    return row;
   }
 };
 
-template <bool whole>
-__device__ __forceinline__ void compute_rows(const DeltaParams& params, const BatchIndex& entry,
-                                             int first_of_tile) {
-  constexpr int rows_at_once = !whole || steps < 2 ? 1 : 2;
-  static_assert(steps % rows_at_once == 0, "whole groups of rows");
+}  // namespace cuflash
+
+// Blocks of threads: one a processor is all that is asked for. Left to choose, the compiler aims at
+// more, for which it spills an address, or does not read a row before it is done with the last.
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
+    cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
+  using namespace cuflash;
   // Of these two dout is read again.
-  using DoutColumns = LaneColumns<Config::dtype, whole, false>;
-  using OutColumns = LaneColumns<Config::out_dtype, whole, true>;
-  const int first_row = first_of_tile + threadIdx.x / lanes_per_row;
+  using DoutColumns = LaneColumns<Config::dtype, false>;
+  using OutColumns = LaneColumns<Config::out_dtype, true>;
+  const cuflash::int64_t turn = cuflash::int64_t(blockIdx.x) * Config::num_threads + threadIdx.x;
+  if (turn < params.num_turns) params.turns[turn] = 0;
+  // The last first: of out, which the forward has written, they are in the cache still, and of dout
+  // those then are that the next kernel starts with.
+  const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
+  const BatchIndex entry(params.batch, tile.owner);
+  const int first_row = tile.block * Config::block_m + threadIdx.x / lanes_per_row;
   const int lane = threadIdx.x % lanes_per_row, width = params.head_dim_v;
   const DoutColumns dout_columns(params.dout, params.dout_layout, entry, 8 * lane, width);
   const OutColumns out_columns(params.out, params.out_layout, entry, 8 * lane, width);
-  const Real* const lse_of_rows = params.lse + entry * params.lse_layout.batch;
-  RowStatistics* const to = params.rows + entry * params.rows_layout.batch;
   const Real least_far = params.recomputes_far_rows ? far_from_0 : infinity();
   // Lanes past the end repeat the last row, so that whole warps take part in the sums.
   const auto existing = [&](int step) {
@@ -83,17 +88,18 @@ __device__ __forceinline__ void compute_rows(const DeltaParams& params, const Ba
   };
 #pragma unroll 1
   for (int first = 0; first < steps; first += rows_at_once) {
-    typename DoutColumns::Row dout[rows_at_once];
-    typename OutColumns::Row out[rows_at_once];
-    Real lse[rows_at_once];
+    DoutColumns::Row dout[rows_at_once];
+    OutColumns::Row out[rows_at_once];
+    Real lse[rows_at_once], dlse[rows_at_once] = {};
 #pragma unroll
     for (int i = 0; i < rows_at_once; ++i) {
-      dout[i] = dout_columns.read(existing(first + i));
-      out[i] = out_columns.read(existing(first + i));
-    }
-#pragma unroll
-    for (int i = 0; i < rows_at_once; ++i) {
-      lse[i] = lse_of_rows[existing(first + i) * params.lse_layout.row];
+      const int q_idx = existing(first + i);
+      dout[i] = dout_columns.read(q_idx);
+      out[i] = out_columns.read(q_idx);
+      lse[i] = params.lse[entry * params.lse_layout.batch + q_idx * params.lse_layout.row];
+      if constexpr (Config::grad_lse) {
+        dlse[i] = params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
+      }
     }
 #pragma unroll
     for (int i = 0; i < rows_at_once; ++i) {
@@ -104,42 +110,20 @@ __device__ __forceinline__ void compute_rows(const DeltaParams& params, const Ba
         const Real factor = to_real<Config::out_dtype>(out[i].value[j]);
         delta += factor == 0 ? 0 : to_real<Config::dtype>(dout[i].value[j]) * factor;
       }
-      if (whole && dout_columns.count <= 0) delta = 0;
+      // All lanes ask, not only the one that stores: lse is loaded with the rest then.
+      const bool hidden = lse[i] == -infinity();
+      if (hidden) delta = 0;
 #pragma unroll
       for (int distance = lanes_per_row / 2; distance > 0; distance /= 2) {
         delta += __shfl_xor_sync(0xffffffff, delta, distance, lanes_per_row);
       }
-      if constexpr (Config::grad_lse) {
-        delta -= params.dlse[entry * params.dlse_layout.batch + q_idx * params.dlse_layout.row];
-      }
+      if constexpr (Config::grad_lse) delta -= hidden ? 0 : dlse[i];
       if (lane == 0 && q_idx == first_row + (first + i) * rows_per_step) {
-        const bool hidden = lse[i] == -infinity();
         const bool is_far = fabs(lse[i]) >= least_far && lse[i] != infinity();
         const Real known = is_far ? infinity() - infinity() : lse[i];
-        to[q_idx * params.rows_layout.row] =
-            hidden ? RowStatistics{infinity(), 0} : RowStatistics{known, delta};
+        params.rows[entry * params.rows_layout.batch + q_idx * params.rows_layout.row] = {
+            hidden ? infinity() : known, delta};
       }
     }
-  }
-}
-
-}  // namespace cuflash
-
-// Eight blocks of threads of 16-bit elements on each processor: enough is on its way then.
-extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
-                                             sizeof(cuflash::Element) == 2 ? 8 : 4)
-    cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {
-  using namespace cuflash;
-  const cuflash::int64_t turn = cuflash::int64_t(blockIdx.x) * Config::num_threads + threadIdx.x;
-  if (turn < params.num_turns) params.turns[turn] = 0;
-  // The last first: of out, which the forward has written, they are in the cache still, and of dout
-  // those then are that the next kernel starts with.
-  const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
-  const BatchIndex entry(params.batch, tile.owner);
-  const int first_row = tile.block * Config::block_m;
-  if (Config::copy_bytes == 16 && params.head_dim_v % 8 == 0) {
-    compute_rows<true>(params, entry, first_row);
-  } else {
-    compute_rows<false>(params, entry, first_row);
   }
 }

@@ -66,10 +66,6 @@ INVARIANTS = (
 )
 COUNTER = "the counter of the loop over batch entries: once per entry (13.5: one address per block)"
 NO_DEVICE = "sm_90's tile; no device of this kind was there to time its neighbours on"
-TWO_ROWS = (
-    "an address, found before the rows and loaded at most once for two of them; no device of this "
-    "kind was there to time one row at a time on"
-)
 #: (architecture, entry, larger padded head size). How much longer the neighbouring tile without
 #: spills takes was measured on an H100 SXM, 2026-11-21, bf16, full, seqlen 8192.
 SPILLS = {
@@ -77,7 +73,6 @@ SPILLS = {
     ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
         72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
     ),
-    ("sm_80", "cuflash_backward_delta", 64): Spill(8, TWO_ROWS),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(
         56, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
@@ -108,9 +103,6 @@ SPILLS = {
     ("sm_100", "cuflash_backward_dkv_sm80", 128): Spill(
         24, f"{INVARIANTS} (13.5: nothing); {NO_DEVICE}"
     ),
-} | {
-    ("sm_120", "cuflash_backward_delta", head_dim): Spill(8, f"{TWO_ROWS} (13.5: nothing)")
-    for head_dim in (96, 128, 192, 256)
 }
 
 TF32 = "tf32"  # float32 with a permission
