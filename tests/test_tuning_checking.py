@@ -249,26 +249,28 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, ordered):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "heads_kv", "number"),
+    ("dtype", "head_dim", "heads_kv", "softcap", "number"),
     [
-        ("bfloat16", 64, 2, 0),
-        ("bfloat16", 96, 2, 1),
-        ("bfloat16", 96, 2, 2),
-        ("bfloat16", 128, 4, 1),
-        ("float32", 64, 2, 0),
-        ("float32", 64, 2, 2),
-        ("float32", 3, 2, 0),
-        ("float64", 64, 4, 0),
-        ("float64", 64, 4, 1),
-        ("float64", 64, 4, 2),
-        ("bfloat16", 256, 4, 1),
+        ("bfloat16", 64, 2, None, 0),
+        ("bfloat16", 96, 2, 20.0, 1),
+        ("bfloat16", 96, 2, 20.0, 2),
+        ("bfloat16", 128, 4, None, 1),
+        ("float32", 64, 2, None, 0),
+        ("float32", 64, 2, None, 2),
+        ("float32", 3, 2, None, 0),
+        ("float64", 64, 4, None, 0),
+        ("float64", 64, 4, None, 1),
+        ("float64", 64, 4, None, 2),
+        ("bfloat16", 256, 4, None, 1),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True, "arrays": ("sink",)}])
-def test_kernels_are_swept_on_the_device(tmp_path, dtype, head_dim, heads_kv, number, options):
+def test_kernels_are_swept_on_the_device(
+    tmp_path, dtype, head_dim, heads_kv, softcap, number, options
+):
     """Every kernel of Hopper, the narrow forward, and partners; short enough for graphs."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
-    work = replace(WORK, dtype=dtype, heads_kv=heads_kv, **sizes, **options)
+    work = replace(WORK, dtype=dtype, heads_kv=heads_kv, softcap=softcap, **sizes, **options)
     steps = kernels_of(work, _hardware.present(), backward=True)
     config = [c for c in steps if type(c) in _kernels.PARAMETERS][number]
     name, tile = _kernels.kernel_name(config), _kernels.tile_of(config)
