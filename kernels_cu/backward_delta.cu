@@ -108,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const Real factor = to_real<Config::out_dtype>(out[i].value[j]);
-        delta += factor == 0 ? 0 : to_real<Config::dtype>(dout[i].value[j]) * factor;
+        const Real value = to_real<Config::dtype>(dout[i].value[j]);
+        delta = factor == 0 ? delta : fma(value, factor, delta);
       }
       // All lanes ask, not only the one that stores: lse is loaded with the rest then.
       const bool hidden = lse[i] == -infinity();

@@ -44,7 +44,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
       }
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
       row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
-      block_sum[half] *= rescale[half];
+      block_sum[half] = __fmul_rn(block_sum[half], rescale[half]);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
         s_acc[0][t][2 * half] *= rescale[half];
