@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -12,6 +15,9 @@ from cuflash._errors import problem_with
 
 Array = Any
 Triple = tuple[Array, Array, Array]  # q, k and v, or dout, out and lse
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DLPACK_CUDA = 2
 _EXPECTED = "a NumPy array, or a CuPy or other array on a GPU"
@@ -49,6 +55,37 @@ def native(name: str, array: object) -> Array:
     raise problem_with(
         name, TypeError, got=_qualified_name(type(array)), expected=_EXPECTED, fix=fix
     )
+
+
+def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
+    """Context in which the device of an array on a GPU, or of the first of several, is current.
+
+    Memory is taken and kernels run on the current device. Free of charge where it is that one.
+    """
+    if isinstance(array, list | tuple) and array:
+        return on_device_of(array[0])
+    if is_cupy(array):
+        device = array.data.device_id  # type: ignore[attr-defined]
+    else:
+        of_foreign = getattr(array, "__dlpack_device__", None)
+        kind, device = (None, 0) if of_foreign is None else of_foreign()
+        if kind != _DLPACK_CUDA:
+            return contextlib.nullcontext()
+    cuda = _cupy("device").cuda
+    if cuda.runtime.getDevice() == device:
+        return contextlib.nullcontext()
+    return cuda.Device(device)  # type: ignore[no-any-return]
+
+
+def on_own_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function`` run, and take memory for its results, where its first argument lies."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with on_device_of(args[0] if args else None):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def same_module(**arrays: Array | None) -> ModuleType:

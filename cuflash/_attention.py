@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._arrays import Array, allocate, native, same_module
+from cuflash._arrays import Array, allocate, native, on_own_device, same_module
 from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
 from cuflash._errors import problem_with
@@ -31,6 +31,7 @@ FIELDS = {
 
 
 @overload
+@on_own_device
 def attention(
     q: Array,
     k: Array,
@@ -178,6 +179,7 @@ def attention(
     return AttentionResult(out, lse) if return_lse else out
 
 
+@on_own_device
 def attention_backward(
     dout: Array,
     q: Array,
@@ -297,6 +299,7 @@ def attention_backward(
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
+@on_own_device
 def attention_vjp(
     q: Array,
     k: Array,
@@ -353,6 +356,7 @@ def attention_vjp(
     return (result if return_lse else result.out), pullback
 
 
+@on_own_device
 def workspace_size(
     q: Array,
     k: Array,

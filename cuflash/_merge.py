@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, native, same_module
+from cuflash._arrays import Array, native, on_own_device, same_module
 from cuflash._errors import problem_with
 from cuflash._problem import require_float, require_shape
 from cuflash._results import AttentionResult
 from cuflash._scores import arithmetic
 
 
+@on_own_device
 def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     """Combine attention over disjoint sets of keys into attention over all of them.
 
@@ -74,6 +75,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
 
 
+@on_own_device
 def merge_backward(
     dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = None, axis: int = 0
 ) -> AttentionResult:

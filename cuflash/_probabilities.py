@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash import _philox
-from cuflash._arrays import Array, array_module, native, same_module
+from cuflash._arrays import Array, array_module, native, on_device_of, on_own_device, same_module
 from cuflash._attention import attention, attention_backward, gradient_names
 from cuflash._dispatch import operands
 from cuflash._errors import problem_with
@@ -26,6 +26,7 @@ from cuflash._results import Gradients
 from cuflash._scores import Scores, Tile, arithmetic
 
 
+@on_own_device
 def logsumexp(
     q: Array,
     k: Array,
@@ -67,6 +68,7 @@ def logsumexp(
     return attention(q, k, v, options=chosen, return_lse=True, **common).lse
 
 
+@on_own_device
 def logsumexp_backward(
     dlse: Array,
     q: Array,
@@ -129,6 +131,7 @@ def logsumexp_backward(
     )
 
 
+@on_own_device
 def weights(
     q: Array,
     k: Array,
@@ -249,9 +252,10 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
         raise problem_with("shape", kind, got=repr(shape), expected="extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
     *batch, seqlen_q, seqlen_k = map(operator.index, shape)
-    entries = xp.arange(math.prod(batch)).reshape(batch)
     rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
-    return _philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)
+    with on_device_of(like):
+        entries = xp.arange(math.prod(batch)).reshape(batch)
+        return _philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)
 
 
 def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._arrays import Array, allocate, native, same_module
+from cuflash._arrays import Array, allocate, native, on_own_device, same_module
 from cuflash._attention import (
     FIELDS,
     gradient_buffers,
@@ -55,6 +55,7 @@ class Call:
     problem: Problem
 
 
+@on_own_device
 def attention_varlen(
     q: Array,
     k: Array,
@@ -157,6 +158,7 @@ def attention_varlen(
     return AttentionResult(out, lse) if return_lse else out
 
 
+@on_own_device
 def attention_varlen_backward(
     dout: Array,
     q: Array,

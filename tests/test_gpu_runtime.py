@@ -502,6 +502,25 @@ def test_arrays_decide_the_device_and_not_the_current_one(second_device):
         assert bits(results) == expected
 
 
+def test_every_function_takes_memory_where_its_arrays_lie(second_device):
+    with second_device:
+        x, ends = cupy.ones((2, 40, 16), np.float32), cupy.array([0, 15, 40])
+    with cupy.cuda.Device(0):
+        out, lse = cuflash.attention(x, x, x, return_lse=True)
+        results = [
+            *cuflash.merge([out, out], [lse, lse]),
+            *cuflash.merge_backward(out, [out, out], [lse, lse]),
+            cuflash.logsumexp(x, x),
+            cuflash.logsumexp_backward(lse, x, x, lse).dk,
+            cuflash.weights(x, x, lse, rows=[0, 3]),
+            cuflash.attention_varlen(x, x, x, ends, ends),
+            cuflash.attention_vjp(x, x, x)[1](out).dv,
+            cuflash.dropout_mask((3, 4), 0.5, 1, like=x),
+        ]
+    assert all(array.device == second_device for array in results)
+    assert all(np.isfinite(array.get()).all() for array in results)
+
+
 def test_arrays_on_two_devices_are_refused(second_device):
     work = Work()
     with second_device:

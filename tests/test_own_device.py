@@ -1,0 +1,70 @@
+"""Is the device of the arrays current while a call runs? Without a device: a CuPy that notes it."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import _arrays
+
+
+class Foreign:
+    """An array of another library: kind 2 is CUDA, 1 the host."""
+
+    def __init__(self, kind: int, device: int) -> None:
+        self.where = kind, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.where
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Devices that are current, the last one now."""
+    stack = [0]
+
+    @contextlib.contextmanager
+    def device(number: int) -> Any:
+        stack.append(number)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    runtime = SimpleNamespace(getDevice=lambda: stack[-1])
+    cuda = SimpleNamespace(Device=device, runtime=runtime)
+    monkeypatch.setattr(_arrays, "_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    return stack
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (Foreign(2, 1), 1), (Foreign(2, 0), 0), ([Foreign(2, 1), Foreign(2, 1)], 1),
+        (Foreign(1, 3), 0), (np.ones(2), 0), ([], 0), (None, 0), (1.5, 0),
+    ],
+)  # fmt: skip
+def test_the_first_array_decides(current: list[int], given: Any, expected: int) -> None:
+    seen = _arrays.on_own_device(lambda array: current[-1])(given)
+    assert (seen, current) == (expected, [0])
+
+
+def test_an_error_leaves_the_device_as_it_was(current: list[int]) -> None:
+    def fails(array: object) -> None:
+        raise ValueError(current[-1])
+
+    with pytest.raises(ValueError, match="1"):
+        _arrays.on_own_device(fails)(Foreign(2, 1))
+    assert current == [0]
+
+
+def test_nothing_given_is_the_error_of_the_function_itself(current: list[int]) -> None:
+    def attend(q: object) -> None:
+        """Take one."""
+
+    with pytest.raises(TypeError, match=r"attend\(\) missing 1 required positional argument: 'q'"):
+        _arrays.on_own_device(attend)()  # type: ignore[call-arg]
