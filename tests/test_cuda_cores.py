@@ -62,7 +62,7 @@ def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
     )
     # NVRTC 13.5 keeps registers in memory for sm_120 with every option at once, and none with any
     # of them alone; such a device has a 64th of its float32 in float64.
-    most_of_all = 952 if (arch, generation) == ("sm_120", 13) else 0
+    most_of_all = 1000 if (arch, generation) == ("sm_120", 13) else 0
     compiled = 0
     for case, most in ((plain, 0), (every, most_of_all)):
         for head_dims in ((64, 64) if case is plain else (20, 33), (256, 256)):
