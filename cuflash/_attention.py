@@ -202,7 +202,7 @@ def attention_backward(
 ) -> Gradients:
     """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
 
-    On Hopper, at head sizes 64 and 128, it may take as much as dq in float32, too.
+    On Hopper it may take as much as dq in float32, too: :func:`workspace_size` says.
 
     The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
     best one :class:`Options` for both, or use :func:`attention_vjp`.

@@ -98,6 +98,7 @@ def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process
         )  # fmt: skip
         try:
             return process.wait(seconds) == 0
