@@ -83,15 +83,11 @@ struct OnlineSoftmax {
           const Real rescale =
               power(score.exponent_between(score.reference(row_max[s][half]), shift));
           row_max[s][half] = block_max;
-          // Rounded before anything is added: the compiler contracted one half's and not the
-          // other's, and a row's bits depended on its place in the tile.
           row_sum[s][half] = rounded_product(row_sum[s][half], rescale);
 #pragma unroll
           for (int t = 0; t < out_tiles; ++t) {
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              o_acc[s][t][i] = rounded_product(o_acc[s][t][i], rescale);
-            }
+            o_acc[s][t][2 * half] *= rescale;
+            o_acc[s][t][2 * half + 1] *= rescale;
           }
         }
         Real sum = row_sum[s][half];

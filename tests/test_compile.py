@@ -74,7 +74,7 @@ SPILLS = {
         72, f"{INVARIANTS}, and the next block, with all options; {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_forward_sm80", 256): Spill(
-        8, f"float32 with all options, the entry's number for dropout, once per block; {NO_DEVICE}"
+        64, f"float32 with all options, numbers of the entry, once per block; {NO_DEVICE}"
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(

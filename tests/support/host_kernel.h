@@ -54,6 +54,7 @@ inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x)); }
 inline int __double2hiint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 32); }
 inline int64_t __double_as_longlong(double x) { return std::bit_cast<int64_t>(x); }
