@@ -72,9 +72,11 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
         if kind != _DLPACK_CUDA:
             return contextlib.nullcontext()
     cuda = _cupy("device").cuda
-    if cuda.runtime.getDevice() == device:
+    try:
+        elsewhere = cuda.runtime.getDevice() != device
+    except cuda.runtime.CUDARuntimeError:  # no driver: the call itself finds what is wrong
         return contextlib.nullcontext()
-    return cuda.Device(device)  # type: ignore[no-any-return]
+    return cuda.Device(device) if elsewhere else contextlib.nullcontext()
 
 
 def on_own_device(function: Callable[P, R]) -> Callable[P, R]:

@@ -35,7 +35,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         finally:
             stack.pop()
 
-    runtime = SimpleNamespace(getDevice=lambda: stack[-1])
+    runtime = SimpleNamespace(getDevice=lambda: stack[-1], CUDARuntimeError=RuntimeError)
     cuda = SimpleNamespace(Device=device, runtime=runtime)
     monkeypatch.setattr(_arrays, "_cupy", lambda name: SimpleNamespace(cuda=cuda))
     return stack
