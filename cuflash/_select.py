@@ -147,8 +147,6 @@ _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # warpgroups hide more of where a tile ends and the next begins.
 _FORWARD_SM90_NARROW: Sm90Tiles = {(128, 128): Sm90Tile(192, 64, 4, 2, 1)}
 _FORWARD_SM90_NARROW_FEW: Sm90Tiles = {(128, 128): Sm90Tile(128, 64, 5, 2, 1)}
-# So do packed sequences, of which many are short, where the tiles are more than a few.
-_FORWARD_SM90_PACKED = _FORWARD_SM90_NARROW
 _NARROW = 4096  # keys that one query sees
 # With softcap or mask: tanh and look-ups branch, which nothing may do while products are in flight,
 # and take registers.
@@ -295,8 +293,8 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_FEW
             if narrow:
                 tiles = tiles | _FORWARD_SM90_NARROW_FEW
-        elif packed and fields["sink"] == "none":  # as above
-            tiles = tiles | _FORWARD_SM90_PACKED
+        elif packed and fields["sink"] == "none":  # many of them are short; with a sink as above
+            tiles = tiles | _FORWARD_SM90_NARROW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 
