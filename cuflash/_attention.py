@@ -31,7 +31,6 @@ FIELDS = {
 
 
 @overload
-@on_own_device
 def attention(
     q: Array,
     k: Array,
@@ -65,6 +64,7 @@ def attention(
     config: Any = ...,
     **score_options: Unpack[ScoreOptions],
 ) -> AttentionResult: ...
+@on_own_device
 def attention(
     q: Array,
     k: Array,
@@ -299,7 +299,6 @@ def attention_backward(
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
-@on_own_device
 def attention_vjp(
     q: Array,
     k: Array,

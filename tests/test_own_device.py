@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import _arrays
 
 
@@ -51,6 +53,37 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_first_array_decides(current: list[int], given: Any, expected: int) -> None:
     seen = _arrays.on_own_device(lambda array: current[-1])(given)
     assert (seen, current) == (expected, [0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention", "attention_backward", "attention_vjp", "attention_varlen",
+        "attention_varlen_backward", "logsumexp", "logsumexp_backward", "merge", "merge_backward",
+        "weights", "workspace_size",
+    ],
+)  # fmt: skip
+def test_every_function_takes_its_arrays_where_they_lie(
+    current: list[int], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The first that becomes an array of CuPy does so there."""
+
+    def taken(array: object) -> None:
+        raise BufferError(current[-1])
+
+    cupy = _arrays._cupy("q")
+    cupy.from_dlpack = taken
+    monkeypatch.setattr(_arrays, "_cupy", lambda name: cupy)
+    function = getattr(cuflash, name)
+    needed = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    given = [[Foreign(2, 1)] if p.name in ("outs", "lses") else Foreign(2, 1) for p in needed]
+    with pytest.raises(BufferError, match="1"):
+        function(*given)
+    assert current == [0]
 
 
 def test_an_error_leaves_the_device_as_it_was(current: list[int]) -> None:
