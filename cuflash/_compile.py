@@ -26,8 +26,10 @@ from cuflash._errors import CompileError
 from cuflash._params import STRUCTS, with_reals
 from cuflash._source import flatten
 
-#: ``-default-device``: lambdas are device functions.
-OPTIONS = ("--std=c++17", "-default-device", "-ftz=true")
+#: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are those written.
+#: Else products and sums are contracted in one register and not in another, and the bits of a row
+#: depend on its place in the tile.
+OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-fmad=false")
 _FIRST_WITH_GRID_CONSTANTS = 70  # elsewhere the word is an error, and parameters are copied
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 #: (source, options) -> (cubin, log); raises NvrtcError.

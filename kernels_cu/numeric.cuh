@@ -57,12 +57,6 @@ __device__ __forceinline__ bool is_quiet_nan(double x) {
   return (__double2hiint(x) & 0x7ff80000) == 0x7ff80000;
 }
 
-// A product that is not contracted with a sum, and a sum that is not with a product: the compiler
-// may do so in one register and not in another, and a row's bits would depend on its place.
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
-
 // 2^x, for any thread.
 __device__ __forceinline__ float power_of_two(float x) { return ptx::exp2_approx(x); }
 __device__ __forceinline__ double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }

@@ -324,7 +324,7 @@ struct Score {
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge.
   __device__ __forceinline__ Real reference(Real maximum) const {
-    return Config::scale_in_exponent ? rounded_product(maximum, params.scale_log2) : maximum;
+    return Config::scale_in_exponent ? maximum * params.scale_log2 : maximum;
   }
 
   // Is a row with this reference to be computed pair by pair?
@@ -369,13 +369,11 @@ struct Score {
 
   // The sink as a reference.
   __device__ __forceinline__ Real sink_reference(const BatchIndex& entry) const {
-    return Config::scale_in_exponent ? rounded_product(sink(entry), log2_e) : sink(entry);
+    return Config::scale_in_exponent ? sink(entry) * log2_e : sink(entry);
   }
 
   // A value of `apply` as a logit, rounded.
-  __device__ __forceinline__ Real rounded_logit(Real value) const {
-    return rounded_product(value, unit());
-  }
+  __device__ __forceinline__ Real rounded_logit(Real value) const { return value * unit(); }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
   __device__ __forceinline__ Real probability_exponent(Real value, Real lse) const {
@@ -445,8 +443,6 @@ struct Score {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
-      // Roundings are written out: the compiler may contract a product and a sum in one register
-      // and not in another, and a row's bits would depend on its place in the tile.
       const Real factor = Config::softcap ? params.softcap : params.scale;
       const Real x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
@@ -454,7 +450,7 @@ struct Score {
         const Real b = bias(q_idx, kv_idx);
         return b == -infinity() ? b : with_alibi(fma(factor, x, b), q_idx, kv_idx);
       } else {
-        return with_alibi(rounded_product(factor, x), q_idx, kv_idx);
+        return with_alibi(factor * x, q_idx, kv_idx);
       }
     }
   }
@@ -513,7 +509,7 @@ struct Score {
   }
 
   __device__ __forceinline__ Real capped(Real score) const {
-    return tanh(rounded_product(score, params.inverse_softcap));
+    return tanh(score * params.inverse_softcap);
   }
 
   template <int block>

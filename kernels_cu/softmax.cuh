@@ -83,7 +83,7 @@ struct OnlineSoftmax {
           const Real rescale =
               power(score.exponent_between(score.reference(row_max[s][half]), shift));
           row_max[s][half] = block_max;
-          row_sum[s][half] = rounded_product(row_sum[s][half], rescale);
+          row_sum[s][half] *= rescale;
 #pragma unroll
           for (int t = 0; t < out_tiles; ++t) {
             o_acc[s][t][2 * half] *= rescale;

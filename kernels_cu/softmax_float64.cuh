@@ -152,7 +152,7 @@ struct HeldSoftmax {
     const Real before = held[s][half];
     if (exceeds(maximum - before, most)) held[s][half] = (maximum + to_32nds) - to_32nds;
     const Real rescale = power(score.exponent_between(before, held[s][half]));
-    row_sum[s][half] = rounded_product(row_sum[s][half], rescale);
+    row_sum[s][half] *= rescale;
 #pragma unroll
     for (int t = 0; t < out_tiles; ++t) {
       o_acc[s][t][2 * half] *= rescale;

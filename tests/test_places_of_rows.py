@@ -1,6 +1,6 @@
 """Do the bits of a row depend on where it lies among the others?
 
-A lane holds rows 8 apart, in registers whose products and sums the compiler contracts as it likes.
+A lane holds rows 8 apart, in registers whose products and sums a compiler may contract as it likes.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
         shift[half] = score.reference(row_max[0][half]);
       }
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
-      row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
-      block_sum[half] = __fmul_rn(block_sum[half], rescale[half]);
+      row_sum[0][half] *= rescale[half];
+      block_sum[half] *= rescale[half];
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
         s_acc[0][t][2 * half] *= rescale[half];
@@ -79,7 +79,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     shift[half] = reference == -infinity() ? 0.0f : reference;
     rescale[half] =
         grew ? ptx::exp2_approx(score.exponent_between(old_reference, shift[half])) : 1.0f;
-    row_sum[0][half] = __fmul_rn(row_sum[0][half], rescale[half]);
+    row_sum[0][half] *= rescale[half];
   }
 
   // Scores of column tiles [begin, end) become probabilities.

@@ -105,10 +105,7 @@ struct SplitSums {
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& sum = acc[s][first_tile + t][i];
-          sum = rounded_sum(sum, large[s][t][i] + small[s][t][i]);
-        }
+        for (int i = 0; i < 4; ++i) acc[s][first_tile + t][i] += large[s][t][i] + small[s][t][i];
       }
     }
   }

@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> 
   ptx::pin(target);
   if constexpr (splits_operands) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) acc[i] = rounded_sum(acc[i], sums[i]);
+    for (int i = 0; i < 32; ++i) acc[i] += sums[i];
   }
 }
 

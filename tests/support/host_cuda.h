@@ -24,10 +24,7 @@ constexpr T max(T a, T b) {
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __double2loint(double x) { return static_cast<int>(__builtin_bit_cast(long long, x)); }
 inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 inline int __double2hiint(double x) {

@@ -53,8 +53,6 @@ inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
 inline int __double2loint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x)); }
 inline int __double2hiint(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 32); }
 inline int64_t __double_as_longlong(double x) { return std::bit_cast<int64_t>(x); }
@@ -62,7 +60,6 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }
-inline double __dmul_rn(double a, double b) { return a * b; }
 inline unsigned atomicOr(unsigned* to, unsigned bits) { return *to |= bits; }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
