@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._arrays import Array, allocate, native, on_own_device, same_module
+from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
 from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
 from cuflash._errors import problem_with
@@ -64,7 +64,6 @@ def attention(
     config: Any = ...,
     **score_options: Unpack[ScoreOptions],
 ) -> AttentionResult: ...
-@on_own_device
 def attention(
     q: Array,
     k: Array,
@@ -153,33 +152,36 @@ def attention(
     plain = out is axes is precision is workspace is config is None and deterministic is True
     if plain and (known := recall(chosen, bool(return_lse), (q, k, v))) is not None:
         return known
-    given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
-    xp, q, k, v = operands(**given)
-    check_common(xp, deterministic, workspace, config)
-    out, lse = result_pair(out, return_lse)
-    problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
-    if out is not None:
-        check_destination("out", out, **given)  # as they came: promotion makes copies
-    if lse is not None:
-        require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
-        if lse.dtype != problem.lse_dtype:
-            raise problem_with(
-                "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(problem.lse_dtype)
-            )
-        check_destination("lse", lse, **given, out=out, **chosen.arrays)
-    if out is None:
-        out = allocate(xp, "out", problem.out_shape, problem.dtype)
-    if lse is None and (return_lse or xp is np):
-        lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
-    run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
-    if plain and xp is not np and may_be_known(chosen):
-        repeat = launch().repeated_forward(problem, q, k, v, lse)
-        if repeat is not None:
-            remember(repeat, chosen, bool(return_lse), (q, k, v))
-    return AttentionResult(out, lse) if return_lse else out
+    with on_device_of(q):
+        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+        xp, q, k, v = operands(**given)
+        check_common(xp, deterministic, workspace, config)
+        out, lse = result_pair(out, return_lse)
+        problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
+        if out is not None:
+            check_destination("out", out, **given)  # as they came: promotion makes copies
+        if lse is not None:
+            require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
+            if lse.dtype != problem.lse_dtype:
+                raise problem_with(
+                    "out",
+                    TypeError,
+                    got=f"lse of dtype {lse.dtype}",
+                    expected=str(problem.lse_dtype),
+                )
+            check_destination("lse", lse, **given, out=out, **chosen.arrays)
+        if out is None:
+            out = allocate(xp, "out", problem.out_shape, problem.dtype)
+        if lse is None and (return_lse or xp is np):
+            lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
+        run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
+        if plain and xp is not np and may_be_known(chosen):
+            repeat = launch().repeated_forward(problem, q, k, v, lse)
+            if repeat is not None:
+                remember(repeat, chosen, bool(return_lse), (q, k, v))
+        return AttentionResult(out, lse) if return_lse else out
 
 
-@on_own_device
 def attention_backward(
     dout: Array,
     q: Array,
@@ -267,36 +269,37 @@ def attention_backward(
         known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
         if known is not None:
             return known
-    wanted = gradient_names(wrt, chosen)
-    given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
-    given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
-    xp, q, k, v = operands(q, k, v)
-    if "scale" in wanted:
-        given["scale"] = xp.empty(())
-    dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
-    dlse = None if dlse is None else native("dlse", dlse)
-    same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
-    check_common(xp, deterministic, workspace, config)
-    problem = describe(q, k, v, chosen, axes=axes, precision=precision)
-    for name, array in (("dout", dout), ("out", out)):
-        require_float(name, array)
-        require_shape(name, array, problem.out_shape, "the result of attention")
-    for name, array in (("lse", lse), ("dlse", dlse)):
-        if array is not None:
+    with on_device_of(dout):
+        wanted = gradient_names(wrt, chosen)
+        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+        given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
+        xp, q, k, v = operands(q, k, v)
+        if "scale" in wanted:
+            given["scale"] = xp.empty(())
+        dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
+        dlse = None if dlse is None else native("dlse", dlse)
+        same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+        check_common(xp, deterministic, workspace, config)
+        problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+        for name, array in (("dout", dout), ("out", out)):
             require_float(name, array)
-            require_shape(name, array, problem.lse_shape, "the lse of attention")
-    read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
-    gradients = gradient_buffers(xp, wanted, grads_out, given, read)
-    plan = run_backward(
-        problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
-        deterministic=bool(deterministic),
-    )  # fmt: skip
-    unpromoted = given["q"] is q and given["k"] is k and given["v"] is v
-    if plain and plan is not None and unpromoted and may_be_known(chosen):
-        repeat = launch().repeated_backward(plan, q, k, v, dout, out, lse)
-        if repeat is not None:
-            remember(repeat, chosen, deterministic, (q, k, v), (dout, out, lse))
-    return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+            require_shape(name, array, problem.out_shape, "the result of attention")
+        for name, array in (("lse", lse), ("dlse", dlse)):
+            if array is not None:
+                require_float(name, array)
+                require_shape(name, array, problem.lse_shape, "the lse of attention")
+        read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
+        gradients = gradient_buffers(xp, wanted, grads_out, given, read)
+        plan = run_backward(
+            problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
+            deterministic=bool(deterministic),
+        )  # fmt: skip
+        unpromoted = given["q"] is q and given["k"] is k and given["v"] is v
+        if plain and plan is not None and unpromoted and may_be_known(chosen):
+            repeat = launch().repeated_backward(plan, q, k, v, dout, out, lse)
+            if repeat is not None:
+                remember(repeat, chosen, deterministic, (q, k, v), (dout, out, lse))
+        return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
 def attention_vjp(

@@ -34,9 +34,12 @@ class RepeatedForward(NamedTuple):
     lse_dtype: np.dtype[Any]
 
     def __call__(self, operands: Triple) -> Any:
-        """Compute, or return None: on another device, or where nothing can be allocated."""
+        """Compute on the operands' device, or return None: nothing is allocated in a capture."""
+        if runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(operands)
         stream = cupy.cuda.get_current_stream()
-        if runtime.getDevice() != self.device or stream.is_capturing():
+        if stream.is_capturing():
             return None
         q, k, v = operands
         out = cupy.ndarray(self.out_shape, self.dtype)
@@ -66,9 +69,12 @@ class RepeatedBackward(NamedTuple):
         return cls(device, tuple((_picking(names), launch) for names, launch in steps), *how)
 
     def __call__(self, operands: Triple, given: Triple) -> Any:
-        """Compute, or return None: on another device, or where nothing can be allocated."""
+        """Compute on the operands' device, or return None: nothing is allocated in a capture."""
+        if runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(operands, given)
         stream = cupy.cuda.get_current_stream()
-        if runtime.getDevice() != self.device or stream.is_capturing():
+        if stream.is_capturing():
             return None
         (q, k, v), (dout, out, lse) = operands, given
         of_q, of_k, of_v = self.shapes

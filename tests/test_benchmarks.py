@@ -185,7 +185,7 @@ def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds)
 def test_host_time_is_per_call():
     emptied = []
     us = timing.host_microseconds(
-        [lambda: time.sleep(0.001)], lambda: emptied.append(None), batch=4, repeats=3
+        [lambda: time.sleep(0.001)], lambda: emptied.append(None), batch=4, repeats=3, warm_up_s=0
     )
     assert 1000 <= us < 5000
     assert len(emptied) == 4  # before every batch and at the end

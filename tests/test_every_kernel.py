@@ -39,6 +39,7 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
     return {
         "plain": {},
         "steep": {"scale": 1.0},
+        "steep window": {"scale": 1.0, "window": (130, 20)},  # each block is masked for some row
         "causal": {"causal": True},
         "window": {"window": (130, 20), "offset": np.array([[-25], [60]])},
         "lengths": {
@@ -67,9 +68,9 @@ def options_of(name: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 NAMES = (
-    "plain", "steep", "causal", "window", "lengths", "scores", "bias", "key bias", "mask",
-    "aligned mask", "segments", "long segments", "segments, causal", "dropout", "more dropout",
-    "dropout, scores", "groups", "shared",
+    "plain", "steep", "steep window", "causal", "window", "lengths", "scores", "bias", "key bias",
+    "mask", "aligned mask", "segments", "long segments", "segments, causal", "dropout",
+    "more dropout", "dropout, scores", "groups", "shared",
 )  # fmt: skip
 CASES = [
     (kernel, name) for kernel in HEAD_DIMS for name in NAMES

@@ -130,6 +130,24 @@ def test_what_a_row_without_keys_holds_reaches_nothing(head_dim: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_lies_beyond_lengths_reaches_nothing(head_dim: int) -> None:
+    import cupy
+
+    options = OPTIONS["lengths"]
+    clean = call_of((head_dim, head_dim), options)
+    poisoned = {name: getattr(clean, name).copy() for name in ("q", "k", "v", "dout")}
+    for name, array in poisoned.items():
+        lengths = options["q_lengths" if name in ("q", "dout") else "kv_lengths"][:, 0]
+        for entry, length in enumerate(lengths):
+            array[entry, :, length:] = np.nan
+    expected, result = run(cupy, clean), run(cupy, clean.but(**poisoned))
+    np.testing.assert_array_equal(result.out, expected.out)
+    for name in "qkv":
+        np.testing.assert_array_equal(result.gradients[name], expected.gradients[name], name)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_config_decides_and_bits_repeat(head_dim: int, precision: str) -> None:

@@ -26,6 +26,7 @@ Call = Callable[[], Any]
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
 MOST_COPIES = 512
+HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (5, 60)
@@ -200,7 +201,11 @@ class DeviceClock:
 
 
 def host_microseconds(
-    calls: Sequence[Call], synchronize: Call, batch: int = 50, repeats: int = 20
+    calls: Sequence[Call],
+    synchronize: Call,
+    batch: int = 50,
+    repeats: int = 20,
+    warm_up_s: float = HOST_WARM_UP_S,
 ) -> float:
     """Median host time of a call that only enqueues, in microseconds.
 
@@ -208,15 +213,18 @@ def host_microseconds(
     waits for the device while the clock runs.
     """
     turns = itertools.cycle(calls)
-    for call in calls[:batch]:
-        call()
-    samples = []
-    for _ in range(repeats):
+
+    def of_batch() -> float:
         chosen = list(itertools.islice(turns, batch))
         synchronize()
         start = time.perf_counter()
         for call in chosen:
             call()
-        samples.append(1e6 * (time.perf_counter() - start) / batch)
+        return 1e6 * (time.perf_counter() - start) / batch
+
+    awake = time.perf_counter() + warm_up_s
+    while time.perf_counter() < awake:
+        of_batch()
+    found = statistics.median(of_batch() for _ in range(repeats))
     synchronize()
-    return statistics.median(samples)
+    return found
