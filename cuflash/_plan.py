@@ -122,8 +122,9 @@ def _owners_per_section(
 
     dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
     docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
-    Pairs of blocks of threads leave each owner sixteen pairs, and tiles of one pass that add in any
-    order sixteen, which share more of what they stream. Those that add in order wait for those of
+    Pairs of blocks of threads leave each owner sixteen pairs, eight where those that add in order
+    have fewer to wait for under a causal bound, and tiles of one pass that add in any order
+    sixteen, which share more of what they stream. Those that add in order wait for those of
     their owner that start with them: below head size 128 more owners start together, up to a half
     of the processors, as long as the L2 cache holds what they stream and keep and sum, thrice what
     is streamed; half of it without a causal bound, where all rows are under way.
@@ -131,7 +132,8 @@ def _owners_per_section(
     processors = _device.multiprocessors(device)
     cache = _device.attribute("L2CacheSize", device)
     if isinstance(config, BackwardPairConfig):
-        return even_sections(num_owners, processors // 32)
+        waits_less = config.ordered and config.window_right
+        return even_sections(num_owners, processors // (16 if waits_less else 32))
     if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
         owners = processors // 8
         if isinstance(config, BackwardOnePassConfig) and not config.ordered:

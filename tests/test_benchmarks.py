@@ -141,7 +141,7 @@ def test_every_candidate_goes_first_equally_often():
 
 
 def test_rounds_stay_within_their_limits():
-    assert timing.number_of_rounds(1000.0, 120.0) == 5
+    assert timing.number_of_rounds(1000.0, 120.0) == 11
     assert timing.number_of_rounds(4.0, 120.0) == 30
     assert timing.number_of_rounds(0.0, 120.0) == 60
 

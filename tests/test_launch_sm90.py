@@ -299,6 +299,21 @@ def test_owners_that_start_together(
     assert section == expected
 
 
+@pytest.mark.parametrize(
+    ("causal", "ordered", "expected"),
+    [(True, True, 8), (False, True, 4), (True, False, 4), (False, False, 4)],
+)
+def test_owners_of_pairs_that_start_together(
+    recorder: Recorder, causal: bool, ordered: bool, expected: int
+) -> None:
+    """Sixteen pairs share what they stream; eight, where tiles wait and bounds are causal."""
+    array = np.zeros((1, 4, 4096, 256), bfloat16)
+    problem = describe(array, array, array, Options(causal=causal))
+    config = _select_one_pass.config_of(problem, ordered=ordered)
+    assert isinstance(config, BackwardPairConfig)
+    assert _plan._owners_per_section(config, 512, 1, 0) == expected
+
+
 def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
     """Where the kernel of delta writes zeros, and how many: a thread writes one."""
     recorder.struct = _params.DELTA

@@ -29,7 +29,7 @@ MOST_COPIES = 512
 HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
-ROUNDS = (5, 60)
+ROUNDS = (11, 60)
 
 
 @dataclass(frozen=True)
