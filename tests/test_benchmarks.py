@@ -448,7 +448,10 @@ def clock():
 
 @pytest.mark.gpu
 def test_device_clock_sees_the_memory_bandwidth(clock):
-    """Reading and writing 1 GB takes as long as its bytes, by events and, 8 times, by a graph."""
+    """Reading and writing 1 GB takes as long as its bytes, by events and, 8 times, by a graph.
+
+    What else runs on the device may slow one of the two: once in five they have to agree.
+    """
     cupy = clock.cupy
     source = cupy.ones(1 << 28, cupy.float32)
     target = cupy.empty_like(source)
@@ -457,9 +460,12 @@ def test_device_clock_sees_the_memory_bandwidth(clock):
         cupy.negative(source, out=target)  # a kernel: in a graph, copies take another engine
 
     with clock.scope():
-        by_events = clock.measure({"copy": copy}, 50.0)["copy"]
         replay = clock.capture([copy] * 8)
-        by_graph = clock.measure_graphs({"copy": (replay, 8)}, 50.0)["copy"]
+        for _ in range(5):
+            by_events = clock.measure({"copy": copy}, 50.0)["copy"]
+            by_graph = clock.measure_graphs({"copy": (replay, 8)}, 50.0)["copy"]
+            if by_graph.ms == pytest.approx(by_events.ms, rel=0.2):
+                break
     assert (by_events.timing, by_graph.timing) == ("events", "graph")
     assert by_graph.ms == pytest.approx(by_events.ms, rel=0.2)
     bandwidth = 2 * source.nbytes / by_events.ms / 1e6
