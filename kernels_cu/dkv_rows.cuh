@@ -88,7 +88,7 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
             const Real delta = i == 0 ? pair.first_delta : pair.second_delta;
             Real& ds = dp_acc[s][t][2 * half + i];
             const Real dp = kept.contains(s, t, 2 * half + i) ? ds * scale : 0;
-            ds = value * (dp - delta) * score.derivative(product, q_idx, kv_idx);
+            ds = value * (dp - delta) * score.derivative_at(logit, product, q_idx, kv_idx);
             // An invisible value may be NaN: zero times it would not do.
             if (masked && logit == -infinity()) ds = 0;
           }

@@ -80,7 +80,7 @@ __device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
           const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
           const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
           const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
-          value = ds * score.derivative(product, q_idx, kv_idx);
+          value = ds * score.derivative_at(logit, product, q_idx, kv_idx);
           // An invisible value may be NaN: zero times it would not do.
           if (masked && logit == -infinity()) value = 0;
         }

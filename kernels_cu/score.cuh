@@ -317,6 +317,13 @@ struct Score {
     }
   }
 
+  // The same of a pair whose value of `apply` is at hand: a formula is not asked about a hidden
+  // one.
+  __device__ __forceinline__ Real derivative_at(Real value, Real score, int q_idx,
+                                                int kv_idx) const {
+    return Config::score_mod && value == -infinity() ? 0 : derivative(score, q_idx, kv_idx);
+  }
+
   __device__ __forceinline__ Real unit() const {
     return Config::scale_in_exponent ? params.scale : 1;
   }
@@ -408,9 +415,10 @@ struct Score {
   }
 
   // Key blocks for the rows [m_begin, m_end). Rows past the length count as seeing what the others
-  // see: their results are discarded.
+  // see: their results are discarded. A formula, which may read an array at any index that it is
+  // given, is given existing ones.
   __device__ __forceinline__ BlockRanges kv_blocks(int m_begin, int m_end) const {
-    Range full{0, seqlen.k};
+    Range full{0, Config::score_mod && m_end > seqlen.q ? 0 : seqlen.k};
     if constexpr (Config::window_left) {
       full.begin = max(full.begin, min(m_end, seqlen.q) - 1 + diagonal_begin);
     }

@@ -191,6 +191,17 @@ def test_formulas(name: str) -> None:
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_formula_is_asked_about_pairs_that_exist(dtype: Any) -> None:
+    rows, keys = 70, 300
+    asked = on_device(np.zeros(2, np.float32))
+    formula = test_modifiers.formula_that_notes(asked, rows, keys)
+    call = make_call("normal", 1, dtype, (2, rows, 24), (2, keys, 24), (2, keys, 24))
+    results(call, cuflash.Options(score_mod=formula))
+    assert asked.tolist() == [1, 0]
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["causal", "every"])
 def test_packed_sequences(kind: str) -> None:
     def attend(arrays: Any, ends: Any, given: Any, wrt: Any) -> Any:

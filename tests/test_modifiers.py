@@ -147,6 +147,34 @@ def test_formula_in_the_kernels_is_the_option_that_it_stands_for(name):
     np.testing.assert_allclose(weights, exact, rtol=0, atol=1300 * np.finfo(np.float32).eps)
 
 
+def formula_that_notes(asked, rows, keys):
+    """A formula that changes nothing and writes 1 to asked[0], for a pair that is none asked[1]."""
+    note = f"const_cast<float*>(asked)[q < {rows} && k < {keys} ? 0 : 1] = 1.0f"
+    return score_mod(lambda s, *_, **__: s, expression=f"({note}, score)",
+                     grad=f"({note}, 1.0f)", asked=asked)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [6, 24, 128])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_formula_is_asked_about_pairs_that_exist(dtype, head_dim, causal):
+    """It may read any array there: rows past the end of a tile have no pairs."""
+    import cupy
+
+    rows, keys = 70, 300
+    q, dout = cupy.ones((2, 2, rows, head_dim), dtype)
+    k, v = cupy.ones((2, 2, keys, head_dim), dtype)
+    for wrt in ((), ("q",), ("k", "v"), ("scale",)):
+        asked = cupy.zeros(2, np.float32)
+        options = cuflash.Options(causal=causal, score_mod=formula_that_notes(asked, rows, keys))
+        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+        if wrt:
+            asked[0] = 0
+            cuflash.attention_backward(dout, q, k, v, out, lse, options=options, wrt=wrt)
+        assert asked.tolist() == [1, 0], wrt
+
+
 @pytest.mark.gpu
 def test_bias_under_a_formula_has_its_slope():
     """The formula halves what bias and slopes add, so that it halves their gradients, too."""
