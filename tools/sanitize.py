@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,7 +67,24 @@ def lengths(*values: int) -> np.ndarray:
     return np.array(values)[:, None]
 
 
+def of_queries_and_keys(rng: np.random.Generator) -> Any:
+    """A formula of one array for each axis, both exactly as long as it."""
+    from cuflash import ScoreMod
+
+    return ScoreMod(
+        "score + of_q[q] * of_k[k]",
+        grad="1.0f + 0.0f * of_q[q] * of_k[k]",
+        arrays={
+            "of_q": rng.standard_normal(129).astype(np.float32),
+            "of_k": rng.standard_normal(150).astype(np.float32),
+        },
+        host=lambda score, _b, _h, q, k, of_q, of_k: score + of_q[q] * of_k[k],
+        host_grad=lambda score, *_, **__: np.ones_like(score),
+    )
+
+
 CAUSAL = {"causal": True}
+FORMULA = {"score_mod": of_queries_and_keys}
 CASES = (
     PLAIN := Case("plain"),
     Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
@@ -142,6 +159,8 @@ CASES = (
         "gradient of a bias", (2, 2, 129, 64), (2, 2, 150, 64), wrt=("q", "k", "v", "bias"),
         options={"bias": lambda rng: rng.standard_normal((2, 1, 150)).astype(np.float32)},
     ),
+    Case("a formula", (1, 2, 129, 64), (1, 2, 150, 64), options=FORMULA),
+    Case("a formula of points", (1, 2, 129, 3), (1, 2, 150, 3), dtype=np.float32, options=FORMULA),
     Case("float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL),
     Case("float32 head_dim 32", (1, 2, 129, 32), (1, 2, 150, 32), dtype=np.float32),
     Case(
@@ -188,6 +207,8 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
     """Copy the arrays of an option's value to ``xp``."""
     if isinstance(value, tuple):
         return tuple(placed_option(xp, part) for part in value)
+    if hasattr(value, "arrays"):
+        return replace(value, arrays={n: placed(xp, a, PLAIN) for n, a in value.arrays.items()})
     return placed(xp, value, PLAIN) if isinstance(value, np.ndarray) else value
 
 
