@@ -161,6 +161,8 @@ def interrupted(tmp_path, how) -> tuple[subprocess.Popen, str]:
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path / "rows.jsonl")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        # What runs in the background of a shell ignores SIGINT, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     for _ in range(600):
         if (tmp_path / "log").exists() and key in timed(tmp_path):
