@@ -175,6 +175,19 @@ _FORWARD_SM90_GENERAL_MORE_PACKED: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 64, 2, 1, 0),
     (192, 192): Sm90Tile(128, 48, 2, 1, 0),
 }
+# A bias: each of its values waits in a register for the product that it is added to.
+_FORWARD_SM90_GENERAL_BIAS: Sm90Tiles = {
+    (64, 64): Sm90Tile(128, 96, 4, 2, 0),
+    (96, 96): Sm90Tile(128, 96, 2, 2, 0),
+    (128, 128): Sm90Tile(128, 96, 2, 2, 0),
+    (192, 128): Sm90Tile(128, 96, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 64, 2, 1, 0),
+    (256, 256): Sm90Tile(128, 48, 2, 1, 0),
+}
+_FORWARD_SM90_GENERAL_BIAS_WINDOW: Sm90Tiles = {
+    (192, 128): Sm90Tile(128, 64, 2, 1, 0),
+    (192, 192): Sm90Tile(128, 48, 2, 1, 0),
+}
 #: Compute capabilities whose tensor cores are faster in float64 than their other units, and the
 #: first with the matrix products and asynchronous copies that the portable kernels are made of.
 _FLOAT64_TENSOR_CORES = (80, 90, 100)
@@ -204,8 +217,14 @@ _BACKWARD_Q_SM90: GradientSm90Tiles = {
     (192, 192): GradientSm90Tile(128, 64, 2),
     (256, 256): GradientSm90Tile(128, 48, 2),
 }
-# Under a causal bound, where the scores ahead of the last block are multiplied in vain.
-_BACKWARD_Q_SM90_CAUSAL: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 112, 2)}
+# Under a causal bound the scores ahead of the last block are multiplied in vain, and none are where
+# a score takes more than its product.
+_BACKWARD_Q_SM90_NOT_AHEAD: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 112, 2)}
+# Where several options take registers, dropout, a bias or a formula among them.
+_BACKWARD_Q_SM90_CROWDED: GradientSm90Tiles = {
+    (64, 64): GradientSm90Tile(128, 96, 3),
+    (128, 128): GradientSm90Tile(128, 80, 3),
+}
 _BACKWARD_KV_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(96, 128, 3),
     (96, 96): GradientSm90Tile(80, 128, 3),
@@ -219,6 +238,14 @@ _BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(64, 128, 3),
     (96, 96): GradientSm90Tile(64, 128, 3),
     (128, 128): GradientSm90Tile(48, 128, 3),
+}
+# Where several options do, as above.
+_BACKWARD_KV_SM90_CROWDED: GradientSm90Tiles = {
+    (96, 96): GradientSm90Tile(48, 128, 3),
+    (128, 128): GradientSm90Tile(32, 128, 3),
+    (192, 128): GradientSm90Tile(48, 128, 2),
+    (192, 192): GradientSm90Tile(48, 128, 2),
+    (256, 256): GradientSm90Tile(32, 128, 2),
 }
 
 
@@ -278,6 +305,10 @@ def forward_sm90_config(
             tiles = tiles | _FORWARD_SM90_GENERAL_SEGMENTS
         if fields["cu_seqlens"] != "none" and (fields["window_left"] or segments):
             tiles = tiles | _FORWARD_SM90_GENERAL_MORE_PACKED
+        if fields["bias"] != "none":
+            tiles = tiles | _FORWARD_SM90_GENERAL_BIAS
+            if fields["window_left"]:
+                tiles = tiles | _FORWARD_SM90_GENERAL_BIAS_WINDOW
     else:
         lengths = not fields["q_lengths"] == fields["kv_lengths"] == "none"
         packed = fields["cu_seqlens"] != "none"
@@ -325,8 +356,11 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     if _sm90_refusals.against_gradient(problem) or any(problem.q.summed):
         return None
     tiles = _BACKWARD_Q_SM90
-    if problem.window_right is not None:
-        tiles = tiles | _BACKWARD_Q_SM90_CAUSAL
+    more = (problem.bias, problem.formulas, problem.softcap, problem.mask, problem.segment_ids_q)
+    if problem.window_right is not None or any(x is not None for x in more):
+        tiles = tiles | _BACKWARD_Q_SM90_NOT_AHEAD
+    if _sm90_refusals.crowds_gradient(problem):
+        tiles = tiles | _BACKWARD_Q_SM90_CROWDED
     fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
     return BackwardQSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
 
@@ -343,6 +377,8 @@ def backward_kv_sm90_configs(
     tiles = _BACKWARD_KV_SM90
     if _is_general(problem):
         tiles = tiles | _BACKWARD_KV_SM90_GENERAL
+    if _sm90_refusals.crowds_gradient(problem):
+        tiles = tiles | _BACKWARD_KV_SM90_CROWDED
     fields = _fields(problem, 16, problem.dtype) | _sm90_row(tiles, problem)
     widest = max(fields["head_dim"], fields["head_dim_v"])
     passes = _kv_passes(problem, wanted, together=widest <= _HALF.widest_pair)

@@ -16,7 +16,12 @@ def against_forward(problem: Problem) -> str:
     """Why Hopper's forward does not serve a problem; empty where it does."""
     wide, packed = _widest(problem) > 192, problem.cu_seqlens_q is not None
     looked_up = problem.mask is not None or problem.segment_ids_q is not None
+    biased, sliding = problem.bias is not None, problem.window_left is not None
     return _against_both(problem) or _first(
+        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
+        (biased and packed, "a bias and where sequences begin spill in some case"),
+        (biased and _crowd(problem) > 0, "a bias spills beside options that take registers"),
+        (biased and wide and sliding, "a bias and the first key of a window spill in every tile"),
         (problem.out.dtype != problem.dtype, "out has another dtype than q, whose tile it takes"),
         (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
         (wide and packed and looked_up, "a mask or ids of packed sequences spill in every tile"),
@@ -51,9 +56,7 @@ def against_tf32(problem: Problem) -> str:
 
 def against_gradient(problem: Problem) -> str:
     """Why Hopper's gradient does not serve a problem; empty where it does."""
-    return _against_both(problem) or _first(
-        (_philox.threshold(problem.dropout) > 0, "dropout takes registers that it has not"),
-    )
+    return _against_both(problem)
 
 
 def _against_both(problem: Problem) -> str:
@@ -62,11 +65,17 @@ def _against_both(problem: Problem) -> str:
             problem.dtype not in HALVES,
             f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
         ),
-        (problem.bias is not None, "a bias is read element by element, which spills there"),
         (_widest(problem) > HEAD_DIMS[-1], f"no tile is wider than {HEAD_DIMS[-1]}"),
         (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
-        (problem.formulas is not None, "nobody knows how many registers a formula takes"),
     )
+
+
+def crowds_gradient(problem: Problem) -> bool:
+    """Do options need registers that only a smaller tile of Hopper's dk and dv leaves?"""
+    drawn = _philox.threshold(problem.dropout) > 0
+    beside = (problem.bias, problem.formulas)
+    new = drawn or any(x is not None for x in beside)
+    return new and _crowd(problem) + sum(x is not None for x in beside) > 2
 
 
 def _crowd(problem: Problem) -> int:

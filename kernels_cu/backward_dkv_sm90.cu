@@ -39,8 +39,9 @@ struct Producer : KeyOwnerProducer<FirstRowsFirst> {
 };
 
 struct Consumer : KeyOwner<Config::block_m> {
+  static constexpr bool is_plain = Score::is_product && !Config::dropout;
   static constexpr bool ahead =
-      Config::scores_ahead && Score::is_plain && Config::grad_k && Config::grad_v;
+      Config::scores_ahead && is_plain && Config::grad_k && Config::grad_v;
 
   __device__ __forceinline__ void run() {
     const KeyTile work = KeyTile::at(params, ptx::block_index());
@@ -84,10 +85,11 @@ struct Consumer : KeyOwner<Config::block_m> {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
     if constexpr (Config::grad_k) start_dp(dp_acc);
-    ptx::wgmma_wait<Config::grad_k && Score::is_plain>();
+    const KeptBits<1, tiles> kept = kept_pairs(score, first_row, first_key);
+    ptx::wgmma_wait<Config::grad_k && is_plain>();
     ptx::pin(flat(s_acc));
     release_block_before();
-    if constexpr (Score::is_plain) {
+    if constexpr (is_plain) {
       float2 lse[tiles];
       read(lse, smem.lse);
       compute_p(s_acc, s_acc, lse, score, first_row, first_key);
@@ -95,15 +97,16 @@ struct Consumer : KeyOwner<Config::block_m> {
       to_operand(frag, s_acc);
     } else {
       if (Score::hides_pairs || warp_agrees(masked)) {
-        compute_p_and_weights<true>(s_acc, score, first_row, first_key);
+        compute_p_and_weights<true>(s_acc, kept, score, first_row, first_key);
       } else {
-        compute_p_and_weights<false>(s_acc, score, first_row, first_key);
+        compute_p_and_weights<false>(s_acc, kept, score, first_row, first_key);
       }
     }
     if constexpr (Config::grad_v) start_dv();
     if constexpr (Config::grad_k) {
       ptx::wgmma_wait<Config::grad_v>();
       ptx::pin(flat(dp_acc));
+      kept.drop_gradients(dp_acc, params.score);
       float2 delta[tiles];
       read(delta, smem.delta);
       compute_ds(s_acc, dp_acc, delta);

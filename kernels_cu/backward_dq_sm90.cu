@@ -24,6 +24,7 @@
 #include "scheduler.cuh"
 #include "score.cuh"
 #include "segments.cuh"
+#include "dropout.cuh"
 #include "exact.cuh"
 #include "tile/matmul_sm90.cuh"
 #include "tile/store.cuh"
@@ -159,7 +160,7 @@ struct LaneIndices {
 
 struct Consumer {
   static constexpr int tiles = Config::block_n / 8;
-  static constexpr bool ahead = Config::scores_ahead && Score::is_plain;
+  static constexpr bool ahead = Config::scores_ahead && Score::is_product;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;
@@ -234,6 +235,11 @@ struct Consumer {
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
   }
 
+  __device__ __forceinline__ static void drop(float (&dp_acc)[1][tiles][4], const Score& score,
+                                              int first_row, int first_key) {
+    drop_gradients(dp_acc, score, first_row + 16 * (ptx::thread_index() / 32 - 4), first_key);
+  }
+
   // ds from p, and dq += ds k.
   __device__ __forceinline__ void start_dq(float (&p)[1][tiles][4],
                                            const float (&dp_acc)[1][tiles][4]) {
@@ -252,10 +258,10 @@ struct Consumer {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
     start_dp(dp_acc);
-    ptx::wgmma_wait<Score::is_plain>();
+    ptx::wgmma_wait<Score::is_product>();
     ptx::pin(flat(s_acc));
     release_block_before();
-    if constexpr (Score::is_plain) {
+    if constexpr (Score::is_product) {
       compute_p(s_acc, s_acc, score, first_row, first_key);
       hide_pairs(s_acc, score, first_row, first_key, masked);
     } else {
@@ -267,6 +273,7 @@ struct Consumer {
     }
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dp_acc));
+    drop(dp_acc, score, first_row, first_key);
     start_dq(s_acc, dp_acc);
     ring.advance();
   }
@@ -284,6 +291,7 @@ struct Consumer {
     ptx::wgmma_wait<1>();
     ptx::pin(flat(dp_acc));
     release_block_before();
+    drop(dp_acc, score, first_row, first_key);
     start_dq(p, dp_acc);
     ptx::wgmma_wait<1>();
     ptx::pin(flat(s_acc));
@@ -335,6 +343,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane.row + 8 * half;
       const Range keys = score.kv_range_from(lane.key, q_idx);
+      const auto bias = score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
       if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
 #pragma unroll
@@ -346,9 +355,10 @@ struct Consumer {
           const int kv_idx = lane.key + 8 * t + i;
           const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
                                            score.formula_shows(q_idx, kv_idx));
-          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const float b = bias(t, i);
+          const float logit = score.apply_if(visible, product, b, q_idx, kv_idx);
           const float p = ptx::exp2_approx(score.probability_exponent(logit, rows[half].lse));
-          value = visible ? p * score.derivative(product, q_idx, kv_idx) : 0.0f;
+          value = visible ? p * score.derivative_at(logit, product, b, q_idx, kv_idx) : 0.0f;
         }
       }
     }

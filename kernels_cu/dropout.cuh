@@ -182,7 +182,7 @@ __device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4],
 // Which weights of a transposed accumulator are kept, a bit for each register.
 template <int slices, int tiles>
 struct KeptBits {
-  static_assert(tiles <= 8, "32 registers to a slice");
+  static_assert(!Config::dropout || tiles <= 8, "32 registers to a slice");
   uint32_t bits[slices];
 
   __device__ __forceinline__ KeptBits(const Score& score, int first_row, int first_key) {
@@ -198,6 +198,23 @@ struct KeptBits {
 
   __device__ __forceinline__ bool contains(int s, int t, int i) const {
     return !Config::dropout || (bits[s] >> (4 * t + i) & 1);
+  }
+
+  // Drops gradients of weights.
+  __device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4],
+                                                 const ScoreParams& params) const {
+    if constexpr (Config::dropout) {
+#pragma unroll
+      for (int s = 0; s < slices; ++s) {
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            dp_acc[s][t][i] = contains(s, t, i) ? dp_acc[s][t][i] * params.kept_scale : 0;
+          }
+        }
+      }
+    }
   }
 };
 

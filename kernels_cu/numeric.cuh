@@ -100,8 +100,7 @@ __device__ __forceinline__ Real to_real(typename Storage<dtype>::type x) {
 
 // One number of an option's array. What is finite stays so.
 template <Dtype dtype>
-__device__ __forceinline__ Real read_real(const void* array, int64_t index) {
-  const auto x = static_cast<const typename Storage<dtype>::type*>(array)[index];
+__device__ __forceinline__ Real finite_real(typename Storage<dtype>::type x) {
   const Real rounded = to_real<dtype>(x);
   if constexpr (dtype == Dtype::float64 && !is_double) {
     const bool overflowed = fabsf(rounded) == infinity() && fabs(x) != infinity();
@@ -109,6 +108,11 @@ __device__ __forceinline__ Real read_real(const void* array, int64_t index) {
   } else {
     return rounded;
   }
+}
+
+template <Dtype dtype>
+__device__ __forceinline__ Real read_real(const void* array, int64_t index) {
+  return finite_real<dtype>(static_cast<const typename Storage<dtype>::type*>(array)[index]);
 }
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.

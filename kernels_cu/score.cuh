@@ -13,6 +13,7 @@
 #include "formulas.cuh"
 #include "mask_bits.cuh"
 #include "numeric.cuh"
+#include "pair_values.cuh"
 #include "seqlen.cuh"
 #include "tile/fragment.cuh"
 
@@ -100,6 +101,9 @@ struct Score {
   // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
   static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
 
+  // Is it so without a bias, which is read for visible pairs only?
+  static constexpr bool is_product = is_plain && Config::bias == Dtype::none;
+
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
@@ -110,6 +114,11 @@ struct Score {
       Config::mask && !has_segments && !Config::mask_mod && !Config::score_mod &&
       !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
       Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
+
+  // Is a bias looked up so? Neither bounds on both sides nor values of float64 leave the registers.
+  static constexpr bool reads_bias_ahead = Config::bias != Dtype::none &&
+                                           Config::bias != Dtype::float64 && !Config::window_left &&
+                                           Config::head_dim <= 128;
 
   // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
   static constexpr bool is_light =
@@ -270,7 +279,10 @@ struct Score {
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
   __device__ __forceinline__ Real apply(Real score, int q_idx, int kv_idx) const {
-    const Real logit = before_formula(score, q_idx, kv_idx);
+    return apply(score, bias(q_idx, kv_idx), q_idx, kv_idx);
+  }
+  __device__ __forceinline__ Real apply(Real score, Real bias, int q_idx, int kv_idx) const {
+    const Real logit = before_formula(score, bias, q_idx, kv_idx);
     if constexpr (Config::score_mod) {
       // A bias of -inf hides the pair, whatever the formula makes of it.
       if (Config::bias != Dtype::none && logit == -infinity()) return logit;
@@ -280,10 +292,40 @@ struct Score {
     }
   }
 
+  // -inf for a pair that is hidden. A formula is not asked about it; a bias, which is at hand, is
+  // added first: a branch for each pair would take longer.
+  __device__ __forceinline__ Real apply_if(bool visible, Real score, Real bias, int q_idx,
+                                           int kv_idx) const {
+    if constexpr (Config::bias == Dtype::none || Config::score_mod) {
+      return visible ? apply(score, bias, q_idx, kv_idx) : -infinity();
+    } else {
+      const Real logit = apply(score, bias, q_idx, kv_idx);
+      return visible ? logit : -infinity();
+    }
+  }
+
   __device__ __forceinline__ Real bias(int q_idx, int kv_idx) const {
+    if constexpr (Config::bias == Dtype::none) return 0;
     const Layout& layout = params.bias_layout;
     return read_real<Config::bias>(params.bias,
                                    bias_offset + q_idx * layout.row + kv_idx * layout.column);
+  }
+
+  template <int tiles>
+  using BiasOf = PairValues<Config::bias, tiles>;
+
+  // The same of one row at the columns that a lane holds from `first_key` on, or of one key at
+  // rows. Asked for by a whole warp.
+  template <int tiles>
+  __device__ __forceinline__ BiasOf<tiles> bias_of_row(int q_idx, int first_key) const {
+    const Layout& layout = params.bias_layout;
+    return {first_bias(), layout.row, layout.column, min(q_idx, seqlen.q - 1), first_key, seqlen.k};
+  }
+  template <int tiles>
+  __device__ __forceinline__ BiasOf<tiles> bias_of_key(int kv_idx, int first_row) const {
+    const Layout& layout = params.bias_layout;
+    return {first_bias(), layout.column, layout.row, min(kv_idx, seqlen.k - 1),
+            first_row,    seqlen.q};
   }
 
   // What `apply` makes of a visible pair where its bias, which is at hand, is all that is added.
@@ -298,8 +340,12 @@ struct Score {
 
   // d apply / d(bias), for visible pairs.
   __device__ __forceinline__ Real formula_slope(Real score, int q_idx, int kv_idx) const {
+    return formula_slope(score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
+  }
+  __device__ __forceinline__ Real formula_slope(Real score, Real bias, int q_idx,
+                                                int kv_idx) const {
     if constexpr (Config::score_mod) {
-      return formulas.formula_grad(before_formula(score, q_idx, kv_idx), q_idx, kv_idx);
+      return formulas.formula_grad(before_formula(score, bias, q_idx, kv_idx), q_idx, kv_idx);
     } else {
       return 1;
     }
@@ -308,7 +354,10 @@ struct Score {
   // d apply / d(scale * q.k), for visible pairs; the factor `scale` is left to the end of a
   // gradient's sum.
   __device__ __forceinline__ Real derivative(Real score, int q_idx, int kv_idx) const {
-    const Real slope = formula_slope(score, q_idx, kv_idx);
+    return derivative(score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
+  }
+  __device__ __forceinline__ Real derivative(Real score, Real bias, int q_idx, int kv_idx) const {
+    const Real slope = formula_slope(score, bias, q_idx, kv_idx);
     if constexpr (Config::softcap) {
       const Real t = capped(score);
       return slope * ((1 - t) * (1 + t));
@@ -321,7 +370,11 @@ struct Score {
   // one.
   __device__ __forceinline__ Real derivative_at(Real value, Real score, int q_idx,
                                                 int kv_idx) const {
-    return Config::score_mod && value == -infinity() ? 0 : derivative(score, q_idx, kv_idx);
+    return derivative_at(value, score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
+  }
+  __device__ __forceinline__ Real derivative_at(Real value, Real score, Real bias, int q_idx,
+                                                int kv_idx) const {
+    return Config::score_mod && value == -infinity() ? 0 : derivative(score, bias, q_idx, kv_idx);
   }
 
   __device__ __forceinline__ Real unit() const {
@@ -447,7 +500,12 @@ struct Score {
     }
   }
 
-  __device__ __forceinline__ Real before_formula(Real score, int q_idx, int kv_idx) const {
+  __device__ __forceinline__ const void* first_bias() const {
+    return static_cast<const typename Storage<Config::bias>::type*>(params.bias) + bias_offset;
+  }
+
+  __device__ __forceinline__ Real before_formula(Real score, Real bias, int q_idx,
+                                                 int kv_idx) const {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
@@ -455,8 +513,7 @@ struct Score {
       const Real x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
         // A bias of -inf hides the pair, whatever its product is.
-        const Real b = bias(q_idx, kv_idx);
-        return b == -infinity() ? b : with_alibi(fma(factor, x, b), q_idx, kv_idx);
+        return bias == -infinity() ? bias : with_alibi(fma(factor, x, bias), q_idx, kv_idx);
       } else {
         return with_alibi(factor * x, q_idx, kv_idx);
       }

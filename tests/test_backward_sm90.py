@@ -14,6 +14,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import _select, _select_gradients, _select_one_pass
+from cuflash._formulas import formulas_of
 from cuflash._problem import describe
 from support import families, problems
 from support.budget import Budget
@@ -46,7 +47,7 @@ def upload(array):
 
 def forms(q, k, v, options, wrt=ALL):
     """Configurations of every form that serves: one pass for all gradients, if they are all."""
-    problem = describe(q, k, v, options)
+    problem = replace(describe(q, k, v, options), formulas=formulas_of(options))
     of_queries = _select.backward_q_sm90_config(problem)
     of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
     assert of_queries is not None
@@ -191,6 +192,55 @@ def test_mask(head_dim):
     dout[0, :, 17], q[0, :, 17] = np.nan, np.inf  # of rows that see nothing
     poisoned = [upload(dout), upload(q)]
     assert_same_bits(differentiate(*poisoned, *arrays[2:], **on_device), found)
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_dropout(head_dims):
+    shape = ((2, 3), 300, 400)
+    slopes = np.array([0.3, 0.0, -0.05], np.float32)
+    check(make(head_dims, shape, {"dropout": 0.3, "seed": 5}, np.float16))
+    check(make(head_dims, shape, {"dropout": 0.8, "seed": 2**40 + 1, "causal": True}))
+    check(
+        make(head_dims, shape, {"dropout": 0.5, "seed": 7, "softcap": 3.0, "alibi_slopes": slopes})
+    )
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_bias(head_dims, dtype):
+    rng = np.random.default_rng(6)
+    shape = ((2, 3), 300, 400)
+    of_pairs = rng.standard_normal((3, 300, 400)).astype(dtype)
+    of_pairs[:, :, 370:] = of_pairs[1, 13] = -np.inf
+    of_keys = rng.standard_normal((2, 1, 1, 400)).astype(dtype)
+    of_keys[..., 100:120] = -np.inf
+    odd = {"bias": of_pairs[..., :399], "mask": rng.random((300, 399)) < 0.7}
+    check(make(head_dims, shape, {"bias": of_pairs}))
+    check(make(head_dims, shape, {"bias": of_keys, "causal": True}, np.float16))
+    check(make(head_dims, ((2, 3), 300, 399), {**odd, "dropout": 0.2, "seed": 1}))
+
+
+def not_called(*_, **__):
+    raise AssertionError("a formula of the CPU path")
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+def test_formulas(head_dims):
+    """ALiBi as a formula, under a mask as one: the offset of these shapes is 100."""
+    slopes = cupy.array([0.3, 0.0, -0.05], np.float32)
+    call = make(head_dims, ((2, 3), 300, 400), {"alibi_slopes": slopes.get(), "window": (None, 9)})
+    arrays = [upload(call.array(name)) for name in ("dout", "q", "k", "v")]
+    options = {
+        "score_mod": cuflash.ScoreMod(
+            "score - slopes[h] * abs(q + 100 - k)", grad="1.0f", arrays={"slopes": slopes},
+            host=not_called, host_grad=not_called,
+        ),
+        "mask_mod": cuflash.MaskMod("k <= q + 109", host=not_called),
+    }  # fmt: skip
+    arrays += cuflash.attention(*arrays[1:], return_lse=True, **options)
+    [gradients] = differentiate(*arrays, **options).values()
+    given = (arrays[4].get(), arrays[5].get())
+    Budget(call).check_backward({name: x.get() for name, x in gradients.items()}, given=given)
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)

@@ -41,18 +41,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout, causal and lengths": {**CAUSAL, **LENGTHS, "dropout": 0.25},
     "negative scale": {**CAUSAL, "scale": -0.5},
     "negative scale, window, lengths": {**WINDOW, **LENGTHS, "scale": -0.5},
-    "all": ALL,
+    "bias": {"bias": np.float32},
+    "bias, window, offset and lengths": {
+        **WINDOW,
+        **LENGTHS,
+        "offset": np.int64,
+        "bias": bfloat16,
+    },
+    "all": {**ALL, "bias": None},
     "packed": PACKED,
     "packed causal": {**CAUSAL, **PACKED},
     "packed window": {**WINDOW, **PACKED},
-    "all, packed": {**ALL, **PACKED},
+    "all, packed": {**ALL, **PACKED, "bias": None},
 }
-#: What Hopper's kernel takes at any value of the other options.
-SERVED = {"bias": None, "out_dtype": None}
-#: The same for its gradient, and options beside those above.
-SERVED_GRADIENT = {"bias": None, "out_dtype": None, "dropout": 0.0}
-GRADIENT_OPTIONS = {n: case for n, case in OPTIONS.items() if not n.startswith("dropout")} | {
-    "slopes": {**CAUSAL, "alibi_slopes": np.float32}
+#: What the widest row of the forward does not take.
+NOT_THE_WIDEST = ("all", "all, packed", "bias, window, offset and lengths")
+#: What Hopper's kernels take at any value of the other options.
+SERVED = {"out_dtype": None}
+#: Options of its gradient beside those above.
+GRADIENT_OPTIONS = OPTIONS | {
+    "slopes": {**CAUSAL, "alibi_slopes": np.float32},
+    "all without dropout": {**ALL, "bias": None, "dropout": 0.0},
+    "every": ALL,
+    "every, packed": {**ALL, **PACKED},
+    "bias, packed": {"bias": np.float32, **PACKED, **WINDOW},
+    "dropout, softcap and slopes": {"dropout": 0.25, "softcap": 20.0, "alibi_slopes": np.float32},
 }
 
 
@@ -137,7 +150,7 @@ def test_every_row_of_the_tables(name: str, generation: int, pytestconfig: pytes
         for d in rows
         for multiprocessors in (SMALL, LARGE)
     }
-    refused = {(256, 256)} & set(rows) if name in ("all", "all, packed") else set()
+    refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
     assert (None in configs) == bool(refused)
     assert {(c.head_dim, c.head_dim_v) for c in configs - {None}} == set(rows) - refused
     compile_all(configs - {None}, generation)
@@ -172,7 +185,7 @@ def test_a_window_too_wide_for_narrow_blocks(sink: Any, generation: int) -> None
 def test_every_row_of_the_gradient(name: str, generation: int, pytestconfig: pytest.Config) -> None:
     table = _select._BACKWARD_KV_SM90
     rows = rows_of(table, GRADIENT_OPTIONS, name, whole=pytestconfig.getoption("--slow"))
-    case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED_GRADIENT}
+    case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED}
     configs = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(rows)
     assert set(table) == set(_select._BACKWARD_Q_SM90)
@@ -189,7 +202,7 @@ def one_pass_configs(head_dims: tuple[int, int], names: Iterable[str]) -> set[Sm
     """The kernels of a row with these options."""
     configs: set[Sm90Config] = set()
     for name in names:
-        case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED_GRADIENT, "head_dims": head_dims}
+        case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
         config = _select_one_pass.config_of(problem_of(case), ordered=name != "causal")
         assert config is not None
         assert (config.head_dim, config.head_dim_v) == head_dims
@@ -213,7 +226,7 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
 
 @pytest.mark.nvrtc
 def test_one_gradient_alone(generation: int) -> None:
-    case = {**PLAIN, **CAUSAL, **SERVED_GRADIENT, "dtype": np.float16}
+    case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     name = "kv"[generation % 2]
     compile_all(
         {
@@ -233,7 +246,7 @@ def test_other_combinations(generation: int) -> None:
     for case in pairwise():
         if case["head_dims"] in widths and case["nvrtc"] == generation:
             dtype = case["dtype"] if dtype_of(case) in HALVES else np.float16
-            chosen.add(config_of({**case, **SERVED, "dtype": dtype}))
+            chosen.add(config_of({**case, **SERVED, "bias": None, "dtype": dtype}))
     assert len(chosen - {None}) > 6
     compile_all(chosen - {None}, generation)
 
@@ -256,13 +269,13 @@ def test_serialised_products_would_be_noticed(generation: int) -> None:
 def test_what_the_portable_kernel_serves() -> None:
     wide = {**PACKED, "head_dims": (256, 256)}
     for case in (
-        {"bias": np.float32}, {"out_dtype": np.float32}, {"head_dims": (64, 33)},
+        {"bias": np.float32, "mask": True}, {"out_dtype": np.float32}, {"head_dims": (64, 33)},
         {**wide, "mask": True}, {**wide, "segment_ids": np.int32},
-        {**ALL, **SERVED, "head_dims": (200, 64)},
+        {**PACKED, "bias": np.float32}, {**WINDOW, "bias": np.float32, "head_dims": (256, 256)},
+        {**ALL, **SERVED, "bias": None, "head_dims": (200, 64)},
     ):  # fmt: skip
         assert config_of({**PLAIN, **case}) is None
     assert config_of({**PLAIN, "dtype": bfloat16}) is not None
-    assert not gradient_configs({**PLAIN, "bias": np.float32})
     assert not gradient_configs({**PLAIN, "head_dims": (64, 320)})
     assert len(gradient_configs({**PLAIN, "head_dims": (64, 33)})) == 2
 

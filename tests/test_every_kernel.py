@@ -72,10 +72,7 @@ NAMES = (
     "mask", "aligned mask", "segments", "long segments", "segments, causal", "dropout",
     "more dropout", "dropout, scores", "groups", "shared",
 )  # fmt: skip
-CASES = [
-    (kernel, name) for kernel in HEAD_DIMS for name in NAMES
-    if "bias" not in name or "hopper" not in kernel
-]  # fmt: skip
+CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 
 
 def call_of(kernel: str, name: str) -> Call:
@@ -110,7 +107,7 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     _launch.forget_plans()
     result = run(cupy, call, backward=backward, with_out=True)
     launches = [plan[1] for plan in _launch._forward_plans.values()]
-    if backward and "dropout" not in name:  # which Hopper's kernels of the gradient do not know
+    if backward:
         launches = [launch for p in _launch._backward_plans.values() for _, launch in p.steps]
     if available(cupy.cuda.Device().id):
         served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)

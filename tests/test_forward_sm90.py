@@ -121,6 +121,22 @@ def test_several_tiles_for_each_block_of_threads(head_dims, name):
     check(make(head_dims, ((2, 70), 400, 410), OPTIONS[name]))
 
 
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_bias(head_dims, dtype):
+    rng = np.random.default_rng(6)
+    of_pairs = rng.standard_normal((3, 300, 400)).astype(dtype)
+    of_pairs[:, :, 370:] = of_pairs[1, 13] = -np.inf
+    of_keys = rng.standard_normal((2, 1, 1, 515)).astype(dtype)
+    ends = {"q_lengths": 290, "kv_lengths": 391}
+    check(make(head_dims, ((2, 3), 300, 400), {"bias": of_pairs}))
+    check(make(head_dims, ((2, 3), 300, 399), {"bias": of_pairs[..., :399], "causal": True}))
+    check(make(head_dims, ((2, 3), 300, 400), {"bias": of_pairs, **ends}, np.float16))
+    check(make(head_dims, ((2, 3), 70, 515), {"bias": of_keys, "sink": np.float32([1, 0, -1])}))
+    if head_dims != (256, 256):
+        check(make(head_dims, ((2, 3), 300, 400), {"bias": of_pairs, "window": (70, 20)}))
+
+
 def test_a_window_too_wide_for_narrow_blocks():
     check(make((128, 128), ((2,), 4400, 4500), {"window": (4100, 30)}))
 

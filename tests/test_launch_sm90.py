@@ -171,7 +171,11 @@ def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -
     ("capability", "options", "message"),
     [
         ("80", {}, "got ForwardSm90Config on simulated (sm_80), expected a device of sm_90"),
-        ("90", {"bias": np.zeros((300, 400), np.float32)}, "where a bias is read element by elem"),
+        (
+            "90",
+            {"bias": np.zeros((300, 400)), "softcap": 3.0},
+            "where a bias spills beside options",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_serve_says_why(
@@ -446,12 +450,14 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
 def test_gradients_that_the_portable_kernels_serve(recorder: Recorder) -> None:
     full, one = (np.zeros((b, 4, 300, 64), bfloat16) for b in (2, 1))
     bias = np.zeros((300, 300), np.float32)
+    double = full.astype(np.float64)
     for q, k, v, options, expected in (
         (full, full, full, {}, "MM"),
         (full, one, one, {}, "MM"),
         (one, full, full, {}, "ML"),  # dq is summed
         (full, one, full, {}, "LLM"),  # dk is summed over entries with different v
-        (full, full, full, {"bias": bias}, "LL"),
+        (full, full, full, {"bias": bias}, "MM"),
+        (double, double, double, {}, "LL"),
     ):
         launches = [launch for _, launch in plan_gradient(describe(q, k, v, Options(**options)))]
         assert "".join(type(launch).__name__[0] for launch in launches) == expected

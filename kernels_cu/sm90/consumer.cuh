@@ -185,16 +185,16 @@ struct Consumer {
     start_scores<keys>(s_acc);
     pass_turn();
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    const ShownPairs shown = shown_pairs<count_of(keys)>(score, rows.first_row, first_key);
+    const LookedUp<count_of(keys)> looked_up(score, rows.first_row, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_scores(is_last);
     if (keys == Keys::all && !masked) {
-      weigh<Edge::none>(s_acc, score, rows.first_row, first_key, shown);
+      weigh<Edge::none>(s_acc, score, rows.first_row, first_key, looked_up);
     } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
-      weigh<Edge::both>(s_acc, score, rows.first_row, first_key, shown);
+      weigh<Edge::both>(s_acc, score, rows.first_row, first_key, looked_up);
     } else {
-      weigh<Edge::last>(s_acc, score, rows.first_row, first_key, shown);
+      weigh<Edge::last>(s_acc, score, rows.first_row, first_key, looked_up);
     }
     keep_weights<keys>(s_acc, dropped);
   }
@@ -207,13 +207,11 @@ struct Consumer {
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    ShownPairs shown;
-    if constexpr (edge != Edge::none) {
-      shown = shown_pairs<count_of(keys)>(score, rows.first_row, first_key);
-    }
+    LookedUp<count_of(keys)> looked_up;
+    if constexpr (edge != Edge::none) looked_up = {score, rows.first_row, first_key};
     wait_for_scores(s_acc);
     release_scores(is_last);
-    weigh<edge>(s_acc, score, rows.first_row, first_key, shown);
+    weigh<edge>(s_acc, score, rows.first_row, first_key, looked_up);
     end_product(before);
     keep_weights<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
@@ -363,8 +361,9 @@ struct Consumer {
   // Raw products become weights, relative to the rows' reference.
   template <Edge edge, int tiles>
   __device__ __forceinline__ void weigh(float (&s_acc)[1][tiles][4], const Score& score,
-                                        int first_row, int first_key, const ShownPairs& shown) {
-    apply_score<edge>(s_acc, score, first_row, first_key, shown);
+                                        int first_row, int first_key,
+                                        const LookedUp<tiles>& looked_up) {
+    apply_score<edge>(s_acc, score, first_row, first_key, looked_up);
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, score);
     softmax.add_block();

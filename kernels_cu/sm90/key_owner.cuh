@@ -9,6 +9,7 @@
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
+#include "dropout.cuh"
 #include "exact.cuh"
 #include "params.cuh"
 #include "pipeline.cuh"
@@ -381,9 +382,17 @@ struct KeyOwner {
     }
   }
 
+  // Which pairs of a block dropout keeps.
+  __device__ __forceinline__ KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
+                                                           int first_key) const {
+    const int warp_key = first_key + 16 * (ptx::thread_index() / 32) - 64;
+    return {score, first_row, warp_key};
+  }
+
   // Where scores take more: raw products become p score', frag the operand p^T.
   template <bool masked>
   __device__ __forceinline__ void compute_p_and_weights(float (&s_acc)[1][tiles][4],
+                                                        const KeptBits<1, tiles>& kept,
                                                         const Score& score, int first_row,
                                                         int first_key) {
     const LaneIndices lane(first_row, first_key);
@@ -397,6 +406,7 @@ struct KeyOwner {
         segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
       }
       const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
+      const auto bias = score.bias_of_key<tiles>(lane.key + 8 * half, lane.row);
 #pragma unroll
       for (int t = 0; t < tiles; ++t) {
         float p[2];
@@ -408,9 +418,11 @@ struct KeyOwner {
           const bool visible =
               !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
                           unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
-          const float logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+          const float b = bias(t, i);
+          const float logit = score.apply_if(visible, product, b, q_idx, kv_idx);
           p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
-          value = visible ? p[i] * score.derivative(product, q_idx, kv_idx) : 0.0f;
+          value = visible ? p[i] * score.derivative_at(logit, product, b, q_idx, kv_idx) : 0.0f;
+          if (!kept.contains(0, t, 2 * half + i)) p[i] = 0.0f;
         }
         frag[0][t / 2][t % 2 * 2 + half] = pack<Config::dtype>(p[0], p[1]);
       }
@@ -445,7 +457,7 @@ struct KeyOwner {
     if constexpr (Config::grad_v) {
       store_slice_wide(RowTarget(params.dv, params.dv_layout, entry, seqlen.first_k,
                                  params.head_dim_v, Config::head_dim_v),
-                       first_key, num_keys, 1.0f, dv_acc[0]);
+                       first_key, num_keys, kept_scale(params.score), dv_acc[0]);
       broken |= non_finite_rows(dv_acc[0]);
     }
     __syncwarp();  // a row was written by four lanes, and an exact one by all

@@ -15,41 +15,56 @@ enum class Edge { none, first, last, both };
 // compiler reads seven bits at a time.
 constexpr bool bounds_as_bits = Score::masks_before_full;
 
-// What a mask shows to the two rows of this lane, if it is alone.
-struct ShownPairs {
-  ColumnBits to_row[2];
+// Where a lane's scores lie.
+struct LaneIndices {
+  int row, key;
+
+  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+    const int thread = ptx::thread_index(), lane = thread % 32;
+    row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
+    key = first_key + fragment_column(0, 0, lane);
+  }
 };
 
-// A mask's bytes are under way while scores are multiplied.
+// What a mask, if it is alone, and a bias hold for the two rows of this lane: under way while
+// scores are multiplied.
 template <int tiles>
-__device__ __forceinline__ ShownPairs shown_pairs(const Score& score, int first_row,
-                                                  int first_key) {
-  ShownPairs shown;
-  if constexpr (Score::has_mask_alone) {
-    const int thread = ptx::thread_index(), lane = thread % 32;
-    const int lane_row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
-    score.shown_to_rows<tiles>(shown.to_row, lane_row, first_key + fragment_column(0, 0, lane));
+struct LookedUp {
+  ColumnBits shown[2];
+  Score::BiasOf<tiles> bias[2];
+
+  LookedUp() = default;
+
+  __device__ __forceinline__ LookedUp(const Score& score, int first_row, int first_key) {
+    const LaneIndices lane(first_row, first_key);
+    if constexpr (Score::has_mask_alone) score.shown_to_rows<tiles>(shown, lane.row, lane.key);
+    if constexpr (Score::reads_bias_ahead) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        bias[half] = score.bias_of_row<tiles>(lane.row + 8 * half, lane.key);
+      }
+    }
   }
-  return shown;
-}
+};
 
 // Of the keys from `first_key` on and the rows from `first_row` on.
 template <Edge edge, int tiles>
 __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                            int first_row, int first_key, const ShownPairs& shown) {
+                                            int first_row, int first_key,
+                                            const LookedUp<tiles>& looked_up) {
   if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
-    const int thread = ptx::thread_index(), lane = thread % 32;
-    const int lane_row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
-    const int lane_key = first_key + fragment_column(0, 0, lane);
+    const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int q_idx = lane_row + 8 * half;
-      const Range keys = score.kv_range_from(lane_key, q_idx);
+      const int q_idx = lane.row + 8 * half;
+      const Range keys = score.kv_range_from(lane.key, q_idx);
+      const auto bias = Score::reads_bias_ahead ? looked_up.bias[half]
+                                                : score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
       if constexpr (edge != Edge::none && Score::has_mask_alone) {
-        seen = shown.to_row[half];
+        seen = looked_up.shown[half];
       } else if constexpr (edge != Edge::none) {
-        seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+        seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {
           static_assert(tiles <= 16, "a bit for each column of a row");
           const int first = edge == Edge::last ? 0 : keys.begin;
@@ -62,7 +77,7 @@ __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const S
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& value = s_acc[0][t][2 * half + i];
-          const int kv_idx = lane_key + 8 * t + i;
+          const int kv_idx = lane.key + 8 * t + i;
           bool visible = true;
           if constexpr (edge != Edge::none && !bounds_as_bits && !Score::has_mask_alone) {
             visible = 8 * t + i < keys.end;
@@ -70,7 +85,7 @@ __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const S
           if constexpr (edge != Edge::none) {
             visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
           }
-          value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
+          value = score.apply_if(visible, value, bias(t, i), q_idx, kv_idx);
         }
       }
     }

@@ -1,0 +1,54 @@
+// Values of a matrix at the pairs that a lane holds of an accumulator. They are read together: a
+// read under a condition for each pair would wait for memory as often.
+#pragma once
+
+#include "numeric.cuh"
+#include "tile/fragment.cuh"
+
+namespace cuflash {
+
+// Of one row or, transposed, of one key; none of an absent matrix.
+template <Dtype dtype, int tiles>
+struct PairValues {
+  using Value = typename Storage<dtype>::type;
+  struct alignas(2 * sizeof(Value)) Pair {
+    Value of[2];
+  };
+  Pair pairs[dtype == Dtype::none ? 1 : tiles];
+
+  PairValues() = default;
+
+  // `index` counts in steps of `across`, columns in steps of `along` from the lane's `first` on;
+  // `count` exist, and for those past them the last is read. All lanes of the warp.
+  __device__ __forceinline__ PairValues(const void* matrix, int64_t across, int64_t along,
+                                        int index, int first, int count) {
+    if constexpr (dtype != Dtype::none) {
+      const auto* data = static_cast<const Value*>(matrix);
+      const auto* from = data + index * across;
+      const int block_end = first - 2 * (ptx::thread_index() % 4) + 8 * tiles;
+      const uint64_t bytes = reinterpret_cast<uint64_t>(data) | across * sizeof(Value);
+      if (warp_agrees(along == 1 && bytes % sizeof(Pair) == 0 && block_end <= count)) {
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+          pairs[t] = *reinterpret_cast<const Pair*>(from + first + 8 * t);
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            pairs[t].of[i] = from[min(first + 8 * t + i, count - 1) * along];
+          }
+        }
+      }
+    }
+  }
+
+  // At column i of tile t.
+  __device__ __forceinline__ Real operator()(int t, int i) const {
+    if constexpr (dtype == Dtype::none) return 0;
+    return finite_real<dtype>(pairs[t].of[i]);
+  }
+};
+
+}  // namespace cuflash
