@@ -48,8 +48,8 @@ def support() -> str:
 
 
 def newest(topic: str) -> dict[str, Any] | None:
-    """The newest committed result of a topic."""
-    files = sorted(RESULTS.glob(f"*-{topic}-????-??-??.json"))
+    """The newest committed result of a topic on an H100."""
+    files = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))
     return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
 
 
@@ -114,7 +114,7 @@ def measured(topic: str) -> tuple[dict[str, Any], str]:
     if result is None:
         raise SystemExit(f"no result of the topic {topic} is committed")
     meta = result["meta"]
-    file = sorted(RESULTS.glob(f"*-{topic}-????-??-??.md"))[-1].relative_to(ROOT).as_posix()
+    file = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.md"))[-1].relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
     return result, f"{where}, [rows]({file})"
 
