@@ -6,7 +6,7 @@ A sweep's best replaces the tile of cuflash/_select*.py only if the last compari
 found it faster by more than MARGIN: two runs of one sweep differ by as much. And only if sweeps of
 several lengths agree on it, since a row holds for every length, and each compared it with the tile
 of those tables, or with itself where it was shipped by then. Run it, too, after a row of those
-tables changed.
+tables changed. A tile that none of its sweeps timed is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ def rows() -> list[_tuned.Row]:
         found = tuning.load(path)
         for row in table_rows(found):
             swept.setdefault(row.key, []).append(found)
-    return [row_of(key, swept[key]) for key in sorted(swept)]
+    found = [row_of(key, swept[key]) for key in sorted(swept)]
+    return [row for row in found if any(was_timed(row, sweep) for sweep in swept[row.key])]
+
+
+def was_timed(row: _tuned.Row, sweep: tuning.Sweep) -> bool:
+    """Whether a sweep timed the tile of a row, or all others in turns with it."""
+    tile = dict(row.values)
+    return tile == sweep.default_values or any(tile == found["values"] for found in sweep.timed)
 
 
 def row_of(key: _tuned.Key, sweeps: list[tuning.Sweep]) -> _tuned.Row:
