@@ -254,8 +254,8 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
     tried = {"block_m": (128,), "block_n": (48,), "num_stages": (2,), "overlap_quarters": (0,)}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
     candidate = next(iter(found))
-    # 32 keys: legal by its numbers, but there is no product of that width.
-    broken = replace(candidate, config=replace(candidate.config, block_n=32))
+    # 16 keys: legal by its numbers, but there is no product of that width.
+    broken = replace(candidate, config=replace(candidate.config, block_n=16))
     found.candidates[:] = [broken]
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error
@@ -266,7 +266,12 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
 @pytest.mark.parametrize(
     ("kernel", "given", "tried", "message"),
     [
-        ("backward_dkv_sm80", {}, {"block_m": 80, "num_warps": 8}, "at most 64, a bit for each"),
+        (
+            "backward_dkv_sm80",
+            {"dropout": 0.1},
+            {"block_m": 80, "num_warps": 4},
+            "at most 64, a bit for each",
+        ),
         ("backward_dkv_partners", {}, {"block_m": 96, "num_warps": 2}, "64, a thread for each row"),
         ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48, num_warps = 8: halves"),
         ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48, num_warps = 8: halves"),

@@ -262,6 +262,14 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
         ("HEADER{}\n", 'line 2: not kind "config"'),
         ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "fine"}\n', "status 'fine'"),
         ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok"}\n', "no ms, relative"),
+        ('HEADER{"kind": "config", "key": 1, "values": {}, "status": "ok"}\n', "line 2: key 1"),
+        (
+            'HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok", "ms": 1, '
+            '"relative": null}\n',
+            "line 2: relative null",
+        ),
+        ('HEADER{"kind": "final", "ms": {"1": "fast"}}\n', 'line 2: ms {"1": "fast"}'),
+        ('HEADER{"kind": "final", "ms": [1]}\n', "line 2: ms [1]"),
         ("HEADER{oh\nno}\n", "line 2: no JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),
@@ -283,6 +291,24 @@ def test_corrupt_and_foreign_files_are_refused(tmp_path, trouble, content, messa
         swept(tmp_path)
     assert message in str(error.value)
     assert path.read_bytes() == before
+
+
+def test_a_header_of_other_types_is_refused(tmp_path, trouble):
+    path = tmp_path / "rows.jsonl"
+    swept(tmp_path, budget=1)
+    header = json.loads(path.read_text().splitlines()[0])
+    for change in (
+        {"default": 5}, {"default": "128"}, {"default": "a,b,c,d,e"}, {"workload": 1},
+        {"parameters": ["block_m"]}, {"arch": None}, {"date": 2026}, {"kernels": []},
+    ):  # fmt: skip
+        path.write_text(json.dumps(header | change) + "\n")
+        (name,) = change
+        with pytest.raises(ValueError, match=f"line 1: {name} .*expected the file of a sweep"):
+            tuning.load(path)
+    for name in ("arch", "date", "kernels"):
+        path.write_text(json.dumps({n: v for n, v in header.items() if n != name}) + "\n")
+        with pytest.raises(ValueError, match=f"line 1: no {name}"):
+            tuning.load(path)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +363,9 @@ def test_the_shipped_configuration_is_best_where_it_wins_the_final(tmp_path, tro
     assert (result.best["key"], result.best_relative) == (result.header["default"], 1.0)
     final["default_ms"] = 2 * min(final["ms"].values())
     assert result.best_relative == 0.5
+    final["ms"][result.header["default"]] = 1.25 * min(final["ms"].values())  # itself, twice
+    assert result.best_relative == pytest.approx(0.8)
+    assert final["seconds"] > 0
 
 
 def test_nothing_timed_is_no_best():

@@ -14,7 +14,7 @@ SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
 EXAMPLES = """\
 examples:
   python -m cuflash explain --head-dim 128 --causal
-  python -m cuflash explain --arrays bias --arch sm_90a       # why not Hopper's kernel?
+  python -m cuflash explain --arrays bias,mask --arch sm_90a  # why not Hopper's kernel?
   python -m cuflash explain --seqlen 16384 --io               # bytes, predicted and, by ncu, moved
   python -m cuflash explain --backward --json
 """

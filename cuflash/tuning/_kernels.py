@@ -32,7 +32,7 @@ from cuflash._errors import problem_with
 from cuflash._tuned import with_values
 
 #: Widths of s that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
-WGMMA_WIDTHS = (48, 64, 80, 96, 112, 128)
+WGMMA_WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 _HOPPER_ROWS = (64, 128, 192, 256)  # of which two or three warpgroups are legal
 _STAGES = tuple(range(2, 9))
 _PORTABLE_ROWS = (32, 64, 96, 128, 192, 256)

@@ -64,7 +64,7 @@ class Space:
 
     @property
     def default_key(self) -> str:
-        """Key of the shipped configuration, a member whatever was left out."""
+        """Key of the shipped configuration; a member unless its values were left out."""
         return ",".join(map(str, tile_of(self.default).values()))
 
     def candidate(self, key: str) -> Candidate:

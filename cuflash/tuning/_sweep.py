@@ -147,6 +147,7 @@ class _Running:
         self.time_limit, self.budget_ms, self.processes = time_limit, budget_ms, processes
         self.progress = progress
         self.total = len(chosen)
+        self.began = time.perf_counter()
         self.opened: object = None  # the process that knows the problem
         device = self._asked({"do": "describe"}, _OPEN_LIMIT)
         planned, here = chosen.hardware, (device["device"], device["arch"])
@@ -264,6 +265,7 @@ class _Running:
             "ms": dict(zip(keys, ms, strict=True)),
             "default_ms": default_ms,
             "clocks": answer.get("clocks"),
+            "seconds": round(time.perf_counter() - self.began, 1),  # of this run, all of it
         }
         self.file.append([row])
         self._tell("final", len(keys), len(keys))
