@@ -218,7 +218,7 @@ _BACKWARD_Q_SM90: GradientSm90Tiles = {
     (256, 256): GradientSm90Tile(128, 48, 2),
 }
 # Under a causal bound the scores ahead of the last block are multiplied in vain, and none are where
-# a score takes more than its product.
+# a score takes more than its product. Not with segments, which narrower blocks fit better.
 _BACKWARD_Q_SM90_NOT_AHEAD: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 112, 2)}
 # Where several options take registers, dropout, a bias or a formula among them.
 _BACKWARD_Q_SM90_CROWDED: GradientSm90Tiles = {
@@ -356,7 +356,7 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     if _sm90_refusals.against_gradient(problem) or any(problem.q.summed):
         return None
     tiles = _BACKWARD_Q_SM90
-    more = (problem.bias, problem.formulas, problem.softcap, problem.mask, problem.segment_ids_q)
+    more = (problem.bias, problem.formulas, problem.softcap, problem.mask)
     if problem.window_right is not None or any(x is not None for x in more):
         tiles = tiles | _BACKWARD_Q_SM90_NOT_AHEAD
     if _sm90_refusals.crowds_gradient(problem):

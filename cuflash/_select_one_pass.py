@@ -32,7 +32,8 @@ TILES: dict[tuple[int, int], OnePassTile] = {
 def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | None:
     """Choose Hopper's kernel of all gradients; None where those of their own serve, that is
 
-    * with what no gradient of Hopper takes, softcap, slopes, a mask or segments;
+    * where a score takes more than a product and bounds: softcap, bias, slopes, a mask, segments,
+      dropout, formulas;
     * where q is broadcast, or k and v are along different axes;
     * for packed sequences, of which each would begin with rows of its own;
     * for head sizes that leave columns of the sums of dq empty, or of which registers do not hold
