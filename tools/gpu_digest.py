@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def source_files(root: Path = ROOT) -> Iterator[Path]:
     """Yield the files that decide what runs on a GPU, sorted by relative path."""
-    package = [*(root / "cuflash").rglob("*.py"), root / "cuflash" / "py.typed"]
+    package = [path for kind in ("*.py", "*.json") for path in (root / "cuflash").rglob(kind)]
     kernels = [path for path in (root / "kernels_cu").rglob("*") if path.is_file()]
     files = (path for path in package + kernels if path.is_file())
     yield from sorted(files, key=lambda path: path.relative_to(root).as_posix())

@@ -117,8 +117,8 @@ def run_part(name: str, out: Path, jobs: int) -> bool:
 
 
 def gpu_tests() -> list[str]:
-    """Node ids of all tests that run a kernel and are not slow."""
-    command = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu and not slow"]
+    """Node ids of all tests that run a kernel, slow ones included."""
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu", "--slow"]
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -143,7 +143,9 @@ def run_suite(out: Path, jobs: int) -> bool:
         number, tests = shard
         report, log = folder / f"{number}.json", folder / f"{number}.log"
         return run_program(
-            ["-m", "pytest", "-q", "--gpu-report", str(report), *tests], log, SUITE_SECONDS
+            ["-m", "pytest", "-q", "--slow", "--gpu-report", str(report), *tests],
+            log,
+            SUITE_SECONDS,
         )
 
     with ThreadPoolExecutor(jobs) as pool:
