@@ -130,11 +130,12 @@ def test_tails(xp: ModuleType, rows: int, options: str) -> None:
         assert_within_budget(call, run(xp, call))
 
 
-@pytest.mark.parametrize("head_dim_v", [1, 8, 33, 64])
-@pytest.mark.parametrize("head_dim", [1, 2, 8, 31, 64, 80, 129, 256])
-def test_head_dims(xp: ModuleType, head_dim: int, head_dim_v: int) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("head_dim_v", [1, 8, 33, 64, 256])
+@pytest.mark.parametrize("head_dim", [1, 2, 8, 31, 64, 80, 129, 192, 256])
+def test_head_dims(xp: ModuleType, head_dim: int, head_dim_v: int, dtype: type) -> None:
     call = make_call(
-        "normal", 0, np.float16, (2, 33, head_dim), (2, 47, head_dim), (2, 47, head_dim_v),
+        "normal", 0, dtype, (2, 33, head_dim), (2, 47, head_dim), (2, 47, head_dim_v),
         options={"causal": True},
     )  # fmt: skip
     assert_within_budget(call, run(xp, call))

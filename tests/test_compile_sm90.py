@@ -18,9 +18,10 @@ import pytest
 from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
-from cuflash import Options, _select, _select_one_pass
+from cuflash import MaskMod, Options, ScoreMod, _select, _select_one_pass
 from cuflash._compile import compile_static, params_struct
 from cuflash._config import BackwardConvertConfig, BackwardSm90Config, ForwardSm90Config
+from cuflash._formulas import formulas_of
 from cuflash._problem import HALVES, describe
 from support.nvrtc import DISTRIBUTIONS, compiler_of
 
@@ -70,7 +71,7 @@ GRADIENT_OPTIONS = OPTIONS | {
 
 
 #: Options that each row is compiled with by every NVRTC.
-BY_BOTH = ("none", "all")
+BY_BOTH = ("none", "all", "every")
 
 Sm90Config = ForwardSm90Config | BackwardSm90Config | BackwardConvertConfig
 
@@ -203,12 +204,13 @@ def one_pass_configs(head_dims: tuple[int, int], names: Iterable[str]) -> set[Sm
     configs: set[Sm90Config] = set()
     for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
-        config = _select_one_pass.config_of(problem_of(case), ordered=name != "causal")
-        assert config is not None
-        assert (config.head_dim, config.head_dim_v) == head_dims
-        configs.add(config)
-        if name == "none":
-            configs.add(_select_one_pass.convert_config(config))
+        for ordered in (True, False) if name in ("none", "causal") else (True,):
+            config = _select_one_pass.config_of(problem_of(case), ordered=ordered)
+            assert config is not None
+            assert (config.head_dim, config.head_dim_v) == head_dims
+            configs.add(config)
+            if name == "none":
+                configs.add(_select_one_pass.convert_config(config))
     return configs
 
 
@@ -256,6 +258,32 @@ def test_float16(generation: int) -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     widths = list(_select._FORWARD_SM90)[generation % 2 :: 2]
     compile_all({config_of({**case, "head_dims": d}) for d in widths}, generation)
+    cases = [{**case, "head_dims": d} for d in widths]
+    one_pass = {_select_one_pass.config_of(problem_of(c), ordered=True) for c in cases}
+    assert None not in one_pass
+    compile_all({*one_pass, *itertools.chain(*map(gradient_configs, cases))}, generation)
+
+
+@pytest.mark.nvrtc
+def test_formulas_in_the_gradient(generation: int) -> None:
+    """As short as they are: what a longer one takes is its own."""
+    formulas = formulas_of(
+        Options(
+            score_mod=ScoreMod("score - 0.1f * (q - k)", grad="1.0f", host=min, host_grad=min),
+            mask_mod=MaskMod("(q + k) % 3 != 0", host=min),
+        )
+    )
+    configs: set[Sm90Config] = set()
+    for head_dims in list(_select._BACKWARD_KV_SM90)[generation % 2 :: 2]:
+        problem = problem_of({**PLAIN, **WINDOW, **LENGTHS, **SERVED, "head_dims": head_dims})
+        problem = replace(problem, formulas=formulas)
+        of_queries = _select.backward_q_sm90_config(problem)
+        of_keys = _select.backward_kv_sm90_configs(problem, frozenset("kv"))
+        assert of_queries is not None
+        assert of_keys is not None
+        configs |= {of_queries, *of_keys}
+    assert all(config.score_mod and config.mask_mod for config in configs)
+    compile_all(configs, generation)
 
 
 @pytest.mark.nvrtc

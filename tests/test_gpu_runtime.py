@@ -14,7 +14,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _attention
+from cuflash import _attention, _recall
 from support import problems
 from support.budget import Budget
 from support.memory import to_device
@@ -22,7 +22,21 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
+from cuflash import _launch, _launch_sm90  # noqa: E402
+
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(autouse=True, params=["chosen", "portable"])
+def kernels(request, monkeypatch):
+    """Kernels that calls choose here, and those that they choose where no Hopper's are."""
+    if request.param == "portable":
+        monkeypatch.setattr(_launch_sm90, "available", lambda device: False)
+    _launch.forget_plans()
+    _recall.forget()
+    yield request.param
+    _launch.forget_plans()
+    _recall.forget()
 
 
 class Work:

@@ -16,6 +16,7 @@ from cuflash import _chosen, _hardware, _select, _select_gradients, reference
 from cuflash._launch import BackwardConfigs
 from cuflash._problem import describe
 from support.budget import Budget
+from support.families import FAMILIES
 from support.problems import Call, make_call, run
 
 H100 = _hardware.typical("sm_90")
@@ -80,6 +81,20 @@ def test_within_the_budget(head_dims: tuple[int, int], name: str, tf32: bool) ->
     import cupy
 
     call = call_of(head_dims, OPTIONS[name]).but(tf32=tf32)
+    result, budget = run(cupy, call, with_out=True), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> None:
+    import cupy
+
+    rows, keys = ((1, 2, n, head_dim) for n in (330, 300))
+    call = make_call(family, 8, np.float32, rows, keys, keys, options={"causal": causal})
     result, budget = run(cupy, call, with_out=True), Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
