@@ -16,6 +16,8 @@ from cuflash._bench.machine import META_KEYS
 from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.workload import square
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def arrays(dtype: Any, shape: tuple[int, ...] = (1, 2, 33, 16)) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
@@ -125,3 +127,18 @@ def test_peers_on_the_gpu() -> None:
     assert {row["impl"] for row in run.rows} == {i.name for i in run.implementations}
     for row in run.rows:
         assert max(row[name] for name in accuracy.TENSORS) < 2e-2, row["impl"]
+
+
+def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
+    """Of the committed rows on a GPU: relative errors of normal inputs, at most 1.25 times."""
+    results = sorted((ROOT / "benchmarks" / "results").glob("h100-accuracy-*.json"))
+    rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in json.loads(results[-1].read_text(encoding="utf-8"))["rows"]:
+        if row["dtype"] == "float32" and row["family"] == "normal" and row["sweep"] == "seqlen":
+            rows.setdefault((row["seqlen"], row["head_dim"]), {})[row["impl"]] = row
+    beside = [cell for cell in rows.values() if {"cuflash", "eff"} <= cell.keys()]
+    assert (2048, 64) in rows
+    assert len(beside) > 3
+    for cell in beside:
+        for name in ("out", "dq", "dk", "dv"):
+            assert cell["cuflash"][name] <= 1.25 * cell["eff"][name], (cell["eff"], name)

@@ -489,10 +489,10 @@ def test_no_gpu_is_said_in_one_line(
 
 
 @pytest.mark.gpu
-def test_the_model_on_a_gpu(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("arithmetic", JUDGED, ids=lambda a: a.name)
+def test_the_model_on_a_gpu(checkpoint: Checkpoint, arithmetic: atom_mapping.Arithmetic) -> None:
     device = array_device.gpu()
     batch = [reactions.read_reaction(text) for text in atom_mapping.PUBLISHED]
-    [arithmetic] = [a for a in JUDGED if a.attention_dtype is np.float16]
     mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, device)
     np.testing.assert_allclose(
         [mapping.confidence for mapping in mappings],
