@@ -74,8 +74,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
               "--topic", "options"),
     ),
     "precise": (
-        120, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl", "cuflash,eff",
-              "--budget-ms", "15", "--topic", "precise"),
+        120, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl",
+              "cuflash,eff,naive", "--budget-ms", "15", "--topic", "precise"),
     ),
     "naive": (
         200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", "--set", "naive",
