@@ -164,18 +164,15 @@ _FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
 }
-# Segments besides: their ids are looked up for each key.
-_FORWARD_SM90_GENERAL_SEGMENTS: Sm90Tiles = {
-    (192, 128): Sm90Tile(128, 64, 2, 1, 0),
-    (192, 192): Sm90Tile(128, 48, 2, 1, 0),
-}
-# Packed sequences besides: where they begin takes registers, too; and with either of both above.
+# Packed sequences besides: where they begin takes registers, too.
 _FORWARD_SM90_GENERAL_PACKED: Sm90Tiles = {(256, 256): Sm90Tile(128, 48, 2, 1, 0)}
-_FORWARD_SM90_GENERAL_MORE_PACKED: Sm90Tiles = {
+# Segments besides, whose ids are looked up for each key, or a window and packing or a bias.
+_FORWARD_SM90_GENERAL_CROWDED: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 64, 2, 1, 0),
     (192, 192): Sm90Tile(128, 48, 2, 1, 0),
 }
-# A bias: each of its values waits in a register for the product that it is added to.
+# A bias: each of its values waits in a register for the product that it is added to. The widest
+# blocks that spill nothing by NVRTC 12.9 and 13.5; one at 128 was timed, docs/measured-facts.md.
 _FORWARD_SM90_GENERAL_BIAS: Sm90Tiles = {
     (64, 64): Sm90Tile(128, 96, 4, 2, 0),
     (96, 96): Sm90Tile(128, 96, 2, 2, 0),
@@ -183,10 +180,6 @@ _FORWARD_SM90_GENERAL_BIAS: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 96, 2, 1, 0),
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
-}
-_FORWARD_SM90_GENERAL_BIAS_WINDOW: Sm90Tiles = {
-    (192, 128): Sm90Tile(128, 64, 2, 1, 0),
-    (192, 192): Sm90Tile(128, 48, 2, 1, 0),
 }
 #: Compute capabilities whose tensor cores are faster in float64 than their other units, and the
 #: first with the matrix products and asynchronous copies that the portable kernels are made of.
@@ -239,7 +232,7 @@ _BACKWARD_KV_SM90_GENERAL: GradientSm90Tiles = {
     (96, 96): GradientSm90Tile(64, 128, 3),
     (128, 128): GradientSm90Tile(48, 128, 3),
 }
-# Where several options do, as above.
+# Where several options do, as above: blocks that spill nothing by NVRTC 12.9 and 13.5, not timed.
 _BACKWARD_KV_SM90_CROWDED: GradientSm90Tiles = {
     (96, 96): GradientSm90Tile(48, 128, 3),
     (128, 128): GradientSm90Tile(32, 128, 3),
@@ -296,19 +289,15 @@ def forward_sm90_config(
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
-        if fields["cu_seqlens"] != "none":
+        packed, biased = fields["cu_seqlens"] != "none", fields["bias"] != "none"
+        if packed:
             tiles = tiles | _FORWARD_SM90_GENERAL_PACKED
         if fields["window_left"]:
             tiles = tiles | _FORWARD_SM90_GENERAL_WINDOW
-        segments = fields["segment_ids"] != "none"
-        if segments:
-            tiles = tiles | _FORWARD_SM90_GENERAL_SEGMENTS
-        if fields["cu_seqlens"] != "none" and (fields["window_left"] or segments):
-            tiles = tiles | _FORWARD_SM90_GENERAL_MORE_PACKED
-        if fields["bias"] != "none":
+        if biased:
             tiles = tiles | _FORWARD_SM90_GENERAL_BIAS
-            if fields["window_left"]:
-                tiles = tiles | _FORWARD_SM90_GENERAL_BIAS_WINDOW
+        if fields["segment_ids"] != "none" or (fields["window_left"] and (packed or biased)):
+            tiles = tiles | _FORWARD_SM90_GENERAL_CROWDED
     else:
         lengths = not fields["q_lengths"] == fields["kv_lengths"] == "none"
         packed = fields["cu_seqlens"] != "none"

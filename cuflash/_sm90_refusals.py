@@ -71,11 +71,10 @@ def _against_both(problem: Problem) -> str:
 
 
 def crowds_gradient(problem: Problem) -> bool:
-    """Do options need registers that only a smaller tile of Hopper's dk and dv leaves?"""
+    """Do options need registers that only smaller tiles of Hopper's gradient leave?"""
+    beside = sum(x is not None for x in (problem.bias, problem.formulas))
     drawn = _philox.threshold(problem.dropout) > 0
-    beside = (problem.bias, problem.formulas)
-    new = drawn or any(x is not None for x in beside)
-    return new and _crowd(problem) + sum(x is not None for x in beside) > 2
+    return (drawn or beside > 0) and _crowd(problem) + beside > 2
 
 
 def _crowd(problem: Problem) -> int:
