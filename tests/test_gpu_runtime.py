@@ -28,13 +28,13 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True, params=["chosen", "portable"])
-def kernels(request, monkeypatch):
+def chosen_kernels(request, monkeypatch):
     """Kernels that calls choose here, and those that they choose where no Hopper's are."""
     if request.param == "portable":
         monkeypatch.setattr(_launch_sm90, "available", lambda device: False)
     _launch.forget_plans()
     _recall.forget()
-    yield request.param
+    yield
     _launch.forget_plans()
     _recall.forget()
 
