@@ -34,7 +34,7 @@ from cuflash._bench.command import names_of, open_run  # noqa: E402
 from cuflash._bench.machine import describe_machine, short_commit  # noqa: E402
 from cuflash._bench.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
 from cuflash._bench.report import first_line, write_json  # noqa: E402
-from cuflash._bench.workload import DTYPES, PASSES, Workload, square  # noqa: E402
+from cuflash._bench.workload import DTYPES, PASSES, PRECISIONS, Workload, square  # noqa: E402
 from support import families  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,6 +59,11 @@ FAMILIES: dict[str, Callable[..., families.Inputs]] = {
 }
 SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SCALES_OF_LOGITS = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
+
+
+def precisions(dtype: str) -> tuple[str, ...]:
+    """What products of a dtype may be made of."""
+    return PRECISIONS if dtype == "float32" else PRECISIONS[:1]
 
 
 @dataclass(frozen=True)
@@ -150,12 +155,13 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
     inputs = cell.inputs(run.xp, work)
     wanted = exact(*inputs)
     for implementation in run.implementations:
-        label = f"{implementation.name} {work.dtype} {cell.family} {cell.seqlen}"
+        arithmetic = shown_arithmetic(work.dtype, work.precision)
+        label = f"{implementation.name} {arithmetic} {cell.family} {cell.seqlen}"
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 found = implementation.results(work, *inputs)
         except (Unsupported, NotImplementedError) as reason:
-            run.note(f"{implementation.name} {work.dtype}: {reason}")
+            run.note(f"{implementation.name} {arithmetic}: {reason}")
             continue
         except Exception as error:
             run.note(f"{label}: {type(error).__name__}: {first_line(error)}")
@@ -165,6 +171,7 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
             {
                 "impl": implementation.name,
                 "dtype": work.dtype,
+                "precision": work.precision,
                 "sweep": cell.sweep,
                 "family": cell.family,
                 "seqlen": cell.seqlen,
@@ -179,10 +186,22 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
 
 # --- tables and pictures -------------------------------------------------------------------------
 
+ARITHMETIC = tuple((dtype, p) for dtype in DTYPES for p in precisions(dtype))
 
-def family_table(rows: Sequence[dict[str, Any]], dtype: str) -> list[str]:
+
+def shown_arithmetic(dtype: str, precision: str) -> str:
+    """How titles name it."""
+    return dtype if precision == "ieee" else f"{dtype} by TF32"
+
+
+def computed_in(rows: Sequence[dict[str, Any]], dtype: str, precision: str) -> list[dict[str, Any]]:
+    """Rows of one arithmetic."""
+    return [row for row in rows if (row["dtype"], row["precision"]) == (dtype, precision)]
+
+
+def family_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """One Markdown table: a row for each family, out and the largest gradient error by impl."""
-    rows = [row for row in rows if row["sweep"] == "family" and row["dtype"] == dtype]
+    rows = [row for row in rows if row["sweep"] == "family"]
     names = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
     header = ["inputs", *(f"{name} {what}" for what in ("out", "gradients") for name in names)]
     lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
@@ -206,15 +225,15 @@ def largest(row: dict[str, Any] | None, tensors: Sequence[str]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Tables of a result by dtype."""
+    """Tables of a result by dtype and precision."""
     meta = result["meta"]
     names = ", ".join(f"{key} {meta[key]}" for key in ("driver", "cupy", "nvrtc") if meta[key])
     lines = [
         f"{meta['device']}, {meta['date']}; {names or 'NumPy'}; {short_commit(meta['commit'])}."
     ]
-    for dtype in DTYPES:
-        if any(row["dtype"] == dtype for row in result["rows"]):
-            lines += ["", f"**{dtype}**", "", *family_table(result["rows"], dtype)]
+    for arithmetic in ARITHMETIC:
+        if rows := computed_in(result["rows"], *arithmetic):
+            lines += ["", f"**{shown_arithmetic(*arithmetic)}**", "", *family_table(rows)]
     return "\n".join(lines)
 
 
@@ -228,23 +247,23 @@ COLUMNS = (
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw errors against seqlen and against the size of logits, a line of panels by dtype."""
+    """Draw errors against seqlen and against the size of logits, a line of panels by arithmetic."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     panels = [
-        (result["meta"]["device"], dtype, [r for r in result["rows"] if r["dtype"] == dtype])
-        for dtype in DTYPES
+        (result["meta"]["device"], shown_arithmetic(*arithmetic), rows)
+        for arithmetic in ARITHMETIC
         for result in results
-        if any(row["dtype"] == dtype for row in result["rows"])
+        if (rows := computed_in(result["rows"], *arithmetic))
     ]
     figure, axes = plt.subplots(
         len(panels), len(COLUMNS), figsize=(13, 2.7 * len(panels)), sharey="row", sharex="col",
         squeeze=False, layout="constrained",
     )  # fmt: skip
-    for line, (device, dtype, rows) in zip(axes, panels, strict=True):
+    for line, (device, arithmetic, rows) in zip(axes, panels, strict=True):
         for axis, (sweep, label, tensor) in zip(line, COLUMNS, strict=True):
             for index, name in enumerate(IMPLEMENTATIONS):
                 points = sorted(
@@ -256,7 +275,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
                     width = 3.5 if name == "cuflash" else 1.2
                     axis.loglog(*zip(*points, strict=True), "o-", color=f"C{index}", label=name,
                                 linewidth=width, markersize=width)  # fmt: skip
-            axis.set_title(f"{tensor}, {dtype}", fontsize=9)
+            axis.set_title(f"{tensor}, {arithmetic}", fontsize=9)
             axis.set_xscale("log", base=2)
             axis.grid(alpha=0.3)
             axis.set_xlabel(label, fontsize=9)
@@ -306,11 +325,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"python benchmarks/accuracy.py {shown}".strip()
     meta = describe_machine(run.xp, run.clock.device_name, command)
     longest = arguments.longest or (SEQLENS[-1] if on_gpu else LONG_DOUBLE_SEQLEN)
-    for dtype in arguments.dtype:
+    for dtype, precision in ((d, p) for d in arguments.dtype for p in precisions(d)):
         limit = min(longest, LONG_DOUBLE_SEQLEN) if dtype == "float64" else longest
+        if precision == "tf32" and not on_gpu:
+            continue
         for cell in cells(limit):
             shape = square(1, 2, cell.seqlen, arguments.width, causal=False)
-            work = replace(shape, dtype=dtype)
+            work = replace(shape, dtype=dtype, precision=precision)
             with run.clock.scope():
                 measure(run, work, cell)
             free_memory(run.xp)

@@ -11,6 +11,7 @@ import pytest
 import test_every_kernel
 import test_float64_references
 import test_forward_narrow
+import test_forward_sm90
 import test_tf32_sm90
 from readme_tables import MISTAKES
 
@@ -55,6 +56,11 @@ def test_their_tests_exist() -> None:
             f"gpu-{bounds}-{order}"
             for bounds in test_float64_references.BOUNDS
             for order in test_float64_references.ORDERS
+        },
+        test_forward_sm90: {
+            f"{dtype}-{head_dims}"
+            for head_dims in test_forward_sm90.ROWS
+            for dtype in ("float16", "float32", "float64")
         },
     }
     modules = {module.__name__: module for module in cases}

@@ -54,8 +54,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
               "--set", "training,shapes,short,window,packed"),
     ),
     "float16": (
-        120, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", *PEERS, "--pass",
-              "fwd", "--set", "training", "--head-dim", "128", "--budget-ms", "8",
+        200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", *GRADIENTS, "--pass",
+              "fwd,bwd", "--set", "training", "--head-dim", "64,128", "--budget-ms", "8",
               "--topic", "float16"),
     ),
     "backward": (

@@ -246,6 +246,8 @@ class Naive(Implementation):
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
         """Compute out, dq, dk and dv once; raise Unsupported."""
+        if work.precision == "tf32":
+            raise Unsupported("compared without TF32")
         if work.window is not None or work.causal or not work.plain:
             raise Unsupported("full attention alone is compared")
         scale = 1 / math.sqrt(work.head_dim)
