@@ -26,7 +26,9 @@ def pictures() -> dict[str, list[str]]:
     """Arguments of ``python -m cuflash plot`` for each picture."""
     sweep = str(SWEEPS / "h100-forward-sm90-d128.jsonl")
     swept = sorted([*SWEEPS.glob("*.jsonl"), *(SWEEPS / "other-kernels").glob("*.jsonl")])
-    others = [str(path) for path in swept if str(path) != sweep]
+    others = [  # not those of a second length: there are seven colours
+        str(path) for path in swept if str(path) != sweep and not path.stem.endswith("-2048")
+    ]
     return {
         "speed-forward": ["speed", newest("h100-forward-*.json"), "--pass", "fwd"],
         "speed-backward": ["speed", newest("h100-backward-*.json"), "--pass", "bwd"],
