@@ -11,6 +11,7 @@ import pytest
 
 import cuflash
 from benchmarks import accuracy
+from benchmarks import factors as factors_of_float32
 from cuflash._bench.command import open_run
 from cuflash._bench.machine import META_KEYS
 from cuflash._bench.peers import IMPLEMENTATIONS
@@ -143,3 +144,19 @@ def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
     for cell in beside:
         for name in ("out", "dq", "dk", "dv"):
             assert cell["cuflash"][name] <= 1.25 * cell["eff"][name], (cell["eff"], name)
+
+
+def test_narrower_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/accuracy.md says of them, at a smaller size."""
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    for factors in factors_of_float32.FACTORS:
+        left = np.abs(sum(factors.split(x)) - x) / np.abs(x)
+        bits = 10 if factors.half and factors.lift == 1 else factors.bits * factors.parts
+        assert left.max() <= 2.0**-bits, factors.name
+    monkeypatch.setattr(factors_of_float32, "SEQLEN", 256)
+    q, k, v = factors_of_float32.families()["normal"]
+    off = {name: out for name, (out, _) in factors_of_float32.errors_by_factors(q, k, v).items()}
+    assert off["float32"] < 1e-7 < off["two bfloat16"] / 30
+    assert off["two TF32"] < 3e-7 < off["one TF32"] / 300
+    by_exponents = factors_of_float32.errors_by_exponents(q, k, v)
+    assert abs(by_exponents["two"] / by_exponents["one multiply-add"] - 1) < 0.05
