@@ -140,6 +140,18 @@ def test_every_candidate_goes_first_equally_often():
     assert timing.interleaved({}, 6) == {}
 
 
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_is_timed_right_behind_each_other(count: int) -> None:
+    names = "abcdefg"[:count]
+    design = count * (1 + count % 2)
+    orders = list(itertools.islice(timing.balanced(names), design))
+    assert all(sorted(order) == list(names) for order in orders)
+    for place in range(count):
+        assert {sum(order[place] == n for order in orders) for n in names} == {1 + count % 2}
+    behind = [pair for order in orders for pair in itertools.pairwise(order)]
+    assert all(behind.count(pair) == 1 + count % 2 for pair in itertools.permutations(names, 2))
+
+
 def test_rounds_stay_within_their_limits():
     assert timing.number_of_rounds(1000.0, 120.0) == 11
     assert timing.number_of_rounds(4.0, 120.0) == 30

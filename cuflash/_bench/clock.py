@@ -40,11 +40,18 @@ class Measurement:
     timing: str
 
 
-def rotations(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the names in turns: each goes first, second, ... equally often."""
+def balanced(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield orders: each name goes first, second, ..., and right behind each other, equally often.
+
+    A device at its power limit is slower behind one that has heated it. Rows of a Williams design.
+    """
+    count = len(names)
+    steps = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     for start in itertools.count():
-        shift = start % len(names)
-        yield (*names[shift:], *names[:shift])
+        order = tuple(names[(start + step) % count] for step in steps)
+        yield order
+        if count % 2:
+            yield order[::-1]
 
 
 def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -52,7 +59,7 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
     samples: dict[str, list[float]] = {name: [] for name in timers}
     if not timers:
         return samples
-    for order in itertools.islice(rotations(tuple(timers)), rounds):
+    for order in itertools.islice(balanced(tuple(timers)), rounds):
         for name in order:
             samples[name].append(timers[name]())
     return samples
