@@ -24,7 +24,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash import _launch  # noqa: E402
+from cuflash import _launch, _launch_sm90, _recall  # noqa: E402
 from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
 
@@ -432,6 +432,23 @@ def test_neighbours_leave_the_bits_alone():
         form: {name: x[one] for name, x in gradients.items()} for form, gradients in found.items()
     }
     assert_same_bits(alone, cut)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "lengths"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
+def test_two_kernels_have_the_bits_of_the_portable_ones(head_dims, name, monkeypatch):
+    """Both sum 16 rows at a time, in the same order."""
+    for call in in_every_shape(head_dims, name):
+        arrays, options, found = check(call)
+        with monkeypatch.context() as context:
+            context.setattr(_launch_sm90, "available", lambda device: False)
+            _launch.forget_plans()
+            _recall.forget()
+            portable = cuflash.attention_backward(*arrays, **options)
+        _launch.forget_plans()
+        _recall.forget()
+        together = {n: getattr(portable, f"d{n}") for n in ALL}
+        assert_same_bits({"two kernels": together}, found)
 
 
 def test_config_decides_which_kernels_run(monkeypatch):
