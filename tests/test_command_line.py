@@ -510,7 +510,23 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
 
 
-def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path, monkeypatch):
+def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
+    broken = tuning.Facts(1, error="error: no such")
+
+    def compiled(chosen, *_, **__):
+        return {c.key: broken for c in chosen}
+
+    monkeypatch.setattr(tuning.Space, "compile", compiled)
+    words = ["tune", "--arch", "sm_90a", "--parameters", "block_m=128", "num_stages=2"]
+    for more in ([], ["--list"], ["--json"]):
+        status, out, _ = command(capsys, *words, *more)
+        assert status == 1
+        assert "error: no such" in out
+    assert {c["error"] for c in json.loads(out)["configs"]} == {"error: no such"}
+
+
+@pytest.fixture
+def simulated(tmp_path, monkeypatch):
     """The device is ``support/simulated_device.py``, and nothing is compiled."""
     for module in (_hardware, _space, _table):
         monkeypatch.setattr(module, "present", lambda device=None: H100)
@@ -520,6 +536,32 @@ def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_sweep_without_a_right_configuration_has_status_1(capsys, tmp_path, monkeypatch):
+    keys = [f"128,{n},{stages},{q},1" for n in (96, 128) for stages in (2, 3) for q in (1, 2)]
+    monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(dict.fromkeys(keys, "wrong")))
+    file, exported = tmp_path / "rows.jsonl", tmp_path / "cache.json"
+    words = ["tune", "--parameters", "block_m=128", "block_n=96,128", "num_stages=2,3",
+             "overlap_quarters=1", "--file", str(file), "--save"]  # fmt: skip
+    status, out, err = command(capsys, *words, "--kernel-tuner", str(exported), "--json")
+    count = len(tuning.load(file).rows)
+    assert count >= 4
+    assert status == 1
+    assert json.loads(out) == {
+        "file": str(file), "best": None, "states": {"wrong": count}, "final": None
+    }  # fmt: skip
+    assert f"{count} rows, none of them timed, expected at least one configuration that" in err
+    assert "kept in" not in err
+    assert tuning.read_cache(exported).rows == tuning.load(file).rows
+    status, out, _ = command(capsys, *words)
+    assert status == 1
+    assert f"{count} wrong" in out
+
+
+@pytest.mark.usefixtures("simulated")
+def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path):
     file, exported = tmp_path / "rows.jsonl", tmp_path / "cache.json"
     words = ["tune", "--parameters", "block_m=128", "block_n=96,128", "num_stages=2,3",
              "overlap_quarters=1", "--budget-ms", "5", "--file", str(file)]  # fmt: skip

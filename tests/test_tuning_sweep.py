@@ -24,6 +24,32 @@ from support.simulated_device import milliseconds
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 SCRIPT = Path(simulated_sweep.__file__)
+#: The simulated device, on which configurations of FINAL_TROUBLE fail in the final alone.
+FAILS_IN_THE_FINAL = """
+import json, os, time
+from cuflash.tuning._kernels import config_from_json, tile_of
+from support import simulated_device
+
+trouble = json.loads(os.environ["FINAL_TROUBLE"])
+serve = simulated_device.serve
+
+def serve_with_trouble(answer):
+    def other(request):
+        for config in request["configs"][:-1] if request["do"] == "final" else ():
+            kind = trouble.get(",".join(map(str, tile_of(config_from_json(config)).values())))
+            kind = kind if len(request["configs"]) > 2 or kind != "together" else None
+            if kind == "hang":
+                time.sleep(3600)
+            if kind == "exit":
+                os._exit(77)
+            if kind:
+                return {"status": "crash", "reason": "asked to crash"}
+        return answer(request)
+    serve(other)
+
+simulated_device.serve = serve_with_trouble
+simulated_device.main()
+"""
 
 
 @pytest.fixture
@@ -121,6 +147,73 @@ def test_a_device_that_cannot_run_the_default_ends_the_sweep(tmp_path, trouble):
     with pytest.raises(RuntimeError, match="as shipped: rms error 1"):
         swept(tmp_path)
     assert tuning.load(tmp_path / "rows.jsonl").rows == []
+
+
+def in_the_final(tmp_path, monkeypatch, kinds, **given):
+    monkeypatch.setenv("FINAL_TROUBLE", json.dumps(kinds))
+    device = (sys.executable, "-c", FAILS_IN_THE_FINAL)
+    return tuning.sweep(
+        WORK, space_of(), file=tmp_path / "rows.jsonl", device_command=device, time_limit=0.5,
+        **given,
+    )  # fmt: skip
+
+
+def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatch, capfd):
+    keys = [row["key"] for row in swept(tmp_path, progress=False).timed[:5]]
+    (tmp_path / "rows.jsonl").unlink()
+    kinds = dict(zip(keys, ("hang", "exit", "crash"), strict=False))
+    result = in_the_final(tmp_path, monkeypatch, kinds)
+    assert {row["status"] for row in result.rows} == {"ok"}
+    (final,) = result.finals
+    assert list(final["ms"]) == keys[3:]
+    states = {key: reason.partition(",")[0] for key, reason in final["left_out"].items()}
+    assert states == dict(zip(keys, ("hang", "crash", "crash"), strict=False))
+    assert result.best["key"] == keys[3]
+    err = capfd.readouterr().err
+    assert f"{keys[0]} left out of the final: hang, no answer within" in err
+    assert "the fastest 2 compared once more" in err
+    again = in_the_final(tmp_path, monkeypatch, {})  # left out is left out
+    assert again.finals == tuning.load(tmp_path / "rows.jsonl").finals == [final]
+
+
+def test_no_final_is_no_end_of_the_sweep(tmp_path, trouble, monkeypatch):
+    keys = [row["key"] for row in swept(tmp_path, progress=False).timed[:5]]
+    (tmp_path / "rows.jsonl").unlink()
+    seen = []
+    together = dict.fromkeys(keys, "together")
+    result = in_the_final(tmp_path, monkeypatch, together, progress=seen.append)
+    assert result.finals == []
+    assert result.best["key"] == keys[0]
+    assert [now.row["key"] for now in seen if now.stage == "final"] == keys
+    result = in_the_final(tmp_path, monkeypatch, dict.fromkeys(keys, "exit"))
+    (final,) = result.finals
+    assert (final["ms"], list(final["left_out"])) == ({}, keys)
+    assert result.best["key"] == result.timed[5]["key"]
+    with pytest.raises(ValueError, match=f"none of them right in the final.*{keys[0]}: crash, "):
+        _rows.Sweep(result.header, result.timed[:5], result.finals).best  # noqa: B018
+
+
+def test_the_file_says_how_it_was_made(tmp_path, trouble):
+    made = {"strategy": "random", "budget": 3, "seed": 7, "budget_ms": 20.0}
+    result = swept(tmp_path, **made)
+    assert made.items() <= result.header.items()
+    later = swept(tmp_path, budget_ms=30.0)
+    assert later.header == result.header
+    assert [final["made"] for final in later.finals] == [
+        made, {"strategy": "exhaustive", "budget": None, "seed": 0, "budget_ms": 30.0},
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    header, *lines = path.read_text().splitlines(keepends=True)
+    old = {name: value for name, value in json.loads(header).items() if name not in made}
+    path.write_text(json.dumps(old) + "\n" + "".join(lines))
+    assert swept(tmp_path).rows == later.rows
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_checked_and_unchecked_rows_do_not_mix(tmp_path, trouble, check):
+    swept(tmp_path, budget=1, check=check)
+    with pytest.raises(ValueError, match=f"got a sweep with check {str(check).lower()}"):
+        swept(tmp_path, check=not check)
 
 
 def test_what_a_file_holds_is_not_measured_again(tmp_path, trouble):
@@ -270,6 +363,7 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
         ),
         ('HEADER{"kind": "final", "ms": {"1": "fast"}}\n', 'line 2: ms {"1": "fast"}'),
         ('HEADER{"kind": "final", "ms": [1]}\n', "line 2: ms [1]"),
+        ('HEADER{"kind": "final", "ms": {}, "left_out": []}\n', "line 2: left_out []"),
         ("HEADER{oh\nno}\n", "line 2: no JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),

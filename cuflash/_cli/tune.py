@@ -22,6 +22,9 @@ examples:
 
 Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is
 listed and compiled. The strategies of kernel-tuner come with pip install "cuflash[tune]".
+
+exit status: 0 done, 1 nothing was timed, no configuration is right, or one that is listed does not
+compile, 2 a wrong argument or file, 130 interrupted
 """
 
 
@@ -66,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     present = _hardware.present()
     if arguments.list or arguments.arch is not None or present is None:
-        _list(found, arguments)
+        compiled = _list(found, arguments)
         if arguments.list or arguments.arch is not None:
-            return 0
+            return 0 if compiled else 1
         print(
             "nothing was timed: no NVIDIA device can be used here; the same command on a machine "
             "with one finds what was compiled, if the store of kernels is shared",
@@ -83,9 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     if arguments.kernel_tuner:
         tuning.write_cache(result, arguments.kernel_tuner)
+    try:
+        best = result.best
+    except ValueError as error:  # of what was found, not of what was asked for
+        _report(result, None, file, arguments)
+        print(f"cuflash: {error}", file=sys.stderr)
+        return 1
     if arguments.save:
         print(f"kept in {tuning.save(result)}", file=sys.stderr)
-    _report(result, file, arguments)
+    _report(result, best, file, arguments)
     return 0
 
 
@@ -102,11 +111,13 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
     return found
 
 
-def _list(found: Any, arguments: argparse.Namespace) -> None:
+def _list(found: Any, arguments: argparse.Namespace) -> bool:
+    """Print the space; whether all that was compiled did."""
     from cuflash.tuning._progress import compiled
 
     chosen = list(found)[: arguments.budget]
     facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
+    right = not any(facts[c.key].error for c in chosen)
     if arguments.json:
         print(json.dumps({
             "kernel": found.kernel,
@@ -120,7 +131,7 @@ def _list(found: Any, arguments: argparse.Namespace) -> None:
             ],
             "refused": {c.key: c.refusal for c in found.candidates if c.config is None},
         }))  # fmt: skip
-        return
+        return right
     work = f"{found.workload} {found.workload.dtype}"
     print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
     names = ",".join(found.parameters)
@@ -144,10 +155,10 @@ def _list(found: Any, arguments: argparse.Namespace) -> None:
         print(f"{c.key:<18}{text.rstrip()}{mark}")
     refused = len(found.candidates) - len(found)
     print(f"{len(found)} legal, {refused} combinations are not (--json says why)")
+    return right
 
 
-def _report(result: Any, file: Path, arguments: argparse.Namespace) -> None:
-    best = result.best
+def _report(result: Any, best: Any, file: Path, arguments: argparse.Namespace) -> None:
     states: dict[str, int] = {}
     for row in result.rows:
         states[row["status"]] = states.get(row["status"], 0) + 1
@@ -157,6 +168,8 @@ def _report(result: Any, file: Path, arguments: argparse.Namespace) -> None:
         return
     print(f"{file}: {', '.join(f'{count} {state}' for state, count in sorted(states.items()))}")
     print(f"default {result.header['default']}")
+    if best is None:
+        return
     print(f"best    {best['key']}  {best['values']}")
     if final and best["key"] in final["ms"]:
         ms = final["ms"][best["key"]]

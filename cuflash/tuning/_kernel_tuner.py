@@ -97,7 +97,7 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
     def _result(row: Row) -> dict[str, Any]:
         result = dict(row["values"])
         if row["status"] == "ok":
-            return result | {"time": row["ms"]}
+            return result | {"time": row["relative"]}  # no clocks in it; a search needs no more
         failed = CompilationFailedConfig if row["status"] == "compile_error" else None
         return result | {"__error__": (failed or RuntimeFailedConfig)()}
 
@@ -127,6 +127,10 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
 def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     """Write a sweep as a cache file of kernel-tuner, with what it has no name for under "cuflash".
 
+    Times are :meth:`Sweep.steady_ms`, relative to the shipped configuration by its median: clocks
+    drift by several percent within a sweep, and kernel-tuner would take what was timed at the
+    highest for the fastest. What was measured is under "cuflash", from where it is read back.
+
     Combinations that are not legal are members, too, as invalid ones, so that a simulation may
     meet any combination of the parameters that was swept.
     """
@@ -137,7 +141,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
             values = dict(zip(names, candidate.values, strict=True))
             entries[candidate.key] = values | {"__error__": _INVALID, "time": _INVALID}
     for row in found.rows:
-        entries[row["key"]] = _entry(row)
+        entries[row["key"]] = _entry(found, row)
     work = found.header["workload"]
     content = {
         "device_name": found.device,
@@ -157,7 +161,7 @@ def _swept(found: Sweep) -> Space:
     return space(found.workload, found.kernel, arch=header["arch"], parameters=header["parameters"])
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(found: Sweep, row: Row) -> dict[str, Any]:
     """What kernel-tuner keeps of one configuration, in milliseconds."""
     compile_ms = 1000 * row.get("facts", {}).get("compile_seconds", 0.0)
     spent = 1000 * row.get("seconds", 0.0)
@@ -171,7 +175,8 @@ def _entry(row: Row) -> dict[str, Any]:
     }
     if row["status"] != "ok":
         return entry | {"__error__": _ERRORS[row["status"]], "time": _ERRORS[row["status"]]}
-    return entry | {"time": row["ms"], "times": [row["ms"]], "TFLOP/s": row.get("tflops")}
+    ms, known = found.steady_ms(row), found.header["workload"] is not None
+    return entry | {"time": ms, "times": [ms], "TFLOP/s": found.tflops(row) if known else None}
 
 
 def read_cache(path: str | os.PathLike[str]) -> Sweep:

@@ -16,7 +16,7 @@ class Progress(NamedTuple):
     stage: str  # "compile", "time" or "final"
     done: int
     total: int
-    row: Row | None = None  # the configuration that was timed
+    row: Row | None = None  # the configuration that was timed, or left out of the final
     best: Row | None = None  # the fastest so far
 
 
@@ -39,6 +39,10 @@ class Lines:
             sys.stderr.write(f"{spent}the fastest {now.total} compared once more\n")
             return
         row, best = now.row, now.best
+        if now.stage == "final":
+            why = f"{row['status']}, {row['reason']}"
+            sys.stderr.write(f"{spent}{row['key']} left out of the final: {why}\n")
+            return
         text = row.get("reason", "")[:70]
         if row["status"] == "ok":
             text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"

@@ -20,9 +20,10 @@ from cuflash._errors import problem_with
 
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
-#: What must agree for a file to be continued: everything that decides times.
+#: What must agree for a file to be continued: what decides times, and which rows have one.
 _SAME = (
-    "workload", "kernel", "parameters", "default", "device", "arch", "source", "nvrtc", "driver"
+    "workload", "kernel", "parameters", "default", "device", "arch", "source", "nvrtc", "driver",
+    "check",
 )  # fmt: skip
 Row = dict[str, Any]
 
@@ -70,29 +71,36 @@ class Sweep:
         timed = [row for row in self.rows if row["status"] == "ok"]
         return sorted(timed, key=lambda row: (row["relative"], row["key"]))
 
-    def tflops(self, row: Row) -> float:
-        """Speed of a row at the clocks of the whole sweep.
+    def steady_ms(self, row: Row) -> float:
+        """Time of a row at the clocks of the whole sweep.
 
-        From its time relative to the shipped configuration, in turns with which it was timed, and
-        the median time of that: what the clocks did meanwhile cancels.
+        Its time relative to the shipped configuration, in turns with which it was timed, by the
+        median time of that: what the clocks did meanwhile cancels.
         """
         shipped = [r["default_ms"] for r in self.rows if r["status"] == "ok" and "default_ms" in r]
-        ms = row["relative"] * statistics.median(shipped) if shipped else row["ms"]
-        return self.workload.kernel_flops(self.kernel) / float(ms) / 1e9
+        return float(row["relative"] * statistics.median(shipped) if shipped else row["ms"])
+
+    def tflops(self, row: Row) -> float:
+        """Speed of a row at the clocks of the whole sweep."""
+        return self.workload.kernel_flops(self.kernel) / self.steady_ms(row) / 1e9
 
     @property
     def best(self) -> Row:
-        """The fastest of the final comparison, else of all; a ValueError where none was timed.
+        """The fastest of the final comparison, else of all; a ValueError where there is none.
 
-        The shipped configuration, with which all are compared, is one of them where it was swept.
+        One that failed in the final comparison is not taken. The shipped configuration, with which
+        all are compared, is one of them where it was swept.
         """
-        timed = {row["key"]: row for row in self.timed}
+        left_out = self.finals[-1].get("left_out", {}) if self.finals else {}
+        timed = {row["key"]: row for row in self.timed if row["key"] not in left_out}
         if not timed:
-            of_one = (f"{r['key']}: {r['status']}, {r.get('reason', '')}" for r in self.rows)
+            got = "none of them right in the final" if left_out else "none of them timed"
+            of_one = [f"{key}: {reason}" for key, reason in left_out.items()]
+            of_one += [f"{r['key']}: {r['status']}, {r.get('reason', '')}" for r in self.rows]
             raise problem_with(
-                "sweep", ValueError, got=f"{len(self.rows)} rows, none of them timed",
+                "sweep", ValueError, got=f"{len(self.rows)} rows, {got}",
                 expected="at least one configuration that runs and is right",
-                fix=next(of_one, ""),
+                fix=next(iter(of_one), ""),
             )  # fmt: skip
         if self.finals:
             ms = {key: ms for key, ms in self._final_ms().items() if key in timed}
@@ -185,6 +193,8 @@ def _check(path: Path, number: int, row: Any) -> None:
         raise _foreign(path, f"format {row['format']!r}")
     if kind == "sweep" and not _is_tile(row["default"], row["parameters"]):
         raise _foreign(path, f"line {number}: default {_short(row['default'])}")
+    if kind == "final" and not isinstance(row.get("left_out", {}), dict):
+        raise _foreign(path, f"line {number}: left_out {_short(row['left_out'])}")
     if kind == "final" and not all(isinstance(ms, _NUMBER) for ms in row["ms"].values()):
         raise _foreign(path, f"line {number}: ms {_short(row['ms'])}")
 

@@ -47,7 +47,8 @@ def sweep(
     Each configuration is compiled beforehand, in parallel processes; compared with the definition
     in a process of its own; and timed there through the library's own calls, in turns with the
     shipped configuration, so that clocks and temperature are the same for both. One that fails or
-    hangs costs its row and a new process. At the end the fastest are timed once more, all in turns.
+    hangs costs its row and a new process. At the end the fastest are timed once more, all in turns;
+    what fails or hangs there is left out, and is not the best.
 
     Parameters
     ----------
@@ -57,8 +58,9 @@ def sweep(
         What to try; default: all of the forward that runs here.
     file : path, optional
         Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
-        be a sweep of the same problem, kernel, device, driver, NVRTC and kernel sources, and what
-        it holds is not measured again.
+        be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
+        ``check``, and what it holds is not measured again. Its first line keeps strategy, budget,
+        seed and budget_ms of the run that began it; each final comparison, those of its own run.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -120,7 +122,9 @@ def sweep(
     watcher = (Lines() if progress else None) if isinstance(progress, bool) else progress
     child = Child(device_command)
     try:
-        running = _Running(chosen, child, file, check, time_limit, budget_ms, processes, watcher)
+        made: Row = {"strategy": strategy, "budget": budget}
+        made |= {"seed": int(seed), "budget_ms": float(budget_ms)}
+        running = _Running(chosen, child, file, check, time_limit, made, processes, watcher)
         running.total = min(len(chosen), budget or len(chosen))
         explore(chosen, running.evaluate, budget, seed)
         running.compare_fastest()
@@ -139,12 +143,12 @@ class _Running:
         file: str | os.PathLike[str],
         check: bool,
         time_limit: float,
-        budget_ms: float,
+        made: Row,
         processes: int | None,
         progress: Watcher | None,
     ) -> None:
         self.space, self.child, self.check = chosen, child, check
-        self.time_limit, self.budget_ms, self.processes = time_limit, budget_ms, processes
+        self.time_limit, self.made, self.processes = time_limit, made, processes
         self.progress = progress
         self.total = len(chosen)
         self.began = time.perf_counter()
@@ -173,6 +177,7 @@ class _Running:
             "kernels": _source.digest(),
             "source": _source.digest_of(self.space.default.source),
             "check": self.check,
+            **self.made,
             "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         }
 
@@ -206,15 +211,9 @@ class _Running:
         if facts.error or candidate.config is None:
             return row | {"status": "compile_error", "reason": facts.error or candidate.refusal}
         start = time.perf_counter()
-        try:
-            self._open()
-            answer = self.child.ask(
-                {"do": "time", "config": config_as_json(candidate.config)}, self.time_limit
-            )
-        except Failure as failure:
-            answer = {"status": failure.kind, "reason": str(failure)}
-        if answer["status"] == "crash":
-            self.child.close()
+        self._open()
+        request = {"do": "time", "config": config_as_json(candidate.config)}
+        answer = self._answer(request, self.time_limit)
         if answer["status"] == "ok":
             flops = self.space.workload.kernel_flops(self.space.kernel)
             answer["tflops"] = flops / answer["ms"] / 1e9
@@ -230,45 +229,72 @@ class _Running:
             "kernel": self.space.kernel,
             "default": config_as_json(self.space.default),
             "check": self.check,
-            "budget_ms": self.budget_ms,
+            "budget_ms": self.made["budget_ms"],
         }
         self._asked(request, _OPEN_LIMIT)
         self.opened = self.child.identity
 
-    def _asked(self, request: Row, limit: float) -> Row:
+    def _answer(self, request: Row, limit: float) -> Row:
+        """The answer; where none comes, why. A process whose device crashed is ended."""
         try:
-            answer = self.child.ask(request, limit)
+            answer = {"status": "ok"} | self.child.ask(request, limit)
         except Failure as failure:
-            answer = {"status": failure.kind, "reason": str(failure)}
+            return {"status": failure.kind, "reason": str(failure)}
+        if answer["status"] == "crash":
+            self.child.close()
+        return answer
+
+    def _asked(self, request: Row, limit: float) -> Row:
+        answer = self._answer(request, limit)
         if answer["status"] != "ok":
             raise RuntimeError(f"sweep: {answer['status']}: {answer['reason']}")
         return answer
 
     def compare_fastest(self) -> None:
-        """Time the fastest and the shipped configuration once more, all in turns."""
+        """Time the fastest and the shipped configuration once more, all in turns.
+
+        Where that fails, each is timed with the shipped one alone, and what fails is left out.
+        """
         sweep = self.file.sweep
-        keys = [row["key"] for row in sweep.timed[:_FINALISTS]]
-        if not keys or (sweep.finals and set(keys) <= set(sweep.finals[-1]["ms"])):
+        last: Row = sweep.finals[-1] if sweep.finals else {"ms": {}}
+        left_out = dict(last.get("left_out", {}))
+        keys = [row["key"] for row in sweep.timed[:_FINALISTS] if row["key"] not in left_out]
+        if not keys or set(keys) <= set(last["ms"]):
             return
-        self._open()
-        configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
-        request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
-        try:
-            answer = self.child.ask(request, self.time_limit * len(configs))
-        except Failure as failure:
-            raise RuntimeError(f"sweep: {failure.kind} in the final: {failure}") from None
-        if answer.get("status", "ok") != "ok":
-            raise RuntimeError(f"sweep: {answer['status']} in the final: {answer['reason']}")
-        *ms, default_ms = answer["ms"]
+        answer = self._final(keys)
+        if answer["status"] != "ok":
+            alone = {key: self._final([key]) for key in keys}
+            failed = {key: own for key, own in alone.items() if own["status"] != "ok"}
+            self._tell_left_out(failed)
+            left_out |= {key: f"{own['status']}, {own['reason']}" for key, own in failed.items()}
+            keys = [key for key in keys if key not in failed]
+            answer = self._final(keys) if keys else {"status": "ok", "ms": []}
+        if answer["status"] != "ok":  # together, though none does alone
+            self._tell_left_out(dict.fromkeys(keys, answer))
+            return
         row = {
             "kind": "final",
-            "ms": dict(zip(keys, ms, strict=True)),
-            "default_ms": default_ms,
+            "ms": dict(zip(keys, answer["ms"], strict=False)),  # that of the default is the last
+            **({"default_ms": answer["ms"][-1]} if keys else {}),
+            **({"left_out": left_out} if left_out else {}),
             "clocks": answer.get("clocks"),
+            "made": self.made,
             "seconds": round(time.perf_counter() - self.began, 1),  # of this run, all of it
         }
         self.file.append([row])
-        self._tell("final", len(keys), len(keys))
+        if keys:
+            self._tell("final", len(keys), len(keys))
+
+    def _final(self, keys: Sequence[str]) -> Row:
+        """Times of these and the shipped configuration in turns, or why there are none."""
+        self._open()
+        configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
+        request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
+        return self._answer(request, self.time_limit * len(configs))
+
+    def _tell_left_out(self, failed: dict[str, Row]) -> None:
+        for key, answer in failed.items():
+            self._tell("final", 0, len(failed), {"key": key, **answer})
 
     def _tell(self, stage: str, done: int, total: int, row: Row | None = None) -> None:
         if self.progress is not None:
