@@ -65,52 +65,68 @@ INVARIANTS = (
     "blocks, each loaded once per block"
 )
 COUNTER = "the counter of the loop over batch entries: once per entry (13.5: one address per block)"
-MORE = "what is more since -fmad=false has not been looked at"
+NUMBERS = (
+    "with all options the numbers of the block and the entry, too, from which dropout draws, and "
+    "where slopes, ids and statistics of rows lie: stored before the loop, loaded once per block"
+)
 NO_DEVICE = "sm_90's tile; no device of this kind was there to time its neighbours on"
-#: (architecture, entry, larger padded head size). How much longer the neighbouring tile without
-#: spills takes was measured on an H100 SXM, 2026-11-21, bf16, full, seqlen 8192.
+#: (architecture, entry, arithmetic, larger padded head size). How much longer the neighbouring tile
+#: without spills takes was measured on an H100 SXM, 2026-11-21, bf16, full, seqlen 8192.
 SPILLS = {
-    ("sm_80", "cuflash_backward_dkv_sm80", 64): Spill(60, f"{COUNTER}; {MORE}; {NO_DEVICE}"),
-    ("sm_80", "cuflash_backward_dkv_sm80", 128): Spill(
-        108, f"{INVARIANTS}, and the next block, with all options; {MORE}; {NO_DEVICE}"
+    ("sm_80", "cuflash_backward_dq_sm80", "float64", 256): Spill(
+        16, "unequal head sizes: the counter of the loop over batch entries, once per entry"
     ),
-    ("sm_86", "cuflash_forward_sm80", 256): Spill(
-        64, f"float32 with all options, numbers of the entry, once per block; {NO_DEVICE}"
+    ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(
+        60, f"{COUNTER}; {NUMBERS}; {NO_DEVICE}"
     ),
-    ("sm_86", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
-    ("sm_86", "cuflash_backward_dkv_sm80", 128): Spill(
-        100, f"{INVARIANTS}, and the next block, with all options; {MORE}; {NO_DEVICE}"
+    ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
+        140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
-    ("sm_89", "cuflash_backward_dkv_sm80", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
-    ("sm_90", "cuflash_forward_sm80", 128): Spill(
+    ("sm_86", "cuflash_forward_sm80", "float32", 256): Spill(
+        76,
+        "all options: numbers of the entry and where ids lie, stored before the loop over blocks, "
+        f"loaded once or twice per block; {NO_DEVICE}",
+    ),
+    ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
+    ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
+        140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
+    ),
+    ("sm_89", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
+    ("sm_90", "cuflash_forward_sm80", "float64", 128): Spill(
         96,
-        "float64: where keys and values lie, used once per block of 32 keys; found anew instead, "
-        "without a spill, the forward takes 1.12 times as long (H100, 2026-11-22)",
+        "where keys and values lie, used once per block of 32 keys; found anew instead, without a "
+        "spill, the forward takes 1.12 times as long (H100, 2026-11-22)",
     ),
-    ("sm_90", "cuflash_backward_dq_sm80", 128): Spill(
+    ("sm_90", "cuflash_backward_dq_sm80", "16 bits", 128): Spill(
         32,
         f"{INVARIANTS}; the counter of the loop over batch entries: once per entry; the neighbour "
         "takes 1.20 times as long",
     ),
-    ("sm_90", "cuflash_backward_dkv_sm80", 64): Spill(
+    ("sm_90", "cuflash_backward_dq_sm80", "float64", 128): Spill(
+        104,
+        f"packed: {INVARIANTS}; where operands lie in shared memory: as often; the counter of the "
+        "loop over batch entries: once per entry (13.5: 16 bytes); the neighbours are not timed",
+    ),
+    ("sm_90", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(
         72, f"{INVARIANTS}; the neighbour takes 1.19 times as long"
     ),
-    ("sm_90", "cuflash_backward_dkv_sm80", 128): Spill(
+    ("sm_90", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         48, f"{INVARIANTS}; the neighbour takes 1.18 times as long"
     ),
-    ("sm_100", "cuflash_forward_sm80", 64): Spill(
+    ("sm_100", "cuflash_forward_sm80", "16 bits", 64): Spill(
         8, f"the block's first key, once per block (13.5: nothing); {NO_DEVICE}"
     ),
-    ("sm_100", "cuflash_backward_dq_sm80", 128): Spill(
+    ("sm_100", "cuflash_backward_dq_sm80", "16 bits", 128): Spill(
         8, f"an address, loaded once per block (13.5: nothing); {NO_DEVICE}"
     ),
-    ("sm_100", "cuflash_backward_dkv_sm80", 128): Spill(
+    ("sm_100", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         56, f"{INVARIANTS} (13.5: 12 bytes); {NO_DEVICE}"
     ),
 }
 
 TF32 = "tf32"  # float32 with a permission
 WIDE = (np.float32, TF32, np.float64)
+ARITHMETICS = (bfloat16, *WIDE)
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": (bfloat16, np.float16, np.float32, TF32, np.float64),
     "head_dims": ((64, 64), (128, 128), (96, 64), (192, 128), (256, 256), (20, 33)),
@@ -140,6 +156,8 @@ ALL = {
     "q_lengths": np.int32, "kv_lengths": np.int64, "dropout": 0.25, "dlse": True,
     "sums": ("bias", "pairs"),
 }  # fmt: skip
+#: Bounds of what a query sees and packing choose tiles of their own, too.
+BASES = (PLAIN, {**PLAIN, "window": (None, 0)}, {**PLAIN, "cu_seqlens": np.int64}, ALL)
 
 
 def problem_of(case: dict[str, Any]) -> Problem:
@@ -247,51 +265,129 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
 
     For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
     one NVRTC for one of the two and by the other for the other, a row without options opposite to
-    that with all; for the rest the rows without options, in turns. What remains of the tables, rows
-    of wider elements and tiles that only the least shared memory makes choose, is compiled for one
-    architecture that chooses it, a row without options by one NVRTC and with all by the other.
+    that with all; for the rest every second row without options, in turns. What remains of the
+    tables, rows of wider elements and tiles that only the least shared memory makes choose, is
+    compiled for one architecture that chooses it, a row without options by one NVRTC and with all
+    by the other; further tiles once, by one of them. Rows on CUDA cores are one tile, whatever the
+    width; the gradient of slopes, which no option asks for, is left to the rows.
     """
     last = generation == max(DISTRIBUTIONS)
     halves = rows(bfloat16)
-    found = {}
-    for arch in LIMITS:
-        cases = halves[::2] if whole else halves[2 * last :: 4]
+    found: dict[str, set[KernelConfig]] = {}
+    for number, arch in enumerate(LIMITS):
+        cases = halves[::2] if whole else halves[2 * (number % 2 * 2 + last) :: 8]
         if arch in FULL:
             first = last == (arch == FULL[0])
             own = min(DISTRIBUTIONS) if first else max(DISTRIBUTIONS)
             cases = [case for n, case in enumerate(halves) if whole or n % 2 == first]
-            cases += [case for case in pairwise() if whole or case["nvrtc"] != own]
-        found[arch] = compiled_for(cases, arch)
+            pairs = [case for case in pairwise() if whole or case["nvrtc"] != own]
+            found[arch] = {
+                config
+                for config in compiled_for(pairs, arch)
+                if whole or getattr(config, "grad_of", "") != "alibi_slopes"
+            }
+        found[arch] = found.get(arch, set()) | compiled_for(cases, arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
-    tables = [row for arithmetic in (bfloat16, *WIDE) for row in rows(arithmetic)]
+    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
     own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
     choosing: dict[KernelConfig, list[str]] = {}
     for arch in (*FULL, SMALLEST):
         chosen = compiled_for(own_rows, arch)
         for config in chosen if whole else chosen - same_tiles(arch):
             choosing.setdefault(config, []).append(arch)
+    known: set[tuple[Any, ...]] = set()
     for number, (config, archs) in enumerate(sorted(choosing.items(), key=repr)):
-        if not any(config in found[arch] for arch in archs):
+        if any(config in found[arch] for arch in archs):
+            continue
+        if whole or not on_cuda_cores_again(config, known):
             found[archs[number % len(archs)]].add(config)
+    further = [(config, arch) for config, arch, once in further_tiles() if whole or once]
+    for number, (config, arch) in enumerate(further):
+        if whole or (number % 2 == last and config not in same_tiles(arch)):
+            found[arch].add(config)
     return found
 
 
-def same_tiles(arch: str) -> set[KernelConfig]:
-    """Return the rows of TF32 that are rows of float32: the pairwise cases hold TF32, too."""
-    ieee = compiled_for(rows(np.float32), arch)
+def on_cuda_cores_again(config: KernelConfig, known: set[tuple[Any, ...]]) -> bool:
+    """Whether a tile on CUDA cores is known of another width; it is known from then on."""
+    if not isinstance(config, TileConfig) or not config.cuda_cores:
+        return False
+    [(arithmetic, _, *tile)] = tiles_of([config])
+    key = (arithmetic, *tile, config.mask)
+    again = key in known
+    known.add(key)
+    return again
+
+
+def arithmetic_of(config: OperandConfig) -> str:
+    """Return what registers hold: float16 and bfloat16 have the same tables and kernels."""
+    if isinstance(config, TileConfig) and config.precision == TF32:
+        return TF32
+    return config.dtype if config.element_bytes > 2 else "16 bits"
+
+
+def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
+    """Return what the tables decide, with the arithmetic and the larger head size: their keys."""
+    names = ("entry", "wide_float64", "cuda_cores", "block_m", "block_n", "num_stages",
+             "num_warps", "blocks_per_sm", "column_parts")  # fmt: skip
     return {
-        config
-        for config in compiled_for(rows(TF32), arch)
-        if isinstance(config, TileConfig) and replace(config, precision="ieee") in ieee
+        (arithmetic_of(c), max(c.head_dim, c.head_dim_v), *(getattr(c, n, None) for n in names))
+        for c in configs
+        if isinstance(c, TileConfig)
     }
 
 
-def row_of(config: KernelConfig, arch: str) -> tuple[str, str, int]:
+@functools.cache
+def further_tiles() -> tuple[tuple[KernelConfig, str, bool], ...]:
+    """Return a kernel of each tile that no row has, with all options and with fewer.
+
+    Beside it an architecture, and whether the tile is new, not the options alone. Bounds, packing
+    and unequal head sizes choose such tiles; of head sizes, the largest stand for all.
+    """
+    head_dims = sorted(itertools.product(HEAD_DIMS, repeat=2), key=sum, reverse=True)
+    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
+    cases = [
+        {**base, "dtype": arithmetic, "head_dims": pair}
+        for arithmetic, base, pair in itertools.product(ARITHMETICS, BASES, head_dims)
+    ]
+    seen: set[tuple[Any, ...]] = set()
+    known: set[tuple[Any, ...]] = set()
+    found = []
+    for number, case in enumerate((*tables, *cases)):
+        for arch in (*FULL, SMALLEST):
+            for config in sorted(compiled_for([case], arch), key=repr):
+                tiles = tiles_of([config])
+                keys = {(case["mask"], tile) for tile in tiles}
+                if not keys <= seen:
+                    again = on_cuda_cores_again(config, known)
+                    if number >= len(tables):
+                        new = not any((mask, t) in seen for mask in (False, True) for t in tiles)
+                        found.append((config, arch, new and not again))
+                seen |= keys
+    return tuple(found)
+
+
+@functools.cache
+def same_tiles(arch: str) -> set[KernelConfig]:
+    """Return the tiles of TF32 that are those of float32: the pairwise cases hold TF32, too."""
+    own = {config for config, chosen_by, _ in further_tiles() if chosen_by == arch}
+    ieee = compiled_for(rows(np.float32), arch) | own
+    return {
+        config
+        for config in compiled_for(rows(TF32), arch) | own
+        if isinstance(config, TileConfig)
+        and config.precision == "tf32"
+        and replace(config, precision="ieee") in ieee
+    }
+
+
+def row_of(config: KernelConfig, arch: str) -> tuple[str, str, str, int]:
     """Return the key of SPILLS."""
     widths = [config.head_dim_v] if isinstance(config, OperandConfig) else [0]
     widths += [config.head_dim] if isinstance(config, TileConfig) else []
-    return arch, config.entry, max(widths)
+    arithmetic = arithmetic_of(config) if isinstance(config, OperandConfig) else ""
+    return arch, config.entry, arithmetic, max(widths)
 
 
 @functools.cache
@@ -314,8 +410,8 @@ def complaints(config: KernelConfig, arch: str, report: Report) -> list[str]:
 def reports(
     configs: Iterable[KernelConfig], arch: str, generation: int
 ) -> dict[KernelConfig, Report]:
-    """Compile on all cores: NVRTC runs without Python's lock."""
-    ordered = sorted(configs, key=repr)
+    """Compile on all cores, the longest first: NVRTC runs without Python's lock."""
+    ordered = sorted(configs, key=lambda c: (not getattr(c, "mask", False), repr(c)))
     with ThreadPoolExecutor() as pool:
         return dict(
             zip(ordered, pool.map(lambda c: report_of(c, arch, generation), ordered), strict=True)
@@ -330,6 +426,23 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
     found = [complaints(c, arch, r) for c, r in reports(configs, arch, generation).items()]
     if any(found):
         pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)
+
+
+def test_every_tile_that_is_chosen_is_compiled() -> None:
+    gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]
+    compiled = [tiles_of(itertools.chain(*found.values())) for found in gates]
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        # With every option drawn, hardly a case would take the tables of scores without options.
+        case = {
+            name: values[rng.integers(len(values) if rng.random() < 0.3 else 1)]
+            for name, values in OPTIONS.items()
+        }
+        case["dtype"] = OPTIONS["dtype"][rng.integers(len(OPTIONS["dtype"]))]
+        case["head_dims"] = tuple(int(width) for width in rng.integers(1, 257, 2))
+        for arch in (*FULL, SMALLEST):
+            tiles = tiles_of(compiled_for([case], arch))
+            assert all(tiles <= found for found in compiled), (arch, case)
 
 
 def test_few_cases_hold_every_pair_of_options() -> None:
@@ -370,8 +483,10 @@ def test_generations_live_in_one_process(generation: int) -> None:
 
 
 @pytest.mark.nvrtc
-def test_sources_compile_without_python_defines(generation: int) -> None:
-    """Every .cu opens alone: config.cuh has defaults for everything.
+def test_sources_compile_without_python_defines(
+    generation: int, pytestconfig: pytest.Config
+) -> None:
+    """Every .cu opens alone: config.cuh has defaults for everything. Each NVRTC compiles half.
 
     They are the portable kernels' in 16 bits. Static assertions ask for the threads of Hopper's
     kernels, one warpgroup more than they compute with, and for the types or widths of some.
@@ -389,14 +504,20 @@ def test_sources_compile_without_python_defines(generation: int) -> None:
         "_narrow.cu": {"BLOCK_M": 128, "WIDTH": 3, "WIDTH_V": 3},
         ".cu": {},
     }
-    names = {path.name for path in kernels_dir().glob("*.cu")}
-    for name in sorted(names):
+
+    def compiled(name: str) -> tuple[bytes, str]:
         values = next(values for end, values in others.items() if name.endswith(end))
         defines = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in values.items())
         arch = "sm_90a" if name.endswith("_sm90.cu") else "sm_80"
-        cubin, log = compiler(defines + flatten(name), (*FLAGS, f"-arch={arch}"))
-        assert cubin, name
-        assert not log, name
+        return compiler(defines + flatten(name), (*FLAGS, f"-arch={arch}"))
+
+    names = sorted(path.name for path in kernels_dir().glob("*.cu"))
+    if not pytestconfig.getoption("--slow"):
+        names = names[generation % 2 :: 2]
+    with ThreadPoolExecutor() as pool:
+        for name, (cubin, log) in zip(names, pool.map(compiled, names), strict=True):
+            assert cubin, name
+            assert not log, name
 
 
 @pytest.mark.nvrtc
