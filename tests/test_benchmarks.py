@@ -20,6 +20,7 @@ from cuflash._bench import (
     cells,
     command,
     machine,
+    memory,
     option_costs,
     overhead,
     packed,
@@ -482,6 +483,25 @@ def test_device_clock_sees_the_memory_bandwidth(clock):
     assert by_graph.ms == pytest.approx(by_events.ms, rel=0.2)
     bandwidth = 2 * source.nbytes / by_events.ms / 1e6
     assert 100 < bandwidth < 20_000  # GB/s: between the slowest and the fastest device there is
+
+
+@pytest.mark.gpu
+def test_levels_of_memory_differ_as_they_should() -> None:
+    """What else runs on the device slows one or the other: once in three they have to."""
+    for _ in range(3):
+        levels = {level.name: level for level in memory.measure()}
+        value = {name: level.value for name, level in levels.items()}
+        of_device = [levels[f"device memory {way}"] for way in ("read", "write", "copy")]
+        if (
+            value["device memory read"] < value["L2 read"] < value["shared memory read"]
+            and value["L2 read latency"] < value["device memory read latency"]
+            and min(level.value for level in of_device) > 100
+        ):
+            break
+    else:
+        pytest.fail(memory.table(list(levels.values())))
+    assert all(level.sheet is None or level.value < 1.03 * level.sheet for level in of_device)
+    assert {level.unit for name, level in levels.items() if "latency" in name} == {"ns"}
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from cuflash import (
     _tuned,
     tuning,
 )
-from cuflash._bench import io_model, profiler
+from cuflash._bench import io_model
 from cuflash._problem import describe
 from cuflash.tuning import _space, _table
 from support.simulated_sweep import DEVICE
@@ -456,39 +456,6 @@ def test_what_is_no_result_is_not_rendered(capsys, tmp_path, content):
         status, out, err = command(capsys, *words, str(bad))
         assert (status, out) == (2, "")
         assert "bad.json: got something else, expected a result of bench" in err
-
-
-NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
-==PROF== Disconnected from process 738
-"ID","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
-"","byte","Mbyte","byte","Gbyte"
-"0","101,276,416","25.978880","33,587,200","4.328554496"
-""".format(
-    writes='"l1tex__m_l1tex2xbar_write_bytes.sum"', reads='"l1tex__m_xbar2l1tex_read_bytes.sum"'
-)
-
-
-def test_what_ncu_prints_is_read():
-    two = NCU + NCU.splitlines()[-1].replace('"0"', '"1"', 1) + "\n"
-    expected = {
-        "device memory read": 101_276_416, "device memory write": 25_978_880,
-        "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
-    }  # fmt: skip
-    assert profiler.read_counters(NCU) == [pytest.approx(expected)]
-    assert profiler.read_counters(two) == [pytest.approx(expected)] * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ncu says: ERR_NVGPUCTRPERM"),
-        ("", "ncu says: nothing"),
-        (NCU.replace("dram__bytes_read.sum", "other"), "ncu does not know dram__bytes_read.sum"),
-    ],
-)
-def test_what_ncu_refuses_is_said(text, message):
-    with pytest.raises(profiler.NotProfiled, match=message):
-        profiler.read_counters(text)
 
 
 @pytest.mark.nvrtc

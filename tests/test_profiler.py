@@ -1,0 +1,114 @@
+"""Are the bytes that ncu counted read rightly, and are they those that the IO model predicts?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cuflash import _cli
+from cuflash._bench import profiler
+from cuflash._bench.workload import Workload
+
+NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
+==PROF== Disconnected from process 738
+"ID","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
+"","byte","Mbyte","byte","Gbyte"
+"0","101,276,416","25.978880","33,587,200","4.328554496"
+""".format(
+    writes='"l1tex__m_l1tex2xbar_write_bytes.sum"', reads='"l1tex__m_xbar2l1tex_read_bytes.sum"'
+)
+
+
+def test_what_ncu_prints_is_read():
+    two = NCU + NCU.splitlines()[-1].replace('"0"', '"1"', 1) + "\n"
+    expected = {
+        "device memory read": 101_276_416, "device memory write": 25_978_880,
+        "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
+    }  # fmt: skip
+    assert profiler.read_counters(NCU) == [pytest.approx(expected)]
+    assert profiler.read_counters(two) == [pytest.approx(expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ncu says: ERR_NVGPUCTRPERM"),
+        ("", "ncu says: nothing"),
+        (NCU.replace("dram__bytes_read.sum", "other"), "ncu does not know dram__bytes_read.sum"),
+    ],
+)
+def test_what_ncu_refuses_is_said(text, message):
+    with pytest.raises(profiler.NotProfiled, match=message):
+        profiler.read_counters(text)
+
+
+WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
+#: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call.
+STAND_IN = """#!{python}
+import json, pathlib, sys
+calls = json.load(sys.stdin)
+pathlib.Path({asked!r}).write_text(json.dumps([sys.argv[1:], calls]))
+metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+for row in ["ID", *metrics], ["", *["byte"] * len(metrics)], *(
+    [str(n), *[str(call["seqlen_q"])] * len(metrics)] for n, (call, _) in enumerate(calls)
+):
+    print(*(f'"{{value}}"' for value in row), sep=",")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program called ncu; returns the file of what it is asked."""
+    asked, program = tmp_path / "asked.json", tmp_path / "ncu"
+    program.write_text(STAND_IN.format(python=sys.executable, asked=str(asked)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return asked
+
+
+def test_ncu_is_asked_for_each_call(stand_in: Path) -> None:
+    calls = [(replace(WORK, seqlen_q=n, seqlen_k=n), tile) for n, tile in ((512, None), (1024, {}))]
+    found = profiler.moved_bytes(calls)
+    assert found == [dict.fromkeys(profiler.METRICS, float(n)) for n in (512, 1024)]
+    words, given = json.loads(stand_in.read_text())
+    assert words[-3:] == [sys.executable, "-m", "cuflash._bench.profiled_calls"]
+    assert [(Workload.from_json(work), tile) for work, tile in given] == calls
+
+
+def test_a_profiler_that_is_missing_or_fails_is_said(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = stand_in.with_name("ncu")
+    program.write_text(f"#!{sys.executable}\nprint('==ERROR== no counters')\n")
+    with pytest.raises(profiler.NotProfiled, match="ncu says: no counters"):
+        profiler.moved_bytes([(WORK, None)])
+    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    monkeypatch.setattr(profiler, "_TIME_LIMIT", 0.3)
+    with pytest.raises(profiler.NotProfiled, match=r"longer than 0\.3 s"):
+        profiler.moved_bytes([(WORK, None)])
+    program.unlink()
+    with pytest.raises(profiler.NotProfiled, match="not on the PATH"):
+        profiler.moved_bytes([(WORK, None)])
+
+
+@pytest.mark.gpu
+def test_the_device_moves_what_the_model_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 10 %; once in three, for other programs may move bytes while ncu counts."""
+    words = ["explain", "--seqlen", "4096", "--io", "--json"]
+    for _ in range(3):
+        assert _cli.main(words) == 0
+        out, err = capsys.readouterr()
+        if "not measured" in err:
+            pytest.skip(err.strip())
+        io = json.loads(out)["io"]
+        shares = {
+            name: io["measured"][name] / io[profiler.PREDICTED[name]]
+            for name in ("device memory read", "L2 to processors")
+        }
+        if all(share == pytest.approx(1, abs=0.1) for share in shares.values()):
+            return
+    pytest.fail(f"of the model's: {shares}")
