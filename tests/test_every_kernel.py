@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from cuflash import reference
 from support.budget import Budget
@@ -22,6 +23,9 @@ pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = {"portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64)}
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
+PORTABLE = {
+    "forward_sm80.cu", "backward_delta.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
+}  # fmt: skip
 #: A mask whose rows begin at multiples of 16 bytes, which is read by as many.
 ALIGNED = Placement(tuple(range(4)), (1, 1, 8, 1), (False,) * 4, (False,) * 4, lead=16)
 
@@ -76,18 +80,24 @@ CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 
 
 def call_of(kernel: str, name: str) -> Call:
-    d, d_v = HEAD_DIMS[kernel]
+    return call_with(HEAD_DIMS[kernel], name, aligned=kernel != "small")
+
+
+def call_with(
+    head_dims: tuple[int, int], name: str, dtype: Any = np.float16, *, aligned: bool = True
+) -> Call:
+    d, d_v = head_dims
     heads_k = 2 if name == "groups" else HEADS
     batch_k = 1 if name == "shared" else BATCH
     options = options_of(name, np.random.default_rng(11))
     call = make_call(
-        "normal", 5, np.float16, (BATCH, HEADS, ROWS, d), (batch_k, heads_k, KEYS, d),
+        "normal", 5, dtype, (BATCH, HEADS, ROWS, d), (batch_k, heads_k, KEYS, d),
         (batch_k, heads_k, KEYS, d_v), options=options,
     )  # fmt: skip
     dlse = np.random.default_rng(12).standard_normal(call.dout.shape[:-1]).astype(np.float32)
     wrt = ("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options)))
     placements = {"mask": ALIGNED} if name == "aligned mask" else {}
-    if kernel != "small":
+    if aligned:
         operands = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
         placements |= dict.fromkeys(operands, Placement.dense(4, lead=64))
     return call.but(
@@ -124,6 +134,26 @@ def test_forward(kernel: str, name: str) -> None:
 @pytest.mark.parametrize(("kernel", "name"), CASES, ids=str)
 def test_backward(kernel: str, name: str) -> None:
     _, result, budget = found(kernel, name, True)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "aligned mask"])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_portable_kernels_that_copy_16_bytes(
+    head_dims: tuple[int, int], dtype: Any, name: str
+) -> None:
+    """As devices before and after Hopper run most calls: arrays begin and rows end at 16 bytes."""
+    import cupy
+
+    from support.portable import portable_kernels
+
+    call = call_with(head_dims, name, dtype)
+    with portable_kernels() as configs:
+        result, budget = run(cupy, call, with_out=True), Budget(call)
+    assert {config.source for config in configs} == PORTABLE
+    assert {config.copy_bytes for config in configs} == {16}
+    budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 # initcheck does not see what the copy engine stores: tiles of results (tests/support/memory.py
 # poisons them), and the sums of dq that only backward_convert.cu reads (test_graphs of
@@ -60,6 +60,7 @@ class Case:
     dlse: bool = False
     wide_out: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
+    portable: bool = False  # all kernels are, and copy 16 bytes at a time
 
 
 def lengths(*values: int) -> np.ndarray:
@@ -190,6 +191,20 @@ CASES = (
         keywords={"precision": "tf32"},
     ),
     Case("float64", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float64, options=CAUSAL),
+    Case("portable", (1, 2, 193, 64), (1, 2, 193, 64), options=CAUSAL, portable=True),
+    Case(
+        "portable head_dim 128", (1, 2, 129, 128), (1, 2, 200, 128), dtype=bfloat16,
+        options={"window": (70, 10)}, portable=True,
+    ),
+    Case(
+        "portable head_dim 192 and 128", (1, 2, 129, 192), (1, 2, 150, 192), head_dim_v=128,
+        options={"mask": lambda rng: rng.random((2, 129, 150)) < 0.5}, portable=True,
+    ),
+    Case("portable head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), portable=True),
+    Case(
+        "portable float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL,
+        portable=True,
+    ),
 )  # fmt: skip
 
 
@@ -217,6 +232,14 @@ def run(xp: ModuleType, case: Case) -> None:
 
     On a device that has a forward of its own the portable one runs, too.
     """
+    if case.portable and xp is not np:
+        from support.portable import portable_kernels
+
+        with portable_kernels() as configs:
+            run(xp, replace(case, portable=False))
+        if len(configs) < 4 or any(config.copy_bytes != 16 for config in configs):
+            raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
+        return
     import cuflash
     from cuflash import _select
     from cuflash._problem import describe
