@@ -1,7 +1,8 @@
 """Do the kernels for devices without the products of sm_80 compile, and compute what they should?
 
-So do those for float64 where tensor cores are no faster. No such device is at hand: a C++ compiler
-runs them here, and on a GPU the same sources are chosen as if the device were another.
+So do those for float64 where tensor cores are no faster, and where these are sm_80's. No such
+device is at hand: a C++ compiler runs them here, and on a GPU the same sources are chosen as if the
+device were another.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_compile
 from test_covering import check
 
-from cuflash import _chosen, _device, _hardware, _launch, _launch_sm90
+from cuflash import _chosen, _device, _hardware, _launch, _launch_sm90, _recall, _select
 from support.host_device import COMPILER, host_device
 
 DTYPES = (np.float16, np.float32, np.float64)
@@ -98,15 +99,27 @@ def test_operands_take_no_shared_memory() -> None:
 
 
 @pytest.fixture
-def taken_for(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The device at hand is taken for another: what it multiplies with, its shared memory."""
-    hardware = _hardware.typical(request.param)
-    monkeypatch.setattr(_device, "capability", lambda _: int(hardware.capability))
+def taken_for(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelConfig]]:
+    """The device at hand is taken for another: what it multiplies with, its shared memory.
+
+    Lists the configurations of kernels that are planned.
+    """
+    hardware, planned = _hardware.typical(request.param), []
+    capability, decided = int(hardware.capability), _select.for_architecture
+
+    def decide(config: Any, _: int) -> Any:
+        planned.append(decided(config, capability))
+        return planned[-1]
+
+    monkeypatch.setattr(_select, "for_architecture", decide)
+    monkeypatch.setattr(_device, "capability", lambda _: capability)
     monkeypatch.setattr(_device, "smem_limit", lambda _: hardware.limits.block_smem)
     monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
     _launch.forget_plans()
-    yield
+    _recall.forget()
+    yield planned
     _launch.forget_plans()
+    _recall.forget()
 
 
 @pytest.mark.gpu
@@ -136,6 +149,28 @@ def test_head_sizes(dtype: Any, head_dims: tuple[int, int]) -> None:
         "normal", 3, dtype, (2, 130, d), (2, 170, d), (2, 170, d_v), options={"causal": True}
     )
     check(call, run(cupy, call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("taken_for", ["sm_80"], indirect=True)
+@pytest.mark.parametrize("name", ["causal", "mask"])
+@pytest.mark.parametrize("head_dims", [(3, 5), (36, 20), (64, 64), (128, 128), (256, 256)], ids=str)
+def test_float64_by_products_of_sm_80(
+    head_dims: tuple[int, int], name: str, taken_for: list[KernelConfig]
+) -> None:
+    """They are of 8 rows, those of sm_90 of 16."""
+    import cupy
+
+    d, d_v = head_dims
+    mask = np.random.default_rng(0).random((130, 170)) < 0.5
+    options = {"causal": {"causal": True}, "mask": {"mask": mask, "softcap": 3.0}}[name]
+    shapes = (2, 130, d), (2, 170, d), (2, 170, d_v)
+    call = make_call("normal", 3, np.float64, *shapes, options=options)
+    check(call, run(cupy, call))
+    tiled = [config for config in taken_for if isinstance(config, TileConfig)]
+    assert not any(config.wide_float64 for config in tiled)
+    assert all(config.cuda_cores == (d == 256 and "backward" in config.entry) for config in tiled)
+    assert tiled
 
 
 @pytest.mark.gpu

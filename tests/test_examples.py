@@ -489,14 +489,19 @@ def test_no_gpu_is_said_in_one_line(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("general", [False, True], ids=["chains", "general"])
 @pytest.mark.parametrize("arithmetic", JUDGED, ids=lambda a: a.name)
-def test_the_model_on_a_gpu(checkpoint: Checkpoint, arithmetic: atom_mapping.Arithmetic) -> None:
-    device = array_device.gpu()
-    batch = [reactions.read_reaction(text) for text in atom_mapping.PUBLISHED]
-    mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, device)
+def test_the_model_on_a_gpu(
+    checkpoint: Checkpoint, arithmetic: atom_mapping.Arithmetic, general: bool
+) -> None:
+    if general:
+        pytest.importorskip("rdkit", reason="RDKit is not installed")
+    published = atom_mapping.PUBLISHED_GENERAL if general else atom_mapping.PUBLISHED
+    batch = [reactions.read_reaction(text) for text in published]
+    mappings, _ = atom_mapping.map_batch(checkpoint, batch, arithmetic, array_device.gpu())
     np.testing.assert_allclose(
         [mapping.confidence for mapping in mappings],
-        list(atom_mapping.PUBLISHED.values()),
+        list(published.values()),
         rtol=0,
         atol=arithmetic.allowed,
     )

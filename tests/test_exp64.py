@@ -112,12 +112,16 @@ def arguments() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(7)
     midpoints = rng.integers(-32 * 1022, 32 * 3, 3000) / 32 + 1 / 64
     small = np.geomspace(1e-300, 2, 3000)
+    # By the least exact entry of the table, as far from it as r may be.
+    corner = 1 / 64 - np.random.default_rng(8).random(20000) / 2048
+    corner[::2] *= -1
     return {
         "weights": -rng.exponential(20, 20000),
         "near the largest": -rng.random(10000),
         "whole range": rng.uniform(LEAST_NORMAL, 1023, 10000),
         "by the table's least exact entry": np.arange(-20, 0).repeat(500)
         + (30 + rng.uniform(-0.5, 0.5, 10000)) / 32,
+        "worst corner": np.arange(-20, 0).repeat(1000) + 30 / 32 + corner,
         "where r changes sign": np.concatenate(
             [np.nextafter(midpoints, -np.inf), midpoints, np.nextafter(midpoints, np.inf)]
         ),

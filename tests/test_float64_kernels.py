@@ -1,22 +1,62 @@
-"""Are float64 kernels within the budget where they are meant to be fast, for every input family?
+"""Are float64 kernels within the budget where they are meant to be fast: any family, any option?
 
 Rows enough for the rules on samples, at the head sizes whose tiles are the fastest: gradients whose
-blocks are shared by partners, the forward of one buffer.
+blocks are shared by partners, the forward of one buffer. Arrays of the families begin off the 16
+bytes of a copy, those of the options at multiples.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support.budget import SAMPLE, Budget
 from support.families import FAMILIES
-from support.problems import make_call, run
+from support.memory import Placement
+from support.problems import Call, make_call, probe, run
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 ROWS, KEYS = 330, 300
+BATCH, HEADS, FEWER = 2, 2, (170, 210)  # rows and keys of a call with options
+_RNG = np.random.default_rng(11)
+_SLOPES, _SINK = np.array([0.01, 0.3]), np.array([0.5, -2.0])
+_MASK = _RNG.random((BATCH, 1, *FEWER)) < 0.7
+_MASK[:, :, 17] = False  # a row that sees nothing
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": (90, 20), "offset": np.array([[-25], [60]])},
+    "lengths": {
+        "causal": True, "q_lengths": np.array([[133], [170]]), "kv_lengths": np.array([[210], [0]]),
+    },
+    "softcap": {"softcap": 2.0, "scale": -0.3},
+    "bias": {"bias": _RNG.standard_normal((HEADS, *FEWER))},
+    "mask": {"mask": _MASK, "window": (None, 40)},
+    "segments": {
+        "segment_ids": tuple(np.sort(_RNG.integers(0, 4, (BATCH, 1, n)), -1) for n in FEWER),
+    },
+    "slopes": {"alibi_slopes": _SLOPES, "causal": True},
+    "sink": {"sink": _SINK},
+    "dropout": {"dropout": 0.3, "seed": 2**40 + 3},
+    "groups": {"enable_gqa": True, "causal": True},
+    "together": {"softcap": 2.0, "alibi_slopes": _SLOPES, "sink": _SINK, "window": (90, 20),
+                 "dropout": 0.3, "seed": 5},
+}  # fmt: skip
+
+
+def call_of(head_dim: int, name: str) -> Call:
+    (rows, keys), options = FEWER, OPTIONS[name]
+    of_keys = (BATCH, 1 if name == "groups" else HEADS, keys, head_dim)
+    of_rows = (BATCH, HEADS, rows, head_dim)
+    call = make_call("normal", 5, np.float64, of_rows, of_keys, of_keys, options=options)
+    operands = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+    return call.but(
+        wrt=("q", "k", "v", *({"bias", "alibi_slopes", "sink"} & set(options))),
+        dlse=np.random.default_rng(12).standard_normal(of_rows[:-1]),
+        placements=dict.fromkeys(operands, Placement.dense(4, lead=64)),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,3 +71,25 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
     result, budget = run(cupy, call, with_out=True), Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_option(head_dim: int, name: str) -> None:
+    import cupy
+
+    call = call_of(head_dim, name)
+    result, budget = run(cupy, call, with_out=True), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
+    """Values of 0 and 1 sum weights, whose errors cannot cancel."""
+    import cupy
+
+    rows, keys = ((1, 2, n, head_dim) for n in (ROWS, KEYS))
+    call = probe(make_call(family, 8, np.float64, rows, keys, keys, options={"causal": True}))
+    Budget(call).check_probe(run(cupy, call, backward=False).out)

@@ -6,6 +6,8 @@ against the error budget.
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -43,46 +45,49 @@ class Work:
     """One forward and backward call with every buffer that it needs."""
 
     def __init__(
-        self, seed=0, batch=2, heads=4, seqlen=300, head_dim=64, dtype=np.float16, **options
-    ):
+        self, seed=0, batch=2, heads=4, seqlen=300, head_dim=64, dtype=np.float16, *,
+        precision=None, **options,
+    ):  # fmt: skip
         self.call = problems.make_call(
             "normal", seed, dtype, *((batch, heads, seqlen, head_dim),) * 3, options=options
         )
         self.options = cuflash.Options(**options)
+        self.precision = precision
         self.q, self.k, self.v, self.dout = (
             upload(self.call.array(name)) for name in ("q", "k", "v", "dout")
         )
         self.buffers = {name: cupy.empty_like(self.q) for name in ("out", "dq", "dk", "dv")}
-        self.buffers["lse"] = cupy.empty(self.q.shape[:-1], np.float32)
+        self.buffers["lse"] = cupy.empty(self.q.shape[:-1], self.call.lse_dtype)
         self.forward_room = self.room(backward=False)
         self.backward_room = self.room(backward=True)
 
     def room(self, *, backward):
         """Return the workspace that the library asks for."""
         size = cuflash.workspace_size(
-            self.q, self.k, self.v, options=self.options, backward=backward
-        )
+            self.q, self.k, self.v, options=self.options, precision=self.precision,
+            backward=backward,
+        )  # fmt: skip
         return cupy.empty(size, np.uint8)
 
     def into_buffers(self):
         """Forward and backward without an allocation; returns the buffers."""
         b = self.buffers
         out, lse = cuflash.attention(
-            self.q, self.k, self.v, options=self.options, return_lse=True,
-            out=(b["out"], b["lse"]), workspace=self.forward_room,
+            self.q, self.k, self.v, options=self.options, precision=self.precision,
+            return_lse=True, out=(b["out"], b["lse"]), workspace=self.forward_room,
         )  # fmt: skip
         cuflash.attention_backward(
             self.dout, self.q, self.k, self.v, out, lse, options=self.options,
+            precision=self.precision,
             grads_out=cuflash.Gradients(b["dq"], b["dk"], b["dv"]), workspace=self.backward_room,
         )  # fmt: skip
         return b
 
     def allocating(self):
         """Forward and backward as most users write them; returns fresh arrays."""
-        out, lse = cuflash.attention(self.q, self.k, self.v, options=self.options, return_lse=True)
-        g = cuflash.attention_backward(
-            self.dout, self.q, self.k, self.v, out, lse, options=self.options
-        )
+        shared = {"options": self.options, "precision": self.precision}
+        out, lse = cuflash.attention(self.q, self.k, self.v, return_lse=True, **shared)
+        g = cuflash.attention_backward(self.dout, self.q, self.k, self.v, out, lse, **shared)
         return dict(zip(NAMES, (out, lse, g.dq, g.dk, g.dv), strict=True))
 
     def expected(self):
@@ -584,6 +589,23 @@ def test_entries_that_no_single_stride_walks():
     assert out.get().tobytes() == packed.get().tobytes()
 
 
+def empty_pools():
+    """Give memory that nothing uses back to the device, CuPy's and PyTorch's."""
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+@pytest.fixture
+def emptied_pools():
+    """Pools without the memory of other tests before, and without this one's after."""
+    empty_pools()
+    yield
+    empty_pools()
+
+
+@pytest.mark.usefixtures("emptied_pools")
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_strides_beyond_2_to_the_31(pass_):
     """Rows so far apart that the last one starts past element 2^32, in 9 GB."""
@@ -616,6 +638,7 @@ def test_strides_beyond_2_to_the_31(pass_):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("emptied_pools")
 def test_more_than_2_to_the_31_elements():
     """2^31 + 2^16 elements in each operand: 35 GB with gradients."""
     entries, seqlen, head_dim, distinct = (1 << 15) + 1, 512, 128, 61
@@ -651,9 +674,17 @@ def test_more_than_2_to_the_31_elements():
 # --- determinism and memory --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("runs", "kind"),
+    [
+        (200, {}), (60, {"dtype": np.float32}), (60, {"dtype": np.float32, "precision": "tf32"}),
+        (60, {"dtype": np.float64}),
+    ],
+    ids=["float16", "float32", "tf32", "float64"],
+)  # fmt: skip
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 10)}, {"enable_gqa": True}])
-def test_200_runs_beside_a_busy_stream_give_the_same_bits(options):
-    work = Work(seqlen=513, **options)
+def test_many_runs_beside_a_busy_stream_give_the_same_bits(options, runs, kind):
+    work = Work(seqlen=513, **kind, **options)
     if options.get("enable_gqa"):
         work.k, work.v = work.k[:, ::2], work.v[:, ::2]
         work.buffers |= {"dk": cupy.empty_like(work.k), "dv": cupy.empty_like(work.v)}
@@ -664,14 +695,14 @@ def test_200_runs_beside_a_busy_stream_give_the_same_bits(options):
     stream = cupy.cuda.Stream(non_blocking=True)
     differing = cupy.zeros((), np.int64)
     cupy.cuda.Device().synchronize()
-    for round_ in range(200):
+    for round_ in range(runs):
         with noise:
             for _ in range(round_ % 4):
                 cupy.multiply(load, 1.0, out=load)
         with stream:
             results = work.into_buffers()
             for name, array in results.items():
-                unsigned = np.uint32 if name == "lse" else np.uint16
+                unsigned = f"u{array.itemsize}"
                 differing += (array.view(unsigned) != want[name].view(unsigned)).sum()
     cupy.cuda.Device().synchronize()
     assert int(differing) == 0

@@ -17,7 +17,7 @@ from cuflash._launch import BackwardConfigs
 from cuflash._problem import describe
 from support.budget import Budget
 from support.families import FAMILIES
-from support.problems import Call, make_call, run
+from support.problems import Call, make_call, probe, run
 
 H100 = _hardware.typical("sm_90")
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
@@ -98,6 +98,18 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
     result, budget = run(cupy, call, with_out=True), Budget(call)
     budget.check_forward(result.out, result.lse)
     budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
+    """Values of 0 and 1 sum weights, whose errors cannot cancel."""
+    import cupy
+
+    rows, keys = ((1, 2, n, head_dim) for n in (330, 300))
+    call = probe(make_call(family, 8, np.float32, rows, keys, keys, options={"causal": True}))
+    Budget(call).check_probe(run(cupy, call, backward=False).out)
 
 
 @pytest.mark.gpu

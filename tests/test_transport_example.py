@@ -84,6 +84,31 @@ def test_another_epsilon_keeps_the_potentials() -> None:
     np.testing.assert_allclose(g, -2.0, rtol=1e-12)
 
 
+def sinkhorn_of_logarithms(x: np.ndarray, y: np.ndarray, epsilon: float, steps: int) -> np.ndarray:
+    """The plan by potentials f and g of a matrix of costs; nothing of it is the example's."""
+    from scipy.special import logsumexp
+
+    kernel = -(np.linalg.norm(x[:, None] - y, axis=-1) ** 2) / epsilon
+    g = np.zeros(len(y))
+    for _ in range(steps):
+        f = math.log(len(y)) - logsumexp(kernel + g, axis=1)
+        g = math.log(len(x)) - logsumexp(kernel + f[:, None], axis=0)
+    f = math.log(len(y)) - logsumexp(kernel + g, axis=1)
+    return np.exp(kernel + f[:, None] + g) / kernel.size
+
+
+@pytest.mark.parametrize("kind", [DensePlan, Plan])
+def test_the_plan_is_that_of_another_solver(kind: type[Plan]) -> None:
+    x, y = clouds(250, 300)
+    wanted = sinkhorn_of_logarithms(x, y, 0.03, 2000)
+    np.testing.assert_allclose(wanted.sum(axis=0), 1 / len(y), rtol=1e-9)
+    options = {"tolerance": 1e-11, "relaxation": 1.5, "max_steps": 2000}
+    *_, (plan, _) = solve(first_plan(x, y, kind=kind), 0.03, **options)
+    np.testing.assert_allclose(plan_matrix(plan), wanted, rtol=1e-7, atol=1e-14)
+    means = wanted @ y / wanted.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(plan.mean_for(x, y), means, rtol=0, atol=1e-8)
+
+
 def made_up_photographs() -> colour_transfer.Photographs:
     rng = np.random.default_rng(3)
     dark, light = rng.random((30, 40, 3)) * 0.5, 0.4 + rng.random((25, 48, 3)) * 0.6
@@ -149,3 +174,31 @@ def test_a_plan_on_the_gpu() -> None:
     if not device.serves(np.float32):
         pytest.skip("no float32 kernels for this GPU")
     assert colour_transfer.check(device, made_up_photographs(), 0.01, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_pixel_of_both_photographs() -> None:
+    """Sums of the plan's columns are formed anew, in float64 and without cuflash."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    device = array_device.gpu()
+    if not device.serves(np.float32):
+        pytest.skip("no float32 kernels for this GPU")
+    xp, tolerance, epsilon = device.xp, 1e-3, 0.004
+    photographs, pool = colour_transfer.load_photographs(), device.xp.get_default_memory_pool()
+    x, y = photographs.clouds(xp, None, seed=0)
+    assert len(x) == len(y) == 273_280
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    plan = colour_transfer.find_plan(device, x, y, epsilon, tolerance)
+    painted = photographs.painted(device, plan)
+    assert pool.total_bytes() - before < 10**9  # blocks that were freed stay in the pool
+    x, y, phi, psi = (a.astype(np.float64) for a in (x, y, plan.phi, plan.psi))
+    sums = xp.empty_like(psi)
+    for start in range(0, len(y), 256):
+        part = slice(start, start + 256)
+        exponents = 2 / epsilon * (x @ y[part].T) - phi[:, None] - psi[part]
+        sums[part] = xp.exp(exponents).sum(axis=0) / len(x)
+    assert float(abs(sums - 1).mean()) < tolerance
+    for after, other in zip(painted, reversed(photographs.images), strict=True):
+        np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.01)
