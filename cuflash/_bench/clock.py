@@ -211,7 +211,7 @@ def host_microseconds(
     calls: Sequence[Call],
     synchronize: Call,
     batch: int = 50,
-    repeats: int = 20,
+    repeats: int = 400,
     warm_up_s: float = HOST_WARM_UP_S,
 ) -> float:
     """Median host time of a call that only enqueues, in microseconds.
