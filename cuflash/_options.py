@@ -177,8 +177,10 @@ class Options:
             return NotImplemented
         return (
             self.signature == other.signature
-            and all(getattr(self, name) == getattr(other, name) for name in _APART)
-            and all(array is other.arrays[name] for name, array in self.arrays.items())
+            and self.seed == other.seed
+            and self.score_mod == other.score_mod
+            and self.mask_mod == other.mask_mod
+            and all(map(operator.is_, self.arrays.values(), other.arrays.values()))
         )
 
     def __repr__(self) -> str:

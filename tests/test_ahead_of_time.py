@@ -13,6 +13,7 @@ import pytest
 import cuflash
 from cuflash import _compile, _compiler, _hardware, _kernel_store, tuning
 from cuflash._ahead import kernels_of
+from cuflash._config import TileConfig
 
 WORK = tuning.Workload(8, 16, 16, 1024, 1024, 64, 64, "float16")
 H100 = _hardware.typical("sm_90")
@@ -55,11 +56,25 @@ def test_a_gradient_in_any_order_has_a_kernel_of_its_own():
     )
 
 
-def test_packed_sequences_are_refused_instead_of_taken_for_one():
-    packed = replace(WORK, batch=1, seqlens=(1000, 24))
-    for call in (cuflash.compile, tuning.space):
-        with pytest.raises(ValueError, match="seqlens: got 2 packed sequences, expected none"):
-            call(packed, arch="sm_90a")
+PACKED = replace(WORK, batch=1, seqlens=(1000, 24))
+
+
+@pytest.mark.parametrize("arrays", [(), ("segment_ids",), ("sink", "kv_lengths")], ids=str)
+def test_packed_sequences_have_kernels_of_their_own(arrays):
+    packed = replace(PACKED, arrays=arrays)
+    found = kernels_of(packed, H100, backward=True)
+    tiled = [config for config in found if isinstance(config, TileConfig)]
+    assert {config.cu_seqlens for config in tiled} == {"int32"}
+    assert len(tiled) == 3  # none adds to sums of dq that sequences would have to share
+    dense = kernels_of(replace(packed, seqlens=()), H100, backward=True)
+    assert not set(tiled) & set(dense)
+
+
+def test_packed_sequences_are_not_tuned_as_if_they_were_one():
+    with pytest.raises(ValueError, match="seqlens: got 2 packed sequences, expected none"):
+        tuning.space(PACKED, arch="sm_90a")
+    with pytest.raises(ValueError, match=r"seqlens: got \(1000, 25\) of 1024 queries"):
+        replace(PACKED, seqlens=(1000, 25))
 
 
 @pytest.mark.nvrtc

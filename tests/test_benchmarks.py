@@ -198,10 +198,18 @@ def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds)
 def test_host_time_is_per_call():
     emptied = []
     us = timing.host_microseconds(
-        [lambda: time.sleep(0.001)], lambda: emptied.append(None), batch=4, repeats=3, warm_up_s=0
+        [lambda: time.sleep(0.001)], lambda: emptied.append(None), 4, 3, windows=2, warm_up_s=0
     )
     assert 1000 <= us < 5000
-    assert len(emptied) == 4  # before every batch and at the end
+    assert len(emptied) == 7  # before every batch and at the end
+
+
+def test_host_time_is_that_of_the_quietest_window():
+    durations = iter([0.02] * 4 + [0.001] * 3 + [0.02] * 5)
+    us = timing.host_microseconds(
+        [lambda: time.sleep(next(durations))], lambda: None, 1, 3, windows=4, warm_up_s=0
+    )
+    assert 1000 <= us < 15_000
 
 
 @pytest.fixture

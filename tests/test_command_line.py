@@ -213,6 +213,21 @@ def test_a_problem_without_its_arrays_is_that_of_the_call():
         assert own.problem() == describe(q, k, v, options, precision="ieee")
 
 
+def test_packed_sequences_are_explained(capsys):
+    words = ["explain", "--arch", "sm_90a", "--no-compile", "--seqlens", "1000,24", "--json"]
+    status, out, _ = command(capsys, *words)
+    found = json.loads(out)
+    work = tuning.Workload.from_json(found["workload"])
+    assert (status, work.batch, work.seqlen_q, work.seqlens) == (0, 1, 1024, (1000, 24))
+    assert "in 2 sequences" in found["problem"]
+    alone = [replace(work, seqlen_q=n, seqlen_k=n, seqlens=()) for n in (1000, 24)]
+    tflop = sum(own.flops("fwd") for own in alone) / 1e12
+    assert found["kernels"][0]["tflop"] == pytest.approx(tflop)
+    status, _, err = command(capsys, *words, "--io")
+    assert status == 2
+    assert "--seqlens: got 2 packed sequences with --io, expected a batch" in err
+
+
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
     config = _chosen.forward(decoding.problem(), H100)

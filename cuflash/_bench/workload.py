@@ -15,6 +15,7 @@ from ml_dtypes import bfloat16
 
 from cuflash._errors import problem_with
 from cuflash._options import Options
+from cuflash._packing import describe_packed
 from cuflash._problem import Problem, describe
 
 Array = Any
@@ -73,6 +74,12 @@ class Workload:
             raise problem_with(
                 "precision", ValueError, got=repr(self.precision), expected='"ieee" or "tf32"'
             )
+        whole = (self.seqlen_q, self.seqlen_k)
+        if self.seqlens and (min(self.seqlens) < 0 or whole != (sum(self.seqlens),) * 2):
+            raise problem_with(
+                "seqlens", ValueError, got=f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys",
+                expected="lengths whose sum both are",
+            )  # fmt: skip
         for name in self.arrays:
             if name not in ARRAY_OPTIONS:
                 raise problem_with(
@@ -190,18 +197,21 @@ class Workload:
         return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
 
     def problem(self) -> Problem:
-        """What validation makes of the call; no array is filled, and none takes memory."""
-        if self.seqlens:
-            raise problem_with(
-                "seqlens", ValueError, got=f"{len(self.seqlens)} packed sequences",
-                expected="none: their kernels are chosen when they are called",
-            )  # fmt: skip
+        """What validation makes of the call; no array is filled, and none takes memory.
+
+        Where packed sequences end is said by int32.
+        """
         kind, batch = DTYPES[self.dtype], self.batch
         q = _unfilled((batch, self.heads_q, self.seqlen_q, self.head_dim), kind)
         k = _unfilled((batch, self.heads_kv, self.seqlen_k, self.head_dim), kind)
         v = _unfilled((batch, self.heads_kv, self.seqlen_k, self.head_dim_v), kind)
         options = Options(**self.score_options(filled=False))
-        return describe(q, k, v, options, precision=self.precision)
+        if not self.seqlens:
+            return describe(q, k, v, options, precision=self.precision)
+        ends = dict.fromkeys(
+            ("cu_seqlens_q", "cu_seqlens_k"), np.cumsum((0, *self.seqlens), dtype=np.int32)
+        )
+        return describe_packed(q, k, v, options, ends, axes=None, precision=self.precision)
 
     def __str__(self) -> str:
         heads = str(self.heads_q)

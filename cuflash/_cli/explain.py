@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from cuflash._bench.profiler import PREDICTED
-from cuflash._cli.problem_arguments import add_problem, problem_of
+from cuflash._bench.workload import Workload
+from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
+from cuflash._errors import problem_with
 
 SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
 EXAMPLES = """\
@@ -16,6 +19,7 @@ examples:
   python -m cuflash explain --head-dim 128 --causal
   python -m cuflash explain --arrays bias,mask --arch sm_90a  # why not Hopper's kernel?
   python -m cuflash explain --seqlen 16384 --io               # bytes, predicted and, by ncu, moved
+  python -m cuflash explain --seqlens 4096,1000,24 --causal   # packed sequences
   python -m cuflash explain --backward --json
 """
 
@@ -23,6 +27,10 @@ examples:
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
     add_problem(p)
+    p.add_argument(
+        "--seqlens", type=listed(positive), metavar="LENGTHS",
+        help="of packed sequences, in place of --batch and --seqlen: attention_varlen",
+    )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
     p.add_argument("--backward", action="store_true", help="the kernels of the gradient, too")
     p.add_argument("--io", action="store_true", help="bytes of the forward by the IO model")
@@ -34,21 +42,34 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain one call."""
     from cuflash._explained import explain
 
+    work = _work(arguments)
+    if arguments.io and work.seqlens:
+        raise problem_with(
+            "--seqlens", ValueError, got=f"{len(work.seqlens)} packed sequences with --io",
+            expected="a batch: the IO model has no packed sequences",
+        )  # fmt: skip
     found = explain(
-        problem_of(arguments), arch=arguments.arch, backward=arguments.backward,
+        work, arch=arguments.arch, backward=arguments.backward,
         compiled=not arguments.no_compile,
     )  # fmt: skip
     if arguments.io:
-        found["io"] = _io(arguments, found)
+        found["io"] = _io(work, arguments.arch, found)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
     return int(any("error" in own for own in found["kernels"]))
 
 
-def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+def _work(arguments: argparse.Namespace) -> Workload:
+    work = problem_of(arguments)
+    if not arguments.seqlens:
+        return work
+    total = sum(arguments.seqlens)
+    return replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=tuple(arguments.seqlens))
+
+
+def _io(work: Workload, arch: str | None, found: dict[str, Any]) -> dict[str, Any]:
     from cuflash import _hardware
     from cuflash._bench import io_model, profiler
 
-    work = problem_of(arguments)
     own = next(k for k in found["kernels"] if k["kernel"].startswith("forward"))
     model = io_model.forward(
         work, own["tile"]["block_m"], own["tile"]["block_n"], own["smem_bytes"],
@@ -61,7 +82,7 @@ def _io(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         "unfused": model.unfused,
         "asymptotic": model.asymptotic,
     }
-    if arguments.arch is None and _hardware.present() is not None:
+    if arch is None and _hardware.present() is not None:
         try:
             (table["measured"],) = profiler.moved_bytes([(work, None)])
         except profiler.NotProfiled as reason:

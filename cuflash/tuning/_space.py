@@ -188,6 +188,11 @@ def default_configs(
     workload: Workload, kernel: str | None, hardware: Hardware
 ) -> tuple[TileConfig, ...]:
     """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
+    if workload.seqlens:
+        raise problem_with(
+            "seqlens", ValueError, got=f"{len(workload.seqlens)} packed sequences",
+            expected="none: tiles are timed on a batch, and packed sequences take its rows",
+        )  # fmt: skip
     problem = workload.problem()
     if kernel is None:
         chosen = _chosen.forward(problem, hardware)
