@@ -406,7 +406,7 @@ def test_explain_shows_the_io_model(capsys):
     assert status == 0
     counted = next(
         row["measured"]
-        for row in json.loads((RESULTS / "h100-io-2026-11-21.json").read_text())["rows"]
+        for row in json.loads((RESULTS / "h100-io-2026-11-23.json").read_text())["rows"]
         if (row["kernel"], row["seqlen"]) == ("forward_sm90", 8192)
         and (row["block_m"], row["block_n"]) == (tile["block_m"], tile["block_n"])
     )
