@@ -1,7 +1,7 @@
 """Does every kernel that can be chosen compile cleanly, for every architecture, without a GPU?
 
-By NVRTC 12 and 13: no warning, shared memory within the architecture's limit, and no spilled
-register but for the rows that `SPILLS` lists with the reason.
+By NVRTC 12 and 13, in turns in minutes, by both with `--slow`: no warning, shared memory within the
+architecture's limit, and no spilled register but for the rows that `SPILLS` lists with the reason.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ SPILLS = {
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_89", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
+    ("sm_90", "cuflash_forward_sm80", "float64", 64): Spill(
+        8,
+        "all options: a number from which dropout draws, stored before the loop over blocks, "
+        "loaded once per block (12.9: nothing)",
+    ),
     ("sm_90", "cuflash_forward_sm80", "float64", 128): Spill(
         96,
         "where keys and values lie, used once per block of 32 keys; found anew instead, without a "
@@ -265,17 +270,18 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
 
     For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
     one NVRTC for one of the two and by the other for the other, a row without options opposite to
-    that with all; for the rest every second row without options, in turns. What remains of the
+    that with all; for the rest the rows without options, in turns. What remains of the
     tables, rows of wider elements and tiles that only the least shared memory makes choose, is
     compiled for one architecture that chooses it, a row without options by one NVRTC and with all
     by the other; further tiles once, by one of them. Rows on CUDA cores are one tile, whatever the
-    width; the gradient of slopes, which no option asks for, is left to the rows.
+    width; the gradient of slopes, which no option asks for, is left to the rows; tiles of TF32 that
+    are float32's, with a product for its three, to the pairwise cases and to ``--slow``.
     """
     last = generation == max(DISTRIBUTIONS)
     halves = rows(bfloat16)
     found: dict[str, set[KernelConfig]] = {}
-    for number, arch in enumerate(LIMITS):
-        cases = halves[::2] if whole else halves[2 * (number % 2 * 2 + last) :: 8]
+    for arch in LIMITS:
+        cases = halves[::2] if whole else halves[2 * last :: 4]
         if arch in FULL:
             first = last == (arch == FULL[0])
             own = min(DISTRIBUTIONS) if first else max(DISTRIBUTIONS)
