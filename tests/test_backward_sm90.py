@@ -24,9 +24,10 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash import _launch, _launch_sm90, _recall  # noqa: E402
+from cuflash import _launch  # noqa: E402
 from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
+from support.portable import portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
@@ -436,17 +437,12 @@ def test_neighbours_leave_the_bits_alone():
 
 @pytest.mark.parametrize("name", ["none", "causal", "lengths"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128)], ids=str)
-def test_two_kernels_have_the_bits_of_the_portable_ones(head_dims, name, monkeypatch):
+def test_two_kernels_have_the_bits_of_the_portable_ones(head_dims, name):
     """Both sum 16 rows at a time, in the same order."""
     for call in in_every_shape(head_dims, name):
         arrays, options, found = check(call)
-        with monkeypatch.context() as context:
-            context.setattr(_launch_sm90, "available", lambda device: False)
-            _launch.forget_plans()
-            _recall.forget()
+        with portable_kernels():
             portable = cuflash.attention_backward(*arrays, **options)
-        _launch.forget_plans()
-        _recall.forget()
         together = {n: getattr(portable, f"d{n}") for n in ALL}
         assert_same_bits({"two kernels": together}, found)
 

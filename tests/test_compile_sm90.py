@@ -230,6 +230,7 @@ def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config)
 
 @pytest.mark.nvrtc
 def test_one_gradient_alone(generation: int) -> None:
+    """dk or dv; the kernel of dq does not depend on what else is asked for."""
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
     name = "kv"[generation % 2]
     compile_all(

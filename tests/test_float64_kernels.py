@@ -59,29 +59,29 @@ def call_of(head_dim: int, name: str) -> Call:
     )
 
 
+def check(call: Call) -> None:
+    """Hold results and gradients against the budget."""
+    import cupy
+
+    result, budget = run(cupy, call, with_out=True), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> None:
-    import cupy
-
     rows, keys = ((1, 2, n, head_dim) for n in (ROWS, KEYS))
     call = make_call(family, 8, np.float64, rows, keys, keys, options={"causal": causal})
     assert call.q.size >= SAMPLE
-    result, budget = run(cupy, call, with_out=True), Budget(call)
-    budget.check_forward(result.out, result.lse)
-    budget.check_backward(result.gradients, given=(result.out, result.lse))
+    check(call)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_option(head_dim: int, name: str) -> None:
-    import cupy
-
-    call = call_of(head_dim, name)
-    result, budget = run(cupy, call, with_out=True), Budget(call)
-    budget.check_forward(result.out, result.lse)
-    budget.check_backward(result.gradients, given=(result.out, result.lse))
+    check(call_of(head_dim, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
