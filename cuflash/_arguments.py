@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 
 from cupy_backends.cuda.api import driver
@@ -13,29 +14,24 @@ _LIMIT = 64  # of a launch; a kilobyte each
 Addresses = tuple[int, ...]
 
 
-class KnownArguments:
-    """Argument lists of one launch, by the addresses in them: repeated calls find theirs."""
+class Starter:
+    """Starts ``grid`` blocks of threads of a kernel: repeated calls find their argument lists."""
 
-    def __init__(self) -> None:
-        self._known: dict[Addresses, ctypes.c_char_p] = {}
+    def __init__(self, kernel: Kernel, grid: int) -> None:
+        self._kernel = kernel  # stays loaded
+        self._launch = functools.partial(
+            driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
+            kernel.smem_bytes,
+        )  # fmt: skip
+        self._known: dict[Addresses, tuple[int, ctypes.c_char_p]] = {}
 
-    def at(self, addresses: Addresses, pack: Callable[[Addresses], bytes]) -> ctypes.c_char_p:
-        """The list for these addresses: one argument, the parameters that ``pack`` gives.
-
-        A char* is all of it that the driver reads. The caller holds it until it has launched.
-        """
+    def start(self, addresses: Addresses, pack: Callable[[Addresses], bytes], stream: int) -> None:
+        """Launch on ``stream`` with one argument, the parameters that ``pack`` gives for these."""
         found = self._known.get(addresses)
         if found is None:
-            found = ctypes.c_char_p(pack(addresses))
+            argument = ctypes.c_char_p(pack(addresses))  # a char* is all that the driver reads
+            found = ctypes.addressof(argument), argument
             if len(self._known) >= _LIMIT:
                 self._known.clear()
             self._known[addresses] = found
-        return found
-
-
-def start(kernel: Kernel, grid: int, arguments: ctypes.c_char_p, stream: int) -> None:
-    """Launch ``grid`` blocks of threads on ``stream``."""
-    driver.launchKernel(
-        kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
-        kernel.smem_bytes, stream, ctypes.addressof(arguments), 0,
-    )  # fmt: skip
+        self._launch(stream, found[0], 0)

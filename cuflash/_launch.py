@@ -24,6 +24,7 @@ from cuflash import (
     _one_pass,
     _params,
     _plan,
+    _repeated,
     _score_gradients,
     _score_params,
     _segments,
@@ -50,7 +51,7 @@ from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
 from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
-from cuflash._repeated import RepeatedBackward, RepeatedForward
+from cuflash._recall import Repeat
 from cuflash._score_gradients import ScoreSums
 from cuflash._shared_keys import with_shared_rows
 
@@ -132,18 +133,13 @@ _forward_plans: dict[Any, tuple[Problem, Launch | Sm90Launch]] = {}
 
 def repeated_forward(
     problem: Problem, q: Array, k: Array, v: Array, lse: Array | None
-) -> RepeatedForward | None:
+) -> Repeat | None:
     """What repeats the call of :func:`forward` just made; None if it was no launch."""
     device, address_bits = q.data.device_id, (q.data.ptr | k.data.ptr | v.data.ptr) & 15
     lse_strides = None if lse is None else lse.strides
     # Out is new and thus aligned.
     plan = _forward_plans.get((id(problem), device, address_bits, 0, lse_strides, None))
-    if plan is None:
-        return None
-    lse_shape = None if lse is None else problem.lse_shape
-    return RepeatedForward(
-        device, plan[1], problem.out_shape, problem.dtype, lse_shape, problem.lse_dtype
-    )
+    return None if plan is None else _repeated.forward(*plan, device, return_lse=lse is not None)
 
 
 def _forward_layouts(problem: Problem, lse_strides: tuple[int, ...] | None) -> dict[str, Layout]:
@@ -371,7 +367,7 @@ _backward_plans: dict[Any, BackwardPlan] = {}
 
 def repeated_backward(
     plan: BackwardPlan, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array
-) -> RepeatedBackward | None:
+) -> Repeat | None:
     """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
     problem, steps, one_pass = plan
     if (dout.data.ptr | out.data.ptr | lse.data.ptr) & 15:  # of the others a known call is sure
@@ -379,7 +375,7 @@ def repeated_backward(
     turns = size = _statistics_size(problem, "backward")
     if one_pass is not None:
         size += _one_pass.workspace_size(problem, one_pass)
-    return RepeatedBackward.of(
+    return _repeated.backward(
         q.data.device_id, steps, (q.shape, k.shape, v.shape), problem.dtype, size,
         turns, turns if one_pass is None else turns + _one_pass.turns_size(problem, one_pass),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 from cuflash import _params
-from cuflash._arguments import Addresses, KnownArguments
+from cuflash._arguments import Addresses, Starter
 from cuflash._compile import compile_kernel
 from cuflash._grid import plan_grid
 from cuflash._plan import Launch
@@ -61,11 +61,12 @@ def _plan(problem: Problem, bounds: Bounds, device: int) -> Launch:
     for column, name in enumerate(_params.SEGMENT_BOUNDS_POINTERS):
         for axis, (_, steps) in enumerate(grid.axes):
             filled[f"{name}_strides"]["axis"][axis] = steps[column] // sizes[column]
+    kernel = compile_kernel(config, device)
     return Launch(
-        kernel=compile_kernel(config, device),
+        kernel=kernel,
         grid=blocks * grid.num_owners,
         pointers=_POINTERS,
         params=filled.tobytes()[_POINTERS.size :],
         offsets=grid.offsets(),
-        known=KnownArguments(),
+        starter=Starter(kernel, blocks * grid.num_owners),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from cuflash import _device, _params, _plan, _select, _sm90_refusals, _tensor_map, _tuned
-from cuflash._arguments import Addresses, KnownArguments, start
+from cuflash._arguments import Addresses, Starter
 from cuflash._compile import Kernel
 from cuflash._config import (
     BackwardKVSm90Config,
@@ -71,18 +71,16 @@ _counters: dict[int, TileCounters] = {}  # by device
 class Sm90Launch(NamedTuple):
     """One launch of persistent blocks of threads, with everything but its pointers."""
 
-    kernel: Kernel
-    grid: int
     params: bytes  # between the pointers and the maps
     maps: Maps
     device: int
     draws: bool  # there are more tiles than blocks of threads
-    known: KnownArguments
+    starter: Starter
 
     def run(self, pointers: Addresses, stream: int, captured: bool) -> None:
         """Launch on ``stream`` with these addresses."""
         counter = self._counter(stream, captured) if self.draws else 0
-        start(self.kernel, self.grid, self.known.at((*pointers, counter), self._pack), stream)
+        self.starter.start((*pointers, counter), self._pack, stream)
 
     def _counter(self, stream: int, captured: bool) -> int:
         """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
@@ -102,15 +100,13 @@ class Sm90Launch(NamedTuple):
 class MappedLaunch(NamedTuple):
     """One launch with a block of threads for each tile, with everything but its pointers."""
 
-    kernel: Kernel
-    grid: int
     params: bytes  # between the pointers and the maps
     maps: Maps
-    known: KnownArguments
+    starter: Starter
 
     def run(self, pointers: Addresses, stream: int) -> None:
         """Launch on ``stream`` with these addresses."""
-        start(self.kernel, self.grid, self.known.at(pointers, self._pack), stream)
+        self.starter.start(pointers, self._pack, stream)
 
     def _pack(self, pointers: Addresses) -> bytes:
         maps = self.maps.at(pointers[: len(_params.BACKWARD_MAPPED)])
@@ -227,7 +223,7 @@ def plan_gradient(
         summed=owned.summed,
     )  # fmt: skip
     end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
-    return MappedLaunch(launch.kernel, launch.grid, launch.params[:end], maps, KnownArguments())
+    return MappedLaunch(launch.params[:end], maps, launch.starter)
 
 
 def _encoded(
@@ -292,11 +288,9 @@ def persistent(
     limit = _owners_side_by_side(problem, config, num_blocks, processors)
     filled["grid"]["owners_per_section"] = even_sections(owners, limit)
     return Sm90Launch(
-        kernel=kernel,
-        grid=min(owners * num_blocks, processors),
         params=filled.tobytes()[_POINTERS.size : _params.maps_at(_params.FORWARD)],
         maps=maps,
         device=device,
         draws=owners * num_blocks > processors,
-        known=KnownArguments(),
+        starter=Starter(kernel, min(owners * num_blocks, processors)),
     )

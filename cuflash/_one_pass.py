@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import _device, _launch_sm90, _params, _plan, _select, _select_one_pass
-from cuflash._arguments import KnownArguments
+from cuflash._arguments import Starter
 from cuflash._config import BackwardOnePassConfig
 from cuflash._grid import Layout
 from cuflash._launch_sm90 import MappedLaunch
@@ -101,13 +101,8 @@ def plan(
         summed=problem.k.summed,
     )  # fmt: skip
     end = _params.maps_at(_params.BACKWARD) - launch.pointers.size
-    gradients = MappedLaunch(
-        launch.kernel,
-        _blocks_of_threads(launch.grid, config, device),
-        launch.params[:end],
-        maps,
-        KnownArguments(),
-    )
+    blocks = _blocks_of_threads(launch.grid, config, device)
+    gradients = MappedLaunch(launch.params[:end], maps, Starter(launch.kernel, blocks))
     convert = _plan.plan_launch(
         _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // config.block_m),

@@ -108,6 +108,7 @@ class Options:
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
+    _hash: int = field(init=False)
 
     def __post_init__(self) -> None:
         set_ = functools.partial(object.__setattr__, self)
@@ -165,21 +166,20 @@ class Options:
             )
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         set_("signature", OptionLayout(*map(_part, (values | dict.fromkeys(_APART)).values())))
+        set_("_hash", hash(self.signature))  # once: a repeated call asks for it
         if self.segment_ids is not None:
             values["segment_ids_q"], values["segment_ids_k"] = self.segment_ids
         set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
 
     def __hash__(self) -> int:
-        return hash(self.signature)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
             return NotImplemented
         return (
             self.signature == other.signature
-            and self.seed == other.seed
-            and self.score_mod == other.score_mod
-            and self.mask_mod == other.mask_mod
+            and all(getattr(self, name) == getattr(other, name) for name in _APART)
             and all(map(operator.is_, self.arrays.values(), other.arrays.values()))
         )
 

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from cuflash import _device, _params, _score_params, _select
-from cuflash._arguments import Addresses, KnownArguments, start
+from cuflash._arguments import Addresses, Starter
 from cuflash._compile import Kernel, compile_kernel
 from cuflash._config import (
     BackwardKVSm90Config,
@@ -32,13 +32,13 @@ class Launch(NamedTuple):
     pointers: struct.Struct
     params: bytes  # what follows the pointers
     offsets: tuple[Addresses, ...]
-    known: KnownArguments
+    starter: Starter
 
     def run(self, pointers: Addresses, stream: int, captured: bool = False) -> None:  # noqa: ARG002
         """Launch on ``stream`` with these addresses; capturing makes no difference."""
         for offsets in self.offsets:
             moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            start(self.kernel, self.grid, self.known.at(moved, self._pack), stream)
+            self.starter.start(moved, self._pack, stream)
 
     def _pack(self, pointers: Addresses) -> bytes:
         return self.pointers.pack(*pointers) + self.params
@@ -101,13 +101,14 @@ def plan_launch(
         filled["seqlen_q"] = problem.seqlen_q
         filled["recomputes_far_rows"] = _score_params.recomputes_far_rows(problem)
     pointers = struct.Struct(f"<{len(names)}Q")
+    kernel, blocks = compile_kernel(config, device), num_blocks * grid.num_owners * parts
     return Launch(
-        kernel=compile_kernel(config, device),
-        grid=num_blocks * grid.num_owners * parts,
+        kernel=kernel,
+        grid=blocks,
         pointers=pointers,
         params=filled.tobytes()[pointers.size :],
         offsets=grid.offsets(),
-        known=KnownArguments(),
+        starter=Starter(kernel, blocks),
     )
 
 

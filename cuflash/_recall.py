@@ -6,13 +6,15 @@ arrays. Calls with anything else (axes, destinations, NumPy arrays) are describe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cuflash._arrays import Triple
+from cuflash._arrays import Array, Triple
 from cuflash._options import Options
 
-#: Allocates, launches and returns the result; None where this call needs its checks after all.
+#: Given addresses of its arrays, allocates, launches and returns the result; None where this call
+#: needs its checks after all.
 Repeat = Callable[..., Any]
 _LIMIT = 4096
 _known: dict[Any, Repeat] = {}
@@ -25,12 +27,16 @@ def recall(options: Options, how: bool, *arrays: Triple) -> Any:
     ``arrays`` are (q, k, v), and of a gradient also (dout, out, lse); ``how`` is a bool that is
     asked for beside options.
     """
-    for first, second, third in arrays:
-        kind = type(first)
-        if kind not in _kinds or type(second) is not kind or type(third) is not kind:
+    key: tuple[Any, ...] = (options, how)
+    addresses: tuple[int, ...] = ()
+    for triple in arrays:
+        kind = type(triple[0])
+        if kind not in _kinds or type(triple[1]) is not kind or type(triple[2]) is not kind:
             return None
-    repeat = _known.get((options, how, *map(_layouts, arrays)))
-    return None if repeat is None else repeat(*arrays)
+        layouts, own = _layouts(*triple)
+        key, addresses = key + layouts, addresses + own
+    repeat = _known.get(key)
+    return None if repeat is None else repeat(*addresses)
 
 
 def may_be_known(options: Options) -> bool:
@@ -44,7 +50,8 @@ def remember(repeat: Repeat, options: Options, how: bool, *arrays: Triple) -> No
     if len(_known) >= _LIMIT:
         _known.clear()
     _kinds.add(type(arrays[0][0]))
-    _known[options, how, *map(_layouts, arrays)] = repeat
+    layouts = (_layouts(*triple)[0] for triple in arrays)
+    _known[options, how, *itertools.chain(*layouts)] = repeat
 
 
 def forget() -> None:
@@ -52,11 +59,11 @@ def forget() -> None:
     _known.clear()
 
 
-def _layouts(arrays: Triple) -> Any:
-    """All that plans of kernels ask of arrays but their addresses."""
-    a, b, c = arrays
+def _layouts(a: Array, b: Array, c: Array) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+    """All that plans of kernels ask of arrays but their addresses, and these."""
     at_a, at_b, at_c = a.data, b.data, c.data
+    addresses = ptr_a, ptr_b, ptr_c = at_a.ptr, at_b.ptr, at_c.ptr
     return (
         a.shape, b.shape, c.shape, a.strides, b.strides, c.strides, a.dtype, b.dtype, c.dtype,
-        at_a.device_id, at_b.device_id, at_c.device_id, (at_a.ptr | at_b.ptr | at_c.ptr) & 15,
-    )  # fmt: skip
+        at_a.device_id, at_b.device_id, at_c.device_id, (ptr_a | ptr_b | ptr_c) & 15,
+    ), addresses  # fmt: skip

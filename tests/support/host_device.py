@@ -135,7 +135,8 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (_launch, _plan, _repeated, _score_params):
             patch.setattr(module, "cupy", library)
-        patch.setattr(_repeated, "runtime", SimpleNamespace(getDevice=lambda: 0))
+        runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
+        patch.setattr(_repeated, "runtime", runtime)
         patch.setattr(_score_gradients, "cupy", np)
         formula_arrays = _score_params.formula_arrays
         patch.setattr(
