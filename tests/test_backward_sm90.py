@@ -127,8 +127,19 @@ def test_within_budget(head_dims, name):
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_every_family_of_inputs(family, head_dims, dtype):
+    check(make(head_dims, SHAPES[1], {}, dtype, family))
     check(make(head_dims, SHAPES[1], {"causal": True}, dtype, family))
     check(make(head_dims, SHAPES[0], {"softcap": 30.0}, dtype, family))
+
+
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("family", ["normal", "lse_minus_120"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_tails(head_dims, family, options):
+    """Beside far logits: a key that does not exist has score 0, whose weight would be infinite."""
+    sizes = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 193)
+    for rows, keys in zip(sizes, (193, 17, 129, 1, 65, 63, 128, 64, 127, 16, 15), strict=True):
+        check(make(head_dims, ((2,), rows, keys), options, np.float16, family))
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
@@ -397,15 +408,22 @@ def test_two_streams_share_the_processors(head_dim, deterministic):
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
-def test_sums_in_any_order(head_dims, options):
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+@pytest.mark.parametrize("kv_heads", [12, 4], ids=["heads", "groups"])
+def test_sums_in_any_order(head_dims, options, dtype, kv_heads):
     """Without a fixed order dk and dv keep their bits, dq changes in its last places."""
-    call = make(head_dims, ((2, 12), 900, 1100), options)
+    d, d_v = head_dims
+    call = problems.make_call(
+        "normal", 3, dtype, (2, 12, 900, d), (2, kv_heads, 1100, d), (2, kv_heads, 1100, d_v),
+        options={**options, "enable_gqa": True},
+    )  # fmt: skip
     budget = Budget(call)
-    arrays, _, want = check(call, budget=budget)
+    arrays, on_device, want = check(call, budget=budget)
     want = want["one pass"]
-    unit = float(np.spacing(abs(want["q"]).max().astype(np.float32).get())) * 2**16  # of bfloat16
+    bits = 16 if dtype is bfloat16 else 13  # of float32 that the dtype has not
+    unit = float(np.spacing(abs(want["q"]).max().astype(np.float32).get())) * 2**bits
     for _ in range(20):
-        found = differentiate(*arrays, deterministic=False, **options)["one pass"]
+        found = differentiate(*arrays, deterministic=False, **on_device)["one pass"]
         for name in ("k", "v"):
             assert found[name].get().tobytes() == want[name].get().tobytes()
         difference = found["q"].astype(np.float32) - want["q"].astype(np.float32)
@@ -413,13 +431,16 @@ def test_sums_in_any_order(head_dims, options):
     check(call, deterministic=False, budget=budget)
 
 
-def test_dout_that_repeats_one_row():
-    call = make((64, 64), SHAPES[1], {"causal": True})
-    row = call.dout[..., :1, :]
-    arrays, options, _ = check(call.but(dout=np.broadcast_to(row, call.dout.shape)))
-    arrays[0] = cupy.broadcast_to(upload(row), call.dout.shape)
+@pytest.mark.parametrize("head_dims", ROWS, ids=str)
+@pytest.mark.parametrize("repeated", [(-2,), (-1,), (-4, -3), (-4, -3, -2, -1)], ids=str)
+def test_dout_of_stride_0(head_dims, repeated):
+    call = make(head_dims, SHAPES[1], {"causal": True})
+    part = call.dout[tuple(slice(1) if axis in repeated else slice(None) for axis in range(-4, 0))]
+    dout = np.broadcast_to(part, call.dout.shape)
+    arrays, options, _ = check(call.but(dout=dout))
+    arrays[0] = cupy.broadcast_to(upload(part), dout.shape)
     found = cuflash.attention_backward(*arrays, **options)
-    Budget(call.but(dout=np.broadcast_to(row, call.dout.shape))).check_backward(
+    Budget(call.but(dout=dout)).check_backward(
         {name: getattr(found, f"d{name}").get() for name in ALL},
         given=(arrays[4].get(), arrays[5].get()),
     )
