@@ -79,8 +79,9 @@ class Sm90Launch(NamedTuple):
 
     def run(self, pointers: Addresses, stream: int, captured: bool) -> None:
         """Launch on ``stream`` with these addresses."""
-        counter = self._counter(stream, captured) if self.draws else 0
-        self.starter.start((*pointers, counter), self._pack, stream)
+        if self.draws:
+            pointers = (*pointers, self._counter(stream, captured))
+        self.starter.start(pointers, self._pack, stream)
 
     def _counter(self, stream: int, captured: bool) -> int:
         """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
@@ -92,9 +93,9 @@ class Sm90Launch(NamedTuple):
         return counters.for_launch(stream, captured)
 
     def _pack(self, addresses: Addresses) -> bytes:
-        *pointers, counter = addresses
-        maps = self.maps.at(tuple(pointers[:_MAPPED]))
-        return _POINTERS.pack(*pointers) + self.params + maps + _COUNTER.pack(counter)
+        pointers, counter = addresses[: len(_NAMES)], addresses[len(_NAMES) :] or (0,)
+        maps = self.maps.at(pointers[:_MAPPED])
+        return _POINTERS.pack(*pointers) + self.params + maps + _COUNTER.pack(*counter)
 
 
 class MappedLaunch(NamedTuple):

@@ -6,37 +6,32 @@ arrays. Calls with anything else (axes, destinations, NumPy arrays) are describe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cuflash._arrays import Array, Triple
+from cuflash._arrays import Triple
 from cuflash._options import Options
 
 #: Given addresses of its arrays, allocates, launches and returns the result; None where this call
 #: needs its checks after all.
 Repeat = Callable[..., Any]
 _LIMIT = 4096
+_NOTHING: tuple[tuple[()], tuple[()]] = (), ()
 _known: dict[Any, Repeat] = {}
 _kinds: set[type] = set()  # of the arrays of known calls
 
 
-def recall(options: Options, how: bool, *arrays: Triple) -> Any:
+def recall(options: Options, how: bool, operands: Triple, given: Triple | None = None) -> Any:
     """The result of a call that is known, or None.
 
-    ``arrays`` are (q, k, v), and of a gradient also (dout, out, lse); ``how`` is a bool that is
-    asked for beside options.
+    ``operands`` are (q, k, v), ``given`` is (dout, out, lse) of a gradient; ``how`` is a bool that
+    is asked for beside options.
     """
-    key: tuple[Any, ...] = (options, how)
-    addresses: tuple[int, ...] = ()
-    for triple in arrays:
-        kind = type(triple[0])
-        if kind not in _kinds or type(triple[1]) is not kind or type(triple[2]) is not kind:
-            return None
-        layouts, own = _layouts(*triple)
-        key, addresses = key + layouts, addresses + own
-    repeat = _known.get(key)
-    return None if repeat is None else repeat(*addresses)
+    found, more = _layouts(*operands), _NOTHING if given is None else _layouts(*given)
+    if found is None or more is None:
+        return None
+    repeat = _known.get((options, how, found[0], more[0]))
+    return None if repeat is None else repeat(*found[1], *more[1])
 
 
 def may_be_known(options: Options) -> bool:
@@ -45,13 +40,16 @@ def may_be_known(options: Options) -> bool:
     return not options.arrays and apart == (None, None, None)
 
 
-def remember(repeat: Repeat, options: Options, how: bool, *arrays: Triple) -> None:
+def remember(
+    repeat: Repeat, options: Options, how: bool, operands: Triple, given: Triple | None = None
+) -> None:
     """Know this call from now on; its options ``may_be_known``."""
     if len(_known) >= _LIMIT:
         _known.clear()
-    _kinds.add(type(arrays[0][0]))
-    layouts = (_layouts(*triple)[0] for triple in arrays)
-    _known[options, how, *itertools.chain(*layouts)] = repeat
+    _kinds.add(type(operands[0]))
+    found, more = _layouts(*operands), _NOTHING if given is None else _layouts(*given)
+    if found is not None and more is not None:
+        _known[options, how, found[0], more[0]] = repeat
 
 
 def forget() -> None:
@@ -59,8 +57,11 @@ def forget() -> None:
     _known.clear()
 
 
-def _layouts(a: Array, b: Array, c: Array) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-    """All that plans of kernels ask of arrays but their addresses, and these."""
+def _layouts(a: Any, b: Any, c: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """All that plans of kernels ask of arrays but their addresses, and these; None of others."""
+    kind = type(a)
+    if kind not in _kinds or type(b) is not kind or type(c) is not kind:
+        return None
     at_a, at_b, at_c = a.data, b.data, c.data
     addresses = ptr_a, ptr_b, ptr_c = at_a.ptr, at_b.ptr, at_c.ptr
     return (
