@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -122,6 +123,16 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
                 parser.parse_args(shlex.split(words, comments=True))
                 tried += 1
     assert tried >= 12
+
+
+def test_help_names_results_that_are_committed(capsys):
+    committed = {path.name for path in RESULTS.parent.rglob("*")}
+    named = set()
+    for words in ([], *([module.__name__.rpartition(".")[2]] for module in _cli._COMMANDS)):
+        _, text, _ = command(capsys, *words, "--help")
+        named |= set(re.findall(r"[\w-]+-\d{4}-\d\d-\d\d\.\w+|h100-[\w.-]+", text))
+    assert len(named) >= 5
+    assert named <= committed, named - committed
 
 
 @pytest.mark.parametrize(
