@@ -1,0 +1,248 @@
+"""Do the numbers of docs/tuning.md follow from committed rows, and its counts from its commands?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from pathlib import Path
+from typing import Any
+
+from cuflash import _cli, tuning
+from cuflash._bench import io_model, profiler
+from cuflash._cli import tune
+from cuflash._cli.problem_arguments import problem_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SWEEPS, RESULTS = ROOT / "benchmarks" / "sweeps", ROOT / "benchmarks" / "results"
+LINES = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8").splitlines()
+TEXT = " ".join(" ".join(LINES).split())
+
+
+def says(sentence: str) -> None:
+    """Assert that the document has it, once, however its lines are broken."""
+    assert TEXT.count(sentence) == 1, f"expected once in docs/tuning.md: {sentence}"
+
+
+def swept(name: str, folder: str = "") -> tuning.Sweep:
+    return tuning.load(SWEEPS / folder / f"h100-{name}.jsonl")
+
+
+def result(topic: str) -> tuple[dict[str, Any], str]:
+    """The newest committed result of a topic, and how the document names its file."""
+    path = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))[-1]
+    return json.loads(path.read_text(encoding="utf-8")), f"`benchmarks/results/{path.name}`"
+
+
+def levels() -> dict[str, float]:
+    """What ``bench --memory`` found, by name."""
+    return {row["name"]: row["value"] for row in result("memory")[0]["rows"]}
+
+
+def quotient(found: tuning.Sweep) -> float:
+    """Time of the best over that of the shipped tile, in the last comparison."""
+    final = found.finals[-1]
+    return final["ms"][found.best["key"]] / final["default_ms"]
+
+
+def tile(found: tuning.Sweep) -> str:
+    values = found.best["values"]
+    return f"{values['block_m']} x {values['block_n']}"
+
+
+def space_of_command(start: str) -> tuning.Space:
+    """What a command of the document sweeps."""
+    (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
+    given = _cli.parser().parse_args(shlex.split(line)[3:])
+    values = tune._parameters(given.parameters)
+    return tuning.space(problem_of(given), given.kernel, arch="sm_90a", parameters=values)
+
+
+def test_counts_of_configurations():
+    says(f"compiles {len(space_of_command('tune --list'))} configurations on all cores")
+    found = swept("forward-sm90-d128")
+    legal = tuning.space(found.workload, found.kernel, arch="sm_90a")
+    command = space_of_command("tune --head-dim 128 --seqlen 8192")
+    assert {c.key for c in command} == found.done
+    says(f"That is {len(found.rows)} of the {len(legal)} that are legal")
+
+
+def test_facts_of_the_configurations_that_are_listed():
+    """But for seconds, which are of another machine."""
+    space = space_of_command("tune --list")
+    facts = {row["key"]: row["facts"] for row in swept("forward-sm90-d128").rows}
+    shown = [line for line in LINES if line.partition(" ")[0] in facts]
+    assert len(shown) == 3
+    for line in shown:
+        words = line.split()
+        key, own = words[0], facts[words[0]]
+        assert key in {candidate.key for candidate in space}
+        assert words[1:6] == [
+            f"{own['smem_bytes'] / 1024:.1f}", str(own["registers"]), str(own["spill_bytes"]),
+            str(own["blocks_per_multiprocessor"]), str(own["warps_per_multiprocessor"]),
+        ]  # fmt: skip
+        last = " ".join(own["warnings"] + ["<- shipped"] * (key == space.default_key))
+        assert " ".join(words[7:]) == last
+
+
+def test_the_sweep_that_was_done_twice():
+    first, again = (swept("forward-sm90-d128", folder) for folder in ("", "repeated"))
+    count, header = len(first.rows), first.header
+    assert {row["status"] for row in first.rows + again.rows} == {"ok"}
+    long, short = (found.finals[-1]["seconds"] for found in (first, again))
+    says(
+        f"Sweeps of {count} of these took {long:.0f} s, about {long - short:.0f} of them to "
+        f"compile, and {short:.0f} s where the store had the kernels"
+    )
+    for name in ("driver", "nvrtc", "kernels"):
+        assert again.header[name] == header[name]
+    says(
+        f"driver {header['driver'].rpartition('.')[0]}, NVRTC {header['nvrtc']}, "
+        f"{header['date'][:10]}, sources {header['kernels'][:9]}"
+    )
+    says(f"all {count} were right")
+    assert first.best["key"] == again.best["key"] == header["default"]
+    assert first.best["values"]["overlap_quarters"] == 4
+    says(
+        f"the same winner, {tile(first)} with all four quarters of the exponentials before p v "
+        f"has to be done, which is the shipped tile: {quotient(first):.3f} and "
+        f"{quotient(again):.3f} of its time"
+    )
+    relative = {row["key"]: row["relative"] for row in again.rows}
+    pairs = [sorted((row["relative"], relative[row["key"]])) for row in first.rows]
+    apart = [100 * (slow / fast - 1) for fast, slow in pairs]
+    says(
+        "quotient with the shipped tile differs between the two sweeps by "
+        f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)"
+    )
+
+
+def test_sweeps_of_other_problems():
+    names = ("2048", "causal", "causal-2048")
+    full, causal, causal_2048 = (swept(f"forward-sm90-d128-{name}") for name in names)
+    says(
+        f"At 2048 keys {tile(full)} takes {quotient(full):.3f} of the shipped tile's time, and "
+        f"under a causal bound {tile(causal)} takes {quotient(causal):.3f} at 8192 keys and "
+        f"{tile(causal_2048)} {quotient(causal_2048):.3f} at 2048."
+    )
+    says(f"worth its {100 * (1 - quotient(causal)):.0f} %")
+    narrow, narrow_2048 = swept("forward-sm90-d64"), swept("forward-sm90-d64-2048")
+    for found in (narrow, narrow_2048):
+        shipped = found.default_values
+        assert shipped["num_stages"] == 4
+        assert found.best["values"] == shipped | {"num_stages": 3}
+        assert len(found.rows) == len(narrow.rows)
+    says(
+        f"of the {len(narrow.rows)} others the best, the same with three, takes "
+        f"{quotient(narrow):.3f} and {quotient(narrow_2048):.3f} of its time at 8192 and 2048 keys"
+    )
+
+
+def test_sweeps_of_other_kernels():
+    names = (
+        "backward-sm90-d64", "backward-sm90-d128", "backward-pair-sm90-d256",
+        "forward-tf32-sm90-d64-float32",
+    )  # fmt: skip
+    found = [swept(name, "other-kernels") for name in names]
+    assert len(found) == len(list((SWEEPS / "other-kernels").iterdir()))
+    assert min(map(quotient, found)) > 0.98
+    *counts, last = (len(own.rows) for own in found)
+    says(f"none found anything 2 % faster, of {', '.join(map(str, counts))} and {last} tiles")
+
+
+def test_how_near_the_roof_of_l2_tiles_are():
+    found, shares = swept("forward-sm90-d128"), []
+    for row in found.timed:
+        values = row["values"]
+        if values["block_m"] == 128:
+            own = values["block_m"], values["block_n"], row["facts"]["smem_bytes"]
+            moved = io_model.forward(found.workload, *own, boxes=True).fused
+            seconds = found.workload.kernel_flops(found.kernel) / found.tflops(row) / 1e12
+            shares.append(moved / seconds / 1e9 / levels()["L2 read"])
+    says(f"tiles of 128 rows reach {max(shares):.2f} of its roof at head size 128")
+
+
+def test_levels_of_memory():
+    value, file = levels(), result("memory")[1]
+
+    def speed(name: str) -> str:
+        return f"{value[name] / 1e3:#.3g} TB/s"
+
+    def wait(name: str) -> str:
+        return f"{value[f'{name} latency']:.0f} ns"
+
+    far = "device memory"
+    says(f"`bench --memory` on such a machine ({file};")
+    says(
+        f"| {far} | {speed(f'{far} read')}, {wait(f'{far} read')} | {speed(f'{far} write')}, "
+        f"{wait(f'{far} write')} | {speed(f'{far} copy')} |"
+    )
+    says(f"| L2 | {speed('L2 read')}, {wait('L2 read')} | {wait('L2 write')} | |")
+    says(f"| shared memory | {speed('shared memory read')} | | |")
+    says(f"plot roofline h100.jsonl --memory {file.strip('`')}")
+    says(f"A read is waited for where it ends: {wait(f'{far} read')} to device memory")
+
+
+def counted(name: str, *seqlens: int, kernel: str = "") -> list[float]:
+    """Shares of the model's bytes that ncu counted."""
+    return [
+        row["measured"][name] / row[profiler.PREDICTED[name]]
+        for row in result("io")[0]["rows"]
+        if row["kernel"].startswith(kernel) and (not seqlens or row["seqlen"] in seqlens)
+    ]
+
+
+def test_bytes_that_forwards_move():
+    found, file = result("io")
+    seqlens = sorted({row["seqlen"] for row in found["rows"]})
+    commit = found["meta"]["commit"][:8]
+    says(f"lengths {seqlens[0]} to {seqlens[-1]}, commit {commit}, {file}) against the model:")
+    to_processors = {f"{share:.3f}" for share in counted("L2 to processors")}
+    says(f"| L2 to multiprocessors, every kernel and tile | {' to '.join(to_processors)} |")
+    read = counted("device memory read", *(n for n in seqlens if n <= 4096))
+    says(f"| device memory read, up to 4096 keys | {min(read):.3f} to {max(read):.2f} | |")
+    long = [counted("device memory read", n) for n in (8192, 16384)]
+    spans = ", ".join(f"{min(shares):.2f} to {max(shares):.2f}" for shares in long)
+    says(f"| device memory read, 8192 and 16384 keys | {spans} |")
+    back = counted("processors to L2", kernel="forward_sm90")
+    says(f"| multiprocessors to L2, Hopper | {min(back):.3f} to {max(back):.3f} | |")
+    back = counted("processors to L2", kernel="forward_sm80")
+    says(f"| multiprocessors to L2, portable | {min(back):.2f} to {max(back):.2f} |")
+    written = counted("device memory write")
+    says(f"| device memory write | {min(written):.0f} to {max(written):.2f} |")
+
+
+def test_what_a_speed_draws_from_l2():
+    roof = levels()["L2 read"] / 1e3
+    tiles = [
+        row for row in result("io")[0]["rows"]
+        if (row["kernel"], row["seqlen"]) == ("forward_sm90", 8192)
+    ]  # fmt: skip
+    assert [row["block_m"] for row in tiles] == [128, 192]
+    seconds = 4 * 16 * 8192**2 * 128 / 700e12
+    drawn = [row["loaded"] / seconds / 1e12 for row in tiles]
+    says(
+        f"700 TFLOP/s on 8192 keys draw {drawn[0]:.1f} TB/s from L2 with tiles of 128 rows, "
+        f"{drawn[1]:.1f} with 192: {drawn[0] / roof:.2f} and {drawn[1] / roof:.2f} of what L2 gives"
+    )
+    asked = max(row["measured"]["device memory read"] + row["stored"] for row in tiles)
+    assert 0.1 < asked / seconds / 1e12 < 0.2
+    says("Device memory is asked for less than 0.2 TB/s.")
+
+
+def test_what_a_call_holds_beside_its_inputs():
+    found, file = result("allocations")
+    held = {(row["impl"], row["pass"], row["seqlen_q"]): row["bytes"] for row in found["memory"]}
+    (tokens,) = {row["batch"] * row["seqlen_q"] for row in found["memory"]}
+    says(f"for {tokens:,} tokens in sequences of several lengths")
+    says(f"`bench --set memory`, {file}):")
+    names = {
+        "cuflash": "cuflash", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "naive": "unfused"
+    }  # fmt: skip
+    for impl, name in names.items():
+        cells = [held[impl, pass_, n] for pass_ in ("fwd", "bwd") for n in (1024, 16384)]
+        says(f"| {name} | {' | '.join(f'{size / 1e9:.3g}' for size in cells)} |")
+        lengths = {n for own, _, n in held if own == impl and (impl, n) != ("cudnn", 1024)}
+        for pass_ in ("fwd", "bwd"):
+            sizes = [held[impl, pass_, n] for n in lengths]
+            assert (max(sizes) < 1.01 * min(sizes)) == (impl != "naive")
