@@ -40,7 +40,7 @@ def forward(
             with cupy.cuda.Device(device):
                 return repeat(q, k, v)
         stream = cupy.cuda.get_current_stream().ptr
-        if stream and runtime.streamIsCapturing(stream):  # stream 0 cannot
+        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too
             return None
         out = cupy.ndarray(out_shape, dtype)
         if not return_lse:
@@ -74,7 +74,7 @@ def backward(
             with cupy.cuda.Device(device):
                 return repeat(q, k, v, dout, out, lse)
         stream = cupy.cuda.get_current_stream().ptr
-        if stream and runtime.streamIsCapturing(stream):  # stream 0 cannot
+        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too
             return None
         dq, dk, dv = (cupy.ndarray(shape, dtype) for shape in (of_q, of_k, of_v))
         workspace = cupy.ndarray(workspace_size, np.uint8)

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -268,14 +268,11 @@ def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig
 def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]]:
     """Return what one NVRTC compiles for each architecture, in minutes, or the whole of it.
 
-    For sm_80 and sm_90 the rows of bfloat16 and the pairwise cases, each of which is compiled by
-    one NVRTC for one of the two and by the other for the other, a row without options opposite to
-    that with all; for the rest the rows without options, in turns. What remains of the
-    tables, rows of wider elements and tiles that only the least shared memory makes choose, is
-    compiled for one architecture that chooses it, a row without options by one NVRTC and with all
-    by the other; further tiles once, by one of them. Rows on CUDA cores are one tile, whatever the
-    width; the gradient of slopes, which no option asks for, is left to the rows; tiles of TF32 that
-    are float32's, with a product for its three, to the pairwise cases and to ``--slow``.
+    For sm_80 and sm_90 the rows of bfloat16; the pairwise cases, each of which is compiled by one
+    NVRTC for one of the two and by the other for the other; and rows of wider elements, without
+    options by one NVRTC and with all by the other. For the rest the rows without options, in turns,
+    and the tiles that only the least shared memory makes choose; further tiles once, by one of
+    them.
     """
     last = generation == max(DISTRIBUTIONS)
     halves = rows(bfloat16)
@@ -285,45 +282,24 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
         if arch in FULL:
             first = last == (arch == FULL[0])
             own = min(DISTRIBUTIONS) if first else max(DISTRIBUTIONS)
-            cases = [case for n, case in enumerate(halves) if whole or n % 2 == first]
-            pairs = [case for case in pairwise() if whole or case["nvrtc"] != own]
-            found[arch] = {
-                config
-                for config in compiled_for(pairs, arch)
-                if whole or getattr(config, "grad_of", "") != "alibi_slopes"
-            }
-        found[arch] = found.get(arch, set()) | compiled_for(cases, arch)
+            cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
+        found[arch] = compiled_for(cases, arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
     own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
     choosing: dict[KernelConfig, list[str]] = {}
     for arch in (*FULL, SMALLEST):
-        chosen = compiled_for(own_rows, arch)
-        for config in chosen if whole else chosen - same_tiles(arch):
+        for config in compiled_for(own_rows, arch):
             choosing.setdefault(config, []).append(arch)
-    known: set[tuple[Any, ...]] = set()
-    for number, (config, archs) in enumerate(sorted(choosing.items(), key=repr)):
-        if any(config in found[arch] for arch in archs):
-            continue
-        if whole or not on_cuda_cores_again(config, known):
-            found[archs[number % len(archs)]].add(config)
+    for config, archs in choosing.items():
+        for arch in set(archs) & set(FULL) or archs:
+            found[arch].add(config)
     further = [(config, arch) for config, arch, once in further_tiles() if whole or once]
     for number, (config, arch) in enumerate(further):
-        if whole or (number % 2 == last and config not in same_tiles(arch)):
+        if whole or number % 2 == last:
             found[arch].add(config)
     return found
-
-
-def on_cuda_cores_again(config: KernelConfig, known: set[tuple[Any, ...]]) -> bool:
-    """Whether a tile on CUDA cores is known of another width; it is known from then on."""
-    if not isinstance(config, TileConfig) or not config.cuda_cores:
-        return False
-    [(arithmetic, _, *tile)] = tiles_of([config])
-    key = (arithmetic, *tile, config.mask)
-    again = key in known
-    known.add(key)
-    return again
 
 
 def arithmetic_of(config: OperandConfig) -> str:
@@ -358,34 +334,17 @@ def further_tiles() -> tuple[tuple[KernelConfig, str, bool], ...]:
         for arithmetic, base, pair in itertools.product(ARITHMETICS, BASES, head_dims)
     ]
     seen: set[tuple[Any, ...]] = set()
-    known: set[tuple[Any, ...]] = set()
     found = []
     for number, case in enumerate((*tables, *cases)):
         for arch in (*FULL, SMALLEST):
             for config in sorted(compiled_for([case], arch), key=repr):
                 tiles = tiles_of([config])
                 keys = {(case["mask"], tile) for tile in tiles}
-                if not keys <= seen:
-                    again = on_cuda_cores_again(config, known)
-                    if number >= len(tables):
-                        new = not any((mask, t) in seen for mask in (False, True) for t in tiles)
-                        found.append((config, arch, new and not again))
+                if not keys <= seen and number >= len(tables):
+                    new = not any((mask, t) in seen for mask in (False, True) for t in tiles)
+                    found.append((config, arch, new))
                 seen |= keys
     return tuple(found)
-
-
-@functools.cache
-def same_tiles(arch: str) -> set[KernelConfig]:
-    """Return the tiles of TF32 that are those of float32: the pairwise cases hold TF32, too."""
-    own = {config for config, chosen_by, _ in further_tiles() if chosen_by == arch}
-    ieee = compiled_for(rows(np.float32), arch) | own
-    return {
-        config
-        for config in compiled_for(rows(TF32), arch) | own
-        if isinstance(config, TileConfig)
-        and config.precision == "tf32"
-        and replace(config, precision="ieee") in ieee
-    }
 
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, str, int]:
@@ -437,6 +396,8 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
 def test_every_tile_that_is_chosen_is_compiled() -> None:
     gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]
     compiled = [tiles_of(itertools.chain(*found.values())) for found in gates]
+    in_minutes = (found.values() for found in map(gate, DISTRIBUTIONS))
+    compiled.append(tiles_of(itertools.chain.from_iterable(itertools.chain(*in_minutes))))
     rng = np.random.default_rng(0)
     for _ in range(3000):
         # With every option drawn, hardly a case would take the tables of scores without options.

@@ -52,7 +52,7 @@ examples:
   python -m cuflash bench --set training --pass bwd,fwd+bwd --impl cuflash,cuflash-unordered,fa4
   python -m cuflash bench --set host,compile --topic overhead --out results
   python -m cuflash bench --memory                            # read, write, L2, latency
-  python -m cuflash bench --render results/h100-overhead-2026-11-23.json
+  python -m cuflash bench --render results/overhead.json
 """
 
 

@@ -13,10 +13,10 @@ examples:
   python -m cuflash plot heatmap h100-forward-sm90-d128.jsonl
   python -m cuflash plot heatmap sweep.jsonl --across num_stages --along block_n
   python -m cuflash plot parallel h100-forward-sm90-d128.jsonl
-  python -m cuflash plot roofline sweep.jsonl other.jsonl --memory h100-memory-2026-11-22.json
-  python -m cuflash plot speed h100-backward-2026-11-23.json --pass bwd --out pictures/gradient
+  python -m cuflash plot roofline sweep.jsonl other.jsonl --memory memory.json
+  python -m cuflash plot speed results.json --pass bwd --out pictures/gradient
   python -m cuflash plot memory results.json
-  python -m cuflash plot io h100-io-2026-11-23.json
+  python -m cuflash plot io io.json
 
 heatmap, parallel and roofline take files of `tune`, the others those of `bench`. matplotlib comes
 with pip install "cuflash[plot]".
