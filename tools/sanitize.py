@@ -143,6 +143,14 @@ CASES = (
         keywords={"deterministic": False},
     ),
     Case(
+        "dq of grouped heads added in any order", (2, 6, 193, 64), (2, 2, 200, 64),
+        options={"enable_gqa": True}, keywords={"deterministic": False},
+    ),
+    Case(
+        "dq added in any order, head_dim 256", (1, 2, 193, 256), (1, 2, 200, 256), options=CAUSAL,
+        keywords={"deterministic": False},
+    ),
+    Case(
         "packed sequences", (1, 2, 330, 64), (1, 2, 330, 64), options=CAUSAL,
         ends=(0, 130, 130, 131, 320),
     ),
@@ -191,6 +199,8 @@ CASES = (
         keywords={"precision": "tf32"},
     ),
     Case("float64", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float64, options=CAUSAL),
+    Case("float32 head_dim 256", (1, 1, 65, 256), (1, 1, 77, 256), dtype=np.float32),
+    Case("float64 head_dim 256", (1, 1, 65, 256), (1, 1, 77, 256), dtype=np.float64),
     Case("portable", (1, 2, 193, 64), (1, 2, 193, 64), options=CAUSAL, portable=True),
     Case(
         "portable head_dim 128", (1, 2, 129, 128), (1, 2, 200, 128), dtype=bfloat16,
