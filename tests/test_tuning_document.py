@@ -8,6 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import shipped_tiles
+
 from cuflash import _cli, tuning
 from cuflash._bench import io_model, profiler
 from cuflash._cli import tune
@@ -139,15 +141,50 @@ def test_sweeps_of_other_problems():
 
 
 def test_sweeps_of_other_kernels():
-    names = (
-        "backward-sm90-d64", "backward-sm90-d128", "backward-pair-sm90-d256",
-        "forward-tf32-sm90-d64-float32",
-    )  # fmt: skip
-    found = [swept(name, "other-kernels") for name in names]
-    assert len(found) == len(list((SWEEPS / "other-kernels").iterdir()))
-    assert min(map(quotient, found)) > 0.98
-    *counts, last = (len(own.rows) for own in found)
-    says(f"none found anything 2 % faster, of {', '.join(map(str, counts))} and {last} tiles")
+    counts = {}
+    for path in SWEEPS.glob("*.jsonl"):
+        found = tuning.load(path)
+        if found.kernel != "forward_sm90" or found.workload.head_dim > 128:
+            assert quotient(found) > 0.98, path
+            key = (found.kernel, found.workload.head_dim)
+            assert counts.setdefault(key, len(found.rows)) == len(found.rows)
+            other = path.with_stem(path.stem.removesuffix("-2048") if "-2048" in path.stem
+                                   else f"{path.stem}-2048")  # fmt: skip
+            assert other.exists()
+    one_pass = {d: n for (kernel, d), n in counts.items() if kernel.startswith("backward") and
+                "tf32" not in kernel}  # fmt: skip
+    *widths, widest = sorted(one_pass)
+    *first, last = (one_pass[d] for d in sorted(one_pass))
+    says(
+        f"gradients in one pass at {', '.join(map(str, widths))} and {widest}, of "
+        f"{', '.join(map(str, first))} and {last} tiles"
+    )
+    says(f"the forward at 256, of {counts['forward_sm90', 256]}")
+    tf32 = [counts[f"{name}_tf32_sm90", d] for name, d in (
+        ("forward", 64), ("forward", 128), ("backward_dq", 64), ("backward_dkv", 64)
+    )]  # fmt: skip
+    says(
+        f"in float32 the forward at 64 and 128, of {tf32[0]} and {tf32[1]}, dq and dk with dv at "
+        f"64, of {tf32[2]} and {tf32[3]}"
+    )
+    assert len(counts) == 10
+
+
+def test_one_tile_at_six_lengths():
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    taken = []
+    for n in lengths:
+        final = swept(f"forward-sm90-d128-causal-{n}", "lengths").finals[-1]
+        taken.append(final["ms"]["192,64,3,2,4"] / final["default_ms"])
+    texts = [f"{share:.3f}" for share in taken]
+    says(
+        f"192 x 64 with three stages takes {', '.join(texts[:-1])} and {texts[-1]} at "
+        f"{lengths[0]} to {lengths[-1]} keys (`benchmarks/sweeps/lengths`)"
+    )
+
+
+def test_rows_that_are_shipped():
+    says(f"today the {len(list(shipped_tiles.rows()))} rows of the file say what they say")
 
 
 def test_how_near_the_roof_of_l2_tiles_are():
@@ -208,6 +245,23 @@ def test_bytes_that_forwards_move():
     says(f"| multiprocessors to L2, Hopper | {min(back):.3f} to {max(back):.3f} | |")
     back = counted("processors to L2", kernel="forward_sm80")
     says(f"| multiprocessors to L2, portable | {min(back):.2f} to {max(back):.2f} |")
+    (row,) = (
+        row for row in found["rows"]
+        if (row["kernel"], row["seqlen"], row["block_m"]) == ("forward_sm90", 4096, 128)
+    )  # fmt: skip
+    moved = []
+    for name in (
+        "device memory read",
+        "L2 to processors",
+        "processors to L2",
+        "device memory write",
+    ):
+        size = row["measured"][name]
+        moved.append(f"{size / 1e6:.2f} MB, {size / row[profiler.PREDICTED[name]]:.3f}")
+    says(
+        f"device memory read {moved[0]} of the model's, L2 to multiprocessors {moved[1]}, back to "
+        f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"
+    )
     written = counted("device memory write")
     says(f"| device memory write | {min(written):.0f} to {max(written):.2f} |")
 

@@ -55,7 +55,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "float16": (
         200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", *GRADIENTS, "--pass",
-              "fwd,bwd", "--set", "training", "--head-dim", "64,128", "--budget-ms", "8",
+              "fwd,bwd", "--set", "training", "--head-dim", "64,128,256", "--budget-ms", "8",
               "--topic", "float16"),
     ),
     "backward": (
