@@ -17,6 +17,7 @@ import numpy as np
 
 SEQLEN, HEAD_DIM = 2048, 64
 LEAST_HALF, NORMAL_HALF, MOST_HALF = 2.0**-24, 2.0**-14, 65504.0
+FITTING = 15  # numbers below 2^15 fit float16, rounded, too
 
 Matrix = Any
 
@@ -30,6 +31,7 @@ class Factors:
     parts: int
     half: bool = False  # do they have the range of float16?
     lift: float = 1.0  # each part is kept times this power of the one before
+    scaled: bool = False  # is what one sum takes from an operand scaled by a power of 2 to fit?
 
     def split(self, x: Matrix) -> list[Matrix]:
         """The parts, the largest first, in float64."""
@@ -41,9 +43,17 @@ class Factors:
             rest = rest - found[-1]
         return found
 
+    def fitted(self, x: Matrix) -> list[Matrix]:
+        """The parts of rows, which are scaled for that if need be."""
+        if not self.scaled:
+            return self.split(x)
+        _, exponents = np.frexp(abs(x.astype(np.float64)).max(axis=1, keepdims=True))
+        rows = np.ldexp(1.0, FITTING - exponents)
+        return [part / rows for part in self.split(x * rows)]
+
     def product(self, a: Matrix, b: Matrix) -> Matrix:
         """The product of two matrices, without products of two small parts."""
-        left, right = self.split(a), self.split(b)
+        left, right = self.fitted(a), [part.T for part in self.fitted(b.T)]
         pairs = [(i, j) for i in range(self.parts) for j in range(self.parts) if i + j < self.parts]
         return sum((left[i] @ right[j] for i, j in pairs), np.zeros((len(a), b.shape[1])))
 
@@ -55,6 +65,7 @@ FACTORS = (
     Factors("three bfloat16", 8, 3),
     Factors("two float16", 11, 2, half=True),
     Factors("two float16, the lower times 2^11", 11, 2, half=True, lift=2.0**11),
+    Factors("the same, rows scaled to fit", 11, 2, half=True, lift=2.0**11, scaled=True),
     Factors("float32", 24, 1),
 )
 
@@ -76,11 +87,13 @@ def families() -> dict[str, tuple[Matrix, Matrix, Matrix]]:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((SEQLEN, HEAD_DIM)).astype(np.float32) for _ in range(3))
     scales = np.logspace(-4, 4, HEAD_DIM).astype(np.float32)
+    units = np.exp2(np.linspace(-20, 20, HEAD_DIM).round()).astype(np.float32)
     three = np.float32(3)
     return {
         "normal": (q, k, v),
         "normal times 3": (three * q, three * k, v),
         "values from 1e-4 to 1e4 by column": (q, k, v * scales),
+        "features of q from 1e-6 to 1e6, of k the other way": (q * units, k / units, v),
     }
 
 

@@ -158,5 +158,9 @@ def test_narrower_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     off = {name: out for name, (out, _) in factors_of_float32.errors_by_factors(q, k, v).items()}
     assert off["float32"] < 1e-7 < off["two bfloat16"] / 30
     assert off["two TF32"] < 3e-7 < off["one TF32"] / 300
+    *_, (q, k, v) = factors_of_float32.families().values()
+    apart = {n: out for n, (out, _) in factors_of_float32.errors_by_factors(q, k, v).items()}
+    assert abs(apart["two TF32"] / off["two TF32"] - 1) < 1e-6  # powers of 2 change no bit
+    assert off["the same, rows scaled to fit"] < 3e-7 < apart["the same, rows scaled to fit"] / 100
     by_exponents = factors_of_float32.errors_by_exponents(q, k, v)
     assert abs(by_exponents["two"] / by_exponents["one multiply-add"] - 1) < 0.05
