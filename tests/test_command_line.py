@@ -282,7 +282,10 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
         assert all(own["tile_from"] for own in tiled)
         _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim), "--unordered")
         unordered = json.loads(out)
-        assert unordered["kernels"] == found
+        # Tiles were swept in order: a shipped row holds for that alone.
+        assert [own | {"tile_from": ""} for own in unordered["kernels"]] == [
+            own | {"tile_from": ""} for own in found
+        ]
         assert unordered["problem"].endswith(" unordered")
 
 
