@@ -20,7 +20,12 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod, _select, _select_one_pass
 from cuflash._compile import compile_static, params_struct
-from cuflash._config import BackwardConvertConfig, BackwardSm90Config, ForwardSm90Config
+from cuflash._config import (
+    BackwardConvertConfig,
+    BackwardOnePassConfig,
+    BackwardSm90Config,
+    ForwardSm90Config,
+)
 from cuflash._formulas import formulas_of
 from cuflash._problem import HALVES, describe
 from support.nvrtc import DISTRIBUTIONS, compiler_of
@@ -195,36 +200,49 @@ def test_every_row_of_the_gradient(name: str, generation: int, pytestconfig: pyt
     compile_all(configs, generation)
 
 
-#: Each with registers of its own; what lies between compiles in less.
-ONE_PASS_OPTIONS = (
-    "none", "causal", "window, offset and lengths", "negative scale, window, lengths",
-)  # fmt: skip
+#: With most registers of what ``config=`` alone chooses; what lies between compiles in less.
+ONE_PASS_BY_CONFIG = ("window, offset and lengths", "negative scale, window, lengths")
 
 
-def one_pass_configs(head_dims: tuple[int, int], names: Iterable[str]) -> set[Sm90Config]:
-    """The kernels of a row with these options."""
-    configs: set[Sm90Config] = set()
+def one_pass_configs(
+    head_dims: tuple[int, int], names: Iterable[str], *, ordered: bool
+) -> dict[BackwardOnePassConfig, bool]:
+    """The kernels of a row with these options, and whether each is chosen without being asked."""
+    configs: dict[BackwardOnePassConfig, bool] = {}
     for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
-        for ordered in (True, False) if name in ("none", "causal") else (True,):
-            config = _select_one_pass.config_of(problem_of(case), ordered=ordered)
-            assert config is not None
+        problem = problem_of(case)
+        config = _select_one_pass.config_of(problem, ordered=ordered)
+        if config is not None:
             assert (config.head_dim, config.head_dim_v) == head_dims
-            configs.add(config)
-            if name == "none":
-                configs.add(_select_one_pass.convert_config(config))
+            configs[config] = _select_one_pass.wins(problem, config)
     return configs
 
 
 @pytest.mark.nvrtc
-def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
-    """Each NVRTC every second row without options, the others with two; all with --slow."""
+def test_all_gradients_in_one_pass(generation: int) -> None:
+    """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
+    configs: set[Sm90Config] = set()
+    for head_dims, ordered in itertools.product(_select_one_pass.TILES, (True, False)):
+        found = one_pass_configs(head_dims, GRADIENT_OPTIONS, ordered=ordered)
+        chosen = {config for config, wins in found.items() if wins}
+        assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
+        configs |= chosen | set(map(_select_one_pass.convert_config, chosen))
+    compile_all(configs, generation)
+
+
+@pytest.mark.nvrtc
+def test_one_pass_by_config(generation: int, pytestconfig: pytest.Config) -> None:
+    """Each NVRTC every second row with one of two; all with --slow."""
     configs: set[Sm90Config] = set()
     for number, head_dims in enumerate(_select_one_pass.TILES):
-        names = ONE_PASS_OPTIONS
+        names = ONE_PASS_BY_CONFIG
         if not pytestconfig.getoption("--slow"):
-            names = names[:1] if (number + generation) % 2 else names[1 + number // 2 % 2 :][:2]
-        configs |= one_pass_configs(head_dims, names)
+            names = names[number // 2 % 2 :][: (number + generation) % 2]
+        found = one_pass_configs(head_dims, names, ordered=True)
+        assert len(found) == len(names)
+        assert not any(found.values())
+        configs |= set(found)
     compile_all(configs, generation)
 
 

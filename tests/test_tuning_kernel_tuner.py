@@ -148,7 +148,7 @@ def test_entries_have_what_kernel_tuner_gives_its_own(tmp_path, swept):
 
 
 def test_the_dashboard_finds_what_it_looks_up(tmp_path, any_sweep):
-    """Its KTdashboard takes entries by the objective, and those that have a number there."""
+    """Its KTdashboard (6b714cb) takes entries by the objective, those that have a number there."""
     path = tmp_path / "cache.json"
     tuning.write_cache(any_sweep, path)
     text = path.read_text()
