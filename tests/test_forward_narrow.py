@@ -17,6 +17,7 @@ from cuflash import _chosen, _hardware, _select, _select_narrow, reference
 from cuflash._compile import compile_static
 from cuflash._problem import describe
 from support.budget import Budget
+from support.nvrtc import compiler_of
 from support.problems import Call, make_call, run
 
 H100 = _hardware.typical("sm_90")
@@ -94,7 +95,7 @@ def test_a_bias_is_kept_with_its_key_where_nothing_else_is_added() -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_it_compiles_without_spills(dtype: Any, arch: str) -> None:
+def test_it_compiles_without_spills(dtype: Any, arch: str, generation: int) -> None:
     size = np.dtype(dtype).itemsize
     cases = [("key bias, causal", 4, 0), ("key bias, causal", 3, 3), ("key bias, causal", 8, 8)]
     if dtype != np.float16:
@@ -105,7 +106,7 @@ def test_it_compiles_without_spills(dtype: Any, arch: str) -> None:
         for multiprocessors in (0, 10**6):
             config = _select_narrow.forward_config(problem, size, multiprocessors)
             assert config is not None
-            report = compile_static(config, arch)
+            report = compile_static(config, arch, compiler_of(generation))
             assert (report.spill_bytes, report.warnings) == (0, ()), config
 
 
