@@ -4,9 +4,9 @@ python tools/shipped_tiles.py [--check]
 
 A sweep's best replaces the tile of cuflash/_select*.py only if the last comparison, all in turns,
 found it faster by more than MARGIN: two runs of one sweep differ by as much. And only if all sweeps
-of its problem, of at least two lengths, agree on it, since a row holds for every length, and each compared it with the tile
-of those tables, or with itself where it was shipped by then. Run it, too, after a row of those
-tables changed. A tile that none of its sweeps timed is left out.
+of its problem, of at least two lengths, agree on it, since a row holds for every length, and each
+compared it with the tile of those tables, or with itself where it was shipped by then. Run it, too,
+after a row of those tables changed. A tile that none of its sweeps timed is left out.
 """
 
 from __future__ import annotations
