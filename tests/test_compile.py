@@ -280,21 +280,17 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
     for arch in LIMITS:
         cases = halves[::2] if whole else halves[2 * last :: 4]
         if arch in FULL:
-            first = last == (arch == FULL[0])
-            own = min(DISTRIBUTIONS) if first else max(DISTRIBUTIONS)
+            own = (min if last == (arch == FULL[0]) else max)(DISTRIBUTIONS)
             cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
         found[arch] = compiled_for(cases, arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
     tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
     own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
-    choosing: dict[KernelConfig, list[str]] = {}
-    for arch in (*FULL, SMALLEST):
-        for config in compiled_for(own_rows, arch):
-            choosing.setdefault(config, []).append(arch)
-    for config, archs in choosing.items():
-        for arch in set(archs) & set(FULL) or archs:
-            found[arch].add(config)
+    chosen = {arch: compiled_for(own_rows, arch) for arch in (*FULL, SMALLEST)}
+    chosen[SMALLEST] -= set().union(*(chosen[arch] for arch in FULL))
+    for arch, configs in chosen.items():
+        found[arch] |= configs
     further = [(config, arch) for config, arch, once in further_tiles() if whole or once]
     for number, (config, arch) in enumerate(further):
         if whole or number % 2 == last:
