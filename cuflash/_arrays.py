@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -84,7 +85,7 @@ def on_own_device(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with on_device_of(args[0] if args else None):
+        with on_device_of(next(itertools.chain(args, kwargs.values()), None)):
             return function(*args, **kwargs)
 
     return run
@@ -160,11 +161,20 @@ def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
 
 def _cupy(name: str) -> ModuleType:
     try:
-        import cupy
+        return _imported()
     except ImportError as error:
         raise ImportError(
             f"{name}: an array on a GPU needs CuPy; install cuflash[cuda12] or cuflash[cuda13]"
         ) from error
+
+
+@functools.cache
+def _imported() -> ModuleType:
+    """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
+    from cuflash import _kernel_store
+
+    with _kernel_store.whatever_cupy_finds():
+        import cupy
     return cupy  # type: ignore[no-any-return]
 
 

@@ -15,16 +15,21 @@ import hashlib
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _DIGEST_BYTES = 32
 _COMPILER = "compiler.json"
+_IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
+_CACHE_DIR = "CUPY_CACHE_DIR"
+#: Not empty where it was cuflash that set the variable: what we can read of our own, we still read.
+_kept_out: set[str] = set()
 
 
 def folder() -> Path:
     """Where the files are: CuPy's settings hold."""
-    cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    cache = os.environ.get(_CACHE_DIR) or os.path.expanduser("~/.cupy/kernel_cache")
     return Path(cache, "cuflash")
 
 
@@ -80,7 +85,7 @@ def load(name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError:
-        _warn_once(str(folder()))
+        _warn_once(str(folder().parent))
         return None
     return _checked(name, content)
 
@@ -93,7 +98,7 @@ def save(name: str, cubin: bytes) -> None:
         _replace(_path(name), cubin + _digest(name, cubin))
     except OSError:
         if load(name) is None:  # Windows refuses to replace what another process is reading
-            _warn_once(str(folder()))
+            _warn_once(str(folder().parent))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -147,8 +152,49 @@ def _write_note(path: Path, note: dict[str, Any]) -> None:
             _replace(path, json.dumps(note).encode())
 
 
+@contextlib.contextmanager
+def whatever_cupy_finds() -> Iterator[None]:
+    """CuPy, imported within this, compiles from then on, whatever state its folder is in.
+
+    Its own kernels (fills, sums, conversions) go to the folder above ours, and it raises where it
+    cannot write there, or read what is there. The variable that keeps it out is read whenever it
+    compiles; where somebody has set it, that holds.
+    """
+    cupys = folder().parent
+    if not os.environ.get(_IN_MEMORY) and not _usable(cupys):
+        _warn_once(str(cupys))
+        os.environ[_IN_MEMORY] = "1"
+        _kept_out.add("CuPy")
+    if os.environ.get(_IN_MEMORY) != "1" or os.path.isdir(cupys):
+        yield
+        return
+    # Some versions make the folder when they are imported, to be used or not.
+    before = os.environ.get(_CACHE_DIR)
+    os.environ[_CACHE_DIR] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        del os.environ[_CACHE_DIR]
+        if before is not None:
+            os.environ[_CACHE_DIR] = before
+
+
+def _usable(cupys: Path) -> bool:
+    """Whether files can be made in a folder, and all kernels that lie there be read."""
+    try:
+        cupys.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=cupys)
+        os.close(descriptor)
+        os.unlink(temporary)
+        with os.scandir(cupys) as entries:
+            kernels = (entry for entry in entries if entry.name.endswith(".cubin"))
+            return all(entry.is_file() and os.access(entry, os.R_OK) for entry in kernels)
+    except OSError:
+        return False
+
+
 def _in_memory() -> bool:
-    return os.environ.get("CUPY_CACHE_IN_MEMORY") == "1"
+    return os.environ.get(_IN_MEMORY) == "1" and not _kept_out
 
 
 def _path(name: str) -> Path:

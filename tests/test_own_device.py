@@ -55,6 +55,12 @@ def test_the_first_array_decides(current: list[int], given: Any, expected: int) 
     assert (seen, current) == (expected, [0])
 
 
+def test_arrays_by_name_decide_as_well(current: list[int]) -> None:
+    own = _arrays.on_own_device(lambda *, outs, lses: (current[-1], outs, lses))
+    outs, lses = Foreign(2, 1), [Foreign(2, 1)]
+    assert own(outs=outs, lses=lses) == (1, outs, lses)
+
+
 @pytest.mark.parametrize(
     "name",
     [
