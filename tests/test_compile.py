@@ -1,7 +1,8 @@
 """Does every kernel that can be chosen compile cleanly, for every architecture, without a GPU?
 
-By NVRTC 12 and 13, in turns in minutes, by both with `--slow`: no warning, shared memory within the
-architecture's limit, and no spilled register but for the rows that `SPILLS` lists with the reason.
+No warning, shared memory within the architecture's limit, and no spilled register but for the rows
+that `SPILLS` lists with the reason. By NVRTC 12 and 13: in minutes every row and every case by one
+of them for sm_80 and by the other for sm_90, with `--slow` all by both.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ KIB = 1024
 #: Shared memory that one block of threads may have.
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227 * KIB,
           "sm_100": 227 * KIB, "sm_120": 99 * KIB}  # fmt: skip
+#: Which rows of wider elements are compiled without options in minutes. Three architectures have
+#: the same tables: each row is compiled for one of them.
+PART_OF_WIDE = {"sm_86": slice(0, None, 3), "sm_89": slice(1, None, 3),
+                "sm_120": slice(2, None, 3), "sm_100": slice(1, None, 2)}  # fmt: skip
 #: For these every option is compiled; SMALLEST has the least shared memory.
 FULL, SMALLEST = ("sm_80", "sm_90"), "sm_86"
 
@@ -132,6 +137,7 @@ SPILLS = {
 TF32 = "tf32"  # float32 with a permission
 WIDE = (np.float32, TF32, np.float64)
 ARITHMETICS = (bfloat16, *WIDE)
+SLOPES = ("alibi_slopes", "queries")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": (bfloat16, np.float16, np.float32, TF32, np.float64),
     "head_dims": ((64, 64), (128, 128), (96, 64), (192, 128), (256, 256), (20, 33)),
@@ -151,7 +157,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "copy_bytes": (16, 8, 4, 2),
     "cu_seqlens": (None, np.int32, np.int64),
     "grad": ("qkv", "k", "v"),
-    "sums": (("scale", "queries"), ("bias", "pairs"), ("bias", "keys"), ("bias", "queries")),
+    "sums": (
+        ("scale", "queries"),
+        ("bias", "pairs"),
+        ("bias", "keys"),
+        ("bias", "queries"),
+        SLOPES,
+    ),
     "dlse": (False, True),
 }
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
@@ -161,6 +173,7 @@ ALL = {
     "q_lengths": np.int32, "kv_lengths": np.int64, "dropout": 0.25, "dlse": True,
     "sums": ("bias", "pairs"),
 }  # fmt: skip
+SEED = 2
 #: Bounds of what a query sees and packing choose tiles of their own, too.
 BASES = (PLAIN, {**PLAIN, "window": (None, 0)}, {**PLAIN, "cu_seqlens": np.int64}, ALL)
 
@@ -208,44 +221,52 @@ def capability_of(arch: str) -> int:
 def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
     """Yield every portable kernel that forward and backward of this case would launch."""
     problem, copy_bytes = problem_of(case), max(case["copy_bytes"], dtype_of(case).itemsize)
-    sums = [case["sums"]] if case["bias"] is not None or case["sums"][0] == "scale" else []
-    if case["alibi_slopes"] is not None:
-        sums.append(("alibi_slopes", "queries"))
+    sums = case["sums"]
+    if sums[0] == "bias" and case["bias"] is None:
+        sums = SLOPES
     given = (problem, LIMITS[arch], copy_bytes)
     cuda_cores = on_cuda_cores(problem, capability_of(arch))
     yield delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
     yield forward_config(*given, cuda_cores=cuda_cores)
     yield backward_q_config(*given, cuda_cores=cuda_cores)
     yield from backward_kv_configs(*given, frozenset(case["grad"]), cuda_cores=cuda_cores)
-    for names in sums:
-        yield backward_score_config(*given, *names, cuda_cores=cuda_cores)
+    if sums != SLOPES or case["alibi_slopes"] is not None:
+        yield backward_score_config(*given, *sums, cuda_cores=cuda_cores)
 
 
-def rows(arithmetic: Any) -> list[dict[str, Any]]:
-    """Return each row of the tables of an arithmetic, without options and with all of them."""
+def rows(arithmetic: Any, turn: int = 0) -> list[dict[str, Any]]:
+    """Return each row of the tables of an arithmetic, without options and with all of them.
+
+    Wider elements have no row of 16. With all options a bias and slopes have gradients of their
+    own: in a row of turn 0 the one, in that of turn 1 the other.
+    """
+    sums, head_dims = (ALL["sums"], SLOPES), HEAD_DIMS[arithmetic in WIDE :]
     return [
         {**base, "dtype": arithmetic, "head_dims": (head_dim, head_dim)}
-        for head_dim, base in itertools.product(HEAD_DIMS, (PLAIN, ALL))
+        for n, head_dim in enumerate(head_dims)
+        for base in (PLAIN, {**ALL, "sums": sums[(n + turn) % 2]})
     ]
 
 
 @functools.cache
 def pairwise() -> tuple[dict[str, Any], ...]:
-    """Return cases in which, beside the rows of bfloat16, every two values of two options meet.
+    """Return cases in which, beside the rows, every two values of two options meet.
 
-    NVRTC's version is an option, too. A case starts from a pair that has not met; then, until every
-    option has a value, that is added which closes the most pairs with those of the case. A fixed
-    seed breaks ties.
+    NVRTC's version and the architecture are options, too: no source asks for either, so that they
+    matter to registers alone. A case starts from a pair that has not met; then, until every option
+    has a value, that is added which closes the most pairs with those of the case. A seed for which
+    the cases are few breaks ties.
     """
-    options = {**OPTIONS, "nvrtc": tuple(DISTRIBUTIONS)}
+    options = {**OPTIONS, "nvrtc": tuple(DISTRIBUTIONS), "arch": FULL}
     values = [(name, value) for name, choices in options.items() for value in choices]
     option = np.array([list(options).index(name) for name, _ in values])
     apart = (option[:, None] != option).astype(float)  # 1 where a pair has not met
-    for row, generation in itertools.product(rows(bfloat16), DISTRIBUTIONS):
-        case = {**row, "nvrtc": generation}
-        met = [n for n, (name, value) in enumerate(values) if value == case[name]]
-        apart[np.ix_(met, met)] = 0
-    rng = np.random.default_rng(1)
+    for arch, generation in itertools.product(FULL, DISTRIBUTIONS):
+        for row in rows_in_minutes(arch, generation):
+            case = {**row, "nvrtc": generation, "arch": arch}
+            met = [n for n, (name, value) in enumerate(values) if value == case[name]]
+            apart[np.ix_(met, met)] = 0
+    rng = np.random.default_rng(SEED)
     cases = []
     while apart.any():
         start = np.argmax(apart * (1 + rng.random(apart.shape)))
@@ -258,6 +279,28 @@ def pairwise() -> tuple[dict[str, Any], ...]:
     return tuple(cases)
 
 
+def rows_in_minutes(arch: str, generation: int) -> list[dict[str, Any]]:
+    """Return the rows that one NVRTC compiles for one of FULL: of 16 bits all without options.
+
+    Of others and with all options every second, which the other has for the other of FULL. So each
+    row is compiled by both, and for both.
+    """
+    turn = turn_of(arch, generation)
+    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic, turn)]
+    return plain(bfloat16) + [row for n, row in enumerate(tables) if (n // 2 + n) % 2 == turn]
+
+
+def plain(*arithmetics: Any) -> list[dict[str, Any]]:
+    """Return the rows without options of some arithmetics, nor the gradient of one."""
+    found = itertools.chain(*map(rows, arithmetics))
+    return [{**row, "sums": SLOPES} for row in itertools.islice(found, 0, None, 2)]
+
+
+def turn_of(arch: str, generation: int) -> int:
+    """Return 0 or 1: another for the other NVRTC, and of sm_80 and sm_90."""
+    return (list(LIMITS).index(arch) + generation) % 2
+
+
 def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig]:
     """Return what these cases launch on an architecture."""
     found = itertools.chain(*(configs_of(case, arch) for case in cases))
@@ -268,32 +311,33 @@ def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig
 def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]]:
     """Return what one NVRTC compiles for each architecture, in minutes, or the whole of it.
 
-    For sm_80 and sm_90 the rows of bfloat16; the pairwise cases, each of which is compiled by one
-    NVRTC for one of the two and by the other for the other; and rows of wider elements, without
-    options by one NVRTC and with all by the other. For the rest the rows without options, in turns,
-    and the tiles that only the least shared memory makes choose; further tiles once, by one of
-    them.
+    In minutes for sm_80 and sm_90 :func:`rows_in_minutes` and pairwise cases, each once. For the
+    rest rows without options, each by one of the two: of 16 bits all, of others PART_OF_WIDE.
+    Further tiles once, by one of the two. What rows with all options are where shared memory is
+    least is for the whole.
     """
-    last = generation == max(DISTRIBUTIONS)
-    halves = rows(bfloat16)
     found: dict[str, set[KernelConfig]] = {}
+    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
     for arch in LIMITS:
-        cases = halves[::2] if whole else halves[2 * last :: 4]
-        if arch in FULL:
-            own = (min if last == (arch == FULL[0]) else max)(DISTRIBUTIONS)
-            cases = [*halves, *(case for case in pairwise() if whole or case["nvrtc"] != own)]
+        turn = turn_of(arch, generation)
+        if whole:
+            every = [row for arithmetic in ARITHMETICS for row in rows(arithmetic, 1)]
+            cases = [*tables, *every, *pairwise()] if arch in FULL else plain(*ARITHMETICS)
+        elif arch in FULL:
+            here = {"arch": arch, "nvrtc": generation}
+            cases = rows_in_minutes(arch, generation)
+            cases += [case for case in pairwise() if case.items() >= here.items()]
+        else:
+            cases = [*plain(bfloat16)[turn::2], *plain(*WIDE)[PART_OF_WIDE[arch]][turn::2]]
         found[arch] = compiled_for(cases, arch)
         for dtype in ("int32", "int64"):
             found[arch].add(SegmentBoundsConfig(num_warps=8, segment_ids=dtype))
-    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
-    own_rows = [row for n, row in enumerate(tables) if whole or (n // 2 + n) % 2 == last]
-    chosen = {arch: compiled_for(own_rows, arch) for arch in (*FULL, SMALLEST)}
-    chosen[SMALLEST] -= set().union(*(chosen[arch] for arch in FULL))
-    for arch, configs in chosen.items():
-        found[arch] |= configs
+    if whole:
+        others = (compiled_for(tables, arch) for arch in FULL)
+        found[SMALLEST] |= compiled_for(tables, SMALLEST).difference(*others)
     further = [(config, arch) for config, arch, once in further_tiles() if whole or once]
     for number, (config, arch) in enumerate(further):
-        if whole or number % 2 == last:
+        if whole or number % 2 == generation % 2:
             found[arch].add(config)
     return found
 
@@ -390,6 +434,7 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
 
 
 def test_every_tile_that_is_chosen_is_compiled() -> None:
+    """In minutes, too, but for what all options choose where shared memory is least."""
     gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]
     compiled = [tiles_of(itertools.chain(*found.values())) for found in gates]
     in_minutes = (found.values() for found in map(gate, DISTRIBUTIONS))
@@ -405,15 +450,34 @@ def test_every_tile_that_is_chosen_is_compiled() -> None:
         case["head_dims"] = tuple(int(width) for width in rng.integers(1, 257, 2))
         for arch in (*FULL, SMALLEST):
             tiles = tiles_of(compiled_for([case], arch))
-            assert all(tiles <= found for found in compiled), (arch, case)
+            expected = compiled if arch in FULL else compiled[: len(gates)]
+            assert all(tiles <= found for found in expected), (arch, case)
 
 
 def test_few_cases_hold_every_pair_of_options() -> None:
     assert len(pairwise()) < 40
-    cases = [*rows(bfloat16), *pairwise()]
-    for (one, first), (other, second) in itertools.combinations(OPTIONS.items(), 2):
-        met = {(repr(case[one]), repr(case[other])) for case in cases}
+    own = list(itertools.product(FULL, DISTRIBUTIONS))
+    rows = [{**r, "arch": a, "nvrtc": g} for a, g in own for r in rows_in_minutes(a, g)]
+    options = {**OPTIONS, "arch": FULL, "nvrtc": tuple(DISTRIBUTIONS)}
+    for (one, first), (other, second) in itertools.combinations(options.items(), 2):
+        met = {(repr(case[one]), repr(case[other])) for case in (*rows, *pairwise())}
         assert met >= {(repr(a), repr(b)) for a, b in itertools.product(first, second)}
+
+
+def test_every_row_is_compiled_by_both_and_for_both() -> None:
+    """In minutes, without options and with all; the rest of it is spread."""
+    for row in (row for arithmetic in ARITHMETICS for row in rows(arithmetic)):
+        own = [
+            (arch, generation)
+            for arch, generation in itertools.product(FULL, DISTRIBUTIONS)
+            if any(r | {"sums": row["sums"]} == row for r in rows_in_minutes(arch, generation))
+        ]
+        assert {arch for arch, _ in own} == set(FULL), row
+        assert {generation for _, generation in own} == set(DISTRIBUTIONS), row
+    first, *others = (gate(generation, whole=True) for generation in DISTRIBUTIONS)
+    assert all(other == first for other in others), "--slow: all by both"
+    for generation in DISTRIBUTIONS:
+        assert all(found <= first[arch] for arch, found in gate(generation).items())
 
 
 @pytest.mark.nvrtc

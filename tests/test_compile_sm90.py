@@ -28,7 +28,7 @@ from cuflash._config import (
 )
 from cuflash._formulas import formulas_of
 from cuflash._problem import HALVES, describe
-from support.nvrtc import DISTRIBUTIONS, compiler_of
+from support.nvrtc import compiler_of
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -99,18 +99,13 @@ def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm9
     return [of_queries, *of_keys]
 
 
-def by_turns(names: Iterable[str]) -> list[Any]:
-    """Options and the NVRTC that compiles them: EVERY_ROW by both, of the others every second.
-
-    All by both with --slow.
-    """
-    found = []
-    for turn, name in enumerate(names):
-        for generation in DISTRIBUTIONS:
-            later = name not in EVERY_ROW and generation % 2 == turn % 2
-            marks = [pytest.mark.slow] if later else []
-            found.append(pytest.param(name, generation, marks=marks, id=f"{name}-{generation}"))
-    return found
+def by_turns(names: Iterable[str], generation: int, *, whole: bool) -> list[str]:
+    """Options that an NVRTC compiles: EVERY_ROW, and every second of the others, or all."""
+    return [
+        name
+        for turn, name in enumerate(names)
+        if whole or name in EVERY_ROW or generation % 2 != turn % 2
+    ]
 
 
 def rows_of(
@@ -147,19 +142,20 @@ def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(("name", "generation"), by_turns(OPTIONS), indirect=["generation"])
-def test_every_row_of_the_tables(name: str, generation: int, pytestconfig: pytest.Config) -> None:
-    table = _select._FORWARD_SM90
-    rows = rows_of(table, OPTIONS, name, whole=pytestconfig.getoption("--slow"))
-    configs = {
-        config_of({**PLAIN, **OPTIONS[name], **SERVED, "head_dims": d}, multiprocessors)
-        for d in rows
-        for multiprocessors in (SMALL, LARGE)
-    }
-    refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
-    assert (None in configs) == bool(refused)
-    assert {(c.head_dim, c.head_dim_v) for c in configs - {None}} == set(rows) - refused
-    compile_all(configs - {None}, generation)
+def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -> None:
+    """All at once: kernels of one option seldom keep two cores busy."""
+    whole = pytestconfig.getoption("--slow")
+    configs: set[Sm90Config] = set()
+    for name in by_turns(OPTIONS, generation, whole=whole):
+        rows = rows_of(_select._FORWARD_SM90, OPTIONS, name, whole=whole)
+        case = {**PLAIN, **OPTIONS[name], **SERVED}
+        chosen = {config_of({**case, "head_dims": d}, n) for d in rows for n in (SMALL, LARGE)}
+        refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
+        assert (None in chosen) == bool(refused), name
+        served = {config for config in chosen if config is not None}
+        assert {(c.head_dim, c.head_dim_v) for c in served} == set(rows) - refused, name
+        configs |= served
+    compile_all(configs, generation)
 
 
 @pytest.mark.nvrtc
@@ -175,28 +171,33 @@ def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> 
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("sink", [None, np.float32], ids=["", "sink"])
-def test_a_window_too_wide_for_narrow_blocks(sink: Any, generation: int) -> None:
+def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pytest.Config) -> None:
+    """One NVRTC compiles it with a sink, the other without; both with --slow."""
     a = np.broadcast_to(np.zeros((), bfloat16), (1, 8192, 128))
-    options = Options(window=(5000, 20), sink=None if sink is None else np.ones(1, sink))
-    config = _select.forward_sm90_config(describe(a, a, a, options))
-    assert config is not None
-    assert (config.block_m, config.block_n) == (128, 128)
-    compile_all([config], generation)
+    configs = []
+    for sink in (None, np.ones(1, np.float32)):
+        problem = describe(a, a, a, Options(window=(5000, 20), sink=sink))
+        config = _select.forward_sm90_config(problem)
+        assert config is not None
+        assert (config.block_m, config.block_n) == (128, 128)
+        configs.append(config)
+    if not pytestconfig.getoption("--slow"):
+        configs = configs[generation % 2 :][:1]
+    compile_all(configs, generation)
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(
-    ("name", "generation"), by_turns(GRADIENT_OPTIONS), indirect=["generation"]
-)
-def test_every_row_of_the_gradient(name: str, generation: int, pytestconfig: pytest.Config) -> None:
+def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config) -> None:
     table = _select._BACKWARD_KV_SM90
-    whole = pytestconfig.getoption("--slow")
-    rows = rows_of(table, GRADIENT_OPTIONS, name, whole=whole)
-    case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED}
-    configs = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
-    assert {(c.head_dim, c.head_dim_v) for c in configs} == set(rows)
     assert set(table) == set(_select._BACKWARD_Q_SM90)
+    whole = pytestconfig.getoption("--slow")
+    configs: set[Sm90Config] = set()
+    for name in by_turns(GRADIENT_OPTIONS, generation, whole=whole):
+        rows = rows_of(table, GRADIENT_OPTIONS, name, whole=whole)
+        case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED}
+        chosen = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
+        assert {(c.head_dim, c.head_dim_v) for c in chosen} == set(rows), name
+        configs |= chosen
     compile_all(configs, generation)
 
 
@@ -220,27 +221,35 @@ def one_pass_configs(
 
 
 @pytest.mark.nvrtc
-def test_all_gradients_in_one_pass(generation: int) -> None:
-    """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
+def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
+    """Every kernel that is chosen: plain and causal scores and, up to 128, windows.
+
+    Of plain scores in order by both NVRTCs, of others by one of them; all by both with --slow.
+    """
     configs: set[Sm90Config] = set()
     for head_dims, ordered in itertools.product(_select_one_pass.TILES, (True, False)):
         found = one_pass_configs(head_dims, GRADIENT_OPTIONS, ordered=ordered)
-        chosen = {config for config, wins in found.items() if wins}
+        chosen = [config for config, wins in found.items() if wins]
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
-        configs |= chosen | set(map(_select_one_pass.convert_config, chosen))
-    compile_all(configs, generation)
+        assert chosen[:1] == list(one_pass_configs(head_dims, EVERY_ROW, ordered=ordered))[:1]
+        configs |= {
+            config
+            for turn, config in enumerate(chosen)
+            if pytestconfig.getoption("--slow")
+            or (turn == 0 and ordered)
+            or (turn + ordered + generation) % 2
+        }
+    compile_all(configs | set(map(_select_one_pass.convert_config, configs)), generation)
 
 
 @pytest.mark.nvrtc
-def test_one_pass_by_config(generation: int, pytestconfig: pytest.Config) -> None:
-    """Each NVRTC every second row with one of two; all with --slow."""
+@pytest.mark.slow
+def test_one_pass_by_config(generation: int) -> None:
+    """What no call is given that does not ask for it."""
     configs: set[Sm90Config] = set()
-    for number, head_dims in enumerate(_select_one_pass.TILES):
-        names = ONE_PASS_BY_CONFIG
-        if not pytestconfig.getoption("--slow"):
-            names = names[number // 2 % 2 :][: (number + generation) % 2]
-        found = one_pass_configs(head_dims, names, ordered=True)
-        assert len(found) == len(names)
+    for head_dims in _select_one_pass.TILES:
+        found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, ordered=True)
+        assert len(found) == len(ONE_PASS_BY_CONFIG)
         assert not any(found.values())
         configs |= set(found)
     compile_all(configs, generation)
@@ -262,15 +271,19 @@ def test_one_gradient_alone(generation: int) -> None:
 
 
 @pytest.mark.nvrtc
-def test_other_combinations(generation: int) -> None:
-    """A sample of those in which two options meet: a kernel of this kind compiles for seconds."""
+def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> None:
+    """Of those in which two options meet, what the portable kernels are compiled with for sm_90.
+
+    A kernel of this kind compiles for seconds: all with --slow.
+    """
     widths = ((64, 64), (128, 128), (192, 128), (256, 256))
     chosen = set()
     for case in pairwise():
-        if case["head_dims"] in widths and case["nvrtc"] == generation:
+        here = case["nvrtc"] == generation and case["arch"] == "sm_90"
+        if case["head_dims"] in widths and (here or pytestconfig.getoption("--slow")):
             dtype = case["dtype"] if dtype_of(case) in HALVES else np.float16
             chosen.add(config_of({**case, **SERVED, "bias": None, "dtype": dtype}))
-    assert len(chosen - {None}) > 6
+    assert len(chosen - {None}) > 2
     compile_all(chosen - {None}, generation)
 
 

@@ -60,15 +60,11 @@ def tiles_of(name: str, generation: int, *, whole: bool) -> tuple[Tile, ...]:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize(("name", "generation"), by_turns(OPTIONS), indirect=["generation"])
-def test_every_kernel(name: str, generation: int, pytestconfig: pytest.Config) -> None:
-    case = {**PLAIN, **OPTIONS[name], "dtype": np.float32, "out_dtype": None}
-    tiles = tiles_of(name, generation, whole=pytestconfig.getoption("--slow"))
-    compile_all(
-        {
-            config
-            for d, precision in tiles
-            for config in configs_of({**case, "head_dims": d}, precision)
-        },
-        generation,
-    )
+def test_every_kernel(generation: int, pytestconfig: pytest.Config) -> None:
+    whole = pytestconfig.getoption("--slow")
+    configs: set[TileConfig] = set()
+    for name in by_turns(OPTIONS, generation, whole=whole):
+        case = {**PLAIN, **OPTIONS[name], "dtype": np.float32, "out_dtype": None}
+        for d, precision in tiles_of(name, generation, whole=whole):
+            configs |= set(configs_of({**case, "head_dims": d}, precision))
+    compile_all(configs, generation)
