@@ -1,8 +1,9 @@
 """Does every kernel that can be chosen compile cleanly, for every architecture, without a GPU?
 
 No warning, shared memory within the architecture's limit, and no spilled register but for the rows
-that `SPILLS` lists with the reason. By NVRTC 12 and 13: in minutes every row and every case by one
-of them for sm_80 and by the other for sm_90, with `--slow` all by both.
+that `SPILLS` lists with the reason. In minutes for sm_80 and sm_90 every row, without options and
+with all, by one of NVRTC 12 and 13 for the one and by the other for the other, and cases in which
+every two options meet; for the rest rows without options. With `--slow` all of it by both.
 """
 
 from __future__ import annotations
