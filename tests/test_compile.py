@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ from cuflash._select_gradients import (
     backward_score_config,
 )
 from cuflash._source import flatten, kernels_dir
-from support.nvrtc import DISTRIBUTIONS, Library, compiler_of, library_of
+from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, library_of
 
 KIB = 1024
 #: Shared memory that one block of threads may have.
@@ -416,9 +415,9 @@ def complaints(config: KernelConfig, arch: str, report: Report) -> list[str]:
 def reports(
     configs: Iterable[KernelConfig], arch: str, generation: int
 ) -> dict[KernelConfig, Report]:
-    """Compile on all cores, the longest first: NVRTC runs without Python's lock."""
+    """Compile on all cores, the longest first."""
     ordered = sorted(configs, key=lambda c: (not getattr(c, "mask", False), repr(c)))
-    with ThreadPoolExecutor() as pool:
+    with all_cores() as pool:
         return dict(
             zip(ordered, pool.map(lambda c: report_of(c, arch, generation), ordered), strict=True)
         )
@@ -542,7 +541,7 @@ def test_sources_compile_without_python_defines(
     names = sorted(path.name for path in kernels_dir().glob("*.cu"))
     if not pytestconfig.getoption("--slow"):
         names = names[generation % 2 :: 2]
-    with ThreadPoolExecutor() as pool:
+    with all_cores() as pool:
         for name, (cubin, log) in zip(names, pool.map(compiled, names), strict=True):
             assert cubin, name
             assert not log, name

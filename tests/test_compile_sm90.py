@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from cuflash._config import (
 )
 from cuflash._formulas import formulas_of
 from cuflash._problem import HALVES, describe
-from support.nvrtc import compiler_of
+from support.nvrtc import all_cores, compiler_of
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -133,8 +132,8 @@ def complaints(config: Sm90Config, generation: int) -> list[str]:
 
 
 def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
-    """Compile on all cores, the longest first: NVRTC runs without Python's lock."""
-    with ThreadPoolExecutor() as pool:
+    """Compile on all cores, the longest first."""
+    with all_cores() as pool:
         ordered = sorted(configs, key=lambda c: (-c.smem_bytes, repr(c)))
         found = itertools.chain(*pool.map(lambda c: complaints(c, generation), ordered))
     if text := "\n".join(found):
