@@ -340,7 +340,7 @@ class BackwardKVConfig(TileConfig):
     source = "backward_dkv_sm80.cu"
     entry = "cuflash_backward_dkv_sm80"
     owned = "block_n"  # queries are streamed
-    streams = range(16, 65, 16)  # KeptBits of dropout.cuh
+    streams: ClassVar[Sequence[int]] = range(16, 65, 16)  # KeptBits of dropout.cuh
 
     shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool

@@ -298,9 +298,9 @@ def test_every_kernel_travels():
         ("backward_dq_sm90", {"block_m": (128,), "num_stages": (3,), "block_n": (48,)}),
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
-        ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
+        ("backward_dkv_sm80", {"block_m": (16, 32), "block_n": (64,), "blocks_per_sm": (1,)}),
         ("backward_dq_partners", {"block_m": (32,), "block_n": (32,)}),
-        ("backward_dkv_partners", {"block_m": (32,), "block_n": (32,)}),
+        ("backward_dkv_partners", {"block_m": (32,), "block_n": (16, 32)}),
         ("forward_tf32_sm90", {"num_stages": (1,)}),
         ("backward_dkv_sm80", {"block_m": (64,), "block_n": (64, 128), "blocks_per_sm": (1,)}),
         ("forward_narrow", {"num_warps": (4,), "block_n": (128,), "blocks_per_sm": (2,)}),
@@ -325,6 +325,19 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_legal_configurations_compile(kernel):
+    """Two drawn ones and the largest; other dtypes, sizes and options where a kernel has them."""
+    chance, others = random.Random(kernel), [own for name, own in OTHERS if name == kernel]
+    given = chance.choice(others)
+    found = tuning.space(replace(PROBLEMS[kernel], **given), kernel, arch="sm_90a")
+    largest = max(found, key=lambda c: c.config.block_m * c.config.block_n * c.config.num_warps)
+    chosen = [*chance.sample(list(found), min(len(found), 2)), largest]
+    facts = found.compile(chosen, processes=2)
+    assert [own.error for own in facts.values()] == [""] * len(facts), given
+
+
+@pytest.mark.nvrtc
 def test_facts_are_taken_from_the_store_the_second_time():
     tried = {"block_m": (128,), "block_n": (96,), "num_stages": (2,), "overlap_quarters": (0,)}
     first = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
@@ -336,12 +349,12 @@ def test_facts_are_taken_from_the_store_the_second_time():
 
 
 @pytest.mark.nvrtc
-def test_what_does_not_compile_is_a_fact(monkeypatch):
+def test_what_does_not_compile_is_a_fact():
     tried = {"block_m": (128,), "block_n": (48,), "num_stages": (2,), "overlap_quarters": (0,)}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
     candidate = next(iter(found))
-    monkeypatch.setattr(_config.ForwardSm90Config, "streams", (16,))  # there is no such product
-    broken = replace(candidate, config=replace(candidate.config, block_n=16))
+    # Legal by its numbers, but the products of this kernel are of 16 bits.
+    broken = replace(candidate, config=replace(candidate.config, dtype="float32"))
     found.candidates[:] = [broken]
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error

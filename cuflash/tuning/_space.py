@@ -44,7 +44,7 @@ class Candidate:
 
 @dataclass
 class Space:
-    """All combinations of the parameters of one kernel for one problem on one device.
+    """Combinations of the parameters of one kernel for one problem on one device, all legal ones.
 
     Iterating yields the legal ones. ``default`` is the configuration that is shipped.
     """
@@ -120,18 +120,22 @@ def space(
         Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device at
         hand, or sm_90 where there is none.
     parameters : mapping of str to sequence of int, optional
-        Values to try instead of all, by parameter.
+        Values to try instead of all that a legal configuration may have, by parameter.
 
     Returns
     -------
     Space
-        With the combinations that are not legal, too, each with the reason.
+        With every legal combination; with those that are not legal, too, each with the reason, but
+        of more than 20,000 only those whose warps share the rows evenly, and only the first number
+        of blocks to a multiprocessor that is too large.
 
     Raises
     ------
     ValueError
         For an unknown kernel, parameter or architecture, values of which no combination is legal,
         or a kernel that does not serve the problem.
+    TypeError
+        For a workload that is none, or parameters that are no lists of ints by name.
 
     Examples
     --------
@@ -153,8 +157,7 @@ def space(
         )  # fmt: skip
     hardware = typical(arch) if arch is not None else present() or typical("sm_90")
     default = default_config(workload, kernel, hardware)
-    shipped = tile_of(default)  # whatever the list says
-    tried = superset(type(default), PARAMETERS[type(default)])
+    tried = {name: tuple(values) for name, values in superset(type(default)).items()}
     for name, values in (parameters or {}).items():
         if name not in tried:
             raise problem_with(
@@ -168,7 +171,7 @@ def space(
         tried[name] = named
     candidates = _candidates(default, tried, hardware)
     if all(c.config is None for c in candidates):
-        own = tuple(shipped.values())
+        own = tuple(tile_of(default).values())
         nearest = max(candidates, key=lambda c: sum(map(operator.eq, c.values, own)), default=None)
         raise problem_with(
             "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",

@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 from cuflash._config import (
     BackwardKVConfig,
     BackwardKVPartnersConfig,
-    BackwardKVTf32Sm90Config,
     BackwardQConfig,
     BackwardQPartnersConfig,
-    BackwardQTf32Sm90Config,
     ForwardConfig,
     ForwardNarrowConfig,
-    ForwardTf32Sm90Config,
     TileConfig,
 )
+from cuflash.tuning._kernels import PARAMETERS
 
 _PARTNERS = (BackwardQPartnersConfig, BackwardKVPartnersConfig)
-#: Roles divide the registers of these, and warps do not share rows evenly.
-_OF_ROLES = (ForwardTf32Sm90Config, BackwardQTf32Sm90Config, BackwardKVTf32Sm90Config)
 #: Rows of results that a multiprocessor's registers hold: 32 lanes have 2048 registers each, and 16
 #: rows take 16 of a lane with 16 columns of scores and as many of results. A row of one of the
 #: narrow forward's lanes takes 13.
@@ -27,25 +23,28 @@ _ROWS = range(16, 16 * 2048 // 16 + 1, 16)
 _NARROW_ROWS = range(32, 32 * (2048 // 13) + 1, 32)
 
 
-def superset(kind: type[TileConfig], names: Sequence[str]) -> dict[str, Sequence[int]]:
+def superset(kind: type[TileConfig]) -> dict[str, Sequence[int]]:
     """Values of each parameter, among which all are that some device and problem can have."""
-    streamed = "block_n" if kind.owned == "block_m" else "block_m"
-    even = issubclass(kind, ForwardConfig | BackwardQConfig | BackwardKVConfig)
     own: Sequence[int] = _NARROW_ROWS if kind is ForwardNarrowConfig else _ROWS
-    if not even or kind in _OF_ROLES:
+    if not _has_even_warps(kind):
         own = range(64, 257, 64)  # by warpgroups, of which sixteen warps have three at most
     known: dict[str, Sequence[int]] = {
         kind.owned: own,
-        streamed: kind.streams,
+        "block_n" if kind.owned == "block_m" else "block_m": kind.streams,
         "num_warps": range(1, 33),
         "blocks_per_sm": range(1, 33),
-        "num_stages": range(1, 33) if kind is not ForwardConfig else (1, 2),
+        "num_stages": (1, 2) if kind is ForwardConfig else range(1, 33),
         "num_q_stages": (1, 2),
         "overlap_quarters": range(5),
         "scores_ahead": (0, 1),
         "keys_in_registers": (0, 1),
     }
-    return {name: known[name] for name in names}
+    return {name: known[name] for name in PARAMETERS[kind]}
+
+
+def _has_even_warps(kind: type[TileConfig]) -> bool:
+    """Whether all warps do the same, with as many registers; else roles divide them."""
+    return "num_warps" in PARAMETERS[kind]
 
 
 def shares_evenly(kind: type[TileConfig], values: Mapping[str, int]) -> bool:
@@ -67,10 +66,10 @@ def lane_registers(config: TileConfig) -> int:
     The portable kernels keep scores of a block and sums of results of a warp's rows in registers
     at the same time.
     """
-    kind = type(config)
-    if kind in _OF_ROLES:
+    kind: type[TileConfig] = type(config)
+    if not _has_even_warps(kind):
         return 0
-    rows = getattr(config, kind.owned) // (_warp_rows(kind) * config.num_warps)
+    rows: int = getattr(config, kind.owned) // (_warp_rows(kind) * config.num_warps)
     words = config.real_bytes // 4
     if isinstance(config, ForwardNarrowConfig):  # q, maxima, sums in a block and of all, a run
         return rows * (config.width + 2 * (2 + config.width_v) + 8) * words
