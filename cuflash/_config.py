@@ -7,6 +7,7 @@ never recompiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import ClassVar, Literal
 
@@ -28,6 +29,9 @@ SumsTo = Literal["pairs", "keys", "queries"]
 
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
+
+#: Columns of scores that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
+WGMMA_WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 
 #: Shared memory that the system keeps for itself in every block of threads.
 RESERVED_SMEM = 1024
@@ -118,6 +122,12 @@ class DeltaConfig(OperandConfig):
 class TileConfig(OperandConfig):
     """A kernel that computes scores tile by tile."""
 
+    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
+    #: Rows of the other side that a block may have: a lane has 32 bits for its columns of a row,
+    #: ``ColumnBits`` of score.cuh.
+    streams: ClassVar[Sequence[int]] = range(16, 129, 16)
+    most_on_cuda_cores: ClassVar[int] = 512  # rows of tile/global_tile.cuh
+
     precision: Precision
     wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
     cuda_cores: bool = False  # do they multiply, operands where they lie?
@@ -150,6 +160,10 @@ class TileConfig(OperandConfig):
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):
             if value <= 0 or value % 16:
                 raise ValueError(f"{name} = {value} must be a positive multiple of 16")
+            if name != self.owned and value not in self.streams:
+                raise ValueError(f"{name} = {value} must be one of {(*self.streams,)}")
+            if name == self.owned and self.cuda_cores and value > self.most_on_cuda_cores:
+                raise ValueError(f"{name} = {value} must be at most {self.most_on_cuda_cores}")
         if self.result_columns % (16 * self.column_parts):
             raise ValueError(f"{self.result_columns} columns, {self.column_parts=}: not by 16")
         if self.rows % (16 * self.num_warps):
@@ -207,6 +221,8 @@ class ForwardNarrowConfig(ForwardConfig):
 
     source = "forward_narrow.cu"
     entry = "cuflash_forward_narrow"
+    streams = range(16, 513, 16)  # keys of a sum: as many as sums, of 262,144 keys
+    most_on_cuda_cores = 2**15  # a thread has its rows in registers
 
     width: int  # true head sizes
     width_v: int
@@ -214,32 +230,24 @@ class ForwardNarrowConfig(ForwardConfig):
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        if self.block_m % self.num_threads or self.block_n % 8 or self.column_parts != 1:
-            raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.block_n=} by 8")
+        if self.block_m % self.num_threads or self.column_parts != 1:
+            raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.column_parts=} by 1")
         if not 1 <= self.width <= 8 or not 0 <= self.width_v <= 8:
             raise ValueError(f"{self.width=} must be from 1 to 8, {self.width_v=} from 0 to 8")
 
     @property
     def smem_bytes(self) -> int:
         """A block of keys, values and biases, by four numbers."""
-        return (
-            self.real_bytes
-            * self.block_n
-            * 4
-            * -(-(self.width + self.width_v + self.key_bias) // 4)
-        )
+        numbers = self.width + self.width_v + self.key_bias
+        return self.real_bytes * self.block_n * 4 * -(-numbers // 4)
 
 
-def _check_tf32_sm90(
-    config: TileConfig, own: int, streamed: int, num_stages: int, num_warps: int = 12
-) -> None:
+def _check_tf32_sm90(config: TileConfig, own: int, num_stages: int, num_warps: int = 12) -> None:
     """Whether two warpgroups own 64 rows each of ``own``, and others split what is streamed."""
     if config.dtype != "float32":
         raise ValueError(f"{config.dtype=} must be float32")
-    if own != 128 or streamed not in (32, 64) or config.num_warps != num_warps:
-        raise ValueError(
-            f"{own} rows, {streamed} streamed, {config.num_warps=}: 128, 32 or 64, {num_warps}"
-        )
+    if own != 128 or config.num_warps != num_warps:
+        raise ValueError(f"{own} rows, {config.num_warps=}: must be 128 and {num_warps}")
     if num_stages < 1 or config.column_parts != 1:
         raise ValueError(f"{num_stages=} must be at least 1, {config.column_parts=} 1")
     if not {config.head_dim, config.head_dim_v} <= {64, 128}:
@@ -251,12 +259,13 @@ class ForwardTf32Sm90Config(ForwardConfig):
 
     source = "forward_tf32_sm90.cu"
     entry = "cuflash_forward_tf32_sm90"
+    streams = (32, 64)
 
     num_stages: int  # buffers of k and of v
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages, num_warps=16)
+        _check_tf32_sm90(self, self.block_m, self.num_stages, num_warps=16)
         if self.precision == "tf32" and self.block_n != 64:
             raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
 
@@ -278,7 +287,7 @@ class ForwardSm90Config(TileConfig):
 
     source = "forward_sm90.cu"
     entry = "cuflash_forward_sm90"
-    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
+    streams = WGMMA_WIDTHS
     other_warps: ClassVar[int] = 4  # that own no rows
 
     sink: Floats
@@ -330,7 +339,8 @@ class BackwardKVConfig(TileConfig):
 
     source = "backward_dkv_sm80.cu"
     entry = "cuflash_backward_dkv_sm80"
-    most_queries: ClassVar[int] = 64  # of a block: KeptBits of dropout.cuh
+    owned = "block_n"  # queries are streamed
+    streams: ClassVar[Sequence[int]] = range(16, 65, 16)  # KeptBits of dropout.cuh
 
     shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool
@@ -340,11 +350,8 @@ class BackwardKVConfig(TileConfig):
         TileConfig.__post_init__(self)
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
-        if self.block_m > min(self.most_queries, self.num_threads):
-            raise ValueError(
-                f"block_m = {self.block_m} must be at most {self.most_queries}, a bit for each "
-                f"register of scores, and {self.num_threads}, a thread for each row"
-            )
+        if self.block_m > self.num_threads:
+            raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
 
     @property
     def result_columns(self) -> int:
@@ -366,23 +373,19 @@ class BackwardKVConfig(TileConfig):
         return tiles + 4 * self.real_bytes * self.block_m
 
 
-def _check_partners(config: TileConfig, name: str, streamed: int) -> None:
-    """Whether two warps can halve what is streamed, for products that sum 16 rows."""
-    if streamed % 32 or config.num_warps % 2:
-        raise ValueError(f"{name} = {streamed}, num_warps = {config.num_warps}: halves not by 16")
-
-
 class BackwardQPartnersConfig(BackwardQConfig):
     """``backward_dq_partners.cu``: two warps own the same rows, each half of their columns."""
 
     source = "backward_dq_partners.cu"
     entry = "cuflash_backward_dq_partners"
+    streams = range(32, 257, 32)  # of which a warp has half
 
     partners: int = 2  # warps that have the same rows
 
     def __post_init__(self) -> None:
         BackwardQConfig.__post_init__(self)
-        _check_partners(self, "block_n", self.block_n)
+        if self.num_warps % 2:
+            raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
 
     @property
     def rows(self) -> int:
@@ -402,13 +405,14 @@ class BackwardKVPartnersConfig(BackwardKVConfig):
 
     source = "backward_dkv_partners.cu"
     entry = "cuflash_backward_dkv_partners"
-    most_queries: ClassVar[int] = 128  # of which a warp has half
+    streams = range(32, 129, 32)  # of which a warp has half
 
     partners: int = 2  # warps that have the same rows
 
     def __post_init__(self) -> None:
         BackwardKVConfig.__post_init__(self)
-        _check_partners(self, "block_m", self.block_m)
+        if self.num_warps % 2:
+            raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
 
     @property
     def rows(self) -> int:
@@ -428,12 +432,13 @@ class BackwardQTf32Sm90Config(BackwardQConfig):
 
     source = "backward_dq_tf32_sm90.cu"
     entry = "cuflash_backward_dq_tf32_sm90"
+    streams = (32, 64)
 
     num_stages: int  # buffers of k and of v
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_m, self.block_n, self.num_stages)
+        _check_tf32_sm90(self, self.block_m, self.num_stages)
 
     @property
     def rows(self) -> int:
@@ -454,12 +459,13 @@ class BackwardKVTf32Sm90Config(BackwardKVConfig):
 
     source = "backward_dkv_tf32_sm90.cu"
     entry = "cuflash_backward_dkv_tf32_sm90"
+    streams = (32, 64)
 
     num_stages: int  # buffers of q and of dout
 
     def __post_init__(self) -> None:
         BackwardKVConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_n, self.block_m, self.num_stages)
+        _check_tf32_sm90(self, self.block_n, self.num_stages)
         hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
         if hidden and self.block_m != 32:
             raise ValueError(f"block_m = {self.block_m} must be 32 where single pairs are hidden")
@@ -507,7 +513,7 @@ class BackwardScoreConfig(TileConfig):
 class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
-    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
+    streams = WGMMA_WIDTHS
     other_warps: ClassVar[int] = 4  # that own no rows
 
     num_stages: int  # buffers of what is streamed
@@ -571,6 +577,8 @@ class BackwardKVSm90Config(BackwardSm90Config):
         BackwardSm90Config.__post_init__(self)
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+        if self.dropout and self.block_m > 64:  # KeptBits of dropout.cuh
+            raise ValueError(f"block_m = {self.block_m} must be at most 64 with dropout")
 
     @property
     def smem_bytes(self) -> int:

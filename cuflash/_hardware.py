@@ -10,6 +10,8 @@ from cuflash._errors import problem_with
 _KIB = 1024
 #: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
 _REGISTERS = 65_536
+_MOST_REGISTERS = 255  # of a thread
+_REGISTERS_OF_BOUND = 8  # a launch bound leaves a thread a multiple of this
 _REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
 
 
@@ -19,6 +21,7 @@ class Limits(NamedTuple):
     block_smem: int
     multiprocessor_smem: int
     threads: int  # of a multiprocessor
+    blocks: int = 32  # of a multiprocessor
 
 
 class Peak(NamedTuple):
@@ -52,13 +55,13 @@ _LIMITS = {
     "sm_60": Limits(48 * _KIB, 64 * _KIB, 2048),
     "sm_61": Limits(48 * _KIB, 96 * _KIB, 2048),
     "sm_70": Limits(96 * _KIB, 96 * _KIB, 2048),
-    "sm_75": Limits(64 * _KIB, 64 * _KIB, 1024),
+    "sm_75": Limits(64 * _KIB, 64 * _KIB, 1024, 16),
     "sm_80": Limits(163 * _KIB, 164 * _KIB, 2048),
-    "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536),
-    "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536),
+    "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536, 16),
+    "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
     "sm_90": Limits(227 * _KIB, 228 * _KIB, 2048),
     "sm_100": Limits(227 * _KIB, 228 * _KIB, 2048),
-    "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536),
+    "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
 }
 #: By words of the device's name, the first that fits: data sheets of NVIDIA.
 _PEAKS = (
@@ -118,6 +121,7 @@ def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
         int(attributes["MaxSharedMemoryPerBlockOptin"]),
         int(attributes["MaxSharedMemoryPerMultiprocessor"]),
         int(attributes["MaxThreadsPerMultiProcessor"]),
+        int(attributes.get("MaxBlocksPerMultiprocessor", 32)),
     )
     processors, l2_bytes = attributes["MultiProcessorCount"], attributes["L2CacheSize"]
     return Hardware(name, arch, int(processors), limits, int(l2_bytes), peak_of(name))
@@ -145,7 +149,14 @@ def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int)
     warps = num_threads // 32
     granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
     return min(
+        limits.blocks,
         limits.threads // num_threads,
         limits.multiprocessor_smem // (smem_bytes + RESERVED_SMEM),
         _REGISTERS // max(granted * warps, 1),
     )
+
+
+def registers_of_thread(num_threads: int, blocks: int) -> int:
+    """Registers that a thread may have where so many blocks are to share a multiprocessor."""
+    share = _REGISTERS // (num_threads * blocks)
+    return min(share // _REGISTERS_OF_BOUND * _REGISTERS_OF_BOUND, _MOST_REGISTERS)

@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -268,7 +268,7 @@ def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
 
 def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConfig:
     """The configuration with another tile; a ValueError for what is no field or not legal."""
-    known = [f.name for f in fields(config) if f.name in TILE_FIELDS]
+    known = [name for name in vars(config) if name in TILE_FIELDS]
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise problem_with(
@@ -280,7 +280,7 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
         changed[name] = bool(changed[name])
     if isinstance(config, ForwardSm90Config | BackwardSm90Config) and config.owned in changed:
         changed["num_warps"] = _warps_of(config, changed[config.owned])
-    return replace(config, **changed)
+    return type(config)(**vars(config) | changed)
 
 
 def _warps_of(config: ForwardSm90Config | BackwardSm90Config, rows: int) -> int:

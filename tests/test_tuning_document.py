@@ -14,6 +14,7 @@ from cuflash import _cli, tuning
 from cuflash._bench import io_model, profiler
 from cuflash._cli import tune
 from cuflash._cli.problem_arguments import problem_of
+from cuflash.tuning import _space
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS, RESULTS = ROOT / "benchmarks" / "sweeps", ROOT / "benchmarks" / "results"
@@ -57,21 +58,33 @@ def space_of_command(start: str) -> tuning.Space:
     (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
     given = _cli.parser().parse_args(shlex.split(line)[3:])
     values = tune._parameters(given.parameters)
-    return tuning.space(problem_of(given), given.kernel, arch="sm_90a", parameters=values)
+    arch = given.arch or "sm_90a"
+    return tuning.space(problem_of(given), given.kernel, arch=arch, parameters=values)
 
 
 def test_counts_of_configurations():
-    says(f"compiles {len(space_of_command('tune --list'))} configurations on all cores")
+    listed, portable = (space_of_command(f"tune --list --arch {a}") for a in ("sm_90a", "sm_80"))
+    says(f"compiles {len(listed)} configurations on all cores")
+    says(f"This one has {len(portable)}:")
     found = swept("forward-sm90-d128")
     legal = tuning.space(found.workload, found.kernel, arch="sm_90a")
     command = space_of_command("tune --head-dim 128 --seqlen 8192")
     assert {c.key for c in command} == found.done
     says(f"That is {len(found.rows)} of the {len(legal)} that are legal")
+    forward, dq, dkv = (
+        len(tuning.space(found.workload, f"{name}_sm80", arch="sm_90a"))
+        for name in ("forward", "backward_dq", "backward_dkv")
+    )
+    says(
+        f"{len(legal)} of Hopper's forward, {forward} of the portable one, {dq} and {dkv} of the "
+        "portable gradients, dq and dk with dv."
+    )
+    says(f"Of more than {_space._FEW:,} those are left out")
 
 
 def test_facts_of_the_configurations_that_are_listed():
     """But for seconds, which are of another machine."""
-    space = space_of_command("tune --list")
+    space = space_of_command("tune --list --arch sm_90a")
     facts = {row["key"]: row["facts"] for row in swept("forward-sm90-d128").rows}
     shown = [line for line in LINES if line.partition(" ")[0] in facts]
     assert len(shown) == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import math
+import random
 from dataclasses import fields, replace
 
 import gen_wgmma
@@ -11,7 +13,7 @@ import pytest
 import cuflash
 from cuflash import _compile, _config, _hardware, _kernel_store, _tuned, tuning
 from cuflash._ahead import kernels_of
-from cuflash.tuning import _kernels
+from cuflash.tuning import _kernels, _values
 from support.tuned_problems import PROBLEMS, WORK
 
 HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
@@ -33,7 +35,7 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SHARED_A == _kernels.WGMMA_WIDTHS
+    assert gen_wgmma.SHARED_A == _config.WGMMA_WIDTHS
 
 
 @pytest.mark.parametrize(
@@ -85,12 +87,95 @@ def test_every_architecture_holds_every_legal_configuration(kernel, arch):
 def test_every_other_combination_says_why_it_is_none(kernel):
     found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     refused = [c for c in found.candidates if c.config is None]
-    assert refused
+    assert refused or len(found) == math.prod(map(len, found.parameters.values()))
     assert all(c.refusal and "self." not in c.refusal for c in refused)
     assert {c.key for c in refused}.isdisjoint(c.key for c in found)
     assert len(refused) + len(found) == len(found.candidates)
     keys = [c.key for c in found.candidates]
     assert len(set(keys)) == len(keys)
+
+
+#: Problems of which spaces are compared with what can be asked for.
+OTHERS = [
+    *((kernel, {}) for kernel in _kernels.KERNELS),
+    *((kernel, {"dtype": dtype, "head_dim": d, "head_dim_v": d})
+      for kernel in PORTABLE
+      for dtype, d in (("float16", 16), ("float16", 256), ("float32", 64), ("float32", 128),
+                       ("float64", 16), ("float64", 64), ("float64", 256))),
+    *((kernel, {"head_dim": 64, "head_dim_v": 64, "dropout": 0.1})
+      for kernel in ("forward_sm90", "backward_dq_sm90", "backward_dkv_sm90")),
+    ("forward_tf32_sm90", {"head_dim": 64, "head_dim_v": 64, "precision": "tf32"}),
+    ("forward_narrow", {"dtype": "float64", "head_dim": 8, "head_dim_v": 8}),
+]  # fmt: skip
+#: More than any kernel has of each parameter.
+BEYOND = {
+    "block_m": range(8, 1025, 8),
+    "block_n": range(8, 1025, 8),
+    "num_warps": range(1, 35),
+    "blocks_per_sm": range(1, 35),
+    "num_stages": range(34),
+    "num_q_stages": range(4),
+    "overlap_quarters": range(-1, 7),
+    "scores_ahead": (0, 1),
+    "keys_in_registers": (0, 1),
+}
+
+
+def fits(config, limits) -> bool:
+    """Whether a multiprocessor holds the blocks that are asked for."""
+    blocks, threads = config.blocks_per_sm, config.num_threads
+    granted = min(255, 65_536 // (blocks * threads) // 8 * 8)
+    return (
+        config.smem_bytes <= limits.block_smem
+        and blocks * (config.smem_bytes + 1024) <= limits.multiprocessor_smem
+        and blocks * threads <= limits.threads
+        and blocks <= limits.blocks
+        and _values.lane_registers(config) <= granted
+    )
+
+
+@pytest.mark.parametrize(("kernel", "given"), OTHERS)
+def test_no_legal_configuration_is_left_out(kernel, given):
+    """Of tiles, others by one or two parameters, and drawn ones: legal where the space has them."""
+    found = tuning.space(replace(PROBLEMS[kernel], **given), kernel, arch="sm_90a")
+    chance = random.Random(kernel)
+    legal = [dict(zip(found.parameters, c.values, strict=True)) for c in found]
+    beyond = {name: BEYOND[name] for name in found.parameters}
+    sides = range(16, 1025, 16)
+    asked = [{name: chance.choice(values) for name, values in beyond.items()} for _ in range(2000)]
+    for own in chance.sample(legal, min(len(legal), 20)):
+        asked += [own | {name: value} for name, values in beyond.items() for value in values]
+        asked += [
+            own | {side: rows, "num_warps": warps}
+            for side in ("block_m", "block_n") if "num_warps" in own
+            for rows in chance.sample(sides, 16) for warps in beyond["num_warps"]
+        ]  # fmt: skip
+    for own in chance.sample(legal, min(len(legal), 2)):
+        asked += [own | {"block_m": m, "block_n": n} for m in sides for n in sides]
+    seen, keys = set(), {c.key for c in found}
+    for values in asked:
+        try:
+            is_legal = fits(_kernels.with_tile(found.default, values), found.hardware.limits)
+        except ValueError:
+            is_legal = False
+        key = ",".join(map(str, values.values()))
+        assert is_legal == (key in keys), values
+        seen.add(is_legal)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("kernel", ["forward_sm80", "backward_dq_sm80", "backward_dkv_sm80"])
+def test_sides_are_as_wide_as_the_kernels_bits(kernel):
+    """More columns of scores than a lane has bits for compile, and are masked wrongly."""
+    default = tuning.space(WORK, kernel, arch="sm_90a").default
+    side = "block_m" if kernel == "backward_dkv_sm80" else "block_n"
+    with pytest.raises(ValueError, match=f"{side} = 144 must be one of"):
+        replace(default, **{side: 144})
+    on_cores = {"cuda_cores": True, "blocks_per_sm": 1, "num_warps": 1}
+    owned = "block_n" if side == "block_m" else "block_m"
+    replace(default, **on_cores, **{owned: 512, side: 16})
+    with pytest.raises(ValueError, match=f"{owned} = 528 must be at most 512"):
+        replace(default, **on_cores, **{owned: 528, side: 16})
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "bfloat16", [3], {"batch": 1}])
@@ -120,7 +205,8 @@ def test_a_value_that_is_named_twice_is_tried_once():
     [
         ({"num_stages": (1,)}, "num_stages=1 must be at least 2"),
         ({"overlap_quarters": (9,)}, "overlap_quarters=9 must be from 0 to 4"),
-        ({"block_n": (256,)}, "KiB of shared memory, 227 KiB are there"),
+        ({"block_n": (256,)}, "block_n = 256 must be one of (32, 48, 64, 80, 96, 112, 128)"),
+        ({"num_stages": (13,)}, "KiB of shared memory, 227 KiB are there"),
         ({"block_n": ()}, "got 0 combinations, none of them legal"),
     ],
 )
@@ -212,9 +298,9 @@ def test_every_kernel_travels():
         ("backward_dq_sm90", {"block_m": (128,), "num_stages": (3,), "block_n": (48,)}),
         ("backward_dkv_sm90", {"block_n": (128,), "num_stages": (2,), "block_m": (48,)}),
         ("backward_dq_sm80", {"block_m": (64,), "block_n": (32,), "blocks_per_sm": (1,)}),
-        ("backward_dkv_sm80", {"block_m": (32,), "block_n": (64,), "blocks_per_sm": (1,)}),
+        ("backward_dkv_sm80", {"block_m": (16, 32), "block_n": (64,), "blocks_per_sm": (1,)}),
         ("backward_dq_partners", {"block_m": (32,), "block_n": (32,)}),
-        ("backward_dkv_partners", {"block_m": (32,), "block_n": (32,)}),
+        ("backward_dkv_partners", {"block_m": (32,), "block_n": (16, 32)}),
         ("forward_tf32_sm90", {"num_stages": (1,)}),
         ("backward_dkv_sm80", {"block_m": (64,), "block_n": (64, 128), "blocks_per_sm": (1,)}),
         ("forward_narrow", {"num_warps": (4,), "block_n": (128,), "blocks_per_sm": (2,)}),
@@ -239,6 +325,19 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_legal_configurations_compile(kernel):
+    """Two drawn ones and the largest; other dtypes, sizes and options where a kernel has them."""
+    chance, others = random.Random(kernel), [own for name, own in OTHERS if name == kernel]
+    given = chance.choice(others)
+    found = tuning.space(replace(PROBLEMS[kernel], **given), kernel, arch="sm_90a")
+    largest = max(found, key=lambda c: c.config.block_m * c.config.block_n * c.config.num_warps)
+    chosen = [*chance.sample(list(found), min(len(found), 2)), largest]
+    facts = found.compile(chosen, processes=2)
+    assert [own.error for own in facts.values()] == [""] * len(facts), given
+
+
+@pytest.mark.nvrtc
 def test_facts_are_taken_from_the_store_the_second_time():
     tried = {"block_m": (128,), "block_n": (96,), "num_stages": (2,), "overlap_quarters": (0,)}
     first = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
@@ -250,12 +349,12 @@ def test_facts_are_taken_from_the_store_the_second_time():
 
 
 @pytest.mark.nvrtc
-def test_what_does_not_compile_is_a_fact(monkeypatch):
+def test_what_does_not_compile_is_a_fact():
     tried = {"block_m": (128,), "block_n": (48,), "num_stages": (2,), "overlap_quarters": (0,)}
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
     candidate = next(iter(found))
-    # 16 keys: legal by its numbers, but there is no product of that width.
-    broken = replace(candidate, config=replace(candidate.config, block_n=16))
+    # Legal by its numbers, but the products of this kernel are of 16 bits.
+    broken = replace(candidate, config=replace(candidate.config, dtype="float32"))
     found.candidates[:] = [broken]
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error
@@ -270,11 +369,28 @@ def test_what_does_not_compile_is_a_fact(monkeypatch):
             "backward_dkv_sm80",
             {"dropout": 0.1},
             {"block_m": 80, "num_warps": 4},
-            "at most 64, a bit for each",
+            r"block_m = 80 must be one of \(16, 32, 48, 64\)",
         ),
-        ("backward_dkv_partners", {}, {"block_m": 96, "num_warps": 2}, "64, a thread for each row"),
-        ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48, num_warps = 8: halves"),
-        ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48, num_warps = 8: halves"),
+        (
+            "backward_dkv_partners",
+            {},
+            {"block_m": 96, "num_warps": 2},
+            "at most .*=64: one for a row",
+        ),
+        ("backward_dkv_partners", {}, {"block_m": 48}, "block_m = 48 must be one of"),
+        ("backward_dq_partners", {}, {"block_n": 48}, "block_n = 48 must be one of"),
+        ("backward_dq_partners", {}, {"num_warps": 1, "block_m": 16}, "num_warps = 1 must be even"),
+        (
+            "backward_dkv_partners",
+            {},
+            {"num_warps": 1, "block_n": 16, "block_m": 32},
+            "num_warps = 1 must be even",
+        ),
+        ("backward_dkv_sm90", {"dropout": 0.1}, {"block_m": 80}, "at most 64 with dropout"),
+        ("forward_sm90", {}, {"block_n": 16}, "block_n = 16 must be one of"),
+        ("forward_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
+        ("backward_dq_sm90", {}, {"block_n": 144}, "block_n = 144 must be one of"),
+        ("backward_dkv_sm90", {}, {"block_m": 144}, "block_m = 144 must be one of"),
         ("forward_tf32_sm90", {"precision": "tf32"}, {"block_n": 32}, "no product of others"),
         ("backward_dkv_tf32_sm90", {"arrays": ("segment_ids",)}, {"block_m": 64}, "must be 32"),
     ],

@@ -17,7 +17,7 @@ examples:
   python -m cuflash tune --budget 40 --strategy random
   python -m cuflash tune --parameters block_m=128 block_n=96,112,128 --file h100.jsonl
   python -m cuflash tune --kernel backward_dkv_sm90 --strategy genetic_algorithm --budget 60
-  python -m cuflash tune --list --arch sm_80                      # no GPU: registers, spills
+  python -m cuflash tune --list --arch sm_80 --parameters num_warps=4 blocks_per_sm=2    # no GPU
   python -m cuflash tune --save                                   # into the table of this user
 
 Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is

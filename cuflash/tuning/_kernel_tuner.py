@@ -131,8 +131,8 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     drift by several percent within a sweep, and kernel-tuner would take what was timed at the
     highest for the fastest. What was measured is under "cuflash", from where it is read back.
 
-    Combinations that are not legal are members, too, as invalid ones, so that a simulation may
-    meet any combination of the parameters that was swept.
+    Combinations that are not legal are members, too, as invalid ones, as far as the space lists
+    them, so that a simulation may meet any combination of the parameters that was swept.
     """
     names = list(found.header["parameters"])
     entries: dict[str, Any] = {}

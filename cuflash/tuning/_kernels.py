@@ -31,60 +31,25 @@ from cuflash._config import (
 from cuflash._errors import problem_with
 from cuflash._tuned import with_values
 
-#: Widths of s that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
-WGMMA_WIDTHS = (32, 48, 64, 80, 96, 112, 128)
-_HOPPER_ROWS = (64, 128, 192, 256)  # of which two or three warpgroups are legal
-_STAGES = tuple(range(2, 9))
-_PORTABLE_ROWS = (32, 64, 96, 128, 192, 256)
-_PORTABLE_WIDTHS = tuple(range(16, 144, 16))
-_PORTABLE = {
-    "block_m": _PORTABLE_ROWS,
-    "block_n": _PORTABLE_WIDTHS,
-    "num_warps": (2, 4, 8),
-    "blocks_per_sm": (1, 2, 3, 4),
-}
-_FORWARD = _PORTABLE | {"num_stages": (1, 2)}
-_PORTABLE_KV = _PORTABLE | {"block_m": _PORTABLE_WIDTHS, "block_n": _PORTABLE_ROWS}
-_TF32 = {"block_m": (128,), "block_n": (32, 64), "num_stages": (1, 2, 3, 4)}
-_GRADIENT = {"num_stages": _STAGES, "scores_ahead": (0, 1)}
+_PORTABLE = ("block_m", "block_n", "num_warps", "blocks_per_sm")
+_STAGED = ("block_m", "block_n", "num_stages")
 
-#: Values to try; whether a combination is legal is for ``_config.py`` and the device to say.
-PARAMETERS: dict[type[TileConfig], dict[str, tuple[int, ...]]] = {
-    ForwardSm90Config: {
-        "block_m": _HOPPER_ROWS,
-        "block_n": WGMMA_WIDTHS,
-        "num_stages": _STAGES,
-        "num_q_stages": (1, 2),
-        "overlap_quarters": (0, 1, 2, 3, 4),
-    },
-    ForwardConfig: _FORWARD,
-    BackwardQSm90Config: {"block_m": _HOPPER_ROWS, "block_n": WGMMA_WIDTHS, **_GRADIENT},
-    BackwardKVSm90Config: {"block_m": WGMMA_WIDTHS, "block_n": _HOPPER_ROWS, **_GRADIENT},
-    BackwardOnePassConfig: {
-        "block_m": (64, 128),
-        "block_n": _HOPPER_ROWS,
-        "num_stages": _STAGES,
-        "keys_in_registers": (0, 1),
-    },
-    BackwardPairConfig: {
-        "block_m": (64, 128),
-        "block_n": (64, 128),
-        "num_stages": _STAGES,
-        "keys_in_registers": (0, 1),
-    },
+#: What can be chosen of each kernel, in the order of the keys of a sweep.
+PARAMETERS: dict[type[TileConfig], tuple[str, ...]] = {
+    ForwardSm90Config: (*_STAGED, "num_q_stages", "overlap_quarters"),
+    ForwardConfig: (*_PORTABLE, "num_stages"),
+    BackwardQSm90Config: (*_STAGED, "scores_ahead"),
+    BackwardKVSm90Config: (*_STAGED, "scores_ahead"),
+    BackwardOnePassConfig: (*_STAGED, "keys_in_registers"),
+    BackwardPairConfig: (*_STAGED, "keys_in_registers"),
     BackwardQConfig: _PORTABLE,
-    BackwardKVConfig: _PORTABLE_KV,
+    BackwardKVConfig: _PORTABLE,
     BackwardQPartnersConfig: _PORTABLE,
-    BackwardKVPartnersConfig: _PORTABLE_KV,
-    ForwardTf32Sm90Config: _TF32,
-    BackwardQTf32Sm90Config: _TF32,
-    BackwardKVTf32Sm90Config: _TF32 | {"block_m": (32, 64), "block_n": (128,)},
-    ForwardNarrowConfig: {
-        "block_m": (128, 256, 384, 512),
-        "block_n": (32, 64, 128, 256),
-        "num_warps": (4, 8),
-        "blocks_per_sm": (1, 2, 3, 4),
-    },
+    BackwardKVPartnersConfig: _PORTABLE,
+    ForwardTf32Sm90Config: _STAGED,
+    BackwardQTf32Sm90Config: _STAGED,
+    BackwardKVTf32Sm90Config: _STAGED,
+    ForwardNarrowConfig: _PORTABLE,
 }
 KERNELS: dict[str, type[TileConfig]] = {
     kind.source.removesuffix(".cu"): kind for kind in PARAMETERS
@@ -119,7 +84,7 @@ def kernel_type(name: str) -> type[TileConfig]:
 
 def tile_of(config: TileConfig) -> dict[str, int]:
     """Values of the parameters, in order; truth values as 0 and 1."""
-    return {name: int(getattr(config, name)) for name in PARAMETERS.get(type(config), {})}
+    return {name: int(getattr(config, name)) for name in PARAMETERS.get(type(config), ())}
 
 
 def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:

@@ -13,7 +13,7 @@ from cuflash import _chosen
 from cuflash._bench.workload import Workload
 from cuflash._config import RESERVED_SMEM, TileConfig
 from cuflash._errors import problem_with
-from cuflash._hardware import Hardware, present, typical
+from cuflash._hardware import Hardware, present, registers_of_thread, typical
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     PARAMETERS,
@@ -22,6 +22,10 @@ from cuflash.tuning._kernels import (
     tile_of,
     with_tile,
 )
+from cuflash.tuning._values import lane_registers, shares_evenly, superset
+
+#: Combinations of which all that are not legal are listed with their reasons, too.
+_FEW = 20_000
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Candidate:
 
 @dataclass
 class Space:
-    """All combinations of the parameters of one kernel for one problem on one device.
+    """Combinations of the parameters of one kernel for one problem on one device, all legal ones.
 
     Iterating yields the legal ones. ``default`` is the configuration that is shipped.
     """
@@ -116,18 +120,22 @@ def space(
         Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device at
         hand, or sm_90 where there is none.
     parameters : mapping of str to sequence of int, optional
-        Values to try instead of all, by parameter.
+        Values to try instead of all that a legal configuration may have, by parameter.
 
     Returns
     -------
     Space
-        With the combinations that are not legal, too, each with the reason.
+        With every legal combination; with those that are not legal, too, each with the reason, but
+        of more than 20,000 only those whose warps share the rows evenly, and only the first number
+        of blocks to a multiprocessor that is too large.
 
     Raises
     ------
     ValueError
         For an unknown kernel, parameter or architecture, values of which no combination is legal,
         or a kernel that does not serve the problem.
+    TypeError
+        For a workload that is none, or parameters that are no lists of ints by name.
 
     Examples
     --------
@@ -149,33 +157,31 @@ def space(
         )  # fmt: skip
     hardware = typical(arch) if arch is not None else present() or typical("sm_90")
     default = default_config(workload, kernel, hardware)
-    shipped = tile_of(default)  # whatever the list says
-    tried = {
-        name: tuple(sorted({*values, shipped[name]}))
-        for name, values in PARAMETERS[type(default)].items()
-    }
+    tried = {name: tuple(values) for name, values in superset(type(default)).items()}
     for name, values in (parameters or {}).items():
         if name not in tried:
             raise problem_with(
                 "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
             )
-        if not isinstance(values, Iterable):
+        named = tuple(dict.fromkeys(values)) if isinstance(values, Iterable) else (None,)
+        if not all(isinstance(value, int) for value in named):
             raise problem_with(
-                "parameters", TypeError, got=f"{name} = {values!r}", expected="values in a list"
+                "parameters", TypeError, got=f"{name} = {values!r}", expected="ints in a list"
             )
-        tried[name] = tuple(dict.fromkeys(values))
-    candidates = [
-        _candidate(default, dict(zip(tried, values, strict=True)), hardware)
-        for values in itertools.product(*tried.values())
-    ]
+        tried[name] = named
+    candidates = _candidates(default, tried, hardware)
     if all(c.config is None for c in candidates):
-        own = tuple(shipped.values())
+        own = tuple(tile_of(default).values())
         nearest = max(candidates, key=lambda c: sum(map(operator.eq, c.values, own)), default=None)
         raise problem_with(
             "parameters", ValueError, got=f"{len(candidates)} combinations, none of them legal",
             expected="at least one that is",
             fix=f"{nearest.key}: {nearest.refusal}" if nearest else "",
         )  # fmt: skip
+    for index, name in enumerate(tried):
+        if name not in (parameters or {}):
+            tried[name] = tuple(sorted({c.values[index] for c in candidates if c.config}))
+    candidates = [c for c in candidates if all(map(operator.contains, tried.values(), c.values))]
     return Space(workload, kernel_name(default), hardware, default, tried, candidates)
 
 
@@ -219,6 +225,29 @@ def default_configs(
     )  # fmt: skip
 
 
+def _candidates(
+    default: TileConfig, tried: Mapping[str, Sequence[int]], hardware: Hardware
+) -> list[Candidate]:
+    """Every legal combination of the values, and others: all of few, some of many.
+
+    Of many those are left out whose warps do not share the rows evenly, and more blocks to a
+    multiprocessor where fewer are refused: what one block is refused for, two are, too.
+    """
+    few = math.prod(map(len, tried.values())) <= _FEW
+    others = [name for name in tried if name != "blocks_per_sm"]
+    found: list[Candidate] = []
+    for chosen in itertools.product(*(tried[name] for name in others)):
+        values = dict(zip(others, chosen, strict=True))
+        if not (few or shares_evenly(type(default), values)):
+            continue
+        for blocks in sorted(tried.get("blocks_per_sm", (0,))):
+            values["blocks_per_sm"] = blocks
+            found.append(_candidate(default, {name: values[name] for name in tried}, hardware))
+            if not few and found[-1].config is None:
+                break
+    return found
+
+
 def _candidate(default: TileConfig, values: dict[str, int], hardware: Hardware) -> Candidate:
     key = tuple(values.values())
     try:
@@ -241,6 +270,11 @@ def _too_large(config: TileConfig, hardware: Hardware) -> str:
         )
     if blocks * config.num_threads > limits.threads:
         return f"{blocks} blocks of {config.num_threads} threads, {limits.threads} fit"
+    if blocks > limits.blocks:
+        return f"{blocks} blocks, {limits.blocks} fit"
+    needed, there = lane_registers(config), registers_of_thread(config.num_threads, blocks)
+    if needed > there:
+        return f"scores and results take {needed} registers of a thread, {there} are there"
     return ""
 
 
