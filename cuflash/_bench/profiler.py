@@ -29,7 +29,12 @@ PREDICTED = {
     "processors to L2": "stored",
 }
 #: The same for a kernel of the gradient, which may add to a result many times.
-PREDICTED_OF_GRADIENT = PREDICTED | {"device memory write": "written_once"}
+PREDICTED_OF_GRADIENT = {
+    "device memory read": "read_once",
+    "L2 to processors": "loaded",
+    "device memory write": "written_once",
+    "processors to L2": "stored",
+}
 _NAME = "Kernel Name"
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
@@ -90,7 +95,7 @@ def _counted(
 
 
 def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
-    """The table that ncu prints: names, units, then a row for each kernel, which has a name."""
+    """The table that ncu prints: names, units, then a row for each kernel, "" if it has no name."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None or len(lines) < start + 3:
@@ -98,12 +103,12 @@ def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
         raise NotProfiled(f"ncu says: {said[0].removeprefix('==ERROR== ')}")
     names, units, *rows = csv.reader(io.StringIO("\n".join(lines[start:])))
     column = {name: number for number, name in enumerate(names)}
-    for wanted in (_NAME, *METRICS.values()):
-        if wanted not in column:
-            raise NotProfiled(f"ncu does not know {wanted} of this device")
+    for metric in METRICS.values():
+        if metric not in column:
+            raise NotProfiled(f"ncu does not know {metric} of this device")
     return [
         (
-            row[column[_NAME]].partition("(")[0],  # may be followed by types of parameters
+            row[column[_NAME]].partition("(")[0] if _NAME in column else "",  # types may follow
             {
                 label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
                 for label, metric in METRICS.items()

@@ -139,17 +139,14 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
 
 def _gradient_lines(io: dict[str, Any]) -> list[str]:
     """A row for each kernel and one for all; below it what was counted, and its share."""
-    total = io["sum"]
-    heads = ("read once", "loaded", "written once", "stored")
-    lines = [_table_row("", heads)]
+    total, predicted = io["sum"], PREDICTED_OF_GRADIENT
+    lines = [_table_row("", [field.replace("_", " ") for field in predicted.values()])]
     for row in (*io["kernels"], {"kernel": "all", **total}):
-        names = PREDICTED_OF_GRADIENT
-        order = ("device memory read", "L2 to processors", "device memory write",
-                 "processors to L2")  # fmt: skip
-        lines.append(_table_row(row["kernel"], [f"{row[names[n]] / 1e6:.2f}" for n in order]))
+        cells = [f"{row[field] / 1e6:.2f}" for field in predicted.values()]
+        lines.append(_table_row(row["kernel"], cells))
         if "measured" in row:
-            counted = row["measured"]
-            cells = [f"{counted[n] / 1e6:.2f} ({counted[n] / row[names[n]]:.3f})" for n in order]
+            shares = [(row["measured"][name], row[field]) for name, field in predicted.items()]
+            cells = [f"{own / 1e6:.2f} ({own / model:.3f})" for own, model in shares]
             lines.append(_table_row("  by ncu (of the model's)", cells))
     rows = [
         ("unfused", total["unfused"], "device memory, with weights and their gradients as arrays"),
