@@ -17,8 +17,7 @@ _OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asympto
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
     """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
     configs = kernels_of(work, hardware_for(arch), backward=backward)
-    forward = next(c for c in configs if kernel_name(c).startswith("forward"))
-    assert isinstance(forward, TileConfig)
+    forward = next(config for config in configs if isinstance(config, TileConfig))
     io_gradient.refuse_cuda_cores(forward)
     model = io_model.forward(
         work, forward.block_m, forward.block_n, forward.smem_bytes,
