@@ -6,7 +6,7 @@ from typing import Any
 
 from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
-from cuflash._bench import io_model
+from cuflash._bench import io_gradient, io_model
 from cuflash._bench.workload import ONE_PASS, Workload
 from cuflash._config import BackwardConvertConfig, KernelConfig, TileConfig
 from cuflash.tuning._facts import Facts, compile_all
@@ -20,8 +20,7 @@ def explain(
 
     ``compiled``: with registers and what follows from them, for which NVRTC is needed.
     """
-    hardware = _hardware.present() if arch is None else _hardware.typical(arch)
-    hardware = hardware or _hardware.typical("sm_90")
+    hardware = hardware_for(arch)
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
     words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
@@ -33,6 +32,12 @@ def explain(
         "arch": hardware.arch,
         "kernels": [_described(work, config, hardware, facts.get(config)) for config in configs],
     }
+
+
+def hardware_for(arch: str | None) -> _hardware.Hardware:
+    """What a call is explained for: an architecture, else what is here, else an H100."""
+    found = _hardware.present() if arch is None else _hardware.typical(arch)
+    return found or _hardware.typical("sm_90")
 
 
 def _described(
@@ -60,8 +65,7 @@ def _described(
     row = _tuned.row_behind(config, hardware.name)
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
-    wanted = (key for key in "kv" if getattr(config, f"grad_{key}", True))
-    grads = "".join(wanted)
+    grads = io_gradient.grads_of(config)
     once = io_model.least_bytes(work, name, grads)
     flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}

@@ -396,21 +396,28 @@ def test_the_io_model_of_a_tile_counted_by_hand():
     assert boxed.loaded == 2 * (3 * 96 * 32 + 3 * 4 * 80 * (32 + 16)) * 2
     assert found.read_once == 2 * (256 * 32 + 256 * (32 + 16)) * 2
     assert (
-        found.unfused == 2 * 2 * (256 * (32 + 16) + 256 * (32 + 16)) * 2 // 2 + 2 * 4 * 256**2 * 2
+        io_model.unfused(work)
+        == 2 * 2 * (256 * (32 + 16) + 256 * (32 + 16)) * 2 // 2 + 2 * 4 * 256**2 * 2
     )
     assert found.asymptotic == 2 * 256**2 * 32 * 16 / (24 * 1024) * 2
 
 
-def test_the_io_model_walks_the_blocks_that_are_visible():
+def test_the_io_model_walks_what_is_visible():
     work = tuning.Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", causal=True)
-    assert list(io_model._keys_of_tiles(work, 64, 64)) == [64, 128, 192, 256]
-    assert list(io_model._keys_of_tiles(work, 64, 128)) == [128, 128, 256, 256]
+    seen = io_model.seen_by(work, 64)
+    assert (list(seen.low), list(seen.high)) == ([0] * 4, [64, 128, 192, 256])
+    assert (seen.rows(), seen.in_blocks(64), seen.in_blocks(128)) == (640, 640, 128 * 6)
+    of_keys = io_model.seen_by(work, 64, keys=True)
+    assert (list(of_keys.low), list(of_keys.high)) == ([0, 64, 128, 192], [256] * 4)
     window = tuning.Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", window=(0, 0))
-    assert list(io_model._keys_of_tiles(window, 64, 64)) == [64, 64, 64, 64]
+    assert io_model.seen_by(window, 64).rows() == 256
     cut = tuning.Workload(1, 1, 1, 100, 300, 32, 32, "bfloat16")
-    assert list(io_model._keys_of_tiles(cut, 64, 128)) == [300, 300]
+    seen = io_model.seen_by(cut, 64)
+    assert (seen.rows(), seen.in_blocks(128), seen.in_blocks(128, 300)) == (600, 768, 600)
     late = tuning.Workload(1, 1, 1, 100, 50, 32, 32, "bfloat16", causal=True)
-    assert list(io_model._keys_of_tiles(late, 32, 16)) == [0, 16, 48, 50]
+    seen = io_model.seen_by(late, 32)
+    assert list(seen.high - seen.low) == [0, 14, 46, 50]
+    assert seen.in_blocks(16) == 16 + 48 + 64
 
 
 def test_explain_shows_the_io_model(capsys):

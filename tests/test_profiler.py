@@ -15,22 +15,26 @@ from cuflash._bench.workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 738
-"ID","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
-"","byte","Mbyte","byte","Gbyte"
-"0","101,276,416","25.978880","33,587,200","4.328554496"
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum",{writes},{reads}
+"","","","byte","Mbyte","byte","Gbyte"
+"0","738","cuflash_forward_sm90","101,276,416","25.978880","33,587,200","4.328554496"
 """.format(
     writes='"l1tex__m_l1tex2xbar_write_bytes.sum"', reads='"l1tex__m_xbar2l1tex_read_bytes.sum"'
 )
 
 
 def test_what_ncu_prints_is_read():
-    two = NCU + NCU.splitlines()[-1].replace('"0"', '"1"', 1) + "\n"
+    other = NCU.splitlines()[-1].replace('"0"', '"1"', 1).replace("25.978880", "1.5")
+    other = other.replace("cuflash_forward_sm90", "cuflash_backward_delta(DeltaParams)")
     expected = {
         "device memory read": 101_276_416, "device memory write": 25_978_880,
         "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
     }  # fmt: skip
-    assert profiler.read_counters(NCU) == [pytest.approx(expected)]
-    assert profiler.read_counters(two) == [pytest.approx(expected)] * 2
+    assert profiler.read_counters(NCU) == [("cuflash_forward_sm90", pytest.approx(expected))]
+    assert profiler.read_counters(f"{NCU}{other}\n") == [
+        ("cuflash_forward_sm90", pytest.approx(expected)),
+        ("cuflash_backward_delta", pytest.approx(expected | {"device memory write": 1_500_000})),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,14 +51,19 @@ def test_what_ncu_refuses_is_said(text, message):
 
 
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
-#: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call.
+GRADIENT = ["backward_delta", "backward_sm90", "backward_convert"]
+#: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call; of
+#: a gradient that many of the first kernel, twice as many of the second.
 STAND_IN = """#!{python}
 import json, pathlib, sys
 calls = json.load(sys.stdin)
 pathlib.Path({asked!r}).write_text(json.dumps([sys.argv[1:], calls]))
 metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
-for row in ["ID", *metrics], ["", *["byte"] * len(metrics)], *(
-    [str(n), *[str(call["seqlen_q"])] * len(metrics)] for n, (call, _) in enumerate(calls)
+kernels = {gradient!r} if sys.argv[-1] == "--backward" else ["forward_sm90"]
+for row in ["ID", "Kernel Name", *metrics], ["", "", *["byte"] * len(metrics)], *(
+    [str(n), "cuflash_" + kernel, *[str(n * call["seqlen_q"])] * len(metrics)]
+    for call, _ in calls
+    for n, kernel in enumerate(kernels, 1)
 ):
     print(*(f'"{{value}}"' for value in row), sep=",")
 """
@@ -64,7 +73,7 @@ for row in ["ID", *metrics], ["", *["byte"] * len(metrics)], *(
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program called ncu; returns the file of what it is asked."""
     asked, program = tmp_path / "asked.json", tmp_path / "ncu"
-    program.write_text(STAND_IN.format(python=sys.executable, asked=str(asked)))
+    program.write_text(STAND_IN.format(python=sys.executable, asked=str(asked), gradient=GRADIENT))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     return asked
@@ -77,6 +86,20 @@ def test_ncu_is_asked_for_each_call(stand_in: Path) -> None:
     words, given = json.loads(stand_in.read_text())
     assert words[-3:] == [sys.executable, "-m", "cuflash._bench.profiled_calls"]
     assert [(Workload.from_json(work), tile) for work, tile in given] == calls
+
+
+def test_ncu_is_asked_for_each_kernel_of_a_gradient(stand_in: Path) -> None:
+    found = profiler.gradient_bytes(WORK, GRADIENT)
+    assert found == [dict.fromkeys(profiler.METRICS, float(n * 64)) for n in (1, 2, 3)]
+    words, given = json.loads(stand_in.read_text())
+    assert words[-4:] == [sys.executable, "-m", "cuflash._bench.profiled_calls", "--backward"]
+    assert words[words.index("--kernel-name") + 1] == "regex:cuflash_backward"
+    assert [(Workload.from_json(work), tile) for work, tile in given] == [(WORK, None)]
+
+
+def test_kernels_that_were_not_expected_are_said(stand_in: Path) -> None:
+    with pytest.raises(profiler.NotProfiled, match="delta, backward_sm90, backward_convert, exp"):
+        profiler.gradient_bytes(WORK, ["backward_delta", "backward_dkv_sm90"])
 
 
 def test_a_profiler_that_is_missing_or_fails_is_said(
@@ -96,19 +119,26 @@ def test_a_profiler_that_is_missing_or_fails_is_said(
 
 
 @pytest.mark.gpu
-def test_the_device_moves_what_the_model_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "own", "names"),
+    [
+        ([], "io", ["device memory read", "L2 to processors"]),
+        (["--backward", "--causal"], "io_gradient", ["L2 to processors"]),
+        (["--backward", "--softcap", "5"], "io_gradient", ["L2 to processors"]),
+    ],
+)
+def test_the_device_moves_what_the_model_predicts(
+    words: list[str], own: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Within 10 %; once in three, for other programs may move bytes while ncu counts."""
-    words = ["explain", "--seqlen", "4096", "--io", "--json"]
     for _ in range(3):
-        assert _cli.main(words) == 0
+        assert _cli.main(["explain", "--seqlen", "4096", "--io", "--json", *words]) == 0
         out, err = capsys.readouterr()
         if "not measured" in err:
             pytest.skip(err.strip())
-        io = json.loads(out)["io"]
-        shares = {
-            name: io["measured"][name] / io[profiler.PREDICTED[name]]
-            for name in ("device memory read", "L2 to processors")
-        }
+        found = json.loads(out)[own]
+        io = found.get("sum", found)
+        shares = {name: io["measured"][name] / io[profiler.PREDICTED[name]] for name in names}
         if all(share == pytest.approx(1, abs=0.1) for share in shares.values()):
             return
     pytest.fail(f"of the model's: {shares}")

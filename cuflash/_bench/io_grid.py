@@ -76,5 +76,5 @@ def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
         "read_once": model.read_once,
         "loaded": model.loaded,
         "stored": model.stored,
-        "unfused": model.unfused,
+        "unfused": io_model.unfused(work),
     }

@@ -1,14 +1,18 @@
-"""Forward calls of several problems, one launch each, in a process that a profiler watches."""
+"""Calls of several problems, one launch of each, in a process that a profiler watches.
+
+With ``--backward`` the gradient of each, too, behind its forward.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from cuflash._bench.workload import Workload
 
 
-def main() -> None:
+def main(*, backward: bool) -> None:
     """Run what comes on standard input: a list of pairs, a problem's fields and a tile or null."""
     import cupy
 
@@ -18,17 +22,23 @@ def main() -> None:
 
     for given, tile in json.load(sys.stdin):
         work = Workload.from_json(given)
-        ((q, k, v, _),) = work.inputs(cupy)
-        options = cuflash.Options(**work.score_options(cupy))
+        ((q, k, v, dout),) = work.inputs(cupy)
+        common: dict[str, Any] = {
+            "options": cuflash.Options(**work.score_options(cupy)),
+            "precision": "tf32" if work.precision == "tf32" else None,
+            "deterministic": work.deterministic,
+        }
         config = None
         if tile is not None:
             kernel = "forward_sm80" if "num_warps" in tile else None
             config = with_tile(tuning.space(work, kernel).default, tile)
-        cuflash.attention(q, k, v, options=options, return_lse=True, config=config)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, config=config, **common)
+        if backward:
+            cuflash.attention_backward(dout, q, k, v, out, lse, **common)
         cupy.cuda.Device().synchronize()
-        del q, k, v
+        del q, k, v, dout, out, lse
         cupy.get_default_memory_pool().free_all_blocks()
 
 
 if __name__ == "__main__":
-    main()
+    main(backward="--backward" in sys.argv[1:])

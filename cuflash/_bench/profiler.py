@@ -28,6 +28,14 @@ PREDICTED = {
     "L2 to processors": "loaded",
     "processors to L2": "stored",
 }
+#: The same for a kernel of the gradient, which may add to a result many times.
+PREDICTED_OF_GRADIENT = {
+    "device memory read": "read_once",
+    "L2 to processors": "loaded",
+    "device memory write": "written_once",
+    "processors to L2": "stored",
+}
+_NAME = "Kernel Name"
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
@@ -41,15 +49,39 @@ def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list
 
     A call is a problem and its tile, None for the one that runs. Caches are emptied before each.
     """
+    found = _counted(calls, "cuflash_forward")
+    if len(found) != len(calls):
+        raise NotProfiled(f"ncu counted {len(found)} kernels of {len(calls)}")
+    return [counters for _, counters in found]
+
+
+def gradient_bytes(work: Workload, kernels: Sequence[str]) -> list[dict[str, float]]:
+    """Bytes that each kernel of one gradient moves; ``kernels`` are their names, as launched.
+
+    Caches are emptied before each kernel: what one leaves in L2 the next does not find there.
+    """
+    found = _counted([(work, None)], "cuflash_backward", "--backward")
+    counted = [name.removeprefix("cuflash_") for name, _ in found]
+    if counted != list(kernels):
+        raise NotProfiled(
+            f"ncu counted {', '.join(counted) or 'no kernel'}, expected {', '.join(kernels)}"
+        )
+    return [counters for _, counters in found]
+
+
+def _counted(
+    calls: Sequence[tuple[Workload, dict[str, int] | None]], kernels: str, *words: str
+) -> list[tuple[str, dict[str, float]]]:
+    """Kernels whose names match, in order of launch, with what was counted."""
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
     command = [
-        program, "--csv", "--page", "raw", "--kernel-name", "regex:cuflash_forward",
+        program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._bench.profiled_calls",
+        sys.executable, "-m", "cuflash._bench.profiled_calls", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
@@ -59,14 +91,11 @@ def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise NotProfiled(f"ncu took longer than {_TIME_LIMIT:g} s") from None
-    found = read_counters(done.stdout)
-    if len(found) != len(calls):
-        raise NotProfiled(f"ncu counted {len(found)} kernels of {len(calls)}")
-    return found
+    return read_counters(done.stdout)
 
 
-def read_counters(text: str) -> list[dict[str, float]]:
-    """The table that ncu prints: names, units, then a row for each kernel."""
+def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
+    """The table that ncu prints: names, units, then a row for each kernel, "" if it has no name."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None or len(lines) < start + 3:
@@ -78,10 +107,13 @@ def read_counters(text: str) -> list[dict[str, float]]:
         if metric not in column:
             raise NotProfiled(f"ncu does not know {metric} of this device")
     return [
-        {
-            label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
-            for label, metric in METRICS.items()
-        }
+        (
+            row[column[_NAME]].partition("(")[0] if _NAME in column else "",  # types may follow
+            {
+                label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
+                for label, metric in METRICS.items()
+            },
+        )
         for row in rows
         if len(row) == len(names)
     ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cuflash._bench.profiler import PREDICTED
+from cuflash._bench.profiler import PREDICTED, PREDICTED_OF_GRADIENT, NotProfiled
 from cuflash._bench.workload import Workload
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 from cuflash._errors import problem_with
@@ -19,6 +20,7 @@ examples:
   python -m cuflash explain --head-dim 128 --causal
   python -m cuflash explain --arrays bias,mask --arch sm_90a  # why not Hopper's kernel?
   python -m cuflash explain --seqlen 16384 --io               # bytes, predicted and, by ncu, moved
+  python -m cuflash explain --causal --io --backward          # the same of the gradient's kernels
   python -m cuflash explain --seqlens 4096,1000,24 --causal   # packed sequences
   python -m cuflash explain --backward --json
 """
@@ -33,7 +35,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
     p.add_argument("--backward", action="store_true", help="the kernels of the gradient, too")
-    p.add_argument("--io", action="store_true", help="bytes of the forward by the IO model")
+    p.add_argument(
+        "--io", action="store_true",
+        help="bytes by the IO model, of the forward, and with --backward of each kernel behind it",
+    )  # fmt: skip
     p.add_argument("--no-compile", action="store_true", help="no registers: no NVRTC is needed")
     p.add_argument("--json", action="store_true", help="print JSON")
 
@@ -53,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         compiled=not arguments.no_compile,
     )  # fmt: skip
     if arguments.io:
-        found["io"] = _io(work, arguments.arch, found)
+        found |= _io(work, arguments.arch, backward=arguments.backward)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
     return int(any("error" in own for own in found["kernels"]))
 
@@ -66,28 +71,16 @@ def _work(arguments: argparse.Namespace) -> Workload:
     return replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=tuple(arguments.seqlens))
 
 
-def _io(work: Workload, arch: str | None, found: dict[str, Any]) -> dict[str, Any]:
-    from cuflash import _hardware
-    from cuflash._bench import io_model, profiler
+def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
+    from cuflash import _explained_io, _hardware
 
-    own = next(k for k in found["kernels"] if k["kernel"].startswith("forward"))
-    model = io_model.forward(
-        work, own["tile"]["block_m"], own["tile"]["block_n"], own["smem_bytes"],
-        boxes=own["kernel"] == "forward_sm90",
-    )  # fmt: skip
-    table: dict[str, Any] = {
-        "read_once": model.read_once,
-        "loaded": model.loaded,
-        "stored": model.stored,
-        "unfused": model.unfused,
-        "asymptotic": model.asymptotic,
-    }
+    found = _explained_io.predicted(work, arch=arch, backward=backward)
     if arch is None and _hardware.present() is not None:
         try:
-            (table["measured"],) = profiler.moved_bytes([(work, None)])
-        except profiler.NotProfiled as reason:
+            _explained_io.count(work, found)
+        except NotProfiled as reason:
             print(f"cuflash: not measured: {reason}", file=sys.stderr)
-    return table
+    return found
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -120,7 +113,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
                 f"({own['bound_tflops']:.4g} TFLOP/s)"
             )
     if "io" in found:
-        lines += ["", *_io_lines(found["io"])]
+        arrays = found["workload"]["arrays"]
+        without = f", as without {', '.join(arrays)}" if arrays else ""
+        lines += ["", f"bytes of the forward (IO model{without})", *_io_lines(found["io"])]
+        if "io_gradient" in found:
+            lines += ["", f"MB of the gradient (IO model{without})"]
+            lines += _gradient_lines(found["io_gradient"])
     return lines
 
 
@@ -132,9 +130,33 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
         ("unfused", io["unfused"], "device memory, with scores and weights as arrays"),
         ("N^2 d^2 / M", io["asymptotic"], "the theorem, without its constant"),
     ]
-    lines = ["bytes of the forward (IO model)"]
-    lines += [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
+    lines = [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
     for name, value in io.get("measured", {}).items():
         share = value / io[PREDICTED[name]]
         lines.append(f"  {name:<20} {value / 1e6:12.2f} MB  by ncu, {share:.3f} of the model's")
     return lines
+
+
+def _gradient_lines(io: dict[str, Any]) -> list[str]:
+    """A row for each kernel and one for all; below it what was counted, and its share."""
+    total, predicted = io["sum"], PREDICTED_OF_GRADIENT
+    lines = [_table_row("", [field.replace("_", " ") for field in predicted.values()])]
+    for row in (*io["kernels"], {"kernel": "all", **total}):
+        cells = [f"{row[field] / 1e6:.2f}" for field in predicted.values()]
+        lines.append(_table_row(row["kernel"], cells))
+        if "measured" in row:
+            shares = [(row["measured"][name], row[field]) for name, field in predicted.items()]
+            cells = [f"{own / 1e6:.2f} ({own / model:.3f})" for own, model in shares]
+            lines.append(_table_row("  by ncu (of the model's)", cells))
+    rows = [
+        ("unfused", total["unfused"], "device memory, with weights and their gradients as arrays"),
+        ("N^2 d^2 / M", total["asymptotic"], "the theorem, of each pass, without its constant"),
+    ]
+    if total["added"]:
+        text = "of what is stored: float32 additions to dq; L2 reads and writes as much"
+        rows.insert(0, ("added", total["added"], text))
+    return lines + [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
+
+
+def _table_row(name: str, cells: Sequence[str]) -> str:
+    return f"  {name:<25}" + "".join(f"{cell:>19}" for cell in cells)

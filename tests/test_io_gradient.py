@@ -1,0 +1,270 @@
+"""Does the IO model of the gradient say what a walk over its tiles counts, kernel by kernel?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import _chosen, _cli, _explained_io, _hardware
+from cuflash._bench import io_gradient, io_model, profiler
+from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
+from cuflash._config import KernelConfig
+from cuflash._select_gradients import backward_score_config
+from cuflash.tuning._kernels import kernel_name
+
+SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"causal": False, "window": (100, 20)},
+    "more keys": {"seqlen_k": 500},
+    "more queries": {"seqlen_q": 500},
+}
+#: Options of a problem, the architecture, and the kernels behind that of delta.
+SCHEMES = {
+    "one pass": ({}, "sm_90", ["backward_sm90", "backward_convert"]),
+    "pairs": (
+        {"head_dim": 256, "head_dim_v": 192, "heads_kv": 4}, "sm_90",
+        ["backward_pair_sm90", "backward_convert"],
+    ),
+    "pairs, odd panels": (
+        {"head_dim": 192, "head_dim_v": 128, "heads_kv": 4}, "sm_90",
+        ["backward_pair_sm90", "backward_convert"],
+    ),
+    "two passes": ({"softcap": 5.0}, "sm_90", ["backward_dkv_sm90", "backward_dq_sm90"]),
+    "three passes": (
+        {"softcap": 5.0, "head_dim": 192, "head_dim_v": 160}, "sm_90",
+        ["backward_dkv_sm90", "backward_dkv_sm90", "backward_dq_sm90"],
+    ),
+    "portable": ({}, "sm_80", ["backward_dkv_sm80", "backward_dq_sm80"]),
+    "float32": (
+        {"dtype": "float32", "head_dim_v": 64}, "sm_90",
+        ["backward_dkv_tf32_sm90", "backward_dkv_tf32_sm90", "backward_dq_tf32_sm90"],
+    ),
+    "columns in parts": (
+        {"dtype": "float32", "head_dim": 256, "head_dim_v": 256}, "sm_80",
+        ["backward_dkv_sm80", "backward_dkv_sm80", "backward_dq_sm80"],
+    ),
+    "partners": (
+        {"dtype": "float64", "head_dim": 64, "head_dim_v": 64}, "sm_90",
+        ["backward_dkv_partners", "backward_dq_partners"],
+    ),
+}  # fmt: skip
+
+
+def chosen(work: Workload, arch: str) -> list[KernelConfig]:
+    """The kernels of a gradient."""
+    return _chosen.backward(work.problem(), _hardware.typical(arch))
+
+
+def visible(work: Workload) -> np.ndarray:
+    """Which pairs are, (queries, keys)."""
+    behind = np.arange(work.seqlen_q)[:, None] + work.seqlen_k - work.seqlen_q
+    ahead = np.arange(work.seqlen_k) - behind
+    left, right = work.window or (None, None)
+    right = 0 if work.causal else right
+    seen = np.ones(ahead.shape, bool)
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
+
+
+class Walk:
+    """Counts what the blocks of threads of one kernel load, store and add, tile by tile."""
+
+    def __init__(self, work: Workload, config: KernelConfig) -> None:
+        self.work, self.config, self.name = work, config, kernel_name(config)
+        self.size = DTYPES[work.dtype].itemsize
+        self.boxes = self.name.endswith("_sm90") and "tf32" not in self.name
+        self.loaded = self.stored = self.added = 0
+        seen = visible(work)
+        for _ in range(work.batch):
+            for head in range(work.heads_q):
+                first_of_group = head % (work.heads_q // work.heads_kv) == 0
+                for _ in range(config.column_parts):
+                    if "_dq_" in self.name:
+                        self.queries(seen)
+                    else:
+                        self.keys(seen, first_of_group)
+
+    def rows(self, number: int, width: int) -> None:
+        """Load ``number`` rows of ``width`` elements."""
+        self.loaded += number * width * self.size
+
+    def statistics(self, number: int) -> None:
+        """Load lse and delta of as many queries."""
+        self.loaded += number * 2 * max(4, self.size)
+
+    def blocks(self, seen: np.ndarray, block: int) -> list[tuple[int, int, int]]:
+        """Of rows of which some are ``seen``: where a block begins, rows loaded, rows that are."""
+        found = []
+        for first in range(0, len(seen), block):
+            some = seen[first : first + block]
+            if some.any():
+                present = len(some) if self.boxes else int(some.sum())
+                found.append((first, block if self.boxes else present, present))
+        return found
+
+    def queries(self, seen: np.ndarray) -> None:
+        """Of dq, one head."""
+        wide = self.work.head_dim + self.work.head_dim_v
+        for first in range(0, len(seen), self.config.block_m):
+            own = seen[first : first + self.config.block_m]
+            self.rows(self.config.block_m if self.boxes else len(own), wide)
+            self.statistics(len(own))
+            for _, loaded, _ in self.blocks(own.any(axis=0), self.config.block_n):
+                self.rows(loaded, wide)
+
+    def keys(self, seen: np.ndarray, first_of_group: bool) -> None:
+        """Of dk and dv, or of all, one head of a group."""
+        work, config = self.work, self.config
+        sharers = 2 if self.name == "backward_pair_sm90" else 1
+        tile, wide = sharers * config.block_n, work.head_dim + work.head_dim_v
+        visited = set()
+        for first in range(0, work.seqlen_k, tile):
+            own = seen[:, first : first + tile]
+            if first_of_group:
+                present = tile if self.boxes else own.shape[1]
+                self.rows(present, work.head_dim)
+                if getattr(config, "grad_k", True):
+                    self.rows(present, work.head_dim_v)
+                if sharers == 2:  # panels of 64 columns, those that are halved by both
+                    self.rows(present, {192: 128, 256: 128}[work.head_dim])
+            for begin, loaded, present in self.blocks(own.any(axis=1), config.block_m):
+                for _ in range(sharers):
+                    self.rows(loaded, wide)
+                    self.statistics(present)
+                if self.name in ONE_PASS:
+                    slices = -(-min(config.block_m, work.seqlen_q - begin) // 16)
+                    self.stored += slices * 16 * work.head_dim * 4
+                    self.added += slices * 16 * work.head_dim * 4 if begin in visited else 0
+                    visited.add(begin)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_a_walk_over_tiles_counts_is_predicted(scheme: str, mask: str) -> None:
+    options, arch, expected = SCHEMES[scheme]
+    work = replace(SMALL, **(options | MASKS[mask]))
+    tiled = chosen(work, arch)[1:]
+    if not (scheme.startswith("pairs") and mask == "window"):  # that pairs do not serve
+        assert [kernel_name(c) for c in tiled] == expected
+    sums = None
+    for config in tiled:
+        name, found = kernel_name(config), io_gradient.gradient(work, config)
+        if name == "backward_convert":  # reads what was stored and not added
+            assert sums is not None
+            assert (found.loaded, found.added) == (sums.stored - sums.added, 0)
+            continue
+        walk = Walk(work, config)
+        assert found.loaded == walk.loaded, name
+        if name in ONE_PASS:
+            sums = walk
+            results = work.batch * work.heads_kv * work.seqlen_k * walk.size
+            results *= work.head_dim + work.head_dim_v
+            assert (found.stored, found.added) == (results + walk.stored, walk.added)
+        else:
+            assert (found.stored, found.added) == (found.written_once, 0)
+
+
+def test_the_parts_of_a_gradient_counted_by_hand():
+    # Two tiles of 128 keys see four blocks of 64 queries: d = d_v = 128, 2 bytes.
+    work = Workload(1, 1, 1, 256, 256, 128, 128, "bfloat16")
+    operand, sums, lse = 256 * 128 * 2, 256 * 128 * 4, 256 * 4
+    delta, one_pass, convert = (io_gradient.gradient(work, c) for c in chosen(work, "sm_90"))
+    assert (delta.loaded, delta.stored) == (2 * operand + lse, 2 * lse)
+    assert one_pass.loaded == 2 * operand + 2 * (2 * operand + 2 * lse)
+    assert (one_pass.stored, one_pass.added) == (2 * operand + 2 * sums, sums)
+    assert (one_pass.read_once, one_pass.written_once) == (
+        4 * operand + 2 * lse,
+        2 * operand + sums,
+    )
+    assert (convert.loaded, convert.stored) == (sums, operand)
+    both = io_gradient.together([one_pass, convert])
+    assert (both.loaded, both.added) == (one_pass.loaded + sums, sums)
+    # q, k, v, dq, dk, dv once, dout twice; P twice, dP and dS written, dP once and dS twice read.
+    assert io_model.unfused(work, "bwd") == 8 * operand + 7 * 256 * 256 * 2
+
+
+def test_a_kernel_without_a_model_is_refused():
+    work = replace(SMALL, arrays=("bias",))
+    score = backward_score_config(work.problem(), 99 * 1024, 16, "bias", "pairs")
+    with pytest.raises(ValueError, match="kernel: got backward_dscore_sm80, expected one of the"):
+        io_gradient.gradient(work, score)
+    cores = chosen(replace(SMALL, dtype="float64"), "sm_86")[1]
+    with pytest.raises(ValueError, match="--io: got backward_dkv_sm80 on CUDA cores, expected"):
+        io_gradient.gradient(replace(SMALL, dtype="float64"), cores)
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of ``explain --io --backward``."""
+    status = _cli.main(["explain", "--no-compile", "--io", "--backward", *words])
+    return status, *capsys.readouterr()
+
+
+def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
+    words = ("--arch", "sm_90a", "--causal", "--seqlen", "1024")
+    status, out, _ = command(capsys, *words, "--json")
+    found = json.loads(out)
+    own = found["io_gradient"]
+    launched = [row["kernel"] for row in found["kernels"]]
+    assert status == 0
+    assert [row["kernel"] for row in own["kernels"]] == launched[1:]
+    assert launched[1:] == ["backward_delta", "backward_sm90", "backward_convert"]
+    for name in ("read_once", "loaded", "written_once", "stored", "added", "asymptotic"):
+        assert own["sum"][name] == sum(row[name] for row in own["kernels"])
+    assert own["sum"]["loaded"] > 1.5 * found["io"]["loaded"]
+    assert own["sum"]["unfused"] > own["sum"]["loaded"] + own["sum"]["stored"]
+    _, text, _ = command(capsys, *words)
+    row = next(line for line in text.splitlines() if line.split()[:1] == ["all"])
+    names = ("read_once", "loaded", "written_once", "stored")
+    assert row.split()[1:] == [f"{own['sum'][name] / 1e6:.2f}" for name in names]
+    assert f"added                {own['sum']['added'] / 1e6:12.2f} MB" in text
+    _, text, _ = command(capsys, "--arch", "sm_80", "--arrays", "bias")
+    assert "added  " not in text
+    assert "MB of the gradient (IO model, as without bias)" in text
+
+
+def test_explain_refuses_kernels_that_load_no_tiles(capsys):
+    status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
+    assert (status, out) == (2, "")
+    assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
+
+
+def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
+    """As on a device, whose counters say half of the model's for every kernel."""
+    monkeypatch.setattr(_hardware, "present", lambda device=None: _hardware.typical("sm_90"))
+    asked = []
+
+    def gradient_bytes(work: Workload, kernels: list[str]) -> list[dict[str, float]]:
+        asked.append(kernels)
+        parts = _explained_io.predicted(work, backward=True)["io_gradient"]["kernels"]
+        of = profiler.PREDICTED_OF_GRADIENT.items()
+        return [{name: part[field] / 2 for name, field in of} for part in parts]
+
+    monkeypatch.setattr(
+        profiler, "moved_bytes", lambda calls: [dict.fromkeys(profiler.METRICS, 1.0)]
+    )
+    monkeypatch.setattr(profiler, "gradient_bytes", gradient_bytes)
+    status, text, err = command(capsys, "--seqlen", "1024")
+    assert (status, err) == (0, "")
+    assert asked == [["backward_delta", "backward_sm90", "backward_convert"]]
+    assert text.count("(0.500)") == 4 * 4  # three kernels and all of them
+    _, out, _ = command(capsys, "--seqlen", "1024", "--json")
+    total = json.loads(out)["io_gradient"]["sum"]
+    assert total["measured"]["processors to L2"] == total["stored"] / 2
+
+
+def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(_hardware, "present", lambda device=None: _hardware.typical("sm_90"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, out, err = command(capsys, "--json")
+    assert status == 0
+    assert "not measured: ncu is not on the PATH" in err
+    assert "measured" not in json.loads(out)["io_gradient"]["sum"]
