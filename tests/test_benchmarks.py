@@ -393,7 +393,7 @@ def test_what_an_implementation_cannot_do_is_said_once(run):
 
 
 def test_absent_peers_are_named(monkeypatch):
-    for name in ("fa2", "cudnn", "eff", "flex", "fa4"):
+    for name in ("fa2", "cudnn", "eff", "math", "flex", "fa4"):
         assert "needs a GPU" in peers.IMPLEMENTATIONS[name].absent(np)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     fake_cupy = types.ModuleType("cupy")

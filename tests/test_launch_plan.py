@@ -359,7 +359,7 @@ def test_no_architecture_refuses_a_problem() -> None:
             if any(isinstance(c, TileConfig) and c.cuda_cores for c in found):
                 cuda_cores.add((arch, problem.dtype.name))
     of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
-    assert of_float64 == {*_hardware.ARCHITECTURES} - {"sm_90", "sm_100"}
+    assert of_float64 == {*_hardware.ARCHITECTURES} - {"sm_90"}
     assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in cuda_cores)
 
 

@@ -75,7 +75,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "precise": (
         120, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl",
-              "cuflash,eff", "--budget-ms", "15", "--topic", "precise"),
+              "cuflash,eff,math", "--budget-ms", "15", "--topic", "precise"),
     ),
     "naive": (
         200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", "--set", "naive",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from cuflash._bench.clock import SHORT_MS, DeviceClock, Measurement
+from cuflash._bench.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
 from cuflash._bench.peers import (
     AGREEMENT,
     IMPLEMENTATIONS,
@@ -141,7 +142,8 @@ def measure_cell(run: Run, work: Workload, pass_: str) -> None:
         prepared = prepare_all(run, work, pass_)
         calls = {name: candidate.calls[0] for name, candidate in prepared.items()}
         found = run.clock.measure(calls, run.budget_ms)
-        short = {name for name, measured in found.items() if measured.ms < SHORT_MS}
+        of_few_rows = not work.seqlens and max(work.seqlen_q, work.seqlen_k) <= SHORT_SEQLEN
+        short = {name: m.ms for name, m in found.items() if of_few_rows or m.ms < SHORT_MS}
         if short and isinstance(run.clock, DeviceClock):
             found |= measure_short(run, work, pass_, short)
     for implementation in run.implementations:
@@ -151,16 +153,22 @@ def measure_cell(run: Run, work: Workload, pass_: str) -> None:
     free_memory(run.xp)
 
 
-def measure_short(run: Run, work: Workload, pass_: str, names: set[str]) -> dict[str, Measurement]:
-    """Time the short calls of a cell by CUDA graphs; what cannot be captured keeps its events."""
+def measure_short(
+    run: Run, work: Workload, pass_: str, short: dict[str, float]
+) -> dict[str, Measurement]:
+    """Time the short calls of a cell, given about how many ms each takes, by CUDA graphs.
+
+    What cannot be captured keeps its events.
+    """
     clock = run.clock
     copies = clock.copies_to_leave_l2(work.input_bytes(pass_))
     inputs = work.inputs(run.xp, copies)
     graphs, held = {}, []
-    for name in sorted(names):
+    for name in sorted(short):
         try:
             candidate = IMPLEMENTATIONS[name].prepare(work, pass_, inputs)
-            graphs[name] = (candidate.capture(clock, candidate.calls), copies)
+            times = math.ceil(GRAPH_MS / (short[name] * copies))
+            graphs[name] = (candidate.capture(clock, candidate.calls * times), copies * times)
             held.append(candidate)  # a graph does not keep the arrays of its calls alive
         except Exception as error:
             run.note(

@@ -4,9 +4,9 @@ Candidates of one cell are timed in turns, in one run, so that clocks and temper
 for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
 between two events after the cache has been overwritten, for long enough that the host has launched
 all of the call before the device reaches the first event; where it had not, the sample is taken
-again behind more of that. Short ones, where events would measure their own resolution, run in
-one CUDA graph over enough copies of the inputs that each has left the cache before its turn comes
-again.
+again behind more of that. Short ones, where events would measure their own resolution, and those of
+short sequences run in one CUDA graph over enough copies of the inputs that each has left the cache
+before its turn comes again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ Call = Callable[[], Any]
 
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
+#: Up to this length a graph is timed, however many sequences there are.
+SHORT_SEQLEN = 1024
+GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
 MOST_COPIES = 512
 HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over

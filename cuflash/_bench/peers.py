@@ -504,6 +504,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ScaledDotProduct("fa2", "FLASH_ATTENTION", HALVES),
         ScaledDotProduct("cudnn", "CUDNN_ATTENTION", HALVES),
         ScaledDotProduct("eff", "EFFICIENT_ATTENTION", (*HALVES, "float32")),
+        ScaledDotProduct("math", "MATH", ("float32", "float64")),
         Flex(),
         FlashAttention4(),
     )

@@ -25,12 +25,14 @@ Figure = Any
 _COLOURS = {
     "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",
     "fa4": "#CC79A7", "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
+    "math": "#F0E442",
 }  # fmt: skip
 _LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 _NAMES = {
     "cuflash-unordered": "cuflash, deterministic=False", "fa2": "FlashAttention-2 (torch)",
     "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4", "flex": "FlexAttention",
     "eff": "memory-efficient (torch)", "naive": "unfused",
+    "math": "unfused (torch)",
 }  # fmt: skip
 _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
