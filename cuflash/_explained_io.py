@@ -21,7 +21,7 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
     io_gradient.refuse_cuda_cores(forward)
     model = io_model.forward(
         work, forward.block_m, forward.block_n, forward.smem_bytes,
-        boxes=kernel_name(forward) == "forward_sm90",
+        boxes=kernel_name(forward) == "forward_sm90", column_parts=forward.column_parts,
     )  # fmt: skip
     found: dict[str, Any] = {
         "io": {

@@ -46,12 +46,19 @@ class Traffic:
 
 
 def forward(
-    work: Workload, block_m: int, block_n: int, smem_bytes: int, *, boxes: bool = False
+    work: Workload,
+    block_m: int,
+    block_n: int,
+    smem_bytes: int,
+    *,
+    boxes: bool = False,
+    column_parts: int = 1,
 ) -> Traffic:
     """Bytes that a forward with lse and these tiles moves.
 
     ``boxes``: TMA brings whole tiles, zeros past the end of an array included. Others bring the
-    keys that some query of the tile may see.
+    keys that some query of the tile may see. ``column_parts`` blocks of threads share a tile, each
+    with its own columns of v.
     """
     heads = work.batch * work.heads_q
     d, d_v = work.head_dim, work.head_dim_v
@@ -62,7 +69,9 @@ def forward(
     read, written = least_parts(work, "forward")
     return Traffic(
         read_once=read,
-        loaded=heads * (rows * d + keys * (d + d_v)) * DTYPES[work.dtype].itemsize,
+        loaded=heads
+        * (column_parts * (rows + keys) * d + keys * d_v)
+        * DTYPES[work.dtype].itemsize,
         written_once=written,
         stored=written,
         asymptotic=asymptotic(work, smem_bytes),
