@@ -181,8 +181,8 @@ _FORWARD_SM90_GENERAL_BIAS: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 64, 2, 1, 0),
     (256, 256): Sm90Tile(128, 48, 2, 1, 0),
 }
-#: Compute capabilities whose tensor cores are twice as fast in float64 as their other units, and the
-#: first with the matrix products and asynchronous copies that the portable kernels are made of.
+#: Compute capabilities whose tensor cores are twice as fast in float64 as their other units, and
+#: the first with the matrix products and asynchronous copies that the portable kernels are made of.
 _FLOAT64_TENSOR_CORES = (80, 90)
 _FIRST_WITH_PRODUCTS = 80
 #: What a call is planned for where no device is at hand: an H100 SXM.
