@@ -179,6 +179,12 @@ class TileConfig(OperandConfig):
         """Rows that the warps of a block divide among themselves."""
         return self.block_m
 
+    @property
+    def parts(self) -> int:
+        """TF32 numbers that add up to an element where tensor cores multiply it."""
+        splits = (self.dtype, self.precision, self.cuda_cores) == ("float32", "ieee", False)
+        return 2 if splits else 1
+
     def tile_bytes(self, rows: int, columns: int) -> int:
         """Shared memory of one operand; CUDA cores read it where it lies."""
         return 128 if self.cuda_cores else self.element_bytes * rows * columns
@@ -211,9 +217,11 @@ class ForwardConfig(TileConfig):
     @property
     def smem_bytes(self) -> int:
         """The q tile, one or two stages of k and v."""
+        own_columns = self.head_dim_v // self.column_parts
         streamed = self.tile_bytes(self.block_n, self.head_dim)
-        streamed += self.tile_bytes(self.block_n, self.head_dim_v // self.column_parts)
-        return self.tile_bytes(self.block_m, self.head_dim) + self.num_stages * streamed
+        streamed += self.tile_bytes(self.block_n, own_columns)
+        stages = self.num_stages * self.parts
+        return self.tile_bytes(self.block_m, self.head_dim) + stages * streamed
 
 
 class ForwardNarrowConfig(ForwardConfig):
@@ -240,46 +248,6 @@ class ForwardNarrowConfig(ForwardConfig):
         """A block of keys, values and biases, by four numbers."""
         numbers = self.width + self.width_v + self.key_bias
         return self.real_bytes * self.block_n * 4 * -(-numbers // 4)
-
-
-def _check_tf32_sm90(config: TileConfig, own: int, num_stages: int, num_warps: int = 12) -> None:
-    """Whether two warpgroups own 64 rows each of ``own``, and others split what is streamed."""
-    if config.dtype != "float32":
-        raise ValueError(f"{config.dtype=} must be float32")
-    if own != 128 or config.num_warps != num_warps:
-        raise ValueError(f"{own} rows, {config.num_warps=}: must be 128 and {num_warps}")
-    if num_stages < 1 or config.column_parts != 1:
-        raise ValueError(f"{num_stages=} must be at least 1, {config.column_parts=} 1")
-    if not {config.head_dim, config.head_dim_v} <= {64, 128}:
-        raise ValueError(f"{config.head_dim=}, {config.head_dim_v=} must be 64 or 128")
-
-
-class ForwardTf32Sm90Config(ForwardConfig):
-    """``forward_tf32_sm90.cu``: float32 by warpgroups of 64 query rows, two that split k and v."""
-
-    source = "forward_tf32_sm90.cu"
-    entry = "cuflash_forward_tf32_sm90"
-    streams = (32, 64)
-
-    num_stages: int  # buffers of k and of v
-
-    def __post_init__(self) -> None:
-        TileConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_m, self.num_stages, num_warps=16)
-        if self.precision == "tf32" and self.block_n != 64:
-            raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
-
-    @property
-    def rows(self) -> int:
-        """Eight warps have none, the others 16 each."""
-        return 16 * self.num_warps
-
-    @property
-    def smem_bytes(self) -> int:
-        """The q tile, rings of the TF32 parts of k and v, and a KiB of barriers."""
-        parts = 2 if self.precision == "ieee" else 1
-        streamed = self.num_stages * parts * self.block_n * (self.head_dim + self.head_dim_v)
-        return self.element_bytes * (self.block_m * self.head_dim + streamed) + 1024
 
 
 class ForwardSm90Config(TileConfig):
@@ -327,7 +295,7 @@ class BackwardQConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q and dout, two stages of k and v."""
+        """Tiles of q and dout, two stages of k and v, or one of their TF32 parts."""
         return sum(
             self.tile_bytes(self.block_m, columns) + 2 * self.tile_bytes(self.block_n, columns)
             for columns in (self.head_dim, self.head_dim_v)
@@ -365,9 +333,14 @@ class BackwardKVConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of k and v; two stages of q, dout and the pairs (lse, delta)."""
+        """Tiles of k and v; two stages of q, dout and the pairs (lse, delta).
+
+        TF32 parts of q and dout take the place of a stage, unless both results are summed.
+        """
+        streamed = 2 * self.parts if self.grad_k and self.grad_v else 2
         tiles = sum(
-            self.tile_bytes(self.block_n, columns) + 2 * self.tile_bytes(self.block_m, columns)
+            self.tile_bytes(self.block_n, columns)
+            + streamed * self.tile_bytes(self.block_m, columns)
             for columns in (self.head_dim, self.head_dim_v)
         )
         return tiles + 4 * self.real_bytes * self.block_m
@@ -427,69 +400,6 @@ class BackwardKVPartnersConfig(BackwardKVConfig):
         return kept + self.real_bytes * self.block_m * (2 * self.block_n + 4)
 
 
-class BackwardQTf32Sm90Config(BackwardQConfig):
-    """``backward_dq_tf32_sm90.cu``: float32 on Hopper, one warpgroup splits keys and values."""
-
-    source = "backward_dq_tf32_sm90.cu"
-    entry = "cuflash_backward_dq_tf32_sm90"
-    streams = (32, 64)
-
-    num_stages: int  # buffers of k and of v
-
-    def __post_init__(self) -> None:
-        TileConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_m, self.num_stages)
-
-    @property
-    def rows(self) -> int:
-        """Four warps have none, the others 16 each."""
-        return 16 * self.num_warps
-
-    @property
-    def smem_bytes(self) -> int:
-        """Tiles of q and dout, rings of TF32 parts of k, v and k transposed, a KiB of barriers."""
-        parts = 2 if self.precision == "ieee" else 1
-        kept = self.block_m * (self.head_dim + self.head_dim_v)
-        streamed = self.num_stages * parts * self.block_n * (2 * self.head_dim + self.head_dim_v)
-        return self.element_bytes * (kept + streamed) + 1024
-
-
-class BackwardKVTf32Sm90Config(BackwardKVConfig):
-    """``backward_dkv_tf32_sm90.cu``: float32 on Hopper, one warpgroup splits q and dout."""
-
-    source = "backward_dkv_tf32_sm90.cu"
-    entry = "cuflash_backward_dkv_tf32_sm90"
-    streams = (32, 64)
-
-    num_stages: int  # buffers of q and of dout
-
-    def __post_init__(self) -> None:
-        BackwardKVConfig.__post_init__(self)
-        _check_tf32_sm90(self, self.block_n, self.num_stages)
-        hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
-        if hidden and self.block_m != 32:
-            raise ValueError(f"block_m = {self.block_m} must be 32 where single pairs are hidden")
-
-    @property
-    def rows(self) -> int:
-        """Four warps have none, the others 16 each."""
-        return 16 * self.num_warps
-
-    @property
-    def smem_bytes(self) -> int:
-        """Tiles of k and v; rings of TF32 parts of q, dout and their transposes, and of rows."""
-        kept, streamed = self.head_dim, self.head_dim
-        if self.grad_k:
-            kept += self.head_dim_v
-            streamed += self.head_dim + self.head_dim_v
-        if self.grad_v:
-            streamed += self.head_dim_v
-        streamed *= self.num_stages * (2 if self.precision == "ieee" else 1)
-        rest = self.num_stages * (8 * self.block_m + 5 * 16)
-        tiles = self.element_bytes * (self.block_n * kept + self.block_m * streamed)
-        return tiles + -(-rest // 1024) * 1024
-
-
 class BackwardScoreConfig(TileConfig):
     """``backward_dscore_sm80.cu``: sums of the scores' gradient."""
 
@@ -501,10 +411,10 @@ class BackwardScoreConfig(TileConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q, dout, k and v; a sum of each column for each warp."""
+        """Tiles of q, dout and parts of k and v; a sum of each column for each warp."""
         tiles = sum(
-            self.tile_bytes(rows, columns)
-            for rows in (self.block_m, self.block_n)
+            self.tile_bytes(self.block_m, columns)
+            + self.parts * self.tile_bytes(self.block_n, columns)
             for columns in (self.head_dim, self.head_dim_v)
         )
         return -(-(tiles + self.real_bytes * self.num_warps * self.block_n) // 128) * 128

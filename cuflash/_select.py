@@ -271,7 +271,8 @@ def forward_config(
     configs = [
         ForwardConfig(**fields, **t._asdict(), num_stages=1) for t in one_stage.get(widest, ())
     ]
-    configs += [ForwardConfig(**fields, **t) for t in _rows(tiles, fields)]
+    stages = tables.forward_stages
+    configs += [ForwardConfig(**fields, **t, num_stages=stages) for t in _rows(tiles, fields)]
     if configs[-1].smem_bytes > smem_limit:
         parts = _parts(fields["head_dim_v"], own // 2)
         configs.append(replace(configs[-1], column_parts=parts))

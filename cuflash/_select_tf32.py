@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuflash import _select, _sm90_refusals, _tiles
-from cuflash._config import (
+from cuflash._config_tf32_sm90 import (
     BackwardKVTf32Sm90Config,
     BackwardQTf32Sm90Config,
     ForwardTf32Sm90Config,

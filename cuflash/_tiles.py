@@ -39,22 +39,24 @@ class Tables(NamedTuple):
     own_columns_general: int
     own_columns_backward: int  # of a gradient
     own_columns_backward_general: int
+    forward_stages: int = 2  # buffers of k and v
     forward_one_stage: Tiles | None = None  # where nothing but scores hides keys
     partners_q: Tiles | None = None  # of gradients whose warps share rows; a score is a product
     partners_kv: Tiles | None = None
 
 
+# Of the parts of k and v one stage: two would leave no room for their low parts.
 _FORWARD_FLOAT32: Tiles = {
     32: (Tile(64, 64, 4, 2),),
-    64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
-    96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
-    192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    64: (Tile(128, 64, 8, 1),),
+    96: (Tile(64, 48, 4, 2), Tile(64, 32, 4, 2), Tile(64, 48, 4, 1)),
+    128: (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
+    192: (Tile(128, 32, 8, 1), Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
     256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
 _FORWARD_GENERAL_FLOAT32: Tiles = {
-    32: (Tile(64, 32, 4, 2),),
-    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    32: (Tile(64, 64, 4, 2),),
+    64: (Tile(128, 64, 8, 1),),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
@@ -62,9 +64,9 @@ _FORWARD_GENERAL_FLOAT32: Tiles = {
 }
 _BACKWARD_Q_FLOAT32: Tiles = {
     32: (Tile(64, 32, 4, 2),),
-    64: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
+    64: (Tile(128, 32, 8, 1),),
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
-    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
@@ -73,10 +75,10 @@ _BACKWARD_Q_GENERAL_FLOAT32: Tiles = _BACKWARD_Q_FLOAT32 | {
     64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
 }
 _BACKWARD_KV_FLOAT32: Tiles = {
-    32: (Tile(16, 64, 4, 2),),
+    32: (Tile(32, 64, 4, 2),),
     64: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
     96: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1)),
-    128: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
+    128: (Tile(16, 128, 8, 1), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
     192: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
     256: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
 }
@@ -86,7 +88,7 @@ _BACKWARD_SCORE_FLOAT32: Tiles = {
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
-    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
 FLOAT32 = Tables(
     _FORWARD_FLOAT32,
@@ -101,12 +103,40 @@ FLOAT32 = Tables(
     own_columns_general=128,
     own_columns_backward=128,
     own_columns_backward_general=96,
+    forward_stages=1,
 )
-_FORWARD_TF32: Tiles = _FORWARD_FLOAT32 | {
+_FORWARD_TF32: Tiles = {
+    32: (Tile(64, 64, 4, 2),),
     64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 1)),
+    96: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
     128: (Tile(256, 32, 8, 1), Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),
+    192: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
 }
-TF32 = FLOAT32._replace(forward=_FORWARD_TF32)
+_FORWARD_GENERAL_TF32: Tiles = _FORWARD_TF32 | {
+    32: (Tile(64, 32, 4, 2),),
+    64: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+    96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+}
+_BACKWARD_Q_TF32: Tiles = _BACKWARD_Q_FLOAT32 | {
+    64: (Tile(128, 16, 4, 2), Tile(64, 16, 4, 1)),
+    128: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
+}
+_BACKWARD_Q_GENERAL_TF32: Tiles = _BACKWARD_Q_GENERAL_FLOAT32 | {128: _BACKWARD_Q_TF32[128]}
+_BACKWARD_KV_TF32: Tiles = _BACKWARD_KV_FLOAT32 | {
+    32: (Tile(16, 64, 4, 2),),
+    128: (Tile(16, 64, 4, 2), Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
+}
+TF32 = FLOAT32._replace(
+    forward=_FORWARD_TF32,
+    forward_general=_FORWARD_GENERAL_TF32,
+    backward_q=_BACKWARD_Q_TF32,
+    backward_q_general=_BACKWARD_Q_GENERAL_TF32,
+    backward_kv=_BACKWARD_KV_TF32,
+    backward_kv_general=_BACKWARD_KV_TF32,
+    forward_stages=2,
+)
 
 _FORWARD_FLOAT64: Tiles = {
     32: (Tile(64, 32, 4, 2),),

@@ -13,7 +13,9 @@
 //
 // Transposed scores make the rows of a warp its keys: both results then are sums over columns that
 // stay in the warp. Shared memory: k and v of the tile, two stages of q, dout and their rows'
-// statistics; a stage arrives while the other is computed with.
+// statistics; a stage arrives while the other is computed with. Of float32 TF32 parts, in a pass of
+// one result those of one stage. For dk, q arrives while dp^T is computed, the next dout and its
+// statistics while the rest is; for dv, dout while s^T is, the next q while the rest is.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -24,17 +26,22 @@
 
 namespace cuflash {
 
-struct SharedMemory {
-  using KTile = OperandTile<Config::block_n, Config::head_dim>;
-  using VTile = OperandTile<Config::block_n, Config::head_dim_v>;
-  using QTile = OperandTile<Config::block_m, Config::head_dim>;
-  using DoutTile = OperandTile<Config::block_m, Config::head_dim_v>;
+constexpr int stages = splits_tiles && !(Config::grad_k && Config::grad_v) ? 1 : 2;
 
+using KTile = OperandTile<Config::block_n, Config::head_dim>;
+using VTile = OperandTile<Config::block_n, Config::head_dim_v>;
+using QTile = StreamedTile<Config::block_m, Config::head_dim>;
+using DoutTile = StreamedTile<Config::block_m, Config::head_dim_v>;
+
+struct SharedMemory {
   KTile k;
   VTile v;
-  QTile q[2];
-  DoutTile dout[2];
+  QTile q[stages];
+  DoutTile dout[stages];
   RowStatistics rows[2][Config::block_m];
+
+  __device__ __forceinline__ QTile& q_of(int stage) { return q[stages == 1 ? 0 : stage]; }
+  __device__ __forceinline__ DoutTile& dout_of(int stage) { return dout[stages == 1 ? 0 : stage]; }
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardKVConfig.smem_bytes counts this struct");
@@ -43,8 +50,8 @@ constexpr int slices = Config::block_n / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
 static_assert(Config::block_m <= Config::num_threads, "a thread copies the statistics of one row");
 
-static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
-static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
+static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0, "panels");
+static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0, "panels");
 
 // Starts the copy of the tile's keys and values.
 __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
@@ -84,34 +91,60 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
   const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
 
-  const auto load_block = [&](int m_block, int to_stage) {
-    const int first_row = m_block * Config::block_m;
-    load_tile(smem.q[to_stage], q, first_row, rows);
-    load_tile(smem.dout[to_stage], dout, first_row, rows);
-    load_statistics(smem.rows[to_stage], statistics, first_row, rows);
+  const auto load_q = [&](int m_block, int to_stage) {
+    load_tile(smem.q_of(to_stage), q, m_block * Config::block_m, rows);
+  };
+  const auto load_dout = [&](int m_block, int to_stage) {
+    load_tile(smem.dout_of(to_stage), dout, m_block * Config::block_m, rows);
+  };
+  const auto load_ahead = [&](int m_block, int to_stage) {
+    if constexpr (stages == 2 || !Config::grad_k) load_q(m_block, to_stage);
+    if constexpr (stages == 2 || Config::grad_k) load_dout(m_block, to_stage);
+    load_statistics(smem.rows[to_stage], statistics, m_block * Config::block_m, rows);
     ptx::cp_async_commit();
   };
-  load_block(m_block, stage);
+  const auto await = [&](auto&... tiles) {
+    ptx::cp_async_wait<0>();
+    (split(tiles), ...);
+    __syncthreads();  // they are there; every warp is done with what the next copy replaces
+    if constexpr (Score::may_hide_rows) clear_hidden_rows(smem.rows[stage], &tiles...);
+  };
+  load_ahead(m_block, stage);
 #pragma unroll 1
   for (int next; m_block < blocks.end; m_block = next) {
     const int first_row = m_block * Config::block_m;
     const bool one_segment = visited.of_one_segment(m_block);
     next = visited.next_after(m_block);
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this stage is there; every warp is done with the other
-    if constexpr (Score::may_hide_rows) {
-      clear_hidden_rows(smem.rows[stage], &smem.q[stage], &smem.dout[stage]);
-    }
-    if (next < blocks.end) load_block(next, stage ^ 1);
-
+    QTile& q_tile = smem.q_of(stage);
+    DoutTile& dout_tile = smem.dout_of(stage);
     Real s_acc[slices][Config::block_m / 8][4];
     Real dp_acc[slices][Config::block_m / 8][4];
-    clear(s_acc);
-    multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(smem.q[stage]));
-    if constexpr (Config::grad_k) {
+    const auto multiply_s = [&] {
+      clear(s_acc);
+      multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(q_tile));
+    };
+    const auto multiply_dp = [&] {
       clear(dp_acc);
-      multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[stage]));
+      multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(dout_tile));
+    };
+    if constexpr (stages == 2) {
+      await(q_tile, dout_tile);
+    } else if constexpr (Config::grad_k) {
+      await(dout_tile);
+      load_q(m_block, 0);
+      ptx::cp_async_commit();
+      multiply_dp();
+      await(q_tile);
+    } else {
+      await(q_tile);
+      load_dout(m_block, 0);
+      ptx::cp_async_commit();
+      multiply_s();
+      await(dout_tile);
     }
+    if (next < blocks.end) load_ahead(next, stage ^ 1);
+    if constexpr (stages == 2 || Config::grad_k) multiply_s();
+    if constexpr (stages == 2 && Config::grad_k) multiply_dp();
     if (blocks.masked(m_block) || !one_segment) {
       compute_p_ds<true>(s_acc, dp_acc, smem.rows[stage], score, first_row, first_key + warp_key);
     } else {
@@ -120,12 +153,12 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     if constexpr (Config::grad_v) {
       Register p_frag[slices][Config::block_m / 16][operand_registers];
       to_operand(p_frag, s_acc);
-      multiply(acc.dv, p_frag, read_sums(smem.dout[stage], first_own_column(Config::head_dim_v)));
+      multiply(acc.dv, p_frag, read_sums(dout_tile, first_own_column(Config::head_dim_v)));
     }
     if constexpr (Config::grad_k) {
       Register ds_frag[slices][Config::block_m / 16][operand_registers];
       to_operand(ds_frag, dp_acc);
-      multiply(acc.dk, ds_frag, read_sums(smem.q[stage], first_own_column(Config::head_dim)));
+      multiply(acc.dk, ds_frag, read_sums(q_tile, first_own_column(Config::head_dim)));
     }
     stage ^= 1;
   }

@@ -11,7 +11,8 @@
 //     dq *= scale
 //
 // Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
-// computed with.
+// computed with. Of float32 one, in TF32 parts: k arrives while dp is computed, v of the next block
+// while s and dq are.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -21,16 +22,18 @@
 
 namespace cuflash {
 
+constexpr int stages = splits_tiles ? 1 : 2;
+
 struct SharedMemory {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;
   using DoutTile = OperandTile<Config::block_m, Config::head_dim_v>;
-  using KTile = OperandTile<Config::block_n, Config::head_dim>;
-  using VTile = OperandTile<Config::block_n, Config::head_dim_v>;
+  using KTile = StreamedTile<Config::block_n, Config::head_dim>;
+  using VTile = StreamedTile<Config::block_n, Config::head_dim_v>;
 
   QTile q;
   DoutTile dout;
-  KTile k[2];
-  VTile v[2];
+  KTile k[stages];
+  VTile v[stages];
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardQConfig.smem_bytes counts this struct");
@@ -62,15 +65,18 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
   const RowSource v(params.v, params.v_layout, entry, first_k, params.head_dim_v);
   const RowSource dout(params.dout, params.dout_layout, entry, first_q, params.head_dim_v);
 
-  const auto load_block = [&](int n_block, int to_stage) {
+  const auto load_k = [&](int n_block, int to_stage) {
     load_tile(smem.k[to_stage], k, n_block * Config::block_n, keys);
+  };
+  const auto load_v = [&](int n_block, int to_stage) {
     load_tile(smem.v[to_stage], v, n_block * Config::block_n, keys);
-    ptx::cp_async_commit();
   };
   __syncthreads();  // every warp is done with q and dout of the previous entry
   load_tile(smem.q, q, first_row, {0, score.seqlen.q});
   load_tile(smem.dout, dout, first_row, {0, score.seqlen.q});
-  load_block(n_block, stage);
+  if constexpr (stages == 2) load_k(n_block, stage);
+  load_v(n_block, stage);
+  ptx::cp_async_commit();
   RowStatistics statistics[slices][2];
   read_statistics(statistics, params, entry, score.seqlen, first_row + warp_row);
 
@@ -80,15 +86,34 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     const bool one_segment = visited.of_one_segment(n_block);
     next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
-    __syncthreads();  // this stage is there; every warp is done with the other
-    if (next < blocks.end) load_block(next, stage ^ 1);
+    split(smem.v[stage]);
+    __syncthreads();  // this stage, or v, is there; every warp is done with the other, or k
+    if constexpr (stages == 1) {
+      load_k(n_block, 0);
+      ptx::cp_async_commit();
+    } else if (next < blocks.end) {
+      load_k(next, stage ^ 1);
+      load_v(next, stage ^ 1);
+      ptx::cp_async_commit();
+    }
 
     Real s_acc[slices][Config::block_n / 8][4];
     Real dp_acc[slices][Config::block_n / 8][4];
     clear(s_acc);
     clear(dp_acc);
+    const auto multiply_dp = [&] {
+      multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
+    };
+    if constexpr (stages == 1) {
+      multiply_dp();
+      ptx::cp_async_wait<0>();
+      split(smem.k[0]);
+      __syncthreads();  // k is there; every warp is done with v
+      if (next < blocks.end) load_v(next, 0);
+      ptx::cp_async_commit();
+    }
     multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
-    multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
+    if constexpr (stages == 2) multiply_dp();
     drop_gradients(dp_acc, score, first_row + warp_row, first_key);
     if (blocks.masked(n_block) || !one_segment) {
       compute_ds<true>(s_acc, dp_acc, statistics, score, first_row + warp_row, first_key);
@@ -98,7 +123,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     Register ds_frag[slices][Config::block_n / 16][operand_registers];
     to_operand(ds_frag, s_acc);
     multiply(dq_acc, ds_frag, read_sums(smem.k[stage], first_own_column(Config::head_dim)));
-    stage ^= 1;
+    if constexpr (stages == 2) stage ^= 1;
   }
 }
 

@@ -28,8 +28,8 @@ namespace cuflash {
 struct SharedMemory {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;
   using DoutTile = OperandTile<Config::block_m, Config::head_dim_v>;
-  using KTile = OperandTile<Config::block_n, Config::head_dim>;
-  using VTile = OperandTile<Config::block_n, Config::head_dim_v>;
+  using KTile = StreamedTile<Config::block_n, Config::head_dim>;
+  using VTile = StreamedTile<Config::block_n, Config::head_dim_v>;
 
   QTile q;
   DoutTile dout;
@@ -171,6 +171,8 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
   load_tile(smem.v, v, first_key, keys);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
+  split(smem.k);
+  split(smem.v);
   __syncthreads();  // all four are there
 
   const int warp_row = warp_index() * 16 * slices;

@@ -8,8 +8,8 @@
 //       o = o exp(m - m') + dropout(p) v                      p is reused in registers
 //     out = o / l,  lse = m + log l                         a sink joins m and l here
 //
-// Shared memory: the q tile for the whole run; one k and one v buffer. v of a block arrives while
-// q k^T is computed, k of the next block during softmax and p v.
+// Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
+// arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
@@ -24,8 +24,8 @@ static_assert(own_columns % 16 == 0, "one product has 16 columns");
 
 struct SharedMemory {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;
-  using KTile = OperandTile<Config::block_n, Config::head_dim>;
-  using VTile = OperandTile<Config::block_n, own_columns>;
+  using KTile = StreamedTile<Config::block_n, Config::head_dim>;
+  using VTile = StreamedTile<Config::block_n, own_columns>;
 
   QTile q;
   KTile k[Config::num_stages];
@@ -70,6 +70,8 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     const bool one_segment = visited.of_one_segment(n_block);
     next = visited.next_after(n_block);
     ptx::cp_async_wait<0>();
+    split(smem.k[stage]);
+    if constexpr (Config::num_stages == 2) split(smem.v[stage]);
     __syncthreads();  // this stage is there; every warp is done with the other
     if constexpr (Config::num_stages == 1) {
       load_tile(smem.v[0], v, first_key, keys);
@@ -94,6 +96,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     to_operand(p_frag, s_acc);
     if constexpr (Config::num_stages == 1) {
       ptx::cp_async_wait<0>();
+      split(smem.v[0]);
       __syncthreads();  // v is there; every warp is done with k
       if (next < blocks.end) load_tile(smem.k[0], k, next * Config::block_n, keys);
       ptx::cp_async_commit();

@@ -87,16 +87,26 @@ SPILLS = {
     ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
-    ("sm_86", "cuflash_forward_sm80", "float32", 256): Spill(
-        76,
-        "all options: numbers of the entry and where ids lie, stored before the loop over blocks, "
-        f"loaded once or twice per block; {NO_DEVICE}",
+    ("sm_80", "cuflash_forward_sm80", "float32", 256): Spill(
+        24,
+        "all options: a number from which dropout draws and two offsets, stored before the loop "
+        f"over blocks, each loaded once per block; {NO_DEVICE}",
+    ),
+    ("sm_86", "cuflash_forward_sm80", "float32", 128): Spill(
+        8,
+        "all options: a number from which dropout draws, stored before the loop over blocks, "
+        f"loaded once per block; {NO_DEVICE}",
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_89", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
+    ("sm_90", "cuflash_forward_sm80", "float32", 128): Spill(
+        8,
+        "packed: an offset, stored before the loop over blocks, loaded once per block (13.5: "
+        "nothing); the neighbour takes 1.06 times as long",
+    ),
     ("sm_90", "cuflash_forward_sm80", "float64", 64): Spill(
         8,
         "all options: a number from which dropout draws, stored before the loop over blocks, "

@@ -27,11 +27,11 @@ from cuflash import (
 from cuflash._config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
-    BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     KernelConfig,
     TileConfig,
 )
+from cuflash._config_tf32_sm90 import BackwardKVTf32Sm90Config
 from cuflash._problem import Operand, Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")

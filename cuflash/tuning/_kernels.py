@@ -11,22 +11,24 @@ from cuflash._config import (
     BackwardKVConfig,
     BackwardKVPartnersConfig,
     BackwardKVSm90Config,
-    BackwardKVTf32Sm90Config,
     BackwardOnePassConfig,
     BackwardPairConfig,
     BackwardQConfig,
     BackwardQPartnersConfig,
     BackwardQSm90Config,
-    BackwardQTf32Sm90Config,
     BackwardScoreConfig,
     DeltaConfig,
     ForwardConfig,
     ForwardNarrowConfig,
     ForwardSm90Config,
-    ForwardTf32Sm90Config,
     KernelConfig,
     SegmentBoundsConfig,
     TileConfig,
+)
+from cuflash._config_tf32_sm90 import (
+    BackwardKVTf32Sm90Config,
+    BackwardQTf32Sm90Config,
+    ForwardTf32Sm90Config,
 )
 from cuflash._errors import problem_with
 from cuflash._tuned import with_values

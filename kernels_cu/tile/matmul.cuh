@@ -6,20 +6,31 @@
 #include "tile/matmul_cores.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "tile/smem_tile.cuh"
+#include "tile/split_tile.cuh"
 
 namespace cuflash {
 
-template <bool on_cuda_cores>
+template <bool on_cuda_cores, bool splits>
 struct Tiles {
   template <int rows, int columns>
   using Operand = SmemTile<rows, columns>;
 };
 template <>
-struct Tiles<true> {
+struct Tiles<false, true> {
+  template <int rows, int columns>
+  using Operand = SplitTile<rows, columns>;
+};
+template <bool splits>
+struct Tiles<true, splits> {
   template <int rows, int columns>
   using Operand = GlobalTile<rows, columns>;
 };
 template <int rows, int columns>
-using OperandTile = Tiles<Config::cuda_cores>::template Operand<rows, columns>;
+using OperandTile = Tiles<Config::cuda_cores, false>::template Operand<rows, columns>;
+
+// One that every warp reads: of keys, or of queries where keys are owned.
+constexpr bool splits_tiles = splits_operands && !Config::cuda_cores;
+template <int rows, int columns>
+using StreamedTile = Tiles<Config::cuda_cores, splits_tiles>::template Operand<rows, columns>;
 
 }  // namespace cuflash

@@ -19,7 +19,7 @@ constexpr bool splits_operands =
 
 // acc += a . b of TF32, by two products of eight columns.
 __device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8],
-                                              const uint32_t (&b)[4]) {
+                                              const uint32_t* b) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t left[4] = {a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]};
@@ -81,6 +81,24 @@ struct Split {
   }
 };
 
+// An operand that is split where it is read, or was before: split_tile.cuh.
+template <typename Reader>
+__device__ __forceinline__ Split<8> read_split(const Reader& reader, int i, int j) {
+  float x[8];
+  reader.read(x, i, j);
+  constexpr int distance = low_distance<typename Reader::Source>;
+  if constexpr (distance == 0) return Split<8>(x);
+  float low[8];
+  reader.read(low, i, j, distance);
+  Split<8> parts;
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    parts.high[t] = __float_as_uint(x[t]);
+    parts.low[t] = __float_as_uint(low[t]);
+  }
+  return parts;
+}
+
 // Accumulators of split products: terms with a low part, and the others.
 template <int slices, int tiles>
 struct SplitSums {
@@ -91,10 +109,14 @@ struct SplitSums {
     clear(small);
   }
 
-  __device__ __forceinline__ void add(int slice, int tile, const Split<8>& a, const Split<4>& b) {
-    multiply_tf32(small[slice][tile], a.low, b.high);
-    multiply_tf32(small[slice][tile], a.high, b.low);
-    multiply_tf32(large[slice][tile], a.high, b.high);
+  // Products with two operands side by side, to `tile` and the next.
+  __device__ __forceinline__ void add(int slice, int tile, const Split<8>& a, const Split<8>& b) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      multiply_tf32(small[slice][tile + side], a.low, b.high + 4 * side);
+      multiply_tf32(small[slice][tile + side], a.high, b.low + 4 * side);
+      multiply_tf32(large[slice][tile + side], a.high, b.high + 4 * side);
+    }
   }
 
   // Added to `acc`, whose tiles from `first_tile` on are these.
@@ -157,21 +179,12 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
     for (int k = 0; k < BTile::columns / 16; ++k) {
       Split<8> a_split[slices];
 #pragma unroll
-      for (int s = 0; s < slices; ++s) {
-        float a_frag[8];
-        a.read(a_frag, s, k);
-        a_split[s] = Split<8>(a_frag);
-      }
+      for (int s = 0; s < slices; ++s) a_split[s] = read_split(a, s, k);
 #pragma unroll
       for (int n = 0; n < BTile::rows / 16; ++n) {
-        float b_frag[8];
-        b.read(b_frag, n, k);
-        const Split<4> left(b_frag), right(b_frag + 4);
+        const Split<8> b_split = read_split(b, n, k);
 #pragma unroll
-        for (int s = 0; s < slices; ++s) {
-          sums.add(s, 2 * n, a_split[s], left);
-          sums.add(s, 2 * n + 1, a_split[s], right);
-        }
+        for (int s = 0; s < slices; ++s) sums.add(s, 2 * n, a_split[s], b_split);
       }
     }
     sums.add_to(acc, 0);
@@ -216,14 +229,9 @@ __device__ __forceinline__ void multiply(
       SplitSums<slices, 2> sums;
 #pragma unroll
       for (int k = 0; k < steps; ++k) {
-        float b_frag[8];
-        b.read(b_frag, k, n);
-        const Split<4> left(b_frag), right(b_frag + 4);
+        const Split<8> b_split = read_split(b, k, n);
 #pragma unroll
-        for (int s = 0; s < slices; ++s) {
-          sums.add(s, 0, a_split[s][k], left);
-          sums.add(s, 1, a_split[s][k], right);
-        }
+        for (int s = 0; s < slices; ++s) sums.add(s, 0, a_split[s][k], b_split);
       }
       sums.add_to(acc, 2 * n);
     }

@@ -1,7 +1,8 @@
 // How a lane reads the operands of a product of fragments, acc (16x8) += a (16x16) . b (16x8), from
 // shared memory: of a, or of two b side by side, `operand_registers`; see fragment.cuh.
 //
-// 16-bit elements, and float32 summed over columns, are read by ldmatrix.
+// 16-bit elements, and float32 summed over columns, are read by ldmatrix; of float32, `distance`
+// bytes behind a tile, too.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -10,6 +11,10 @@
 #include "tile/smem_tile.cuh"
 
 namespace cuflash {
+
+// How many bytes behind the high parts of a tile its low ones lie; 0 where it is not split.
+template <typename Tile>
+constexpr int low_distance = 0;
 
 // Moves an address by `index` blocks of `bytes` along the columns. Swizzle bits of a lane are the
 // same in every block, and a block's column only flips address bits above its chunk's lowest, hence
@@ -24,6 +29,8 @@ __device__ __forceinline__ uint32_t along_columns(uint32_t address, int index) {
 // The left operand: 16 rows of a matrix, whose columns are summed over.
 template <typename Tile>
 struct RowsReader {
+  using Source = Tile;
+
   uint32_t lane_address;
 
   // Rows from 16 * row16 on, columns from 16 * k on.
@@ -31,12 +38,12 @@ struct RowsReader {
     ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
 
-  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k) const {
+  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k, int distance = 0) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4];
-      ptx::ldmatrix_x4(words,
-                       along_columns<Tile, 32>(lane_address, 2 * k + half) + row16 * row_block);
+      ptx::ldmatrix_x4(words, along_columns<Tile, 32>(lane_address, 2 * k + half) +
+                                  row16 * row_block + distance);
 #pragma unroll
       for (int i = 0; i < 4; ++i) frag[4 * half + i] = __uint_as_float(words[i]);
     }
@@ -60,6 +67,8 @@ struct RowsReader {
 // over.
 template <typename Tile>
 struct ColumnsReader {
+  using Source = Tile;
+
   uint32_t lane_address;
 
   // Rows from 16 * row16 on, columns from 16 * k on.
@@ -67,12 +76,12 @@ struct ColumnsReader {
     ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
 
-  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k) const {
+  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k, int distance = 0) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4];
-      ptx::ldmatrix_x4(words,
-                       along_columns<Tile, 32>(lane_address, 2 * k + half) + row16 * row_block);
+      ptx::ldmatrix_x4(words, along_columns<Tile, 32>(lane_address, 2 * k + half) +
+                                  row16 * row_block + distance);
 #pragma unroll
       for (int i = 0; i < 4; ++i) frag[i / 2 * 4 + 2 * half + i % 2] = __uint_as_float(words[i]);
     }
@@ -95,6 +104,8 @@ struct ColumnsReader {
 // Two right operands side by side, 16 columns of a matrix whose rows are summed over.
 template <typename Tile>
 struct SumReader {
+  using Source = Tile;
+
   uint32_t lane_address;
 
   // Rows from 16 * k on, columns from 16 * column16 on.
@@ -103,7 +114,8 @@ struct SumReader {
   }
 
   template <typename Value>
-  __device__ __forceinline__ void read(Value (&frag)[8], int k, int column16) const {
+  __device__ __forceinline__ void read(Value (&frag)[8], int k, int column16,
+                                       int distance = 0) const {
     constexpr int eight_columns = 8 * sizeof(Value);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -112,8 +124,9 @@ struct SumReader {
       const uint32_t odd = (even ^ (Tile::swizzle(1) << 4)) + Tile::row_bytes;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        frag[4 * side + 2 * half] = ptx::load_shared<Value>(even ^ (side * eight_columns));
-        frag[4 * side + 2 * half + 1] = ptx::load_shared<Value>(odd ^ (side * eight_columns));
+        const int to_side = side * eight_columns;
+        frag[4 * side + 2 * half] = ptx::load_shared<Value>((even ^ to_side) + distance);
+        frag[4 * side + 2 * half + 1] = ptx::load_shared<Value>((odd ^ to_side) + distance);
       }
     }
   }

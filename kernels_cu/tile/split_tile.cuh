@@ -1,0 +1,60 @@
+// A tile of float32 that is split into TF32 parts once, for all warps of a block.
+#pragma once
+
+#include "tile/matmul_sm80.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace cuflash {
+
+// Once split, high parts lie where the elements lay, and low ones in the same places of a second
+// tile behind it.
+template <int rows, int columns>
+struct SplitTile : SmemTile<rows, columns> {
+  SmemTile<rows, columns> low;
+
+  __device__ __forceinline__ void clear_row(int row, int lane) {
+    SmemTile<rows, columns>::clear_row(row, lane);
+    low.clear_row(row, lane);
+  }
+};
+
+template <int rows, int columns>
+constexpr int low_distance<SplitTile<rows, columns>> = sizeof(SmemTile<rows, columns>);
+
+// Where nothing is split, or every warp splits what it reads.
+template <typename Tile>
+__device__ __forceinline__ void split(Tile&) {}
+
+// By all threads: each splits what it copied itself (load_tile), once its own copies are there.
+// Others see the parts after a barrier.
+template <int rows, int columns>
+__device__ __forceinline__ void split(SplitTile<rows, columns>& tile) {
+  using Tile = SplitTile<rows, columns>;
+  constexpr int row_step = Config::num_threads / Tile::row_chunks;
+  constexpr int steps = (rows + row_step - 1) / row_step;
+  const int chunk = ptx::thread_index() % Tile::row_chunks;
+  const int thread_row = ptx::thread_index() / Tile::row_chunks;
+#pragma unroll
+  for (int step = 0; step < steps; ++step) {
+    const int row = thread_row + step * row_step;
+    if (rows % row_step != 0 && row >= rows) break;
+    auto* const at = reinterpret_cast<unsigned char*>(tile.data) + Tile::chunk_offset(row, chunk);
+    float4 x[Tile::num_panels];
+#pragma unroll
+    for (int panel = 0; panel < Tile::num_panels; ++panel) {
+      x[panel] = *reinterpret_cast<const float4*>(at + panel * Tile::panel_bytes);
+    }
+#pragma unroll
+    for (int panel = 0; panel < Tile::num_panels; ++panel) {
+      const float elements[4] = {x[panel].x, x[panel].y, x[panel].z, x[panel].w};
+      const Split<4> parts(elements);
+      unsigned char* const to = at + panel * Tile::panel_bytes;
+      *reinterpret_cast<uint4*>(to) =
+          make_uint4(parts.high[0], parts.high[1], parts.high[2], parts.high[3]);
+      *reinterpret_cast<uint4*>(to + low_distance<Tile>) =
+          make_uint4(parts.low[0], parts.low[1], parts.low[2], parts.low[3]);
+    }
+  }
+}
+
+}  // namespace cuflash
