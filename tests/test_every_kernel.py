@@ -1,7 +1,8 @@
 """Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
 
 Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for; "hopper"
-are calls that its kernels serve. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
+are calls that its kernels serve; "float32" are those of which it has none, whose tiles are split
+once. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
 The calls are those that `tools/mutants.py` holds mistakes in the kernels against.
 """
 
@@ -21,7 +22,10 @@ from support.problems import Call, Results, make_call, run
 
 pytestmark = pytest.mark.gpu
 
-HEAD_DIMS = {"portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64)}
+HEAD_DIMS = {
+    "portable": (36, 36), "small": (3, 5), "hopper": (128, 128), "hopper 64": (64, 64),
+    "float32": (90, 76), "float32, narrow": (20, 28), "float32, wide": (180, 140),
+}  # fmt: skip
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
 PORTABLE = {
     "forward_sm80.cu", "backward_delta.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
@@ -80,7 +84,8 @@ CASES = [(kernel, name) for kernel in HEAD_DIMS for name in NAMES]
 
 
 def call_of(kernel: str, name: str) -> Call:
-    return call_with(HEAD_DIMS[kernel], name, aligned=kernel != "small")
+    dtype = np.float32 if "float32" in kernel else np.float16
+    return call_with(HEAD_DIMS[kernel], name, dtype, aligned=kernel != "small")
 
 
 def call_with(
@@ -177,6 +182,22 @@ def test_a_key_of_nan_reaches_those_that_see_it_alone(kernel: str) -> None:
         assert 0 < finite.mean() < 1
         np.testing.assert_array_equal(np.isfinite(of[0]), finite, name)
         np.testing.assert_allclose(of[0][finite], of[1][finite], rtol=0, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", HEAD_DIMS)
+def test_what_a_query_without_keys_holds_reaches_nothing(kernel: str) -> None:
+    import cupy
+
+    clean = call_of(kernel, "mask")
+    mask = clean.options["mask"].copy()
+    mask[:, :, 17] = False
+    clean = clean.but(options=clean.options | {"mask": mask})
+    q, dout = clean.q.copy(), clean.dout.copy()
+    q[:, :, 17] = dout[:, :, 17] = np.nan
+    expected, result = run(cupy, clean), run(cupy, clean.but(q=q, dout=dout))
+    assert (result.out[:, :, 17] == 0).all()
+    for name in "qkv":
+        np.testing.assert_array_equal(result.gradients[name], expected.gradients[name], name)
 
 
 @pytest.mark.parametrize("kernel", HEAD_DIMS)

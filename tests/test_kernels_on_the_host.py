@@ -90,6 +90,28 @@ def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str)
     assert {"cuflash_forward_sm80", "cuflash_backward_dscore_sm80"} <= set(device.launched)
 
 
+@pytest.mark.parametrize(
+    "head_dims", [(20, 28), (64, 48), (90, 76), (128, 128), (180, 140), (250, 256)], ids=str
+)
+def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[int, int]) -> None:
+    """Both results of a pass, and one: groups, keys that a mask hides, queries that see nothing."""
+    (d, d_v), rng = head_dims, np.random.default_rng(3)
+    mask = rng.random((2, 1, 75, 90)) < 0.7
+    mask[0, 0, 20:40] = mask[1, 0, 3] = False
+    options = {"enable_gqa": True, "causal": True, "mask": mask}
+    shapes = (2, 4, 75, d), (2, 2, 90, d), (2, 2, 90, d_v)
+    call = make_call("normal", 6, np.float32, *shapes, options=options)
+    check(call, cuflash.Options(**options))
+    clean = results(call, cuflash.Options(**options))[2]
+    q, dout = call.q.copy(), call.dout.copy()
+    q[0, :, 20:40] = dout[0, :, 20:40] = np.nan  # of queries that see nothing
+    poisoned = results(call.but(q=q, dout=dout), cuflash.Options(**options))[2]
+    for name, gradient in clean.items():
+        np.testing.assert_array_equal(poisoned[name], gradient, name)
+    passes = 1 if max(head_dims) <= 64 else 2
+    assert device.launched.count("cuflash_backward_dkv_sm80") == 3 * passes
+
+
 def test_workspaces_may_hold_anything(device: HostDevice) -> None:
     """Row statistics, bounds of segments, sums for gradients of scores; rows that see nothing."""
     ids = tuple(np.sort(np.random.default_rng(n).integers(0, 4, (2, 1, n))) for n in (100, 70))
