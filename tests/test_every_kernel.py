@@ -1,8 +1,8 @@
 """Is every kernel right over several tiles, with every option? A few calls for each, on a GPU.
 
 Rows of the head sizes "portable" end off the 16 bytes that Hopper's copy engine asks for; "hopper"
-are calls that its kernels serve; "float32" are those of which it has none, whose tiles are split
-once. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
+are calls that its kernels serve. Of "float32" it has kernels up to head size 128; "wide" are larger
+ones, whose tiles are split once. Arrays begin at multiples of 16 bytes, those of "small" elsewhere.
 The calls are those that `tools/mutants.py` holds mistakes in the kernels against.
 """
 
