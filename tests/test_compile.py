@@ -95,7 +95,7 @@ SPILLS = {
     ("sm_86", "cuflash_forward_sm80", "float32", 128): Spill(
         8,
         "all options: a number from which dropout draws, stored before the loop over blocks, "
-        f"loaded once per block; {NO_DEVICE}",
+        "loaded once per block; no device of this kind was there to time its neighbours on",
     ),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(

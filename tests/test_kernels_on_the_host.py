@@ -72,11 +72,13 @@ def reference_results(call: Call, options: cuflash.Options) -> dict[str, Any]:
     return {"out": out, "q": grads.dq, "k": grads.dk, "v": grads.dv}
 
 
-def check(call: Call, options: cuflash.Options) -> None:
+def check(call: Call, options: cuflash.Options) -> dict[str, Any]:
+    """The gradients, within the budget as out and lse are."""
     out, lse, gradients = results(call, options)
     budget = Budget(call)
     budget.check_forward(out, lse)
     budget.check_backward(gradients, given=(out, lse))
+    return gradients
 
 
 @pytest.mark.parametrize(
@@ -101,15 +103,14 @@ def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[in
     options = {"enable_gqa": True, "causal": True, "mask": mask}
     shapes = (2, 4, 75, d), (2, 2, 90, d), (2, 2, 90, d_v)
     call = make_call("normal", 6, np.float32, *shapes, options=options)
-    check(call, cuflash.Options(**options))
-    clean = results(call, cuflash.Options(**options))[2]
+    clean = check(call, cuflash.Options(**options))
     q, dout = call.q.copy(), call.dout.copy()
     q[0, :, 20:40] = dout[0, :, 20:40] = np.nan  # of queries that see nothing
     poisoned = results(call.but(q=q, dout=dout), cuflash.Options(**options))[2]
     for name, gradient in clean.items():
         np.testing.assert_array_equal(poisoned[name], gradient, name)
     passes = 1 if max(head_dims) <= 64 else 2
-    assert device.launched.count("cuflash_backward_dkv_sm80") == 3 * passes
+    assert device.launched.count("cuflash_backward_dkv_sm80") == 2 * passes
 
 
 def test_workspaces_may_hold_anything(device: HostDevice) -> None:

@@ -17,7 +17,7 @@ from cuflash._launch import BackwardConfigs
 from cuflash._problem import describe
 from support.budget import Budget
 from support.families import FAMILIES
-from support.problems import Call, make_call, probe, run
+from support.problems import Call, check_a_query_without_keys, make_call, probe, run
 
 H100 = _hardware.typical("sm_90")
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
@@ -147,13 +147,7 @@ def test_a_key_of_nan_reaches_those_that_see_it_alone(head_dim: int) -> None:
 def test_what_a_row_without_keys_holds_reaches_nothing(head_dim: int) -> None:
     import cupy
 
-    clean = call_of((head_dim, head_dim), OPTIONS["mask"])
-    q, dout = clean.q.copy(), clean.dout.copy()
-    q[:, :, 17] = dout[:, :, 17] = np.nan
-    expected, result = run(cupy, clean), run(cupy, clean.but(q=q, dout=dout))
-    assert (result.out[:, :, 17] == 0).all()
-    for name in "qkv":
-        np.testing.assert_array_equal(result.gradients[name], expected.gradients[name], name)
+    check_a_query_without_keys(cupy, call_of((head_dim, head_dim), OPTIONS["mask"]), 17)
 
 
 @pytest.mark.gpu

@@ -258,6 +258,16 @@ def _parted(array: np.ndarray, sequences: int, heads: int) -> np.ndarray:
     return np.moveaxis(parts, at, 0)
 
 
+def check_a_query_without_keys(xp: ModuleType, clean: Call, row: int) -> None:
+    """Assert that of a query that no key is visible to nothing is seen: here it holds NaN."""
+    q, dout = clean.q.copy(), clean.dout.copy()
+    q[..., row, :] = dout[..., row, :] = np.nan
+    expected, result = run(xp, clean), run(xp, clean.but(q=q, dout=dout))
+    assert (result.out[..., row, :] == 0).all()
+    for name in _OPERANDS:
+        np.testing.assert_array_equal(result.gradients[name], expected.gradients[name], name)
+
+
 def probe(call: Call) -> Call:
     """The call with one-hot values, key j to column j mod d_v: out is sums of probabilities."""
     keys, columns = call.v.shape[-2:]
