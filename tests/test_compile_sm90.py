@@ -261,18 +261,18 @@ def test_one_gradient_alone(generation: int) -> None:
 
 @pytest.mark.nvrtc
 def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> None:
-    """Of those in which two options meet, what this NVRTC compiles portable kernels with.
+    """Of those in which two options meet, what the portable kernels are compiled with for sm_90.
 
     A kernel of this kind compiles for seconds: all with --slow.
     """
     widths = ((64, 64), (128, 128), (192, 128), (256, 256))
     chosen = set()
     for case in pairwise():
-        here = case["nvrtc"] == generation
+        here = case["nvrtc"] == generation and case["arch"] == "sm_90"
         if case["head_dims"] in widths and (here or pytestconfig.getoption("--slow")):
             dtype = case["dtype"] if dtype_of(case) in HALVES else np.float16
             chosen.add(config_of({**case, **SERVED, "bias": None, "dtype": dtype}))
-    assert len(chosen - {None}) > 6
+    assert len(chosen - {None}) > 2
     compile_all(chosen - {None}, generation)
 
 

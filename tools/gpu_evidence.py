@@ -74,7 +74,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
               "--topic", "options"),
     ),
     "precise": (
-        120, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl",
+        300, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl",
               "cuflash,eff,math", "--budget-ms", "15", "--topic", "precise"),
     ),
     "naive": (
