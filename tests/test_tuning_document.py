@@ -132,6 +132,15 @@ def test_the_sweep_that_was_done_twice():
     )
 
 
+def test_the_sweep_of_the_whole_space():
+    found = swept("forward-sm90-d128", "every")
+    assert found.done == {c.key for c in tuning.space(found.workload, found.kernel, arch="sm_90a")}
+    assert {row["status"] for row in found.rows} == {"ok"}
+    assert found.best["key"] == found.header["default"]
+    seconds = found.finals[-1]["seconds"]
+    says(f"The whole space, {len(found.rows)} of them, took {seconds:.0f} s, was right, and was won")
+
+
 def test_sweeps_of_other_problems():
     names = ("2048", "causal", "causal-2048")
     full, causal, causal_2048 = (swept(f"forward-sm90-d128-{name}") for name in names)
