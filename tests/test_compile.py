@@ -103,6 +103,12 @@ SPILLS = {
         "all options: a number from which dropout draws, stored before the loop over blocks, "
         "loaded once per block; no device of this kind was there to time its neighbours on",
     ),
+    ("sm_86", "cuflash_forward_sm80", "float32", 256): Spill(
+        16,
+        "all options, unequal head sizes: a number from which dropout draws and the upper half of "
+        "an offset, stored before the loop over blocks, each loaded once per block (12.9: "
+        "nothing); no device of this kind was there to time its neighbours on",
+    ),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
     ("sm_86", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
