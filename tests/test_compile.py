@@ -114,11 +114,6 @@ SPILLS = {
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
     ("sm_89", "cuflash_backward_dkv_sm80", "16 bits", 64): Spill(16, f"{COUNTER}; {NO_DEVICE}"),
-    ("sm_90", "cuflash_forward_sm80", "float32", 128): Spill(
-        8,
-        "packed: an offset, stored before the loop over blocks, loaded once per block (13.5: "
-        "nothing); the neighbour takes 1.06 times as long",
-    ),
     ("sm_90", "cuflash_forward_sm80", "float64", 64): Spill(
         8,
         "all options: a number from which dropout draws, stored before the loop over blocks, "
