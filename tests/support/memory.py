@@ -1,8 +1,9 @@
 """Does a call read and write exactly the memory that it was given?
 
-Inputs lie at odd element offsets inside buffers filled with a poison (NaN, 0x7F.. for integers,
-True for masks), outputs inside buffers filled with another pattern. Afterwards every byte outside
-the elements of an output, and every byte of an input's buffer, must be what it was before.
+Inputs lie inside buffers filled with a poison (NaN, 0x7F.. for integers, True for masks), at odd
+element offsets unless asked for others, outputs inside buffers filled with another pattern.
+Afterwards every byte outside the elements of an output, and every byte of an input's buffer, must
+be what it was before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import numpy as np
 Array = Any
 
 _CANARY = 0xA5
-_BAND = 7  # elements in front of and behind the array: odd, so that no vector load is aligned
+#: Elements in front of and behind an array: odd, so that no vector load is aligned.
+BAND = 7
+#: Elements in front of an array that TMA and 16-byte copies can read.
+ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,10 @@ class Placement:
     gaps: tuple[int, ...]
     flips: tuple[bool, ...]
     zeros: tuple[bool, ...]
-    lead: int = _BAND
+    lead: int = BAND
 
     @classmethod
-    def dense(cls, ndim: int, lead: int = _BAND) -> Placement:
+    def dense(cls, ndim: int, lead: int = BAND) -> Placement:
         """C order, no gaps."""
         none = (False,) * ndim
         return cls(tuple(range(ndim)), (1,) * ndim, none, none, lead)
@@ -109,7 +113,7 @@ def _blank(
     xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype, placement: Placement, poison: str
 ) -> Placed:
     strides, first, reach = placement.layout(shape)
-    extent = placement.lead + reach + _BAND
+    extent = placement.lead + reach + BAND
     host = _filling(dtype, extent, poison)
     covered = np.zeros(host.shape, bool)
     marks = np.lib.stride_tricks.as_strided(

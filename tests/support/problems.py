@@ -46,9 +46,9 @@ class Call:
     """Everything about one forward and backward call.
 
     ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
-    ``placements`` says by name how inputs, array options and results lie in memory, if not dense.
-    With ``sequences`` so many of equal length are packed, see :func:`packed`; ``tf32`` asks for
-    products of TF32.
+    ``placements`` says by name how inputs, array options and results lie in memory; all others are
+    dense, ``lead`` elements behind the start of their buffer. With ``sequences`` so many of equal
+    length are packed, see :func:`packed`; ``tf32`` asks for products of TF32.
     """
 
     q: np.ndarray
@@ -59,6 +59,7 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
     axes: Pairs | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    lead: int = memory.BAND
     wrt: tuple[str, ...] = _OPERANDS
     deterministic: bool = True
     sequences: int = 0
@@ -128,6 +129,7 @@ class Call:
         parts += [] if self.dlse is None else [f"dlse={text(self.dlse)}"]
         parts += [] if self.axes is None else [f"axes={self.axes}"]
         parts += [f"placements={dict(self.placements)}"] if self.placements else []
+        parts += [] if self.lead == memory.BAND else [f"lead={self.lead}"]
         parts += [] if self.deterministic else ["deterministic=False"]
         parts += [f"sequences={self.sequences}"] if self.sequences else []
         parts += ["tf32=True"] if self.tf32 else []
@@ -396,7 +398,7 @@ def _placed(
     poison: str,
 ) -> memory.Placed:
     moved = array if pair is None else np.moveaxis(array, (-2, -1), pair)
-    placement = call.placements.get(name) or Placement.dense(array.ndim)
+    placement = call.placements.get(name) or Placement.dense(array.ndim, call.lead)
     return memory.place(xp, moved, placement, poison)
 
 
@@ -410,7 +412,7 @@ def _room(
     poison: str,
 ) -> memory.Placed:
     moved = shape if pair is None else np.moveaxis(np.empty(shape, bool), (-2, -1), pair).shape
-    placement = call.placements.get(name) or Placement.dense(len(shape))
+    placement = call.placements.get(name) or Placement.dense(len(shape), call.lead)
     return memory.reserve(xp, moved, dtype, placement, poison)
 
 
@@ -442,7 +444,8 @@ def calls(
 
     ``options`` may be set, each or none; ``broadcast`` lets operands lack batch axes or have one
     element there; ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of
-    options too.
+    options too. Without ``layouts`` all arrays are aligned or none is: Hopper's kernels serve the
+    first, the portable ones the second.
     """
     dtype = DTYPES[draw(st.sampled_from(limits.dtypes))]
     lengths = st.sampled_from(tuple(limits.seqlens if seqlens is None else seqlens))
@@ -479,7 +482,9 @@ def calls(
     if gradients:
         names = [n for n in limits.gradients if n in (*call.option_arrays, "scale")]
         call = call.but(wrt=(*_OPERANDS, *(n for n in names if draw(st.booleans()))))
-    return _laid_out(draw, call) if layouts else call
+    if layouts:
+        return _laid_out(draw, call)
+    return call.but(lead=draw(st.sampled_from((memory.ALIGNED, memory.BAND))))
 
 
 def _options(
