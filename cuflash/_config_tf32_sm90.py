@@ -65,9 +65,9 @@ class BackwardQTf32Sm90Config(BackwardQConfig):
     @property
     def smem_bytes(self) -> int:
         """Tiles of q and dout, rings of TF32 parts of k, v and k transposed, a KiB of barriers."""
-        parts = 2 if self.precision == "ieee" else 1
         kept = self.block_m * (self.head_dim + self.head_dim_v)
-        streamed = self.num_stages * parts * self.block_n * (2 * self.head_dim + self.head_dim_v)
+        streamed = 2 * self.head_dim + self.head_dim_v
+        streamed *= self.num_stages * self.parts * self.block_n
         return self.element_bytes * (kept + streamed) + 1024
 
 
