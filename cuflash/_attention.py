@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
+from cuflash import _override
 from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
 from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
@@ -107,8 +108,8 @@ def attention(
         without overlap.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes.
-    config : kernel configuration, optional
-        Overrides the choice of tiles; CuPy arrays only.
+    config : configuration of a forward kernel, optional
+        Overrides the choice of tiles, and decides which kernel runs; CuPy arrays only.
     **score_options
         Parameters of :class:`Options`.
 
@@ -156,6 +157,7 @@ def attention(
         given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
         xp, q, k, v = operands(**given)
         check_common(xp, deterministic, workspace, config)
+        config = _override.of_forward(config)
         out, lse = result_pair(out, return_lse)
         problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
         if out is not None:
@@ -230,7 +232,10 @@ def attention_backward(
     deterministic : bool
         Same bits every run on one device. Otherwise dq of 16-bit arrays may differ between runs by
         two units in the last place of its largest element, where that is faster.
-    options, axes, precision, workspace, config, **score_options
+    config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
+        Overrides the choice of tiles, and decides which kernels run; CuPy arrays only. That of
+        one kernel, as a sweep finds it, overrides its own choice; the other gradients' stays.
+    options, axes, precision, workspace, **score_options
         As in :func:`attention`.
 
     Returns
@@ -280,6 +285,7 @@ def attention_backward(
         dlse = None if dlse is None else native("dlse", dlse)
         same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
         check_common(xp, deterministic, workspace, config)
+        config = _override.of_backward(config)
         problem = describe(q, k, v, chosen, axes=axes, precision=precision)
         for name, array in (("dout", dout), ("out", out)):
             require_float(name, array)

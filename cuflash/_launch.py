@@ -36,10 +36,8 @@ from cuflash import (
 from cuflash._arrays import Array, refuse_capture
 from cuflash._config import (
     BackwardKVConfig,
-    BackwardKVSm90Config,
     BackwardOnePassConfig,
     BackwardQConfig,
-    BackwardQSm90Config,
     BackwardSm90Config,
     ForwardConfig,
     ForwardSm90Config,
@@ -49,6 +47,7 @@ from cuflash._errors import problem_with
 from cuflash._grid import Layout
 from cuflash._launch_sm90 import MappedLaunch, Sm90Launch
 from cuflash._options import Options
+from cuflash._override import BackwardConfigs
 from cuflash._plan import Launch
 from cuflash._problem import Problem, gradient_operand
 from cuflash._recall import Repeat
@@ -59,17 +58,6 @@ _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
 _FORWARD_POINTERS = _params.pointer_names(_params.FORWARD)
 _ALIGNMENT = 16  # of the bounds of segments: a pair of the largest ids is read at once
-
-
-class BackwardConfigs(NamedTuple):
-    """Tiles that override the choice for the backward passes, and decide which kernels run.
-
-    ``qkv`` is one pass for all three gradients.
-    """
-
-    q: BackwardQConfig | BackwardQSm90Config | None = None
-    kv: BackwardKVConfig | BackwardKVSm90Config | None = None
-    qkv: BackwardOnePassConfig | None = None
 
 
 def _on_device(device: int) -> Any:

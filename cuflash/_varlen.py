@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash import _override
 from cuflash._arrays import Array, allocate, native, on_own_device, same_module
 from cuflash._attention import (
     FIELDS,
@@ -120,6 +121,7 @@ def attention_varlen(
     given = {name: native(name, a) for name, a in (("q", q), ("k", k), ("v", v))}
     xp, q, k, v = operands(**given)
     check_common(xp, deterministic, workspace, config)
+    config = _override.of_forward(config)
     out, lse = result_pair(out, return_lse)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
@@ -185,11 +187,11 @@ def attention_varlen_backward(
 
     Parameters
     ----------
-    dout, q, k, v, out, lse, dlse, wrt, grads_out
+    dout, q, k, v, out, lse, dlse, wrt, grads_out, config
         As in :func:`attention_backward`, packed.
     cu_seqlens_q, cu_seqlens_k : integer array, (sequences + 1,)
         As given to :func:`attention_varlen`.
-    options, axes, precision, deterministic, workspace, config, **score_options
+    options, axes, precision, deterministic, workspace, **score_options
         As in :func:`attention_varlen`.
 
     Returns
@@ -219,6 +221,7 @@ def attention_varlen_backward(
     dlse = None if dlse is None else native("dlse", dlse)
     same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
     check_common(xp, deterministic, workspace, config)
+    config = _override.of_backward(config)
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)

@@ -16,6 +16,7 @@ import cuflash
 from cuflash import _select, _select_gradients, _select_one_pass
 from cuflash._formulas import formulas_of
 from cuflash._problem import describe
+from cuflash.tuning import BackwardConfigs
 from support import families, problems
 from support.budget import Budget
 from support.hopper import CASES, ROWS, SHAPES, in_every_shape, make
@@ -25,7 +26,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
 from cuflash import _launch  # noqa: E402
-from cuflash._launch import BackwardConfigs, Launch  # noqa: E402
+from cuflash._launch import Launch  # noqa: E402
 from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
 from support.portable import portable_kernels  # noqa: E402
 
@@ -485,6 +486,10 @@ def test_config_decides_which_kernels_run(monkeypatch):
         (hopper, [MappedLaunch, MappedLaunch]),
         (smaller, [MappedLaunch, MappedLaunch]),
         (together, one_pass),
+        (portable.q, [MappedLaunch, Launch]),  # one kernel's: dk and dv come first
+        (portable.kv, [Launch, MappedLaunch]),
+        (smaller.q, [MappedLaunch, MappedLaunch]),
+        (together.qkv, one_pass),
         (None, one_pass),
     ):
         monkeypatch.setattr(_launch, "_backward_plans", {})

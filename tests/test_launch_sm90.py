@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import Options, _params, _select, _select_one_pass, _tuned
+from cuflash import (
+    Options,
+    _override,
+    _params,
+    _select,
+    _select_gradients,
+    _select_one_pass,
+    _tuned,
+)
 from cuflash._config import BackwardPairConfig
 from cuflash._grid import Layout
+from cuflash._override import BackwardConfigs
 from cuflash._problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -262,7 +271,7 @@ def gradient_steps(
         addresses |= _one_pass.addresses(problem, one_pass, WORKSPACE)
     steps = _launch._plan_backward(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
-        config or _launch.BackwardConfigs(), {}, one_pass,
+        config or BackwardConfigs(), {}, one_pass,
     )  # fmt: skip
     return [({n: addresses[n] for n in names}, launch) for names, launch in steps]
 
@@ -444,7 +453,21 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
     assert of_keys is not None
     for config in ((of_queries, None), (None, of_keys[0])):
         with pytest.raises(ValueError, match="config"):
-            plan_gradient(problem, config=_launch.BackwardConfigs(*config), **moved)
+            plan_gradient(problem, config=BackwardConfigs(*config), **moved)
+
+
+def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Recorder) -> None:
+    problem = problem_of(2)
+    smem = 227 << 10
+    of_q = _select_gradients.backward_q_config(problem, smem, 16)
+    [of_keys] = _select_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))
+    together = _select_one_pass.config_of(problem, ordered=True)
+    for found, expected in ((of_q, "ML"), (of_keys, "LM"), (together, "ML")):
+        config = _override.of_backward(found)
+        one_pass = _one_pass.config_of(problem, 0, config=config)
+        assert (one_pass is not None) == (found is together)
+        launches = [launch for _, launch in plan_gradient(problem, (*"qkv",), config, one_pass)]
+        assert "".join(type(launch).__name__[0] for launch in launches) == expected
 
 
 def test_gradients_that_the_portable_kernels_serve(recorder: Recorder) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 import cuflash
 from cuflash import _chosen, _hardware, _select, _select_gradients, reference
-from cuflash._launch import BackwardConfigs
 from cuflash._problem import describe
+from cuflash.tuning import BackwardConfigs
 from support.budget import Budget
 from support.families import FAMILIES
 from support.problems import Call, check_a_query_without_keys, make_call, probe, run

@@ -7,6 +7,7 @@ True
 """
 
 from cuflash._bench.workload import Workload
+from cuflash._override import BackwardConfigs
 from cuflash.tuning._facts import Facts
 from cuflash.tuning._kernel_tuner import read_cache, write_cache
 from cuflash.tuning._progress import Progress
@@ -16,6 +17,7 @@ from cuflash.tuning._sweep import default_file, sweep
 from cuflash.tuning._table import save, use, user_table
 
 __all__ = [
+    "BackwardConfigs",
     "Candidate",
     "Facts",
     "Progress",

@@ -74,7 +74,6 @@ class Calls:
         import cupy
 
         import cuflash
-        from cuflash._launch import BackwardConfigs
 
         q, k, v, dout = self.inputs[number]
         results = self.results[number]
@@ -102,13 +101,12 @@ class Calls:
             return forward
         out, lse = self.statistics[number]
         wrt = _checking.gradients_of(self.kernel)
-        configs = BackwardConfigs(**{"".join(wrt): config})  # type: ignore[arg-type]
         gradients = cuflash.Gradients(**results)
 
         def gradient() -> None:
             cuflash.attention_backward(
                 dout, q, k, v, out, lse, wrt=wrt, grads_out=gradients, options=self.options,
-                workspace=room, config=configs, precision=self.workload.precision,
+                workspace=room, config=config, precision=self.workload.precision,
                 deterministic=self.workload.deterministic,
             )  # fmt: skip
 
