@@ -69,9 +69,7 @@ def _described(
     once = io_model.least_bytes(work, name, grads)
     flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
-    if hardware.peak is not None and name != "forward_narrow":  # which tensor cores do not bound
-        found |= _roofline(work, flops, once, hardware.peak)
-    return found
+    return found | _roofline(work, name, flops, once, hardware.peak)
 
 
 def _table_of(config: TileConfig, kernel: str) -> str:
@@ -85,10 +83,21 @@ def _table_of(config: TileConfig, kernel: str) -> str:
     return "_tiles" if config.real_bytes == config.element_bytes or config.cuda_cores else "_select"
 
 
-def _roofline(work: Workload, flops: float, once: int, peak: _hardware.Peak) -> dict[str, Any]:
-    """The least time by the data sheet: of the products, or of the bytes."""
+def _roofline(
+    work: Workload, kernel: str, flops: float, once: int, peak: _hardware.Peak | None
+) -> dict[str, Any]:
+    """The least time by the data sheet: of the products, or of the bytes; None where there is none.
+
+    Of the narrow forward it is of the bytes alone: its products are of CUDA cores, and take less
+    time than its exponentials.
+    """
+    if peak is None:
+        return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
+    memory_ms = once / peak.gbytes / 1e6
+    if kernel == "forward_narrow":
+        return {"bound_ms": memory_ms, "bound_by": "device memory", "bound_tflops": None}
     tflops, products = _hardware.peak_products(peak, work.dtype, work.precision)
-    compute_ms, memory_ms = flops / tflops / 1e9, once / peak.gbytes / 1e6
+    compute_ms = flops / tflops / 1e9
     bound = max(compute_ms, memory_ms)
     return {
         "bound_ms": bound,

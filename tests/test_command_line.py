@@ -249,10 +249,26 @@ def test_query_heads_that_share_a_tile_are_explained_as_they_run():
 
 
 def test_what_tensor_cores_do_not_compute_has_no_bound_by_them(capsys):
-    words = ["--arch", "sm_90a", "--no-compile", "--json", "--dtype", "float32", "--head-dim", "3"]
-    (own,) = json.loads(command(capsys, "explain", *words)[1])["kernels"]
+    words = ["--arch", "sm_90a", "--no-compile", "--dtype", "float32", "--head-dim", "3"]
+    (own,) = json.loads(command(capsys, "explain", *words, "--json")[1])["kernels"]
     assert (own["kernel"], own["tile"]["block_n"]) == ("forward_narrow", 128)
-    assert "bound_ms" not in own
+    assert (own["bound_by"], own["bound_tflops"]) == ("device memory", None)
+    assert own["bound_ms"] == pytest.approx(own["once"] / 3352e9 * 1e3)
+    _, text, _ = command(capsys, "explain", *words)
+    assert "ms at least, by device memory (what CUDA cores compute is not counted)" in text
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_120"])
+def test_without_a_data_sheet_there_is_no_roofline_and_it_is_said(capsys, arch):
+    words = ["explain", "--arch", arch, "--no-compile", "--backward"]
+    found = json.loads(command(capsys, *words, "--json")[1])
+    tiled = [own for own in found["kernels"] if own["tile"]]
+    for own in tiled:
+        bounds = [own[name] for name in ("bound_ms", "bound_by", "bound_tflops")]
+        assert bounds == [None, None, None]
+    _, text, _ = command(capsys, *words)
+    said = f"roofline        unknown: this library has no data sheet of {found['device']}"
+    assert text.count(said) == len(tiled) > 0
 
 
 @pytest.mark.parametrize(

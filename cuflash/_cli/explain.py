@@ -108,10 +108,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
                 f"{own['intensity']:.4g} FLOP/byte"
             )
         if "bound_ms" in own:
-            lines.append(
-                f"  roofline        {own['bound_ms']:.4g} ms at least, by {own['bound_by']} "
-                f"({own['bound_tflops']:.4g} TFLOP/s)"
-            )
+            lines.append(f"  roofline        {_bound(own, found['device'])}")
     if "io" in found:
         arrays = found["workload"]["arrays"]
         without = f", as without {', '.join(arrays)}" if arrays else ""
@@ -120,6 +117,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines += ["", f"MB of the gradient (IO model{without})"]
             lines += _gradient_lines(found["io_gradient"])
     return lines
+
+
+def _bound(own: dict[str, Any], device: str) -> str:
+    if own["bound_ms"] is None:
+        return f"unknown: this library has no data sheet of {device}"
+    rate = "what CUDA cores compute is not counted"
+    if own["bound_tflops"] is not None:
+        rate = f"{own['bound_tflops']:.4g} TFLOP/s"
+    return f"{own['bound_ms']:.4g} ms at least, by {own['bound_by']} ({rate})"
 
 
 def _io_lines(io: dict[str, Any]) -> list[str]:
