@@ -20,7 +20,7 @@ def explain(
 
     ``compiled``: with registers and what follows from them, for which NVRTC is needed.
     """
-    hardware = hardware_for(arch)
+    hardware = _hardware.wanted(arch)
     configs = kernels_of(work, hardware, backward=backward)
     facts = compile_all(configs, hardware) if compiled else {}
     words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
@@ -32,12 +32,6 @@ def explain(
         "arch": hardware.arch,
         "kernels": [_described(work, config, hardware, facts.get(config)) for config in configs],
     }
-
-
-def hardware_for(arch: str | None) -> _hardware.Hardware:
-    """What a call is explained for: an architecture, else what is here, else an H100."""
-    found = _hardware.present() if arch is None else _hardware.typical(arch)
-    return found or _hardware.typical("sm_90")
 
 
 def _described(

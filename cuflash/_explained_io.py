@@ -8,7 +8,7 @@ from cuflash._ahead import kernels_of
 from cuflash._bench import io_gradient, io_model, profiler
 from cuflash._bench.workload import Workload
 from cuflash._config import TileConfig
-from cuflash._explained import hardware_for
+from cuflash._hardware import wanted
 from cuflash.tuning._kernels import kernel_name
 
 _OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asymptotic")
@@ -16,7 +16,7 @@ _OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asympto
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
     """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
-    configs = kernels_of(work, hardware_for(arch), backward=backward)
+    configs = kernels_of(work, wanted(arch), backward=backward)
     forward = next(config for config in configs if isinstance(config, TileConfig))
     io_gradient.refuse_cuda_cores(forward)
     model = io_model.forward(

@@ -116,6 +116,12 @@ def present(device: int | None = None) -> Hardware | None:
     return _described(name, f"sm_{chosen.compute_capability}", attributes)
 
 
+def wanted(arch: str | None) -> Hardware:
+    """What a call is planned for: an architecture, else what is here, else an H100."""
+    found = present() if arch is None else typical(arch)
+    return found or typical("sm_90")
+
+
 def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
     limits = Limits(
         int(attributes["MaxSharedMemoryPerBlockOptin"]),

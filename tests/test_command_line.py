@@ -31,7 +31,7 @@ from cuflash import (
 )
 from cuflash._bench import io_model
 from cuflash._problem import describe
-from cuflash.tuning import _space, _table
+from cuflash.tuning import _table
 from support.simulated_sweep import DEVICE
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -49,7 +49,6 @@ def store(tmp_path, monkeypatch):
 def no_device(monkeypatch):
     """Hide the device, where there is one."""
     monkeypatch.setattr(_hardware, "present", lambda device=None: None)
-    monkeypatch.setattr(_space, "present", lambda device=None: None)
 
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
@@ -548,7 +547,7 @@ def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
     """The device is ``support/simulated_device.py``, and nothing is compiled."""
-    for module in (_hardware, _space, _table):
+    for module in (_hardware, _table):
         monkeypatch.setattr(module, "present", lambda device=None: H100)
     monkeypatch.setattr(tuning.Space, "compile", with_made_up_facts)
     sweep = functools.partial(tuning.sweep, device_command=DEVICE)

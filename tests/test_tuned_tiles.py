@@ -465,7 +465,7 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     tables = [_chosen.forward(work.problem(), hardware) for hardware in (H100, small)]
     assert tables[0] != tables[1]
     monkeypatch.setenv("SIMULATED_NAME", small.name)
-    monkeypatch.setattr("cuflash.tuning._space.typical", lambda arch: small)
+    monkeypatch.setattr("cuflash.tuning._space.wanted", lambda arch: small)
     found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a"))
     found.candidates = [c for c in found if c.config.num_stages == 2][:2]
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from cuflash import _chosen
 from cuflash._bench.workload import Workload
 from cuflash._config import RESERVED_SMEM, TileConfig
 from cuflash._errors import problem_with
-from cuflash._hardware import Hardware, present, registers_of_thread, typical
+from cuflash._hardware import Hardware, registers_of_thread, wanted
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     PARAMETERS,
@@ -155,7 +155,7 @@ def space(
             "parameters", TypeError, got=type(parameters).__name__,
             expected="a mapping of names to values",
         )  # fmt: skip
-    hardware = typical(arch) if arch is not None else present() or typical("sm_90")
+    hardware = wanted(arch)
     default = default_config(workload, kernel, hardware)
     tried = {name: tuple(values) for name, values in superset(type(default)).items()}
     for name, values in (parameters or {}).items():
