@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import reference
+from cuflash import reference, tuning
 from cuflash._bench import (
     cells,
     command,
@@ -157,6 +157,7 @@ def test_rounds_stay_within_their_limits():
     assert timing.number_of_rounds(1000.0, 120.0) == 11
     assert timing.number_of_rounds(4.0, 120.0) == 30
     assert timing.number_of_rounds(0.0, 120.0) == 60
+    assert f"within {timing.WITHIN_ROUNDS}." in tuning.sweep.__doc__
 
 
 def test_host_clock_measures_milliseconds():

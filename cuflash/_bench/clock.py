@@ -33,6 +33,7 @@ HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they a
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (11, 60)
+WITHIN_ROUNDS = "{} to {} rounds".format(*ROUNDS)  # for help
 
 
 @dataclass(frozen=True)

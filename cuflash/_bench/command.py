@@ -21,7 +21,7 @@ import numpy as np
 
 from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_cell, measure_shapes
-from cuflash._bench.clock import DeviceClock, HostClock
+from cuflash._bench.clock import WITHIN_ROUNDS, DeviceClock, HostClock
 from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
 from cuflash._bench.option_costs import measure_options
 from cuflash._bench.overhead import (
@@ -173,7 +173,7 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
         "--budget-ms", type=float, default=120.0,
-        help="time given to each implementation of a cell, within 5 to 60 rounds (default: 120)",
+        help=f"ms given to each implementation of a cell, within {WITHIN_ROUNDS} (default: 120)",
     )  # fmt: skip
     p.add_argument(
         "--out", type=Path, default=results, help="folder of the result files (default: none)"

@@ -30,6 +30,7 @@ compile, 2 a wrong argument or file, 130 interrupted
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
+    from cuflash._bench.clock import WITHIN_ROUNDS
     from cuflash.tuning._kernels import KERNELS
 
     add_problem(p)
@@ -47,7 +48,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--time-limit", type=float, default=30.0, help="seconds a configuration has")
     group.add_argument(
         "--budget-ms", type=float, default=60.0,
-        help="time given to the measurements of one, within 5 to 60 rounds (default: 60)",
+        help=f"ms given to the measurements of one, within {WITHIN_ROUNDS} (default: 60)",
     )  # fmt: skip
     group.add_argument(
         "--processes", type=positive, help="that compile (default: one for each core)"

@@ -73,7 +73,7 @@ def sweep(
     time_limit : float
         Seconds after which a configuration counts as hanging.
     budget_ms : float
-        Time given to the measurements of one configuration, within 5 to 60 rounds.
+        Milliseconds given to the measurements of one configuration, within 11 to 60 rounds.
     processes : int, optional
         That compile side by side; default: one for each core.
     progress : bool or callable
