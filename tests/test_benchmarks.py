@@ -554,6 +554,32 @@ def test_peak_memory_counts_what_lives_at_one_time():
     assert overhead.peak_bytes(call) == 1 << 21
 
 
+class Tensor:
+    """What of a torch tensor ``arrange`` asks for, on NumPy's memory."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def transpose(self, a, b):
+        return Tensor(self.array.swapaxes(a, b))
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self.array))
+
+
+@pytest.mark.parametrize("name", ["cuflash", "fa2", "fa4"])
+def test_memory_is_counted_beside_operands_in_the_layout_of_each(name):
+    peer = peers.IMPLEMENTATIONS[name]
+    (arrays,) = TINY.inputs(np)
+    found = peer.laid_out(arrays)
+    for own, array in zip(found, arrays, strict=True):
+        np.testing.assert_array_equal(own, array)
+        assert isinstance(peer, peers.Cuflash) or np.shares_memory(
+            peer.arrange(Tensor(own)).array, own
+        )
+        assert (own is array) == (name != "fa4")
+
+
 @pytest.mark.gpu
 def test_every_option_is_timed_against_none(clock, monkeypatch):
     import cupy

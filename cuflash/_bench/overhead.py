@@ -141,9 +141,12 @@ def measure_memory(run: Run) -> None:
 
 
 def note_memory(run: Run, implementation: Implementation, work: Workload, pass_: str) -> None:
-    """Note the peak of what forward and, where asked, backward allocate beyond the inputs."""
+    """Note the peak of what forward and, where asked, backward allocate beyond the inputs.
+
+    Which lie as the implementation takes them: a copy into its layout would be none of its own.
+    """
     with run.clock.scope():
-        inputs = work.inputs(run.xp)
+        inputs = [implementation.laid_out(arrays) for arrays in work.inputs(run.xp)]
         try:
             peak = peak_bytes(lambda: implementation.prepare(work, pass_, inputs).calls[0]())
         except Exception as error:

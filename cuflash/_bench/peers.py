@@ -42,6 +42,14 @@ class Implementation:
 
     needs: tuple[str, ...] = ()  # modules
     deterministic: tuple[str, ...] = PASSES  # passes that promise the same bits every run
+    sequence_first = False  # does it take (batch, seqlen, heads, dim)?
+
+    def laid_out(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The same operands where :meth:`prepare` finds them in its own layout, without a copy."""
+        if not self.sequence_first:
+            return tuple(arrays)
+        xp = _module_of(arrays[0])
+        return tuple(xp.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2) for a in arrays)
 
     def absent(self, xp: ModuleType) -> str:
         """Say why it cannot be measured here at all; empty where it can."""
@@ -469,6 +477,7 @@ class FlashAttention4(Torch):
 
     name = "fa4"
     needs = ("torch", "flash_attn.cute")
+    sequence_first = True
 
     def arrange(self, tensor: Any) -> Any:
         return tensor.transpose(1, 2).contiguous()
