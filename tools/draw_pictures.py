@@ -15,10 +15,11 @@ from cuflash import _cli  # noqa: E402
 
 RESULTS, SWEEPS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "sweeps"
 PICTURES = ROOT / "docs" / "pictures"
-#: Beside forward_sm90 at head size 128 under the roofs: there are seven colours.
+#: Beside forward_sm90 at head size 128 under the roofs: there are eight colours.
 BESIDE = (
     "forward-sm90-d64", "forward-sm90-d256", "backward-sm90-d64", "backward-sm90-d128",
     "backward-pair-sm90-d256", "forward-tf32-sm90-d64-float32",
+    "backward-dkv-tf32-sm90-d64-float32",
 )  # fmt: skip
 
 
