@@ -44,7 +44,7 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
             width,
             cuda_cores=_select.on_cuda_cores(problem, int(hardware.capability)),
         )
-    return _for_device(_tuned.applied(chosen, hardware.name), hardware)
+    return _for_device(_tuned.applied(chosen, hardware.name, hardware.limits.block_smem), hardware)
 
 
 def backward(
@@ -70,7 +70,7 @@ def backward(
     together = _select_one_pass.config_of(problem, ordered=ordered) if hopper else None
     wins = together is not None and _select_one_pass.wins(problem, together)
     if together is not None and wins and wanted >= {"q", "k", "v"}:
-        together = _tuned.applied(together, hardware.name)
+        together = _tuned.applied(together, hardware.name, smem)
         return [*steps, together, _select_one_pass.convert_config(together)]
     of_keys = wanted & {"k", "v"}
     tiled: list[TileConfig] = []
@@ -91,8 +91,8 @@ def backward(
             problem, smem, width, cuda_cores=cuda_cores, partners=not portable
         )
         tiled.append(of_q)
-    own = [_for_device(_tuned.applied(config, hardware.name), hardware) for config in tiled]
-    return steps + own
+    own = [_tuned.applied(config, hardware.name, smem) for config in tiled]
+    return [*steps, *(_for_device(config, hardware) for config in own)]
 
 
 def _layouts(problem: Problem) -> dict[str, Layout]:

@@ -400,7 +400,9 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
     if config is None:
         if not _tuned.has_row(chosen):
             return chosen
-        return _tuned.applied(chosen, _tuned.device_name(device))
+        from cuflash import _device  # which imports CuPy
+
+        return _tuned.applied(chosen, _tuned.device_name(device), _device.smem_limit(device))
     if type(config) is not type(chosen):
         raise problem_with(
             "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
@@ -408,7 +410,13 @@ def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig
     names = {*Tile._fields, *Sm90Tile._fields, *GradientSm90Tile._fields, "keys_in_registers"} & {
         f.name for f in fields(config)
     }
-    return replace(chosen, **{name: getattr(config, name) for name in names})
+    try:
+        return replace(chosen, **{name: getattr(config, name) for name in names})
+    except ValueError as error:
+        raise problem_with(
+            "config", ValueError, got=f"{type(config).__name__} with {_tuned.tile_text(config)}",
+            expected="a tile that is legal for this call", fix=str(error).replace("self.", ""),
+        ) from None  # fmt: skip
 
 
 def _tables(problem: Problem, cuda_cores: bool) -> Tables:

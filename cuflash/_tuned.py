@@ -251,13 +251,21 @@ def has_row(config: TileConfig) -> bool:
     return own in known or own._replace(replaces="") in known
 
 
-def applied(chosen: AnyTileConfig, device: str) -> AnyTileConfig:
-    """The configuration with the tile that was measured for it; as it is where there is none."""
+def applied(chosen: AnyTileConfig, device: str, smem_limit: int) -> AnyTileConfig:
+    """The configuration with the tile that was measured for it; as it is where there is none.
+
+    ``smem_limit`` is what one block of threads may ask for: rows may be written by hand.
+    """
     row = row_of(chosen, device)
     if row is None:
         return chosen
     try:
-        return with_values(chosen, dict(row.values))
+        found = with_values(chosen, dict(row.values))
+        if found.smem_bytes > smem_limit:
+            raise ValueError(
+                f"{found.smem_bytes} bytes of shared memory, a block of threads has {smem_limit}"
+            )
+        return found
     except ValueError as error:
         raise problem_with(
             f"{VARIABLE} or tuning.use", ValueError,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import shipped_tiles
 
-from cuflash import _chosen, _hardware, _select, _tuned, tuning
+from cuflash import _chosen, _hardware, _select, _select_one_pass, _tuned, tuning
 from cuflash._compile import compile_static
 from cuflash.tuning import _kernels
 from cuflash.tuning._table import best_rows
@@ -143,6 +143,28 @@ def test_a_bad_row_of_the_variable_is_named_when_it_would_be_used(
     assert message in str(error.value)
 
 
+def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, monkeypatch):
+    """Edited by hand, say. Later the error would name ``config``, which nobody gave."""
+    values = {"block_m": 128, "block_n": 128, "num_stages": 4}
+    monkeypatch.setenv("CUFLASH_TILES", str(written(tmp_path, row(values=values))))
+    needed = _tuned.with_values(table_of(), values).smem_bytes
+    limit = H100.limits.block_smem
+    with pytest.raises(
+        ValueError, match=r"CUFLASH_TILES or tuning\.use: got forward_sm90 for"
+    ) as e:
+        chosen()
+    assert f"; {needed} bytes of shared memory, a block of threads has {limit}" in str(e.value)
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuflash import _device
+
+    monkeypatch.setattr(_tuned, "device_name", lambda device: H100.name)
+    monkeypatch.setattr(_device, "smem_limit", lambda device: limit)
+    with pytest.raises(ValueError, match=f"; {needed} bytes of shared memory"):
+        _select.overridden(table_of(), None, 0)
+    monkeypatch.setattr(_device, "smem_limit", lambda device: needed)
+    assert _select.overridden(table_of(), None, 0).num_stages == 4
+
+
 def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFLASH_TILES", str(tmp_path / "no.json"))
     with pytest.raises(FileNotFoundError, match=r"CUFLASH_TILES: got .*no\.json, which is no file"):
@@ -159,6 +181,20 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
     default = table_of()
     wanted = replace(default, block_n=64)
     assert _select.overridden(default, wanted, 0) == wanted
+
+
+def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
+    """That of another head size, as here, or of other options."""
+    narrow, wide = (
+        _select_one_pass.config_of(
+            replace(WORK, head_dim=size, head_dim_v=size).problem(), ordered=True
+        )
+        for size in (64, 128)
+    )
+    with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
+        _select.overridden(wide, narrow, 0)
+    reason = "block_m=128 by head_dim=128 must be two parts of dq: 64 rows, 64 columns"
+    assert str(error.value).endswith(f"expected a tile that is legal for this call; {reason}")
 
 
 def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
