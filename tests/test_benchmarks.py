@@ -469,6 +469,7 @@ def clock():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_device_clock_sees_the_memory_bandwidth(clock):
     """Reading and writing 1 GB takes as long as its bytes, by events and, 8 times, by a graph.
 
@@ -495,6 +496,7 @@ def test_device_clock_sees_the_memory_bandwidth(clock):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_levels_of_memory_differ_as_they_should() -> None:
     """What else runs on the device slows one or the other: once in three they have to."""
     for _ in range(3):

@@ -54,7 +54,7 @@ PLUGINS = ("-p", "gpu_report", "-p", "gpu_watchdog", "-p", "no:cacheprovider")
 def project(pytester, monkeypatch):
     """Return a folder of tests that know the marks; the plugins are found there."""
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
-    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow\n")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    alone\n    slow\n")
     return pytester
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import gpu_evidence
 import pytest
 
 import gpu_digest
+import gpu_report
 
 FORKS = """
 import subprocess, sys, time
@@ -48,12 +50,51 @@ def test_what_a_part_started_ends_with_it(parts, tmp_path):
     assert not late.exists()
 
 
-@pytest.mark.parametrize("count", [1, 7, 64, 2049])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 2049])
 def test_every_test_is_in_one_shard(count):
-    tests = [f"test_{i}" for i in range(count)]
-    shards = gpu_evidence.shards(tests, jobs=15)
-    assert [test for shard in shards for test in shard] == tests
-    assert len(shards) <= 60
+    tests = [f"tests/test_a.py::test_{i}" for i in range(count)]
+    tests[3:3] = properties = [f"tests/test_properties.py::test_p{i}[cupy]" for i in range(3)]
+    shards = gpu_evidence.shards(tests)
+    assert sorted(test for shard in shards for test in shard) == sorted(tests)
+    assert shards[:3] == [[test] for test in properties]
+    assert max(map(len, shards)) <= gpu_evidence.SHARD_TESTS
+
+
+def test_a_suite_is_continued(monkeypatch, tmp_path):
+    """What ran out of time or failed runs again, what has passed does not."""
+    (tmp_path / "tests").mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    listed = {"not alone": ["t.py::a", "t.py::b", "t.py::c"], "alone": ["t.py::clock"]}
+    ran, broken = [], {"t.py::b"}
+
+    def run_program(arguments, _log, _seconds):
+        report, tests = Path(arguments[5]), arguments[6:]
+        ran.append(list(tests))
+        outcomes = {test: "failed" if test in broken else "passed" for test in tests}
+        run = dict.fromkeys(gpu_report.MACHINE, "1")
+        run |= {"seconds": 1.0, "digest": gpu_digest.digest(), "others": {}, "tests": outcomes}
+        report.write_text(gpu_report.formatted(gpu_report.joined({}, run)))
+        return not broken & set(tests)
+
+    monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_evidence, "gpu_tests", listed.get)
+    monkeypatch.setattr(gpu_evidence, "run_program", run_program)
+    assert not gpu_evidence.run_suite(out, 2, seconds=-1)
+    assert ran == []
+    assert not (out / "gpu_report.json").exists()
+    assert not gpu_evidence.run_suite(out, 2)
+    assert ran == [["t.py::a", "t.py::b", "t.py::c"], ["t.py::clock"]]
+    broken.clear()
+    assert gpu_evidence.run_suite(out, 2)
+    assert ran[2:] == [["t.py::b"]]
+    report = json.loads((out / "gpu_report.json").read_text())
+    assert [report[outcome] for outcome in gpu_report.OUTCOMES] == [4, 0, 0]
+    (out / "gpu_report.json").rename(tmp_path / "tests" / "gpu_report.json")
+    assert gpu_evidence.run_suite(tmp_path, 2)
+    assert len(ran) == 3
+    assert gpu_evidence.run_suite(out, 2, again=True)
+    assert ran[3:] == ran[:2]
 
 
 def test_unknown_parts_are_refused(tmp_path, capsys):

@@ -470,6 +470,7 @@ def test_foreign_arrays_are_read_in_place(wrap, strided):
     assert bits(dict(zip(NAMES, results, strict=True))) == expected
 
 
+@pytest.mark.alone
 def test_foreign_array_is_ordered_after_its_producers_stream():
     work = Work()
     expected = work.expected()

@@ -2,11 +2,15 @@
 
     python tools/gpu_evidence.py run OUT                     # on the machine with the GPU
     python tools/gpu_evidence.py run OUT --part suite,sanitizer --jobs 15
+    python tools/gpu_evidence.py run OUT --part suite --seconds 500      # and the rest another time
     python tools/gpu_evidence.py take OUT                    # in a checkout: into their places
 
 Each part is one program after the other whose results lie in OUT as soon as it ends: a run that is
-cut short loses the part at work. What exceeds its time is ended with all that it started. The
-status is 1 if a part failed; a part that has failed hinders no other.
+cut short loses the part at work, of the suite the tests at work. What exceeds its time is ended
+with all that it started. The status is 1 if a part failed; a part that has failed hinders no other.
+
+The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by
+what lies in OUT, do not run unless --again is given, as it must be where tests have changed.
 """
 
 from __future__ import annotations
@@ -88,7 +92,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "memory": (120, ("benchmarks/bench.py", "--memory", "--out", "{out}")),
 }  # fmt: skip
-SUITE_SECONDS = 590  # of one process of tests
+SUITE_SECONDS = 3600.0
+SHARD_TESTS = 24  # of one process
 ALL = ("suite", *PARTS)
 
 
@@ -116,59 +121,88 @@ def run_part(name: str, out: Path, jobs: int) -> bool:
     return run_program(arguments, out / f"{name}.log", seconds)
 
 
-def gpu_tests() -> list[str]:
-    """Node ids of all tests that run a kernel, slow ones included."""
-    command = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu", "--slow"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def gpu_tests(marks: str) -> list[str]:
+    """Node ids of tests that run a kernel and have these marks; slow ones included."""
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", f"gpu and {marks}", "--slow"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in (0, 5):  # 5: there is none
+        raise RuntimeError(done.stdout + done.stderr)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
-    """Tests dealt out to four rounds of processes; neighbours, which share kernels, together."""
-    size = -(-len(tests) // (4 * jobs))
-    return [list(tests[start : start + size]) for start in range(0, len(tests), size)]
+def shards(tests: Sequence[str]) -> list[list[str]]:
+    """Tests dealt out to processes: neighbours, which share kernels, together.
+
+    A property has many examples, most with kernels of their own: it has a process of its own, and
+    they come first.
+    """
+    properties = [[test] for test in tests if test.startswith("tests/test_properties.py")]
+    rest = [test for test in tests if [test] not in properties]
+    return properties + [
+        rest[start : start + SHARD_TESTS] for start in range(0, len(rest), SHARD_TESTS)
+    ]
 
 
-def run_suite(out: Path, jobs: int) -> bool:
-    """All GPU tests, in several processes, and one report of them."""
-    from gpu_report import formatted, joined
+def report_of(paths: Iterable[Path]) -> dict[str, Any]:
+    """What the reports of these sources among ``paths`` say together."""
+    from gpu_report import flat, joined
 
-    start = time.perf_counter()
+    report: dict[str, Any] = {}
+    for path in paths:
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found.get("digest") == gpu_digest.digest():
+            report = joined(report, found | {"tests": flat(found["tests"])})
+    return report
+
+
+def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
+    """All GPU tests, in several processes, those that need the device alone last; one report."""
+    from gpu_report import flat, formatted
+
+    end = time.perf_counter() + seconds
     folder = out / "shards"
     folder.mkdir(exist_ok=True)
+    before = [] if again else [ROOT / "tests" / "gpu_report.json", *sorted(folder.glob("*.json"))]
+    known = flat(report_of(before).get("tests", {}))
 
-    def run_shard(shard: tuple[int, list[str]]) -> bool:
-        number, tests = shard
-        report, log = folder / f"{number}.json", folder / f"{number}.log"
-        return run_program(
-            ["-m", "pytest", "-q", "--slow", "--gpu-report", str(report), *tests],
-            log,
-            SUITE_SECONDS,
-        )
+    def run_shard(numbered: tuple[int, list[str]]) -> bool:
+        number, tests = numbered
+        name = f"{time.time_ns()}-{number}"
+        left = end - time.perf_counter()
+        command = ["-m", "pytest", "-q", "--slow", "--gpu-report", str(folder / f"{name}.json")]
+        return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left)
 
     with ThreadPoolExecutor(jobs) as pool:
-        passed = list(pool.map(run_shard, enumerate(shards(gpu_tests(), jobs))))
-    report: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.json")):
-        report = joined(report, json.loads(path.read_text()))
-    if report:
-        report["seconds"] = round(time.perf_counter() - start, 1)
+        listed = pool.map(gpu_tests, ("not alone", "alone"))
+        together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
+        passed = list(pool.map(run_shard, enumerate(shards(together))))
+    passed += [run_shard((len(passed), alone))] if alone else []
+    ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
+    if report := report_of([*before, *ours]):
         (out / "gpu_report.json").write_text(formatted(report))
     return all(passed)
 
 
-def run(names: Iterable[str], out: Path, jobs: int) -> int:
-    """Run parts one after the other; a line for each."""
+def run(
+    names: Iterable[str],
+    out: Path,
+    jobs: int,
+    seconds: float = SUITE_SECONDS,
+    *,
+    again: bool = False,
+) -> int:
+    """Run parts one after the other; a line for each. ``seconds`` and ``again`` are the suite's."""
     out.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in names:
         start = time.perf_counter()
-        good = run_suite(out, jobs) if name == "suite" else run_part(name, out, jobs)
+        if name == "suite":
+            good = run_suite(out, jobs, seconds, again=again)
+        else:
+            good = run_part(name, out, jobs)
         failed |= not good
-        seconds = time.perf_counter() - start
-        print(f"{name}: {'ran' if good else 'FAILED'} [{seconds:.0f} s]", flush=True)
+        took = time.perf_counter() - start
+        print(f"{name}: {'ran' if good else 'FAILED'} [{took:.0f} s]", flush=True)
     return int(failed)
 
 
@@ -218,13 +252,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--part", default=",".join(ALL), help=f"some of {', '.join(ALL)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--seconds", type=float, default=SUITE_SECONDS, help="that the suite may take"
+    )
+    parser.add_argument("--again", action="store_true", help="tests that have passed, too")
     parser.add_argument("--commit", help="what was measured, where git could not say it (take)")
     arguments = parser.parse_args(argv)
     names = arguments.part.split(",")
     if unknown := sorted(set(names) - set(ALL)):
         parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(ALL)}")
     if arguments.do == "run":
-        return run(names, arguments.out.absolute(), arguments.jobs)
+        out, jobs = arguments.out.absolute(), arguments.jobs
+        return run(names, out, jobs, arguments.seconds, again=arguments.again)
     commit = arguments.commit
     if commit is not None:
         git = ["git", "-C", str(ROOT), "rev-parse", commit]
