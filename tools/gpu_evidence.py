@@ -91,6 +91,11 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
               "cuflash,naive,fa2,cudnn,eff", "--out", "{out}"),
     ),
     "memory": (120, ("benchmarks/bench.py", "--memory", "--out", "{out}")),
+    "allocations": (
+        200, (*BENCH, "--set", "memory", "--impl", "cuflash,naive,fa2,cudnn,fa4", "--topic",
+              "allocations"),
+    ),
+    "io": (500, ("benchmarks/bench.py", "--io", "--out", "{out}")),
 }  # fmt: skip
 SUITE_SECONDS = 3600.0
 SHARD_TESTS = 24  # of one process
