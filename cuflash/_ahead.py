@@ -52,6 +52,8 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     ------
     ValueError
         For an unknown architecture, or none where there is no device.
+    OSError
+        For a folder that cannot be made.
     CompileError
         For a kernel that does not compile, or a folder that cannot be written.
 
@@ -77,6 +79,14 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
             )  # fmt: skip
     configs = [c for work in given for c in kernels_of(work, hardware, backward=backward)]
     shared = None if folder is None else Path(folder)
+    if shared is not None:
+        try:
+            shared.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise problem_with(
+                "folder", type(error), got=f"{shared} ({error.strerror})",
+                expected="a folder that can be made and written",
+            ) from None  # fmt: skip
     facts = compile_all(configs, hardware, processes=processes, shared=shared)
     for config, found in facts.items():
         if found.error:

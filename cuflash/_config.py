@@ -430,7 +430,8 @@ class BackwardSm90Config(TileConfig):
 
     def __post_init__(self) -> None:
         TileConfig.__post_init__(self)
-        _check_warpgroups(self.owned, self.own_rows, self.other_warps, self.num_warps)
+        blocks = self.own_rows // getattr(self, self.owned)
+        _check_warpgroups(self.owned, self.own_rows, self.other_warps, self.num_warps, blocks)
         if self.num_stages < 2:  # a buffer is released when the next one is in use
             raise ValueError(f"{self.num_stages=} must be at least 2")
 
@@ -573,10 +574,18 @@ class BackwardConvertConfig(TileConfig):
         return 16 * self.num_warps
 
 
-def _check_warpgroups(name: str, rows: int, other_warps: int, num_warps: int) -> None:
-    """Refuse rows that no two or three warpgroups own, and warps that registers do not serve."""
+def _check_warpgroups(
+    name: str, rows: int, other_warps: int, num_warps: int, blocks: int = 1
+) -> None:
+    """Refuse rows that no two or three warpgroups own, and warps that registers do not serve.
+
+    ``blocks`` of threads own the rows together, ``name`` is what one of them has.
+    """
     if rows not in (128, 192):
-        raise ValueError(f"{name} = {rows} must be 128 or 192: two or three warpgroups of 64 rows")
+        raise ValueError(
+            f"{name} = {rows // blocks} must be {128 // blocks} or {192 // blocks}: two or three "
+            "warpgroups of 64 rows" + (f" in {blocks} blocks of threads" if blocks > 1 else "")
+        )
     if rows // 16 + other_warps > 16:
         raise ValueError(
             f"{name} = {rows} with {other_warps} warps beside: registers serve 16 warps at most"

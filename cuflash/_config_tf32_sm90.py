@@ -11,8 +11,10 @@ def _check_tf32_sm90(config: TileConfig, own: int, num_stages: int, num_warps: i
         raise ValueError(f"{config.dtype=} must be float32")
     if own != 128 or config.num_warps != num_warps:
         raise ValueError(f"{own} rows, {config.num_warps=}: must be 128 and {num_warps}")
-    if num_stages < 1 or config.column_parts != 1:
-        raise ValueError(f"{num_stages=} must be at least 1, {config.column_parts=} 1")
+    if num_stages < 1:
+        raise ValueError(f"{num_stages=} must be at least 1")
+    if config.column_parts != 1:
+        raise ValueError(f"{config.column_parts=} must be 1")
     if not {config.head_dim, config.head_dim_v} <= {64, 128}:
         raise ValueError(f"{config.head_dim=}, {config.head_dim_v=} must be 64 or 128")
 

@@ -40,7 +40,7 @@ def _described(
     name = kernel_name(config)
     found: dict[str, Any] = {
         "kernel": name,
-        "why": _why(work, name, hardware),
+        "why": _why(work, config, hardware),
         "tile": {},
         "num_threads": config.num_threads,
         "smem_bytes": config.smem_bytes,
@@ -60,6 +60,8 @@ def _described(
     measured = None if row is None else row.measured or "a table in use"
     found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
     grads = io_gradient.grads_of(config)
+    if len(grads) == 1:  # a pass of its own
+        found["gradient"] = f"d{grads}"
     once = io_model.least_bytes(work, name, grads)
     flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
@@ -100,7 +102,8 @@ def _roofline(
     }
 
 
-def _why(work: Workload, kernel: str, hardware: _hardware.Hardware) -> str:
+def _why(work: Workload, config: KernelConfig, hardware: _hardware.Hardware) -> str:
+    kernel = kernel_name(config)
     if kernel == "segment_bounds":
         return "the least and the largest id of every 64, by which blocks are left out"
     if kernel == "backward_delta":
@@ -112,4 +115,6 @@ def _why(work: Workload, kernel: str, hardware: _hardware.Hardware) -> str:
         portable = _chosen.why_portable(problem, hardware)
     else:
         portable = _chosen.why_portable_gradient(problem, hardware)
+    if isinstance(config, TileConfig) and config.cuda_cores:
+        portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

@@ -50,12 +50,15 @@ def load_shared(name: str) -> bytes | None:
         path = shared / f"{name}.cubin"
         try:
             content = path.read_bytes()
-        except OSError:
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _warn_of_shared(str(path), f"cannot be read ({error.strerror})")
             continue
         cubin = _checked(name, content)
         if cubin is not None:
             return cubin
-        _warn_of_shared(str(path))
+        _warn_of_shared(str(path), "is cut off, changed, or another kernel's")
     return None
 
 
@@ -65,9 +68,13 @@ def _checked(name: str, content: bytes) -> bytes | None:
 
 
 def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
-    """Put a cubin into a folder for others; an OSError where that cannot be written."""
+    """Put a cubin into a folder for others; an OSError where that cannot be written.
+
+    Whom the folder lets read and write, the file does, too.
+    """
     path = shared / f"{name}.cubin"
-    _replace(path, cubin + _digest(name, cubin))
+    shared.mkdir(parents=True, exist_ok=True)
+    _replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o666)
     return path
 
 
@@ -101,13 +108,14 @@ def save(name: str, cubin: bytes) -> None:
             _warn_once(str(folder().parent))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Put a file in its place as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):  # it is in its place
@@ -216,9 +224,9 @@ def _warn_once(where: str) -> None:
 
 
 @functools.cache
-def _warn_of_shared(path: str) -> None:
+def _warn_of_shared(path: str, what: str) -> None:
     warnings.warn(
-        f"{path} is cut off, changed, or another kernel's: this kernel is compiled instead",
+        f"{path} {what}: this kernel is compiled instead",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -5,7 +5,9 @@ The driver is simulated (``support/cacheless_device.py``): what it is given to l
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from dataclasses import replace
 
 import pytest
@@ -190,11 +192,28 @@ def test_wrong_arguments_are_named(monkeypatch):
         cuflash.compile(WORK)
 
 
-@pytest.mark.nvrtc
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(cuflash.CompileError, match="cuflash_forward_sm90 did not compile"):
-        cuflash.compile(WORK, arch="sm_90a", folder=tmp_path / "file" / "folder", processes=1)
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(OSError, match=r"folder: got .*expected a folder that can be made"):
+            cuflash.compile(WORK, arch="sm_90a", folder=folder)
+
+
+@pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o644), (0o770, 0o660)])
+def test_whom_the_folder_lets_read_the_file_lets_too(tmp_path, folder_mode, mode):
+    if os.name == "nt":
+        pytest.skip("Windows has no such modes")
+    tmp_path.chmod(folder_mode)
+    path = _kernel_store.save_shared(tmp_path, "a" * 64, b"a kernel")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert _kernel_store.verified(path)
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path))
+    (tmp_path / f"{'a' * 64}.cubin").mkdir()  # as unreadable to anybody, root too
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert _kernel_store.load_shared("a" * 64) is None
 
 
 @pytest.mark.gpu

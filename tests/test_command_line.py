@@ -149,10 +149,36 @@ def test_help_names_results_that_are_committed(capsys):
         (["explain", "--arch", ""], "arch: got '', expected one of sm_50"),
         (["tune", "--list", "--arch", ""], "arch: got '', expected one of sm_50"),
         (["tune", "--parameters", "block_n=,", "--list"], "expected NAME=VALUE,VALUE"),
-        (["cache", "warm", "--arch", "sm_80", "--head-dims", ","], "expected values between"),
+        (["cache", "warm", "--arch", "sm_80", "--head-dims", ","], "expected ints between"),
         (["cache", "warm", "--arch", "sm_80", "--dtypes", ""], "expected values between"),
         (["tune", "--parameters", "block_k=1", "--list"], "parameters: got 'block_k'"),
         (["tune", "--parameters", "block_n", "--list"], "expected NAME=VALUE,VALUE"),
+        (
+            ["tune", "--parameters", "block_n=1", "block_n=2", "--list"],
+            "parameters: got block_n twice",
+        ),
+        (["tune", "--list", "--strategy", "nonsense"], "strategy: got 'nonsense', expected one of"),
+        (
+            [
+                "tune",
+                "--list",
+                "--arch",
+                "sm_90a",
+                "--head-dim",
+                "64",
+                "--kernel",
+                "backward_pair_sm90",
+            ],
+            "serves this problem there: backward_dq_sm90, backward_dkv_sm90, backward_sm90",
+        ),
+        (
+            [
+                *("tune", "--list", "--arch", "sm_90a", "--kernel", "backward_pair_sm90"),
+                *("--head-dim", "256", "--parameters", "block_n=128", "block_m=64"),
+            ],
+            "block_n = 128 must be 64 or 96",
+        ),
+        (["cache", "warm", "--arch", "sm_80", "--head-dims", "x"], "expected ints between commas"),
         (["tune", "--parameters", "block_n=a", "--list"], "expected NAME=VALUE,VALUE"),
         (["tune", "--kernel", "forward"], "invalid choice: 'forward'"),
         (["cache", "burn"], "invalid choice: 'burn'"),
@@ -339,6 +365,7 @@ def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
     assert dv["tflop"] == pytest.approx(product * (192 + 128))
     size = {"bfloat16": 2, "float32": 4}[dtype]
     of_keys = 2 * 16 * 8192 * size
+    assert (dk["gradient"], dv["gradient"]) == ("dk", "dv")
     assert dk["once"] - dv["once"] == of_keys * 192  # dk is written, and v read where dv is written
 
 

@@ -122,6 +122,7 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
     assert len(figure.axes) == len(head_dims) * len(masks) >= 2
     drawn = sum(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
     assert drawn == len(rows)
+    assert not any(row.get("seqlens") for row in rows)  # packed, of as many tokens
     with pytest.raises(ValueError, match="no row with bytes"):
         pictures.memory(result)
 
@@ -173,6 +174,7 @@ def test_files_are_written_and_the_same_every_time(found, tmp_path, capsys, kind
             ["heatmap", "rows.jsonl", "--across", "colour"],
             "heat map: got 'colour', expected one of",
         ),
+        (["heatmap", "rows.jsonl", "--along", "block_n"], "got block_n both across and along"),
         (["speed", "rows.jsonl"], "got no JSON, expected a result of bench"),
         (["parallel", "rows.jsonl", "rows.jsonl"], "files: got 2, expected one for parallel"),
     ],

@@ -345,6 +345,13 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
     assert tuning.load(path).rows == result.rows
 
 
+TIMED = (
+    '{{"kind": "config", "key": "1", "status": "ok", "ms": {ms}, "relative": 1, "values": '
+    '{{"block_m": 128, "block_n": 64, "num_stages": {stages}, "num_q_stages": 1, '
+    '"overlap_quarters": 1}}}}\n'
+)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -354,6 +361,13 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
         ('{"kind": "sweep", "format": 1}\n', "line 1: no workload, kernel"),
         ("HEADER{}\n", 'line 2: not kind "config"'),
         ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "fine"}\n', "status 'fine'"),
+        (
+            'HEADER{"kind": "config", "key": "1", "values": {"a": 1}, "status": "hang"}\n',
+            "values {",
+        ),
+        ("HEADER" + TIMED.format(ms="0", stages="2"), "line 2: ms 0"),
+        ("HEADER" + TIMED.format(ms="NaN", stages="2"), "line 2: ms NaN"),
+        ("HEADER" + TIMED.format(ms="1", stages='"2"'), "line 2: values {"),
         ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok"}\n', "no ms, relative"),
         ('HEADER{"kind": "config", "key": 1, "values": {}, "status": "ok"}\n', "line 2: key 1"),
         (
@@ -361,9 +375,10 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
             '"relative": null}\n',
             "line 2: relative null",
         ),
-        ('HEADER{"kind": "final", "ms": {"1": "fast"}}\n', 'line 2: ms {"1": "fast"}'),
+        ('HEADER{"kind": "final", "ms": {"1": "fast"}}\n', 'line 2: 1 "fast"'),
         ('HEADER{"kind": "final", "ms": [1]}\n', "line 2: ms [1]"),
         ('HEADER{"kind": "final", "ms": {}, "left_out": []}\n', "line 2: left_out []"),
+        ('HEADER{"kind": "final", "ms": {}, "default_ms": "x"}\n', 'line 2: default_ms "x"'),
         ("HEADER{oh\nno}\n", "line 2: no JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),
@@ -393,7 +408,8 @@ def test_a_header_of_other_types_is_refused(tmp_path, trouble):
     header = json.loads(path.read_text().splitlines()[0])
     for change in (
         {"default": 5}, {"default": "128"}, {"default": "a,b,c,d,e"}, {"workload": 1},
-        {"parameters": ["block_m"]}, {"arch": None}, {"date": 2026}, {"kernels": []},
+        {"parameters": ["block_m"]}, {"parameters": {n: [1] for n in "abcde"}}, {"workload": {}},
+        {"arch": None}, {"date": 2026}, {"kernels": []},
     ):  # fmt: skip
         path.write_text(json.dumps(header | change) + "\n")
         (name,) = change

@@ -66,6 +66,11 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
             raise problem_with(
                 "heat map", ValueError, got=repr(name), expected=f"one of {', '.join(names)}"
             )
+    if across == along:
+        raise problem_with(
+            "heat map", ValueError, got=f"{across} both across and along",
+            expected=f"two of {', '.join(names)}",
+        )  # fmt: skip
     columns, rows = (sorted(found.header["parameters"][name]) for name in (across, along))
     others = [name for name in names if name not in (across, along)]
     speed = np.full((len(rows), len(columns)), np.nan)
@@ -301,7 +306,8 @@ def _is_square(row: Mapping[str, Any]) -> bool:
     """Whether a row is one point of a line over lengths: self-attention of whole heads."""
     pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
     same = all(row[a] == row[b] for a, b in pairs)
-    return same and row["window"] is None and row["tflops"] is not None
+    options = any(row.get(name) for name in ("softcap", "dropout", "arrays", "seqlens"))
+    return same and not options and row["window"] is None and row["tflops"] is not None
 
 
 def _size(row: Mapping[str, Any]) -> tuple[int, int]:

@@ -86,7 +86,8 @@ def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
 def _lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{found['problem']}", f"for {found['device']} ({found['arch']})"]
     for own in found["kernels"]:
-        lines += ["", own["kernel"]]
+        gradient = f" ({own['gradient']})" if "gradient" in own else ""
+        lines += ["", own["kernel"] + gradient]
         if own["why"]:
             lines.append(f"  why             {own['why']}")
         tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())

@@ -20,7 +20,8 @@ def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
         except ValueError:
             found = []
         if not found:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected values between commas")
+            what = "ints" if kind is int else "values"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {what} between commas")
         return found
 
     return parse

@@ -63,8 +63,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
     from cuflash import _hardware, tuning
+    from cuflash.tuning._strategies import strategy_of
 
     work = problem_of(arguments)
+    strategy_of(arguments.strategy)  # a wrong name is told before anything is compiled
     found = tuning.space(
         work, arguments.kernel, arch=arguments.arch, parameters=_parameters(arguments.parameters)
     )
@@ -103,6 +105,8 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
     found = {}
     for text in given:
         name, sign, values = text.partition("=")
+        if name in found:
+            raise ValueError(f"parameters: got {name} twice, expected {name}=VALUE,VALUE once")
         try:
             found[name] = listed(int)(values)
         except argparse.ArgumentTypeError:

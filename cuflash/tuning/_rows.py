@@ -17,6 +17,7 @@ from typing import Any
 
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
+from cuflash.tuning._kernels import KERNELS, PARAMETERS
 
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
@@ -139,13 +140,15 @@ def load(path: str | os.PathLike[str]) -> Sweep:
     except UnicodeDecodeError as error:
         raise _foreign(path, f"bytes that are no text ({error.reason})") from None
     lines = text.split("\n")
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last end is cut off
         try:
             row = json.loads(line)
         except ValueError:
             raise _foreign(path, f"line {number}: no JSON") from None
         _check(path, number, row)
+        if rows and row["kind"] == "config":
+            _check_values(path, number, row, rows[0])
         rows.append(row)
     if not rows:
         raise _foreign(path, "no complete line")
@@ -157,6 +160,7 @@ def load(path: str | os.PathLike[str]) -> Sweep:
 
 
 _NUMBER = (int, float)
+_TIMES = ("ms", "relative", "default_ms")
 #: What a line of each kind, and of a configuration that was timed, holds at least.
 _HOLDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "sweep": {
@@ -189,14 +193,45 @@ def _check(path: Path, number: int, row: Any) -> None:
         raise _foreign(path, f"line {number}: status {row['status']!r}")
     if kind == "config" and row["status"] == "ok":
         require("ok")
+        _check_times(path, number, {name: row[name] for name in _TIMES if name in row})
     if kind == "sweep" and row["format"] != FORMAT:
         raise _foreign(path, f"format {row['format']!r}")
     if kind == "sweep" and not _is_tile(row["default"], row["parameters"]):
         raise _foreign(path, f"line {number}: default {_short(row['default'])}")
+    if kind == "sweep":
+        _check_problem(path, row)
     if kind == "final" and not isinstance(row.get("left_out", {}), dict):
         raise _foreign(path, f"line {number}: left_out {_short(row['left_out'])}")
-    if kind == "final" and not all(isinstance(ms, _NUMBER) for ms in row["ms"].values()):
-        raise _foreign(path, f"line {number}: ms {_short(row['ms'])}")
+    if kind == "final":
+        _check_times(path, number, row["ms"])
+        _check_times(path, number, {n: row[n] for n in ("default_ms",) if n in row})
+
+
+def _check_times(path: Path, number: int, times: Row) -> None:
+    """Raise unless all are times, or quotients of times."""
+    for name, value in times.items():
+        if not isinstance(value, _NUMBER) or not 0 < value < math.inf:
+            raise _foreign(path, f"line {number}: {name} {_short(value)}")
+
+
+def _check_problem(path: Path, header: Row) -> None:
+    """Raise unless the problem is one, and the parameters are those of the kernel."""
+    try:
+        if header["workload"] is not None:
+            Workload.from_json(header["workload"])
+    except (TypeError, ValueError) as error:
+        raise _foreign(path, f"line 1: workload ({error})") from None
+    kernel, names = header["kernel"], list(header["parameters"])
+    if kernel in KERNELS and names != list(PARAMETERS[KERNELS[kernel]]):
+        raise _foreign(path, f"line 1: parameters {', '.join(names)} of {kernel}")
+
+
+def _check_values(path: Path, number: int, row: Row, header: Row) -> None:
+    """Raise unless a configuration has an int for each parameter of the sweep."""
+    values = row["values"]
+    whole = all(isinstance(value, int) for value in values.values())
+    if list(values) != list(header["parameters"]) or not whole:
+        raise _foreign(path, f"line {number}: values {_short(values)}")
 
 
 def _is_tile(key: str, parameters: Row) -> bool:

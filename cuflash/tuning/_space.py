@@ -219,9 +219,10 @@ def default_configs(
         own = tuple(config for config in configs if type(config) is kind)
         if own:
             return own
+    serving = {kernel_name(c): None for configs in calls for c in configs if type(c) in PARAMETERS}
     raise problem_with(
         "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
-        expected=f"a kernel that serves this problem there: {kernel_name(calls[-1][-1])}",
+        expected=f"a kernel that serves this problem there: {', '.join(serving)}",
     )  # fmt: skip
 
 
