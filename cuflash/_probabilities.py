@@ -36,13 +36,14 @@ def logsumexp(
     axes: Any = None,
     precision: str | None = None,
     deterministic: bool = True,
+    config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
     """Logarithm of each row's sum of exponentials: attention without values.
 
     Parameters
     ----------
-    q, k, options, axes, precision, deterministic, **score_options
+    q, k, options, axes, precision, deterministic, config, **score_options
         As in :func:`attention`; of ``axes`` the first two pairs are used.
 
     Returns
@@ -65,7 +66,7 @@ def logsumexp(
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
     chosen = resolve(options, score_options)
-    return attention(q, k, v, options=chosen, return_lse=True, **common).lse
+    return attention(q, k, v, options=chosen, return_lse=True, config=config, **common).lse
 
 
 @on_own_device
@@ -81,6 +82,7 @@ def logsumexp_backward(
     axes: Any = None,
     precision: str | None = None,
     deterministic: bool = True,
+    config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Gradients:
     """Gradient of ``sum(dlse * logsumexp(q, k))``.
@@ -95,6 +97,8 @@ def logsumexp_backward(
         Its result.
     wrt : tuple of {"q", "k", "bias", "alibi_slopes", "sink", "scale"}
         The gradients to compute.
+    config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
+        As in :func:`attention_backward`.
     options, axes, precision, deterministic, **score_options
         As in :func:`logsumexp`.
 
@@ -127,7 +131,7 @@ def logsumexp_backward(
     nothing = array_module(v).empty(problem.out_shape, problem.dtype)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
     return attention_backward(
-        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, options=chosen, **common
+        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, options=chosen, config=config, **common
     )
 
 

@@ -229,6 +229,11 @@ WRONG = {
         call(deterministic="yes"), TypeError, "deterministic", "True or False"),
     "workspace of floats": (call(workspace=np.zeros(4)), TypeError, "workspace", "uint8"),
     "config for NumPy": (call(config=object()), TypeError, "config", "None for NumPy"),
+    "config for logsumexp of NumPy": (
+        lambda a: cuflash.logsumexp(a.q, a.k, config=object()), TypeError, "config", "None for"),
+    "config for the gradient of logsumexp of NumPy": (
+        lambda a: cuflash.logsumexp_backward(a.lse, a.q, a.k, a.lse, config=object()),
+        TypeError, "config", "None for"),
     # where to write
     "out of a wrong shape": (
         lambda a: cuflash.attention(*a.qkv, out=a.q), ValueError, "out", r"\(2, 4, 5, 6\)"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _chosen, _hardware, _tuned, tuning
+from cuflash import _chosen, _hardware, _tuned, reference, tuning
 from cuflash._ahead import kernels_of
 from cuflash._bench.clock import Measurement
 from cuflash.tuning import _checking, _kernels, _timing
@@ -87,6 +87,23 @@ def test_the_shipped_results_pass(forward):
     work, _, truth, shipped = forward
     assert verdict(shipped, forward) == ""
     assert _checking.shipped_complaint(_checking.errors(shipped, truth), truth, work.dtype) == ""
+
+
+def test_logsumexp_is_swept_as_attention_without_values():
+    work = replace(WORK, dtype="float32", head_dim=3, head_dim_v=0, arrays=("key_bias",))
+    found = tuning.space(work, arch="sm_90a")
+    assert found.kernel == "forward_narrow"
+    assert _tuned.options_of(found.default) == "causal bias narrow 3x0 shared"
+    work = _checking.small(work)
+    (inputs,) = work.inputs(np)
+    options = work.score_options()
+    assert options["bias"].shape == (1, work.seqlen_k)
+    truth = _checking.definition(work, found.kernel, inputs)
+    assert list(truth) == ["lse"]
+    lse = cuflash.logsumexp(*inputs[:2], **options)
+    np.testing.assert_allclose(lse, truth["lse"], rtol=1e-6, atol=1e-6)
+    gradients = _checking.definition(work, "backward_dkv_sm80", inputs)
+    assert list(gradients) == ["dk"]
 
 
 def changed(results, name, index, value):
@@ -285,6 +302,27 @@ def test_kernels_are_swept_on_the_device(
     assert {row["timing"] for row in result.rows} <= {"graph", "events"}
     assert all(0.01 < row["relative"] < 20 for row in result.rows)
     assert result.finals[-1]["default_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_logsumexp_takes_what_a_sweep_of_it_finds(tmp_path):
+    import cupy
+
+    shape = {"head_dim": 3, "head_dim_v": 0, "seqlen_q": 512, "seqlen_k": 512}
+    work = replace(WORK, dtype="float32", arrays=("key_bias",), **shape)
+    tried = {"num_warps": (4,), "block_m": (128, 256), "block_n": (128,), "blocks_per_sm": (1, 2)}
+    found = tuning.space(work, parameters=tried)
+    result = tuning.sweep(
+        work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=2, time_limit=60.0
+    )
+    assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"] * len(found)
+    best = found.candidate(result.best["key"]).config
+    ((q, k, _, _),) = work.inputs(cupy)
+    options = work.score_options(cupy)
+    lse = cuflash.logsumexp(q, k, config=best, **options)
+    host = {name: a.get() if name == "bias" else a for name, a in options.items()}
+    truth = reference.logsumexp(q.get(), k.get(), **host)
+    np.testing.assert_allclose(lse.get(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -25,9 +25,11 @@ PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
 ARRAY_OPTIONS = (
-    "bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
+    "bias", "key_bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
 )  # fmt: skip
 _OF_PAIRS = ("bias", "mask")
+#: Two forms of one option: a value for each pair, or one for each key.
+_BIASES = {"bias", "key_bias"}
 #: Kernels of all gradients.
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
 TOKENS = 16_384
@@ -44,7 +46,7 @@ class Workload:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
-    head_dim_v: int
+    head_dim_v: int  # 0: logsumexp, which has no values
     dtype: str
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -59,9 +61,10 @@ class Workload:
     def __post_init__(self) -> None:
         sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
         for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise problem_with(name, ValueError, got=repr(value), expected="a positive int")
+            value, least = getattr(self, name), int(name != "head_dim_v")
+            if not isinstance(value, int) or value < least:
+                expected = "a positive int" if least else "an int from 0 on"
+                raise problem_with(name, ValueError, got=repr(value), expected=expected)
         if self.heads_q % self.heads_kv:
             raise problem_with(
                 "heads_kv", ValueError, got=self.heads_kv, expected=f"a divisor of {self.heads_q}"
@@ -86,6 +89,10 @@ class Workload:
                     "arrays", ValueError, got=repr(name),
                     expected=f"names among {', '.join(ARRAY_OPTIONS)}",
                 )  # fmt: skip
+        if set(self.arrays) >= _BIASES:
+            raise problem_with(
+                "arrays", ValueError, got="bias and key_bias", expected="one: a call has one bias"
+            )
 
     def sequences(self) -> list[Workload]:
         """Every packed sequence as a call of its own."""
@@ -142,6 +149,12 @@ class Workload:
         forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
         return DTYPES[self.dtype].itemsize * forward * (1 if pass_ == "fwd" else 2)
 
+    def option_bytes(self) -> int:
+        """Bytes of the options that are arrays."""
+        options = self.score_options(filled=False).values() if self.arrays else ()
+        each = [a for given in options for a in (given if isinstance(given, tuple) else (given,))]
+        return sum(a.nbytes for a in each if isinstance(a, np.ndarray))
+
     def inputs(self, xp: ModuleType, copies: int = 1, seed: int = 0) -> list[tuple[Array, ...]]:
         """Sets of q, k, v, dout: standard normal, rounded, (batch, heads, seqlen, dim)."""
         random = xp.random.RandomState(seed)
@@ -152,11 +165,12 @@ class Workload:
             (self.batch, self.heads_q, self.seqlen_q, self.head_dim_v),
         )
         wide = {} if xp is np else {"dtype": np.float32}
-        drawn = (
-            random.standard_normal((copies, *shape), **wide).astype(DTYPES[self.dtype])
-            for shape in shapes
-        )
-        return list(zip(*drawn, strict=True))
+
+        def drawn(shape: tuple[int, ...]) -> Array:
+            draw = random.standard_normal if shape[-1] else xp.zeros  # cuRAND may refuse nothing
+            return draw((copies, *shape), **wide).astype(DTYPES[self.dtype])
+
+        return list(zip(*map(drawn, shapes), strict=True))
 
     def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
         """The keywords that cuflash gets; the values of arrays are the same every time.
@@ -173,7 +187,8 @@ class Workload:
             random = np.random.default_rng(0)
             for name in self.arrays:
                 described = not filled and name in _OF_PAIRS
-                given[name] = self._described(name) if described else self._array(name, random, xp)
+                array = self._described(name) if described else self._array(name, random, xp)
+                given["bias" if name in _BIASES else name] = array
         return given
 
     def _described(self, name: str) -> np.ndarray:
@@ -184,8 +199,9 @@ class Workload:
         m, n, heads = self.seqlen_q, self.seqlen_k, self.heads_q
         if name == "mask":
             return xp.asarray(random.random((m, n), np.float32) < 0.9)
-        if name == "bias":
-            return _moved(random.standard_normal((m, n), np.float32), self.dtype, xp)
+        if name in _BIASES:
+            rows = m if name == "bias" else 1
+            return _moved(random.standard_normal((rows, n), np.float32), self.dtype, xp)
         if name == "segment_ids":
             return tuple(xp.asarray(np.arange(s) * 8 // s, np.int32) for s in (m, n))
         if name in ("q_lengths", "kv_lengths"):
