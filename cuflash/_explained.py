@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from cuflash import _chosen, _hardware, _tuned
 from cuflash._ahead import kernels_of
 from cuflash._bench import io_gradient, io_model
 from cuflash._bench.workload import ONE_PASS, Workload
-from cuflash._config import BackwardConvertConfig, KernelConfig, TileConfig
+from cuflash._config import BackwardConvertConfig, ForwardNarrowConfig, KernelConfig, TileConfig
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
 
@@ -62,10 +63,10 @@ def _described(
     grads = io_gradient.grads_of(config)
     if len(grads) == 1:  # a pass of its own
         found["gradient"] = f"d{grads}"
-    once = io_model.least_bytes(work, name, grads)
+    once = io_model.least_bytes(work, name, grads) + work.option_bytes()
     flops = work.kernel_flops(name, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
-    return found | _roofline(work, name, flops, once, hardware.peak)
+    return found | _roofline(work, config, flops, once, hardware.peak)
 
 
 def _table_of(config: TileConfig, kernel: str) -> str:
@@ -80,25 +81,28 @@ def _table_of(config: TileConfig, kernel: str) -> str:
 
 
 def _roofline(
-    work: Workload, kernel: str, flops: float, once: int, peak: _hardware.Peak | None
+    work: Workload, config: TileConfig, flops: float, once: int, peak: _hardware.Peak | None
 ) -> dict[str, Any]:
-    """The least time by the data sheet: of the products, or of the bytes; None where there is none.
+    """The least time by the data sheet, and what takes it; None where there is no data sheet.
 
-    Of the narrow forward it is of the bytes alone: its products are of CUDA cores, and take less
-    time than its exponentials.
+    Each pass computes an exponential for each pair, those of float64 by multiply-adds. Products of
+    CUDA cores are not counted.
     """
     if peak is None:
         return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
-    memory_ms = once / peak.gbytes / 1e6
-    if kernel == "forward_narrow":
-        return {"bound_ms": memory_ms, "bound_by": "device memory", "bound_tflops": None}
-    tflops, products = _hardware.peak_products(peak, work.dtype, work.precision)
-    compute_ms = flops / tflops / 1e9
-    bound = max(compute_ms, memory_ms)
+    least_ms = {"device memory": once / peak.gbytes / 1e6}
+    if not (config.cuda_cores or isinstance(config, ForwardNarrowConfig)):
+        tflops, products = _hardware.peak_products(peak, work.dtype, work.precision)
+        least_ms[products] = flops / tflops / 1e9
+    if work.dtype != "float64":
+        pairs = work.batch * work.heads_q * work.visible_pairs()
+        least_ms["exponentials"] = pairs / peak.texp2 / 1e9
+    by, bound = max(least_ms.items(), key=operator.itemgetter(1))
     return {
         "bound_ms": bound,
-        "bound_by": products if compute_ms >= memory_ms else "device memory",
+        "bound_by": by,
         "bound_tflops": flops / bound / 1e9,
+        "least_ms": least_ms,
     }
 
 

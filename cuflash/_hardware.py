@@ -30,6 +30,7 @@ class Peak(NamedTuple):
     tflops: float
     gbytes: float  # a second
     float64: float  # TFLOP/s, by tensor cores where they have it
+    texp2: float  # 10^12 exp2 a second, by 16 of a multiprocessor in a clock
 
 
 class Hardware(NamedTuple):
@@ -63,16 +64,17 @@ _LIMITS = {
     "sm_100": Limits(227 * _KIB, 228 * _KIB, 2048),
     "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
 }
-#: By words of the device's name, the first that fits: data sheets of NVIDIA.
+#: By words of the device's name, the first that fits: data sheets of NVIDIA. Exponentials are at
+#: the clock that their products are promised at.
 _PEAKS = (
-    ("H100 PCIe", Peak(756.5, 2039.0, 51.2)),
-    ("H100 NVL", Peak(835.5, 3938.0, 60.0)),
-    ("H100", Peak(989.4, 3352.0, 66.9)),
-    ("H200", Peak(989.4, 4814.0, 66.9)),
-    ("A100-SXM4-80GB", Peak(311.9, 2039.0, 19.5)),
-    ("A100", Peak(311.9, 1555.0, 19.5)),
-    ("RTX 4090", Peak(165.2, 1008.0, 1.3)),
-    ("L40S", Peak(362.1, 864.0, 1.4)),
+    ("H100 PCIe", Peak(756.5, 2039.0, 51.2, 114 * 16 * 1.62e-3)),
+    ("H100 NVL", Peak(835.5, 3938.0, 60.0, 132 * 16 * 1.545e-3)),
+    ("H100", Peak(989.4, 3352.0, 66.9, 132 * 16 * 1.83e-3)),
+    ("H200", Peak(989.4, 4814.0, 66.9, 132 * 16 * 1.83e-3)),
+    ("A100-SXM4-80GB", Peak(311.9, 2039.0, 19.5, 108 * 16 * 1.41e-3)),
+    ("A100", Peak(311.9, 1555.0, 19.5, 108 * 16 * 1.41e-3)),
+    ("RTX 4090", Peak(165.2, 1008.0, 1.3, 128 * 16 * 2.52e-3)),
+    ("L40S", Peak(362.1, 864.0, 1.4, 142 * 16 * 2.52e-3)),
 )
 #: What a call is planned for where no device is at hand.
 _TYPICAL = {

@@ -123,10 +123,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _bound(own: dict[str, Any], device: str) -> str:
     if own["bound_ms"] is None:
         return f"unknown: this library has no data sheet of {device}"
-    rate = "what CUDA cores compute is not counted"
-    if own["bound_tflops"] is not None:
-        rate = f"{own['bound_tflops']:.4g} TFLOP/s"
-    return f"{own['bound_ms']:.4g} ms at least, by {own['bound_by']} ({rate})"
+    others = [
+        f"{ms:.4g} by {name}" for name, ms in own["least_ms"].items() if name != own["bound_by"]
+    ]
+    rate = f"{own['bound_tflops']:.4g} TFLOP/s"
+    return f"{own['bound_ms']:.4g} ms at least, by {own['bound_by']} ({rate}); {', '.join(others)}"
 
 
 def _io_lines(io: dict[str, Any]) -> list[str]:
