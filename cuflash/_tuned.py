@@ -157,8 +157,8 @@ def _row(path: Path, number: int, given: Any) -> Row:
                 where, ValueError, got=f"{name} {given.get(name)!r}", expected=f"{kind.__name__}"
             )
     values = given["values"]
-    if not all(isinstance(value, int) for value in values.values()):
-        raise problem_with(where, ValueError, got=f"values {values}", expected="integers")
+    if not values or not all(isinstance(value, int) for value in values.values()):
+        raise problem_with(where, ValueError, got=f"values {values}", expected="integers by name")
     key = Key(**{name: given[name] for name in Key._fields})
     return Row(key, tuple(values.items()), str(given.get("measured", "")))
 

@@ -145,9 +145,12 @@ def test_help_names_results_that_are_committed(capsys):
         (["explain", "--window", "3"], "expected LEFT,RIGHT"),
         (["explain", "--heads-kv", "0"], "heads_kv: got 0, expected a positive int"),
         (["explain", "--seqlen-k", "0"], "seqlen_k: got 0, expected a positive int"),
-        (["explain", "--head-dim-v", "0"], "head_dim_v: got 0, expected a positive int"),
+        (["explain", "--head-dim-v", "-1"], "head_dim_v: got -1, expected an int from 0 on"),
+        (["explain", "--arrays", "bias,key_bias"], "arrays: got bias and key_bias, expected one"),
         (["explain", "--arch", ""], "arch: got '', expected one of sm_50"),
         (["tune", "--list", "--arch", ""], "arch: got '', expected one of sm_50"),
+        (["tune", "--time-limit", "0", "--list"], "got '0', expected a positive number"),
+        (["tune", "--budget-ms", "inf", "--list"], "got 'inf', expected a positive number"),
         (["tune", "--parameters", "block_n=,", "--list"], "expected NAME=VALUE,VALUE"),
         (["cache", "warm", "--arch", "sm_80", "--head-dims", ","], "expected ints between"),
         (["cache", "warm", "--arch", "sm_80", "--dtypes", ""], "expected values between"),
@@ -273,14 +276,39 @@ def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     assert _chosen.forward(apart.problem(), H100).window_right
 
 
-def test_what_tensor_cores_do_not_compute_has_no_bound_by_them(capsys):
+@pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, []), (0, ["--arrays", "key_bias"])])
+def test_narrow_heads_are_bound_by_exponentials(capsys, head_dim_v, arrays):
+    """16 of a multiprocessor in a clock of 1.83 GHz; 0 columns of v are logsumexp."""
     words = ["--arch", "sm_90a", "--no-compile", "--dtype", "float32", "--head-dim", "3"]
+    words += ["--head-dim-v", str(head_dim_v), *arrays]
     (own,) = json.loads(command(capsys, "explain", *words, "--json")[1])["kernels"]
     assert (own["kernel"], own["tile"]["block_n"]) == ("forward_narrow", 128)
-    assert (own["bound_by"], own["bound_tflops"]) == ("device memory", None)
-    assert own["bound_ms"] == pytest.approx(own["once"] / 3352e9 * 1e3)
+    pairs = 2 * 16 * 8192**2
+    assert own["bound_by"] == "exponentials"
+    assert own["bound_ms"] == pytest.approx(pairs / (132 * 16 * 1.83e9) * 1e3)
+    assert own["bound_tflops"] == pytest.approx(own["tflop"] / own["bound_ms"] * 1e3)
+    assert own["least_ms"]["device memory"] == pytest.approx(own["once"] / 3352e9 * 1e3)
+    values = 2 * 16 * 8192 * (2 * (3 + head_dim_v) + 1)  # of q, k, v, out and lse
+    assert own["once"] == 4 * (values + 8192 * bool(arrays))
     _, text, _ = command(capsys, "explain", *words)
-    assert "ms at least, by device memory (what CUDA cores compute is not counted)" in text
+    assert "ms at least, by exponentials (" in text
+
+
+def test_exponentials_of_float64_are_multiplied_and_added(capsys):
+    words = ["--arch", "sm_90a", "--no-compile", "--dtype", "float64", "--head-dim", "3"]
+    (own,) = json.loads(command(capsys, "explain", *words, "--json")[1])["kernels"]
+    assert own["least_ms"] == {"device memory": own["bound_ms"]}
+
+
+def test_a_value_for_each_pair_can_be_what_bounds_a_call(capsys):
+    words = ["--arch", "sm_90a", "--no-compile", "--batch", "1", "--heads", "1", "--json"]
+    found = {}
+    for arrays in ([], ["--arrays", "bias"], ["--arrays", "mask"]):
+        (own,) = json.loads(command(capsys, "explain", *words, *arrays)[1])["kernels"]
+        found[tuple(arrays[1:])] = own["once"], own["bound_by"]
+    assert found[("bias",)] == (found[()][0] + 2 * 8192**2, "device memory")
+    assert found[("mask",)][0] == found[()][0] + 8192**2
+    assert found[()][1] == "16-bit products"
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_120"])
@@ -544,7 +572,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     status, out, err = command(capsys, *words)
     assert status == 1
     assert "nothing was timed: no NVIDIA device can be used here" in err
-    assert "2 of 2 compiled" in err
+    assert "1 of 2 compiled\n2 of 2 compiled\n" in err  # no terminal
     lines = [line for line in out.splitlines() if line.startswith("128,")]
     assert [line.split()[0] for line in lines] == ["128,48,2,1,0", "128,64,2,1,0"]
     assert all("168" in line for line in lines)

@@ -262,6 +262,8 @@ def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
         (row(head_dim="128"), "tiles[0]: got head_dim '128'"),
         (row(device=None), "tiles[0]: got device None"),
         (row(values={"block_n": 96.5}), "expected integers"),
+        (row(values={}), "expected integers"),
+        (row(head_dim=999), "head_dim 999"),
         (row(kernel="forward_sm70"), "kernel: got 'forward_sm70'"),
         (row(values={"block_k": 64}), "got parameter 'block_k' of forward_sm90"),
         (row(values={"block_n": 100}), "block_n = 100 must be a positive multiple of 16"),

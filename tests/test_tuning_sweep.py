@@ -131,6 +131,9 @@ def test_wrong_arguments_are_named_before_a_process_is_started(tmp_path, trouble
     for given, kind, message in (
         ({"time_limit": 0}, ValueError, "time_limit: got 0, expected a positive"),
         ({"time_limit": -1.0}, ValueError, "time_limit: got -1.0, expected a positive"),
+        ({"budget_ms": 0.0}, ValueError, "budget_ms: got 0.0, expected a positive"),
+        ({"time_limit": "30"}, ValueError, "time_limit: got '30', expected a positive"),
+        ({"seed": "x"}, TypeError, "seed: got 'x', expected an int"),
         ({"budget": 0}, ValueError, "budget: got 0, expected a positive int"),
         ({"found": [1]}, TypeError, "chosen: got list, expected what tuning.space returns"),
     ):

@@ -35,6 +35,17 @@ def positive(text: str) -> int:
     return value
 
 
+def positive_number(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number")
+    return value
+
+
 def sides(text: str) -> tuple[int | None, int | None]:
     """A window: "512,0", one side empty for no bound."""
     parts = text.split(",")

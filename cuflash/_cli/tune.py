@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
+from cuflash._cli.problem_arguments import (
+    add_problem,
+    listed,
+    positive,
+    positive_number,
+    problem_of,
+)
 
 SUMMARY = "sweep the configurations of a kernel, and keep the fastest"
 EXAMPLES = """\
@@ -45,9 +51,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--file", type=Path, help="rows, one JSON object a line (default: named)")
     group.add_argument("--no-check", action="store_true", help="do not compare with the definition")
-    group.add_argument("--time-limit", type=float, default=30.0, help="seconds a configuration has")
     group.add_argument(
-        "--budget-ms", type=float, default=60.0,
+        "--time-limit", type=positive_number, default=30.0, help="seconds a configuration has"
+    )
+    group.add_argument(
+        "--budget-ms", type=positive_number, default=60.0,
         help=f"ms given to the measurements of one, within {WITHIN_ROUNDS} (default: 60)",
     )  # fmt: skip
     group.add_argument(

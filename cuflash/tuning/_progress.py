@@ -54,7 +54,10 @@ class Lines:
 
 
 def compiled(done: int, total: int, before: str = "") -> None:
-    """Say how many kernels are ready: in one line of a terminal, at the end in a file."""
-    if done == total or sys.stderr.isatty():
-        sys.stderr.write(f"\r{before}{done} of {total} compiled" + "\n" * (done == total))
-        sys.stderr.flush()
+    """Say how many kernels are ready: in one line of a terminal, by tenths of all in a file."""
+    text = f"{before}{done} of {total} compiled"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}" + "\n" * (done == total))
+    elif done == total or done % max(total // 10, 1) == 0:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

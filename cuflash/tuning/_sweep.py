@@ -104,10 +104,12 @@ def sweep(
     """
     if budget is not None and (not isinstance(budget, int) or budget < 1):
         raise problem_with("budget", ValueError, got=repr(budget), expected="a positive int")
-    if time_limit <= 0:
-        raise problem_with(
-            "time_limit", ValueError, got=repr(time_limit), expected="a positive number of seconds"
-        )
+    if not isinstance(seed, int):
+        raise problem_with("seed", TypeError, got=repr(seed), expected="an int")
+    for name, value, unit in (("time_limit", time_limit, ""), ("budget_ms", budget_ms, "milli")):
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            expected = f"a positive number of {unit}seconds"
+            raise problem_with(name, ValueError, got=repr(value), expected=expected)
     chosen = space(workload) if chosen is None else chosen
     if not isinstance(chosen, Space):
         raise problem_with(
@@ -123,7 +125,7 @@ def sweep(
     child = Child(device_command)
     try:
         made: Row = {"strategy": strategy, "budget": budget}
-        made |= {"seed": int(seed), "budget_ms": float(budget_ms)}
+        made |= {"seed": seed, "budget_ms": float(budget_ms)}
         running = _Running(chosen, child, file, check, time_limit, made, processes, watcher)
         running.total = min(len(chosen), budget or len(chosen))
         explore(chosen, running.evaluate, budget, seed)

@@ -158,7 +158,7 @@ def _check(row: _tuned.Row, where: str) -> None:
     try:
         work = Workload(1, 1, 1, 1024, 1024, *sizes, row.key.dtype)
         _tuned.with_values(default_config(work, row.key.kernel, typical("sm_90")), dict(row.values))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         got = f"{row.key.kernel} with {dict(row.values)}"
         raise problem_with(
             where, ValueError, got=got, expected="a legal tile", fix=str(error).replace("self.", "")
