@@ -90,6 +90,7 @@ def test_a_suite_is_continued(monkeypatch, tmp_path):
     assert ran[2:] == [["t.py::b"]]
     report = json.loads((out / "gpu_report.json").read_text())
     assert [report[outcome] for outcome in gpu_report.OUTCOMES] == [4, 0, 0]
+    assert report["seconds"] < 1  # of both runs; each process says 1
     (out / "gpu_report.json").rename(tmp_path / "tests" / "gpu_report.json")
     assert gpu_evidence.run_suite(tmp_path, 2)
     assert len(ran) == 3
