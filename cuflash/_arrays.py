@@ -132,6 +132,21 @@ def is_capturing() -> bool:
     return bool(sys.modules["cupy"].cuda.get_current_stream().is_capturing())
 
 
+def refuse_captured(xp: ModuleType, function: str) -> None:
+    """Raise while CuPy's current stream captures a function that is made of CuPy's operations."""
+    if xp is not np:
+        refuse_capture(function, "a call outside of the capture: its steps need memory")
+
+
+def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    """``array`` in ``dtype``, itself where it has that already."""
+    if array.dtype == dtype:
+        return array
+    if is_cupy(array):
+        refuse_capture(argument, f"an array of dtype {dtype}")
+    return array.astype(dtype)
+
+
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory for the result that the caller could have given as ``argument``."""
     if xp is not np and is_capturing():

@@ -107,7 +107,8 @@ def attention(
         Where to write: exact shape, the result's dtype, or float32 for 16-bit inputs; any strides
         without overlap.
     workspace : uint8 array, optional
-        Scratch memory of at least :func:`workspace_size` bytes.
+        Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
+        takes it and ``out`` from the caller, and arrays of one dtype: else a RuntimeError.
     config : configuration of a forward kernel, optional
         Overrides the choice of tiles, and decides which kernel runs; CuPy arrays only.
     **score_options
@@ -251,6 +252,9 @@ def attention_backward(
 
     Notes
     -----
+    A CUDA graph captures the gradients of q, k and v alone, into ``grads_out`` and with a
+    ``workspace``: the others are summed in memory of their own.
+
     Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
     dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
     from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of

@@ -262,10 +262,10 @@ def _compile_error(config: KernelConfig, log: str, source: str) -> CompileError:
 
 def _dump(config: KernelConfig, source: str) -> str | None:
     """Write the source to CUFLASH_DUMP or the folder for temporary files; the path, or None."""
-    folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    path = folder / f"{config.entry}-{digest}.cu"
     try:
+        folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
+        path = folder / f"{config.entry}-{digest}.cu"
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
     except OSError:

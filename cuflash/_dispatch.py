@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import _host
-from cuflash._arrays import Array, array_module, is_cupy, native, same_module
+from cuflash._arrays import Array, array_module, converted, is_cupy, native, same_module
 from cuflash._errors import problem_with
 from cuflash._options import Options
 from cuflash._problem import Problem, common_dtype
@@ -20,7 +20,7 @@ def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
     xp = same_module(q=q, k=k, v=v)
     if not q.dtype == k.dtype == v.dtype:
         dtype = common_dtype({"q": q.dtype, "k": k.dtype, "v": v.dtype})
-        q, k, v = (a.astype(dtype, copy=False) for a in (q, k, v))
+        q, k, v = converted("q", q, dtype), converted("k", k, dtype), converted("v", v, dtype)
     return xp, q, k, v
 
 

@@ -33,7 +33,7 @@ from cuflash import (
     _select_narrow,
     _select_tf32,
 )
-from cuflash._arrays import Array, refuse_capture
+from cuflash._arrays import Array, converted, refuse_capture
 from cuflash._config import (
     BackwardKVConfig,
     BackwardOnePassConfig,
@@ -264,12 +264,12 @@ def backward(
     with _on_device(device):
         stream = cupy.cuda.get_current_stream().ptr
         given = id(dout), id(out), id(lse)
-        dout = dout.astype(problem.dtype, copy=False)
+        dout = converted("dout", dout, problem.dtype)
         real = problem.lse_dtype
         if np.float64 in (real, out.dtype):
-            out = out.astype(real, copy=False)
-        lse = lse.astype(real, copy=False)
-        dlse = None if dlse is None else dlse.astype(real, copy=False)
+            out = converted("out", out, real)
+        lse = converted("lse", lse, real)
+        dlse = None if dlse is None else converted("dlse", dlse, real)
         rows = None
         if problem.segment_ids_q is not None:
             rows = _workspace(problem, "backward", workspace)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, native, on_own_device, same_module
+from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
 from cuflash._errors import problem_with
 from cuflash._problem import require_float, require_shape
 from cuflash._results import AttentionResult
@@ -57,6 +57,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
             "axis", ValueError, got=repr(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
         )
     require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
+    refuse_captured(xp, "merge")
     if lses.shape[axis] == 0:
         raise problem_with("outs", ValueError, got="no parts", expected="at least one part")
     dtype = arithmetic(lses.dtype)
@@ -153,4 +154,5 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
             raise problem_with(
                 f"{name}[{i}]", TypeError, got=f"dtype {array.dtype}", expected=arrays[0].dtype
             )
+    refuse_captured(xp, "merge")
     return xp.stack(arrays)

@@ -10,7 +10,15 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash import _philox
-from cuflash._arrays import Array, array_module, native, on_device_of, on_own_device, same_module
+from cuflash._arrays import (
+    Array,
+    array_module,
+    native,
+    on_device_of,
+    on_own_device,
+    refuse_captured,
+    same_module,
+)
 from cuflash._attention import attention, attention_backward, gradient_names
 from cuflash._dispatch import operands
 from cuflash._errors import problem_with
@@ -36,6 +44,8 @@ def logsumexp(
     axes: Any = None,
     precision: str | None = None,
     deterministic: bool = True,
+    out: Array | None = None,
+    workspace: Array | None = None,
     config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
@@ -43,8 +53,10 @@ def logsumexp(
 
     Parameters
     ----------
-    q, k, options, axes, precision, deterministic, config, **score_options
+    q, k, options, axes, precision, deterministic, workspace, config, **score_options
         As in :func:`attention`; of ``axes`` the first two pairs are used.
+    out : array, batch + (m,), optional
+        Where to write: float32 (float64 for float64), any strides without overlap.
 
     Returns
     -------
@@ -65,8 +77,9 @@ def logsumexp(
     """
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
-    chosen = resolve(options, score_options)
-    return attention(q, k, v, options=chosen, return_lse=True, config=config, **common).lse
+    common |= {"options": resolve(options, score_options), "workspace": workspace, "config": config}
+    pair = None if out is None else (_no_result(q, k, v, **common), out)
+    return attention(q, k, v, return_lse=True, out=pair, **common).lse
 
 
 @on_own_device
@@ -78,10 +91,12 @@ def logsumexp_backward(
     /,
     *,
     wrt: tuple[str, ...] = ("q", "k"),
+    grads_out: Gradients | None = None,
     options: Options | None = None,
     axes: Any = None,
     precision: str | None = None,
     deterministic: bool = True,
+    workspace: Array | None = None,
     config: Any = None,
     **score_options: Unpack[ScoreOptions],
 ) -> Gradients:
@@ -97,7 +112,7 @@ def logsumexp_backward(
         Its result.
     wrt : tuple of {"q", "k", "bias", "alibi_slopes", "sink", "scale"}
         The gradients to compute.
-    config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
+    grads_out, workspace, config
         As in :func:`attention_backward`.
     options, axes, precision, deterministic, **score_options
         As in :func:`logsumexp`.
@@ -127,11 +142,11 @@ def logsumexp_backward(
         )
     dlse = native("dlse", dlse)
     axes, v = _no_values(k, axes)
-    problem = describe(*operands(q, k, v)[1:], chosen, axes=axes, precision=precision)
-    nothing = array_module(v).empty(problem.out_shape, problem.dtype)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    common |= {"options": chosen, "workspace": workspace, "config": config}
+    nothing = _no_result(q, k, v, **common)
     return attention_backward(
-        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, options=chosen, config=config, **common
+        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, grads_out=grads_out, **common
     )
 
 
@@ -191,6 +206,7 @@ def weights(
     xp, q, k, _ = operands(q, k, k)
     lse = native("lse", lse)
     same_module(q=q, lse=lse)
+    refuse_captured(xp, "weights")
     problem = describe(q, k, k, chosen, axes=axes_without_values(axes))
     require_float("lse", lse)
     require_shape("lse", lse, problem.lse_shape, "the lse of attention")
@@ -255,6 +271,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     if kind is TypeError or min(shape) < 0:
         raise problem_with("shape", kind, got=repr(shape), expected="extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
+    refuse_captured(xp, "dropout_mask")
     *batch, seqlen_q, seqlen_k = map(operator.index, shape)
     rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
     with on_device_of(like):
@@ -270,6 +287,14 @@ def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
     if k.ndim:
         width[pairs[1][1] if -k.ndim <= pairs[1][1] < k.ndim else -1] = slice(0)
     return pairs, k[tuple(width)]
+
+
+def _no_result(
+    q: Any, k: Any, v: Array, *, options: Options, axes: Any, precision: Any, **_: Any
+) -> Array:
+    """The result of a call without values: an array of its shape, and no bytes."""
+    problem = describe(*operands(q, k, v)[1:], options, axes=axes, precision=precision)
+    return array_module(v).empty(problem.out_shape, problem.dtype)
 
 
 def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:

@@ -614,6 +614,21 @@ def test_a_wrong_source_names_config_log_and_dump(
         assert dumped.read() == broken
 
 
+def test_a_wrong_source_is_told_where_no_file_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import cuflash._compile as module
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.delenv("CUFLASH_DUMP", raising=False)
+    monkeypatch.setattr(module.tempfile, "gettempdir", none)
+    error = module._compile_error(next(configs_of(PLAIN, "sm_90")), "nonsense", "")
+    assert error.source is None
+    assert "the source could not be written" in str(error)
+
+
 def test_every_kernel_has_its_parameters() -> None:
     names = {params_struct(c) for c in configs_of(PLAIN, "sm_90")}
     assert names == {"ForwardParams", "DeltaParams", "BackwardParams"}

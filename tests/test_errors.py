@@ -199,8 +199,12 @@ WRONG = {
         lambda a: cuflash.dropout_mask((2, -2), 0.5, 1), ValueError, "shape", ">= 0"),
     "enable_gqa a string": (call(enable_gqa="yes"), TypeError, "enable_gqa", "True or False"),
     "a misspelt keyword": (call(casual=True), TypeError, "casual", "did you mean causal"),
-    "out for logsumexp": (
-        lambda a: cuflash.logsumexp(a.q, a.k, out=a.lse), TypeError, "out", "option; causal, "),
+    "return_lse for logsumexp": (
+        lambda a: cuflash.logsumexp(a.q, a.k, return_lse=True), TypeError, "return_lse",
+        "option; causal, "),
+    "out of another dtype for logsumexp": (
+        lambda a: cuflash.logsumexp(a.q, a.k, out=a.lse.astype(np.float16)), TypeError, "out",
+        "float32"),
     "options a dict": (call(options={"causal": True}), TypeError, "options", "cuflash.Options"),
     "options with keywords": (
         call(options=Options(causal=True), scale=0.5), TypeError, "options",

@@ -112,6 +112,24 @@ def test_values_make_no_difference(call: Call, data: st.DataObject) -> None:
         assert gradient.tobytes() == other[name].tobytes(), name
 
 
+def test_results_are_written_where_they_are_wanted() -> None:
+    rng = np.random.default_rng(5)
+    q, k = rng.standard_normal((2, 3, 21, 5)), rng.standard_normal((3, 33, 5))
+    expected = cuflash.logsumexp(q, k, causal=True)
+    lse = np.full((2, 3, 42), np.nan)[..., ::2]
+    assert cuflash.logsumexp(q, k, causal=True, out=lse) is lse
+    np.testing.assert_array_equal(lse, expected)
+    grads = cuflash.Gradients(dq=np.full(q.shape, np.nan), dk=np.full(k.shape, np.nan))
+    found = cuflash.logsumexp_backward(lse, q, k, lse, causal=True, grads_out=grads)
+    assert found.dq is grads.dq
+    assert found.dk is grads.dk
+    wanted = cuflash.logsumexp_backward(lse, q, k, lse, causal=True)
+    np.testing.assert_array_equal(grads.dq, wanted.dq)
+    np.testing.assert_array_equal(grads.dk, wanted.dk)
+    with pytest.raises(ValueError, match=r"lse: got .*shape"):
+        cuflash.logsumexp(q, k, out=np.empty((2, 3, 20)))
+
+
 @pytest.mark.parametrize("pair", [FEATURE_FIRST[0], SEQUENCE_OUTSIDE_HEADS[0]])
 @pytest.mark.parametrize("pairs", [2, 4])
 def test_axes(pair: tuple[int, int], pairs: int) -> None:

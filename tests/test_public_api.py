@@ -34,9 +34,9 @@ SIGNATURES = {
     "attention_vjp": f"(q, k, v, /, *, {COMMON}, return_lse=False, **score_options)",
     "compile": "(workloads, /, *, arch=None, folder=None, backward=False, processes=None)",
     "dropout_mask": "(shape, p, seed, *, like=None)",
-    "logsumexp": f"(q, k, /, *, {COMMON}, config=None, **score_options)",
-    "logsumexp_backward": f"(dlse, q, k, lse, /, *, wrt=('q', 'k'), {COMMON}, config=None, "
-    "**score_options)",
+    "logsumexp": f"(q, k, /, *, {COMMON}, out=None, workspace=None, config=None, **score_options)",
+    "logsumexp_backward": f"(dlse, q, k, lse, /, *, wrt=('q', 'k'), grads_out=None, {COMMON}, "
+    "workspace=None, config=None, **score_options)",
     "merge": "(outs, lses, axis=0)",
     "merge_backward": "(dout, outs, lses, /, *, dlse=None, axis=0)",
     "weights": "(q, k, lse, /, *, rows=None, cols=None, options=None, axes=None, **score_options)",
