@@ -9,10 +9,12 @@ import numpy as np
 from cuflash import _select
 from cuflash._config import ForwardNarrowConfig
 from cuflash._problem import Problem
+from cuflash._tiles import Tile
 
 #: Head sizes up to which products of CUDA cores are cheaper than the exponential.
 WIDEST = 8
-_NUM_WARPS = 4
+#: By how much a tile of 256 rows is faster, H100 SXM, 2026-11-24: docs/measured-facts.md.
+_GAIN = 1.05
 
 
 def forward_config(
@@ -28,16 +30,10 @@ def forward_config(
     if not wins or widest > WIDEST or problem.formulas:
         return None
     fields = _select._fields(problem, copy_bytes, problem.out.dtype) | _select._sink_field(problem)
-    rows, blocks_per_sm = _rows(problem)
-    tiles = math.prod(problem.batch) * -(-problem.seqlen_q // (32 * _NUM_WARPS * rows))
-    if tiles < 2 * multiprocessors:
-        rows = 1
+    tile = _tile(problem, multiprocessors)
     return ForwardNarrowConfig(
         **fields,
-        block_m=32 * _NUM_WARPS * rows,
-        block_n=128,
-        num_warps=_NUM_WARPS,
-        blocks_per_sm=blocks_per_sm,
+        **tile._asdict(),
         column_parts=1,
         width=problem.head_dim,
         width_v=problem.head_dim_v,
@@ -45,8 +41,40 @@ def forward_config(
     )
 
 
+def _tile(problem: Problem, multiprocessors: int) -> Tile:
+    """As many rows as registers allow and each multiprocessor has its share of."""
+
+    def tiles(block_m: int) -> int:
+        return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+
+    def most_rows(block_m: int) -> int:  # of one multiprocessor
+        return -(-tiles(block_m) // multiprocessors) * block_m
+
+    rows, blocks_per_sm = _rows(problem)
+    if blocks := _blocks_of_eight_warps(problem):
+        if most_rows(256) <= _GAIN * most_rows(128):
+            return Tile(256, 128, 8, blocks)
+        rows = 1
+    elif tiles(128 * rows) < 2 * multiprocessors:
+        rows = 1
+    return Tile(128 * rows, 128, 4, blocks_per_sm)
+
+
+def _blocks_of_eight_warps(problem: Problem) -> int:
+    """Blocks of 256 rows, one to a thread, whose registers a multiprocessor has; 0 where rows
+    keep too much, and more of them to a thread are faster.
+    """
+    if problem.dtype == np.float64 or problem.head_dim + 2 * problem.head_dim_v > 4:
+        return 0
+    if not _shares_bias(problem):
+        return 0 if _select._is_general(problem) else 3
+    bounds = (problem.window_left, problem.q_lengths, problem.kv_lengths, problem.cu_seqlens_q)
+    few = problem.head_dim_v == 0 and all(bound is None for bound in bounds)
+    return 4 if few else 0
+
+
 def _rows(problem: Problem) -> tuple[int, int]:
-    """Rows of a thread and blocks of threads on a multiprocessor, as registers allow."""
+    """Rows of a thread and blocks of four warps on a multiprocessor, as registers allow."""
     numbers = problem.head_dim + 2 * problem.head_dim_v  # that a row keeps
     general = _select._is_general(problem) and not _shares_bias(problem)
     if problem.dtype == np.float64:

@@ -92,18 +92,36 @@ def test_a_bias_is_kept_with_its_key_where_nothing_else_is_added() -> None:
     assert not kept(bias=row, softcap=1.0)
 
 
+def test_eight_warps_where_no_multiprocessor_gets_much_more_to_do() -> None:
+    def tile(rows: int, **options: Any) -> tuple[int, int, int]:
+        x = np.broadcast_to(np.float32(0), (rows, 3))
+        bias = {"bias": np.zeros((1, rows), np.float32)} if options.pop("biased", False) else {}
+        problem = describe(x, x, x[:, :0], cuflash.Options(**options, **bias))
+        config = _select_narrow.forward_config(problem, 4, 132)
+        assert config is not None
+        assert config.block_n == 128  # of which the bits of a row depend
+        return config.block_m, config.num_warps, config.blocks_per_sm
+
+    assert tile(2**18) == tile(2**16) == tile(256 * 132) == (256, 8, 3)
+    assert tile(2**18, biased=True) == (256, 8, 4)
+    assert tile(40_000) == (128, 4, 4)  # two times 256 rows, or three times 128
+    assert tile(2**18, biased=True, window=(100, 0)) == (512, 4, 4)
+    assert tile(2**18, softcap=2.0) == (256, 4, 2)
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_it_compiles_without_spills(dtype: Any, arch: str, generation: int) -> None:
     size = np.dtype(dtype).itemsize
-    cases = [("key bias, causal", 4, 0), ("key bias, causal", 3, 3), ("key bias, causal", 8, 8)]
+    cases = [("key bias", 3, 0), ("key bias, causal", 4, 0), ("key bias, causal", 2, 1)]
+    cases += [("key bias, causal", 3, 3), ("key bias, causal", 8, 8)]
     if dtype != np.float16:
-        cases += [("window", 2, 7), ("many", 8, 8)]
+        cases += [("window", 2, 7), ("many", 8, 8), ("plain", 3, 0), ("window", 2, 1)]
     for name, *head_dims in cases:
         call = call_of(name, dtype, *head_dims)
         problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
-        for multiprocessors in (0, 10**6):
+        for multiprocessors in (1, 10**6):
             config = _select_narrow.forward_config(problem, size, multiprocessors)
             assert config is not None
             report = compile_static(config, arch, compiler_of(generation))
