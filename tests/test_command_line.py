@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -582,6 +583,32 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
     assert found["configs"][0]["spill_bytes"] == 0
     assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
+
+
+@pytest.fixture(params=["CuPy", "NVRTC"])
+def no_compiler(request, monkeypatch):
+    """Hide CuPy, or the library that it compiles with."""
+
+    def absent():
+        raise RuntimeError('Failure finding "libnvrtc.so.13"')
+
+    library = SimpleNamespace(nvrtc=SimpleNamespace(getVersion=absent))
+    found = None if request.param == "CuPy" else library
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", found)
+    if request.param == "CuPy":
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    return (
+        "compiling needs CuPy and NVRTC; install cuflash[compile12] on a machine without a GPU, "
+        "cuflash[cuda12] or cuflash[cuda13] on one with a GPU"
+    )
+
+
+def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
+    folder = tmp_path / "shared"
+    for words in ([], ["--folder", str(folder)]):
+        status, out, err = command(capsys, "cache", "warm", "--arch", "sm_90a", *words)
+        assert (status, out, err) == (1, "", f"cuflash: {no_compiler}\n")
+    assert not list(folder.iterdir())
 
 
 def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
