@@ -603,6 +603,35 @@ def no_compiler(request, monkeypatch):
     )
 
 
+def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_compiler):
+    words = ["tune", "--parameters", "block_m=128,192", "block_n=96", "num_stages=2",
+             "num_q_stages=1", "overlap_quarters=0"]  # fmt: skip
+    told = f"cuflash: nothing was compiled: {no_compiler}\n"
+    status, out, err = command(capsys, *words)
+    assert status == 1
+    assert err == f"{told}nothing was timed: no NVIDIA device can be used here\n"
+    lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
+    assert lines == [
+        ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],
+    ]  # fmt: skip
+    for listed in (["--list"], ["--arch", "sm_90a"]):
+        status, out, err = command(capsys, *words, *listed, "--json")
+        assert (status, err) == (1, told)
+        found = json.loads(out)["configs"]
+        assert [c["key"] for c in found] == ["128,96,2,1,0", "192,96,2,1,0"]
+        assert [(c["smem_bytes"], c["num_threads"]) for c in found] == [
+            (129 * 1024, 384), (145 * 1024, 512),
+        ]  # fmt: skip
+        assert {c[name] for c in found for name in ("registers", "spill_bytes", "error")} == {None}
+
+
+def test_explain_without_a_compiler_leaves_registers_unknown(capsys, no_device, no_compiler):
+    status, out, err = command(capsys, "explain")
+    assert (status, err) == (0, f"cuflash: registers are unknown: {no_compiler}\n")
+    assert "  registers       unknown: not compiled\n" in out
+    assert (0, out, "") == command(capsys, "explain", "--no-compile")
+
+
 def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
     folder = tmp_path / "shared"
     for words in ([], ["--folder", str(folder)]):
