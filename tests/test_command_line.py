@@ -190,6 +190,8 @@ def test_help_names_results_that_are_committed(capsys):
         (["tune", "--list", "--budget", "0"], "--budget: got '0', expected a positive int"),
         (["tune", "--processes", "-1"], "--processes: got '-1', expected a positive int"),
         (["bench", "--set", "everything"], "expected one or more of portable"),
+        (["bench", "--budget-ms", "-3"], "--budget-ms: got '-3', expected a positive number"),
+        (["bench", "--budget-ms", "nan"], "--budget-ms: got 'nan', expected a positive number"),
         (["bench", "--render", __file__], "got no JSON, expected a result of bench"),
         (["bench", "--render", "none.json"], "none.json"),
         (["plot", "speed", "none.json"], "none.json"),

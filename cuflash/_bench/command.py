@@ -43,6 +43,7 @@ from cuflash._bench.workload import (
     square,
     training,
 )
+from cuflash._cli.problem_arguments import positive_number
 from cuflash._config import HEAD_DIMS
 
 EXAMPLES = """\
@@ -172,7 +173,7 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     )  # fmt: skip
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
-        "--budget-ms", type=float, default=120.0,
+        "--budget-ms", type=positive_number, default=120.0,
         help=f"ms given to each implementation of a cell, within {WITHIN_ROUNDS} (default: 120)",
     )  # fmt: skip
     p.add_argument(
