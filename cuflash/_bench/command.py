@@ -151,7 +151,15 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     p.description = __doc__.split("\n", maxsplit=1)[0]
     p.epilog = f"{EXAMPLES}\nsets:\n{sets}"
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("--set", type=names_of(SETS), help="what to measure (default: portable, or cpu)")
+    one = p.add_mutually_exclusive_group()
+    one.add_argument(
+        "--set", type=names_of(SETS), help="what to measure (default: portable, or cpu)"
+    )
+    one.add_argument("--memory", action="store_true", help="the device's memory, level by level")
+    one.add_argument("--io", action="store_true", help="bytes of forwards, by the model and by ncu")
+    one.add_argument(
+        "--render", type=Path, metavar="JSON", help="print the tables of a result file"
+    )
     p.add_argument("--topic", help="name of the result file (default: the names of the sets)")
     p.add_argument(
         "--dtype", type=names_of(DTYPES), help="default: bfloat16, or float32 on the CPU"
@@ -179,13 +187,10 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     p.add_argument(
         "--out", type=Path, default=results, help="folder of the result files (default: none)"
     )
-    p.add_argument("--memory", action="store_true", help="the device's memory, level by level")
-    p.add_argument("--io", action="store_true", help="bytes of forwards, by the model and by ncu")
     p.add_argument(
         "--json", action="store_true", help="print the result as JSON, remarks to stderr"
     )
     p.add_argument("--no-write", action="store_true", help="print only")
-    p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
 
 
 def open_run(arguments: argparse.Namespace) -> Run:
