@@ -30,7 +30,7 @@ from cuflash import (
     _tuned,
     tuning,
 )
-from cuflash._bench import io_model
+from cuflash._bench import io_model, machine
 from cuflash._problem import describe
 from cuflash.tuning import _table
 from support.simulated_sweep import DEVICE
@@ -577,7 +577,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
              "num_q_stages=1", "overlap_quarters=0", "--processes", "2"]  # fmt: skip
     status, out, err = command(capsys, *words)
     assert status == 1
-    assert "nothing was timed: no NVIDIA device can be used here" in err
+    assert "nothing was timed: no NVIDIA device can be used (" in err
     assert "1 of 2 compiled\n2 of 2 compiled\n" in err  # no terminal
     lines = [line for line in out.splitlines() if line.startswith("128,")]
     assert [line.split()[0] for line in lines] == ["128,48,2,1,0", "128,64,2,1,0"]
@@ -614,7 +614,7 @@ def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_com
     told = f"cuflash: nothing was compiled: {no_compiler}\n"
     status, out, err = command(capsys, *words)
     assert status == 1
-    assert err == f"{told}nothing was timed: no NVIDIA device can be used here\n"
+    assert err == f"{told}nothing was timed: {machine.no_device()}\n"
     lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
     assert lines == [
         ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],
@@ -643,6 +643,27 @@ def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
         status, out, err = command(capsys, "cache", "warm", "--arch", "sm_90a", *words)
         assert (status, out, err) == (1, "", f"cuflash: {no_compiler}\n")
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("cupy", "why"),
+    [
+        (None, '(cupy not installed (pip install "cuflash[cuda12]" or "cuflash[cuda13]"))'),
+        ("too old a driver", "(device unavailable: too old a driver)"),
+    ],
+)
+def test_a_bench_without_a_device_says_why(capsys, monkeypatch, cupy, why):
+    def absent():
+        raise RuntimeError(cupy)
+
+    runtime = SimpleNamespace(getDeviceCount=absent, driverGetVersion=lambda: 0)
+    found = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", found if cupy else None)
+    told = f"bench: no NVIDIA device can be used {why}"
+    for option in ("--memory", "--io"):
+        assert command(capsys, "bench", option) == (1, "", f"cuflash: {told}\n")
+    status, _, _ = command(capsys, "bench", "--device", "gpu")
+    assert status == f"{told}; --device cpu measures NumPy arrays"
 
 
 def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):

@@ -22,7 +22,13 @@ import numpy as np
 from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_cell, measure_shapes
 from cuflash._bench.clock import WITHIN_ROUNDS, DeviceClock, HostClock
-from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
+from cuflash._bench.machine import (
+    describe_machine,
+    device_slug,
+    gpu_module,
+    no_device,
+    read_clocks,
+)
 from cuflash._bench.option_costs import measure_options
 from cuflash._bench.overhead import (
     CPU_SHAPES,
@@ -197,7 +203,7 @@ def open_run(arguments: argparse.Namespace) -> Run:
     """Choose device, clock and the implementations that can be had."""
     cupy = None if arguments.device == "cpu" else gpu_module()
     if cupy is None and arguments.device == "gpu":
-        raise SystemExit("bench: no NVIDIA device can be used; --device cpu measures NumPy arrays")
+        raise SystemExit(f"bench: {no_device()}; --device cpu measures NumPy arrays")
     xp = cupy or np
     run = Run(
         xp=xp,
@@ -231,7 +237,7 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     """Levels of memory, or bytes that forwards move."""
     cupy = gpu_module()
     if cupy is None:
-        raise RuntimeError("bench: no NVIDIA device can be used")
+        raise RuntimeError(f"bench: {no_device()}")
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     meta = describe_machine(cupy, name, command)
     topic = "memory" if arguments.memory else "io"

@@ -73,6 +73,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
     from cuflash import _hardware, tuning
+    from cuflash._bench.machine import no_device
     from cuflash.tuning._strategies import strategy_of
 
     work = problem_of(arguments)
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             "kernels is shared"
         )
         print(
-            f"nothing was timed: no NVIDIA device can be used here{later if compiled else ''}",
+            f"nothing was timed: {no_device()}{later if compiled else ''}",
             file=sys.stderr,
         )
         return 1
