@@ -30,6 +30,7 @@ from cuflash import (
     _tuned,
     tuning,
 )
+from cuflash._ahead import kernels_of
 from cuflash._bench import io_model, machine
 from cuflash._problem import describe
 from cuflash.tuning import _table
@@ -748,6 +749,37 @@ def with_made_up_facts(chosen, candidates=None, **_):
     facts = {c.key: tuning.Facts(c.config.smem_bytes, registers=168) for c in candidates or chosen}
     chosen.facts |= facts
     return facts
+
+
+def test_warm_leaves_out_what_its_help_says(capsys, monkeypatch):
+    warmed = []
+
+    def compiled(works, **_):
+        warmed.extend(works)
+        return [Path("a")]
+
+    monkeypatch.setattr(cuflash, "compile", compiled)
+    words = ["--arch", "sm_90a", "--head-dims", "64,256", "--dtypes", "bfloat16,float32"]
+    assert command(capsys, "cache", "warm", *words)[0] == 0
+    assert len(warmed) == 8
+    there = {config for own in warmed for config in kernels_of(own, H100, backward=True)}
+    narrow, wide = (own for own in warmed if own.dtype == "bfloat16" and not own.causal)
+    single = next(own for own in warmed if own.dtype == "float32")
+    help_text = " ".join(command(capsys, "cache", "--help")[1].split())
+    for name, other in {
+        "small batches": replace(narrow, batch=1, heads_q=4, heads_kv=4),
+        "grouped heads": replace(wide, heads_kv=2),
+        "head_dim_v": replace(narrow, head_dim_v=32),
+        "packed sequences": replace(narrow, batch=1, seqlens=(4000, 96)),
+        "windows": replace(narrow, window=(512, 0)),
+        "other options of scores": replace(narrow, softcap=30.0),
+        'precision="tf32"': replace(single, precision="tf32"),
+        "deterministic=False": replace(narrow, deterministic=False),
+    }.items():
+        assert name in help_text
+        assert not set(kernels_of(other, H100, backward=True)) <= there, name
+    for like in (replace(narrow, seqlen_q=2048, seqlen_k=3000), replace(narrow, heads_kv=2)):
+        assert set(kernels_of(like, H100, backward=True)) <= there
 
 
 @pytest.mark.nvrtc
