@@ -166,6 +166,30 @@ def test_files_are_written_and_the_same_every_time(found, tmp_path, capsys, kind
     assert [path.read_bytes() for path in files] == before
 
 
+@pytest.mark.parametrize("kind", ["heatmap", "parallel", "roofline"])
+def test_a_cache_of_kernel_tuner_is_drawn_as_the_sweep_that_it_was_made_from(found, tmp_path, kind):
+    cache = tmp_path / "cache.json"
+    tuning.write_cache(found, cache)
+    rows = (tmp_path / "rows.jsonl").rename(tmp_path / "rows.json")  # lines, whatever their name
+    assert _cli.main(["plot", kind, str(rows), "--out", str(tmp_path / "a")]) == 0
+    assert _cli.main(["plot", kind, str(cache), "--out", str(tmp_path / "b")]) == 0
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_cache_of_another_kernel_is_named(tmp_path, capsys):
+    cache = tmp_path / "cache.json"
+    content = {
+        "device_name": "NVIDIA H100 80GB HBM3", "kernel_name": "add", "tune_params_keys": ["n"],
+        "tune_params": {"n": [1]}, "cache": {"1": {"n": 1, "time": 2.0}},
+    }  # fmt: skip
+    cache.write_text(json.dumps(content))
+    assert tuning.read_cache(cache).best["key"] == "1"
+    for kind in ("parallel", "roofline"):
+        assert _cli.main(["plot", kind, str(cache)]) == 2
+        told = "got times of add, of which no problem is known, expected a sweep of a kernel of"
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
