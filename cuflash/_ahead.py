@@ -52,6 +52,8 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     ------
     ValueError
         For an unknown architecture, or none where there is no device.
+    ImportError
+        Where CuPy or NVRTC is missing.
     OSError
         For a folder that cannot be made.
     CompileError

@@ -21,12 +21,24 @@ _WHEELS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu13/bin", "nvidi
 _VARIABLES = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
 
 
+def version() -> tuple[int, int]:
+    """Of the library; an ImportError that names the extras where nothing can be compiled."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        found: tuple[int, int] = nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "compiling needs CuPy and NVRTC; install cuflash[compile12] on a machine without a "
+            "GPU, cuflash[cuda12] or cuflash[cuda13] on one with a GPU"
+        ) from error
+    return found
+
+
 @functools.cache
 def identity() -> str:
     """Version of the library; patches of one version differ in size."""
-    from cupy_backends.cuda.libs import nvrtc
-
-    major, minor = nvrtc.getVersion()
+    major, minor = version()
     found = f"NVRTC {major}.{minor} of 0 bytes"
     with contextlib.suppress(ImportError, OSError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ from cuflash import (
     _tuned,
     tuning,
 )
-from cuflash._bench import io_model
+from cuflash._ahead import kernels_of
+from cuflash._bench import io_model, machine
 from cuflash._problem import describe
 from cuflash.tuning import _table
 from support.simulated_sweep import DEVICE
@@ -189,6 +191,11 @@ def test_help_names_results_that_are_committed(capsys):
         (["tune", "--list", "--budget", "0"], "--budget: got '0', expected a positive int"),
         (["tune", "--processes", "-1"], "--processes: got '-1', expected a positive int"),
         (["bench", "--set", "everything"], "expected one or more of portable"),
+        (["bench", "--budget-ms", "-3"], "--budget-ms: got '-3', expected a positive number"),
+        (["bench", "--budget-ms", "nan"], "--budget-ms: got 'nan', expected a positive number"),
+        (["bench", "--memory", "--io"], "--io: not allowed with argument --memory"),
+        (["bench", "--set", "short", "--memory"], "--memory: not allowed with argument --set"),
+        (["bench", "--io", "--render", __file__], "--render: not allowed with argument --io"),
         (["bench", "--render", __file__], "got no JSON, expected a result of bench"),
         (["bench", "--render", "none.json"], "none.json"),
         (["plot", "speed", "none.json"], "none.json"),
@@ -571,7 +578,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
              "num_q_stages=1", "overlap_quarters=0", "--processes", "2"]  # fmt: skip
     status, out, err = command(capsys, *words)
     assert status == 1
-    assert "nothing was timed: no NVIDIA device can be used here" in err
+    assert "nothing was timed: no NVIDIA device can be used (" in err
     assert "1 of 2 compiled\n2 of 2 compiled\n" in err  # no terminal
     lines = [line for line in out.splitlines() if line.startswith("128,")]
     assert [line.split()[0] for line in lines] == ["128,48,2,1,0", "128,64,2,1,0"]
@@ -582,6 +589,82 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
     assert found["configs"][0]["spill_bytes"] == 0
     assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
+
+
+@pytest.fixture(params=["CuPy", "NVRTC"])
+def no_compiler(request, monkeypatch):
+    """Hide CuPy, or the library that it compiles with."""
+
+    def absent():
+        raise RuntimeError('Failure finding "libnvrtc.so.13"')
+
+    library = SimpleNamespace(nvrtc=SimpleNamespace(getVersion=absent))
+    found = None if request.param == "CuPy" else library
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", found)
+    if request.param == "CuPy":
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    return (
+        "compiling needs CuPy and NVRTC; install cuflash[compile12] on a machine without a GPU, "
+        "cuflash[cuda12] or cuflash[cuda13] on one with a GPU"
+    )
+
+
+def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_compiler):
+    words = ["tune", "--parameters", "block_m=128,192", "block_n=96", "num_stages=2",
+             "num_q_stages=1", "overlap_quarters=0"]  # fmt: skip
+    told = f"cuflash: nothing was compiled: {no_compiler}\n"
+    status, out, err = command(capsys, *words)
+    assert status == 1
+    assert err == f"{told}nothing was timed: {machine.no_device()}\n"
+    lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
+    assert lines == [
+        ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],
+    ]  # fmt: skip
+    for listed in (["--list"], ["--arch", "sm_90a"]):
+        status, out, err = command(capsys, *words, *listed, "--json")
+        assert (status, err) == (1, told)
+        found = json.loads(out)["configs"]
+        assert [c["key"] for c in found] == ["128,96,2,1,0", "192,96,2,1,0"]
+        assert [(c["smem_bytes"], c["num_threads"]) for c in found] == [
+            (129 * 1024, 384), (145 * 1024, 512),
+        ]  # fmt: skip
+        assert {c[name] for c in found for name in ("registers", "spill_bytes", "error")} == {None}
+
+
+def test_explain_without_a_compiler_leaves_registers_unknown(capsys, no_device, no_compiler):
+    status, out, err = command(capsys, "explain")
+    assert (status, err) == (0, f"cuflash: registers are unknown: {no_compiler}\n")
+    assert "  registers       unknown: not compiled\n" in out
+    assert (0, out, "") == command(capsys, "explain", "--no-compile")
+
+
+def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
+    folder = tmp_path / "shared"
+    for words in ([], ["--folder", str(folder)]):
+        status, out, err = command(capsys, "cache", "warm", "--arch", "sm_90a", *words)
+        assert (status, out, err) == (1, "", f"cuflash: {no_compiler}\n")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("cupy", "why"),
+    [
+        (None, '(cupy not installed (pip install "cuflash[cuda12]" or "cuflash[cuda13]"))'),
+        ("too old a driver", "(device unavailable: too old a driver)"),
+    ],
+)
+def test_a_bench_without_a_device_says_why(capsys, monkeypatch, cupy, why):
+    def absent():
+        raise RuntimeError(cupy)
+
+    runtime = SimpleNamespace(getDeviceCount=absent, driverGetVersion=lambda: 0)
+    found = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", found if cupy else None)
+    told = f"bench: no NVIDIA device can be used {why}"
+    for option in ("--memory", "--io"):
+        assert command(capsys, "bench", option) == (1, "", f"cuflash: {told}\n")
+    status, _, _ = command(capsys, "bench", "--device", "gpu")
+    assert status == f"{told}; --device cpu measures NumPy arrays"
 
 
 def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
@@ -666,6 +749,37 @@ def with_made_up_facts(chosen, candidates=None, **_):
     facts = {c.key: tuning.Facts(c.config.smem_bytes, registers=168) for c in candidates or chosen}
     chosen.facts |= facts
     return facts
+
+
+def test_warm_leaves_out_what_its_help_says(capsys, monkeypatch):
+    warmed = []
+
+    def compiled(works, **_):
+        warmed.extend(works)
+        return [Path("a")]
+
+    monkeypatch.setattr(cuflash, "compile", compiled)
+    words = ["--arch", "sm_90a", "--head-dims", "64,256", "--dtypes", "bfloat16,float32"]
+    assert command(capsys, "cache", "warm", *words)[0] == 0
+    assert len(warmed) == 8
+    there = {config for own in warmed for config in kernels_of(own, H100, backward=True)}
+    narrow, wide = (own for own in warmed if own.dtype == "bfloat16" and not own.causal)
+    single = next(own for own in warmed if own.dtype == "float32")
+    help_text = " ".join(command(capsys, "cache", "--help")[1].split())
+    for name, other in {
+        "small batches": replace(narrow, batch=1, heads_q=4, heads_kv=4),
+        "grouped heads": replace(wide, heads_kv=2),
+        "head_dim_v": replace(narrow, head_dim_v=32),
+        "packed sequences": replace(narrow, batch=1, seqlens=(4000, 96)),
+        "windows": replace(narrow, window=(512, 0)),
+        "other options of scores": replace(narrow, softcap=30.0),
+        'precision="tf32"': replace(single, precision="tf32"),
+        "deterministic=False": replace(narrow, deterministic=False),
+    }.items():
+        assert name in help_text
+        assert not set(kernels_of(other, H100, backward=True)) <= there, name
+    for like in (replace(narrow, seqlen_q=2048, seqlen_k=3000), replace(narrow, heads_kv=2)):
+        assert set(kernels_of(like, H100, backward=True)) <= there
 
 
 @pytest.mark.nvrtc

@@ -97,6 +97,19 @@ def test_no_configuration_is_above_its_roof(found):
         pictures.roofline([])
 
 
+def test_sweeps_at_one_place_have_smaller_marks_on_top_of_larger_ones(found):
+    elsewhere = copy.deepcopy(found)
+    elsewhere.header["workload"] |= {"seqlen_q": 4 * WORK.seqlen_q, "seqlen_k": 4 * WORK.seqlen_k}
+    levels = [{"name": "L2 read", "value": 5500.0}]
+    axes = pictures.roofline([found, elsewhere, found, found], levels).axes[0]
+    dots, crosses = axes.collections[::2], axes.collections[1::2]
+    for marks in (dots, crosses):
+        first, alone, second, third = (own.get_sizes()[0] for own in marks)
+        assert first > 2 * second > 4 * third
+        assert alone == third
+        assert not any(own.get_alpha() for own in marks)
+
+
 def test_every_dtype_has_the_roof_of_its_products(found):
     half, single = copy.deepcopy(found), copy.deepcopy(found)
     single.header["workload"]["dtype"] = "float32"
@@ -141,6 +154,24 @@ def test_memory_is_drawn_for_every_implementation():
     ]  # fmt: skip
 
 
+def test_levels_of_memory_that_are_one_are_drawn_within_each_other():
+    sizes = {"cuflash": 1000, "cudnn": 1001, "fa2": 1300, "fa4": 1003}
+    rows = [
+        {"impl": impl, "pass": "fwd", "bytes": size, "head_dim": 128, "causal": False,
+         "seqlen_q": n, "dtype": "bfloat16"}
+        for impl, size in sizes.items()
+        for n in (1024, 2048)
+    ]  # fmt: skip
+    result = {"meta": {"device": "simulated", "date": "today"}, "rows": [], "memory": rows}
+    (axes,) = pictures.memory(result).axes
+    lines = dict(zip(sizes, axes.lines, strict=True))
+    for size in ("get_linewidth", "get_markersize"):
+        outer, middle, alone, inner = (getattr(line, size)() for line in lines.values())
+        assert outer > 1.5 * middle > 2 * inner
+        assert alone == inner
+    assert [line.get_linestyle() for line in lines.values()] == ["-", "-", "-", "--"]
+
+
 def test_movement_shows_the_model_and_the_counters(monkeypatch):
     monkeypatch.setattr(io_grid, "present", lambda: None)
     rows = io_grid.rows()
@@ -164,6 +195,30 @@ def test_files_are_written_and_the_same_every_time(found, tmp_path, capsys, kind
     before = [path.read_bytes() for path in files]
     assert _cli.main(["plot", kind, str(source)]) == 0
     assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.parametrize("kind", ["heatmap", "parallel", "roofline"])
+def test_a_cache_of_kernel_tuner_is_drawn_as_the_sweep_that_it_was_made_from(found, tmp_path, kind):
+    cache = tmp_path / "cache.json"
+    tuning.write_cache(found, cache)
+    rows = (tmp_path / "rows.jsonl").rename(tmp_path / "rows.json")  # lines, whatever their name
+    assert _cli.main(["plot", kind, str(rows), "--out", str(tmp_path / "a")]) == 0
+    assert _cli.main(["plot", kind, str(cache), "--out", str(tmp_path / "b")]) == 0
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_cache_of_another_kernel_is_named(tmp_path, capsys):
+    cache = tmp_path / "cache.json"
+    content = {
+        "device_name": "NVIDIA H100 80GB HBM3", "kernel_name": "add", "tune_params_keys": ["n"],
+        "tune_params": {"n": [1]}, "cache": {"1": {"n": 1, "time": 2.0}},
+    }  # fmt: skip
+    cache.write_text(json.dumps(content))
+    assert tuning.read_cache(cache).best["key"] == "1"
+    for kind in ("parallel", "roofline"):
+        assert _cli.main(["plot", kind, str(cache)]) == 2
+        told = "got times of add, of which no problem is known, expected a sweep of a kernel of"
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

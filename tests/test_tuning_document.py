@@ -92,12 +92,14 @@ def test_facts_of_the_configurations_that_are_listed():
         words = line.split()
         key, own = words[0], facts[words[0]]
         assert key in {candidate.key for candidate in space}
-        assert words[1:6] == [
-            f"{own['smem_bytes'] / 1024:.1f}", str(own["registers"]), str(own["spill_bytes"]),
-            str(own["blocks_per_multiprocessor"]), str(own["warps_per_multiprocessor"]),
+        threads = space.candidate(key).config.num_threads
+        assert words[1:7] == [
+            f"{own['smem_bytes'] / 1024:.1f}", str(threads), str(own["registers"]),
+            str(own["spill_bytes"]), str(own["blocks_per_multiprocessor"]),
+            str(own["warps_per_multiprocessor"]),
         ]  # fmt: skip
         last = " ".join(own["warnings"] + ["<- shipped"] * (key == space.default_key))
-        assert " ".join(words[7:]) == last
+        assert " ".join(words[8:]) == last
 
 
 def test_the_sweep_that_was_done_twice():

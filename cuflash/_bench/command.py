@@ -22,7 +22,13 @@ import numpy as np
 from cuflash._bench import io_grid, memory
 from cuflash._bench.cells import Run, measure_cell, measure_shapes
 from cuflash._bench.clock import WITHIN_ROUNDS, DeviceClock, HostClock
-from cuflash._bench.machine import describe_machine, device_slug, gpu_module, read_clocks
+from cuflash._bench.machine import (
+    describe_machine,
+    device_slug,
+    gpu_module,
+    no_device,
+    read_clocks,
+)
 from cuflash._bench.option_costs import measure_options
 from cuflash._bench.overhead import (
     CPU_SHAPES,
@@ -43,6 +49,7 @@ from cuflash._bench.workload import (
     square,
     training,
 )
+from cuflash._cli.problem_arguments import positive_number
 from cuflash._config import HEAD_DIMS
 
 EXAMPLES = """\
@@ -150,7 +157,15 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     p.description = __doc__.split("\n", maxsplit=1)[0]
     p.epilog = f"{EXAMPLES}\nsets:\n{sets}"
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("--set", type=names_of(SETS), help="what to measure (default: portable, or cpu)")
+    one = p.add_mutually_exclusive_group()
+    one.add_argument(
+        "--set", type=names_of(SETS), help="what to measure (default: portable, or cpu)"
+    )
+    one.add_argument("--memory", action="store_true", help="the device's memory, level by level")
+    one.add_argument("--io", action="store_true", help="bytes of forwards, by the model and by ncu")
+    one.add_argument(
+        "--render", type=Path, metavar="JSON", help="print the tables of a result file"
+    )
     p.add_argument("--topic", help="name of the result file (default: the names of the sets)")
     p.add_argument(
         "--dtype", type=names_of(DTYPES), help="default: bfloat16, or float32 on the CPU"
@@ -172,26 +187,23 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     )  # fmt: skip
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
-        "--budget-ms", type=float, default=120.0,
+        "--budget-ms", type=positive_number, default=120.0,
         help=f"ms given to each implementation of a cell, within {WITHIN_ROUNDS} (default: 120)",
     )  # fmt: skip
     p.add_argument(
         "--out", type=Path, default=results, help="folder of the result files (default: none)"
     )
-    p.add_argument("--memory", action="store_true", help="the device's memory, level by level")
-    p.add_argument("--io", action="store_true", help="bytes of forwards, by the model and by ncu")
     p.add_argument(
         "--json", action="store_true", help="print the result as JSON, remarks to stderr"
     )
     p.add_argument("--no-write", action="store_true", help="print only")
-    p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
 
 
 def open_run(arguments: argparse.Namespace) -> Run:
     """Choose device, clock and the implementations that can be had."""
     cupy = None if arguments.device == "cpu" else gpu_module()
     if cupy is None and arguments.device == "gpu":
-        raise SystemExit("bench: no NVIDIA device can be used; --device cpu measures NumPy arrays")
+        raise SystemExit(f"bench: {no_device()}; --device cpu measures NumPy arrays")
     xp = cupy or np
     run = Run(
         xp=xp,
@@ -225,7 +237,7 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     """Levels of memory, or bytes that forwards move."""
     cupy = gpu_module()
     if cupy is None:
-        raise RuntimeError("bench: no NVIDIA device can be used")
+        raise RuntimeError(f"bench: {no_device()}")
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     meta = describe_machine(cupy, name, command)
     topic = "memory" if arguments.memory else "io"

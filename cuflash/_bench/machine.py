@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import _source
+from cuflash._show_config import show_config
 
 META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
 
@@ -94,3 +95,10 @@ def gpu_module() -> ModuleType | None:
         return cupy if cupy.cuda.runtime.getDeviceCount() else None
     except (ImportError, RuntimeError):
         return None
+
+
+def no_device() -> str:
+    """That no device can be used, and why, in the words of `cuflash.show_config`."""
+    found = show_config(mode="dicts")
+    name = "device" if found["device"].startswith("unavailable") else "cupy"
+    return f"no NVIDIA device can be used ({name} {found[name]})"

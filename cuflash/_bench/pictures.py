@@ -34,6 +34,9 @@ _NAMES = {
     "eff": "memory-efficient (torch)", "naive": "unfused",
     "math": "unfused (torch)",
 }  # fmt: skip
+_SMALLEST_MARK = 3.2  # points
+_ONE_PLACE = 0.1  # of logarithms: marks that far apart overlap
+_ONE_LINE = 0.02  # of values: lines that close cannot be told apart
 _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -260,13 +263,17 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
         over.append(("x", "over bytes from L2"))
     for marker, label in over:
         axes.plot([], [], marker, color="#404040", markersize=4, label=label)
-    for number, found in enumerate(sweeps):
-        flops = found.workload.kernel_flops(found.kernel)
-        once = io_model.least_bytes(found.workload, found.kernel)
+    flops_of = [found.workload.kernel_flops(found.kernel) for found in sweeps]
+    once_of = [io_model.least_bytes(found.workload, found.kernel) for found in sweeps]
+    places = np.log(np.divide(flops_of, once_of))
+    for number, (found, flops, once) in enumerate(zip(sweeps, flops_of, once_of, strict=True)):
+        # Of sweeps at one place the first has the largest marks, and the last is on top.
+        above = np.sum(np.abs(places[number + 1 :] - places[number]) < _ONE_PLACE)
+        size = (_SMALLEST_MARK * 1.6**above) ** 2
         speeds = [found.tflops(row) for row in found.timed]
         colour = _LEVELS[number % len(_LEVELS)]
         label = f"{found.kernel} {found.workload} {found.workload.dtype}"
-        axes.scatter([flops / once] * len(speeds), speeds, s=14, color=colour, alpha=0.6,
+        axes.scatter([flops / once] * len(speeds), speeds, s=size, color=colour, linewidth=0,
                      label=label)  # fmt: skip
         if found.kernel.startswith("forward") and "L2" in roofs:
             loaded = [
@@ -276,11 +283,12 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
                 ).fused
                 for row in found.timed
             ]  # fmt: skip
-            axes.scatter([flops / b for b in loaded], speeds, s=18, marker="x", color=colour,
-                         alpha=0.7)  # fmt: skip
+            axes.scatter([flops / b for b in loaded], speeds, s=size, marker="x", color=colour,
+                         linewidth=1.2)  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(min(tops) / 20, top * 1.4)
+    slowest = min((found.tflops(row) for found in sweeps for row in found.timed), default=min(tops))
+    axes.set_ylim(slowest / 2, top * 1.4)
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(devices[0], fontsize=9)
@@ -336,13 +344,20 @@ def _panels(
         for x, head_dim in enumerate(head_dims):
             axes = grid[y][x]
             own = [r for r in rows if (r["head_dim"], r["causal"]) == (head_dim, causal)]
-            for impl in dict.fromkeys(row["impl"] for row in rows):
-                points = sorted((r["seqlen_q"], r[value]) for r in own if r["impl"] == impl)
+            lines = {
+                impl: sorted((r["seqlen_q"], r[value]) for r in own if r["impl"] == impl)
+                for impl in dict.fromkeys(row["impl"] for row in rows)
+            }
+            for number, (impl, points) in enumerate(lines.items()):
                 if points:
+                    # Of levels that are one the first is the widest, and the last is dashed.
+                    one = [value == "bytes" and _are_one(points, p) for p in lines.values()]
+                    below, above = any(one[:number]), sum(one[number + 1 :])
+                    usual = 2.2 if impl == "cuflash" and not above else 1.2
                     (drawn[impl],) = axes.plot(
-                        *zip(*points, strict=True), "-o", markersize=3.5,
+                        *zip(*points, strict=True), "--o" if below and not above else "-o",
                         color=_COLOURS.get(impl, "#000000"),
-                        linewidth=2.2 if impl == "cuflash" else 1.2,
+                        markersize=3.5 * 1.65**above, linewidth=usual * 2.1**above,
                     )  # fmt: skip
             axes.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
             axes.set_xscale("log", base=2)
@@ -366,6 +381,13 @@ def _panels(
         ncols=min(len(drawn), 4 if len(head_dims) > 1 else 3), fontsize=8,
     )  # fmt: skip
     return figure
+
+
+def _are_one(points: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> bool:
+    """Whether lines lie on each other wherever both are."""
+    one, other = dict(points), dict(others)
+    both = one.keys() & other.keys()
+    return bool(both) and all(abs(one[n] - other[n]) <= _ONE_LINE * other[n] for n in both)
 
 
 def _without(what: str, whose: str) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -53,10 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
             "--seqlens", ValueError, got=f"{len(work.seqlens)} packed sequences with --io",
             expected="a batch: the IO model has no packed sequences",
         )  # fmt: skip
-    found = explain(
-        work, arch=arguments.arch, backward=arguments.backward,
-        compiled=not arguments.no_compile,
-    )  # fmt: skip
+    call = functools.partial(explain, work, arch=arguments.arch, backward=arguments.backward)
+    try:
+        found = call(compiled=not arguments.no_compile)
+    except ImportError as error:
+        print(f"cuflash: registers are unknown: {error}", file=sys.stderr)
+        found = call(compiled=False)
     if arguments.io:
         found |= _io(work, arguments.arch, backward=arguments.backward)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
@@ -103,6 +106,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
                 f"  registers       {own['registers']} a thread, {own['spill_bytes']} bytes "
                 f"spilled; {threads} a multiprocessor"
             )
+        else:
+            lines.append("  registers       unknown: not compiled")
         if "tflop" in own:
             lines.append(
                 f"  work            {own['tflop']:.4g} TFLOP on {own['once'] / 1e6:.4g} MB: "

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cuflash._errors import problem_with
+
 SUMMARY = "draw sweeps and benchmarks, PNG and SVG"
 EXAMPLES = """\
 examples:
@@ -18,8 +20,8 @@ examples:
   python -m cuflash plot memory results.json
   python -m cuflash plot io io.json
 
-heatmap, parallel and roofline take files of `tune`, the others those of `bench`. matplotlib comes
-with pip install "cuflash[plot]".
+heatmap, parallel and roofline take files of `tune`, those of `tune --kernel-tuner` (.json) too, the
+others those of `bench`. matplotlib comes with pip install "cuflash[plot]".
 """
 _KINDS = ("heatmap", "parallel", "roofline", "speed", "memory", "io")
 
@@ -53,17 +55,34 @@ def run(arguments: argparse.Namespace) -> int:
 def _drawn(arguments: argparse.Namespace) -> Any:
     from cuflash._bench import pictures
     from cuflash._bench.report import read
-    from cuflash.tuning import load
 
     kind, first = arguments.kind, arguments.files[0]
     if kind == "heatmap":
-        return pictures.heat_map(load(first), arguments.across, arguments.along)
+        return pictures.heat_map(_sweep(first), arguments.across, arguments.along)
     if kind == "parallel":
-        return pictures.parallel_coordinates(load(first))
+        return pictures.parallel_coordinates(_sweep(first))
     if kind == "roofline":
         levels = read(arguments.memory)["rows"] if arguments.memory else []
-        return pictures.roofline([load(path) for path in arguments.files], levels)
+        return pictures.roofline([_sweep(path) for path in arguments.files], levels)
     result = read(first)
     if kind == "io":
         return pictures.movement(result)
     return (pictures.speed if kind == "speed" else pictures.memory)(result, arguments.pass_)
+
+
+def _sweep(path: Path) -> Any:
+    """A sweep of one of our kernels: the speeds that are drawn are those of a problem."""
+    from cuflash.tuning import load, read_cache
+
+    try:
+        found = load(path)
+    except ValueError:
+        if path.suffix != ".json":
+            raise
+        found = read_cache(path)
+    if found.header["workload"] is None:
+        raise problem_with(
+            str(path), ValueError, got=f"times of {found.kernel}, of which no problem is known",
+            expected="a sweep of a kernel of cuflash",
+        )  # fmt: skip
+    return found

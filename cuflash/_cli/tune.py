@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ examples:
   python -m cuflash tune --save                                   # into the table of this user
 
 Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is
-listed and compiled. The strategies of kernel-tuner come with pip install "cuflash[tune]".
+listed and compiled, without CuPy or NVRTC listed. The strategies of kernel-tuner come with
+pip install "cuflash[tune]".
 
 exit status: 0 done, 1 nothing was timed, no configuration is right, or one that is listed does not
-compile, 2 a wrong argument or file, 130 interrupted
+or cannot be made to compile, 2 a wrong argument or file, 130 interrupted
 """
 
 
@@ -71,6 +73,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
     from cuflash import _hardware, tuning
+    from cuflash._bench.machine import no_device
     from cuflash.tuning._strategies import strategy_of
 
     work = problem_of(arguments)
@@ -83,9 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
         compiled = _list(found, arguments)
         if arguments.list or arguments.arch is not None:
             return 0 if compiled else 1
+        later = (
+            "; the same command on a machine with one finds what was compiled, if the store of "
+            "kernels is shared"
+        )
         print(
-            "nothing was timed: no NVIDIA device can be used here; the same command on a machine "
-            "with one finds what was compiled, if the store of kernels is shared",
+            f"nothing was timed: {no_device()}{later if compiled else ''}",
             file=sys.stderr,
         )
         return 1
@@ -125,12 +131,16 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
 
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
-    """Print the space; whether all that was compiled did."""
+    """Print the space; whether all of it compiles."""
     from cuflash.tuning._progress import compiled
 
     chosen = list(found)[: arguments.budget]
-    facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
-    right = not any(facts[c.key].error for c in chosen)
+    try:
+        facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
+    except ImportError as error:  # what needs no compiler is told in any case
+        print(f"cuflash: nothing was compiled: {error}", file=sys.stderr)
+        facts = {}
+    right = all(c.key in facts and not facts[c.key].error for c in chosen)
     if arguments.json:
         print(json.dumps({
             "kernel": found.kernel,
@@ -139,7 +149,7 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
             "default": found.default_key,
             "configs": [
                 {"key": c.key, "values": dict(zip(found.parameters, c.values, strict=True)),
-                 **facts[c.key].as_json()}
+                 "num_threads": c.config.num_threads, **_facts_of(c, facts)}
                 for c in chosen
             ],
             "refused": {c.key: c.refusal for c in found.candidates if c.config is None},
@@ -148,27 +158,41 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
     work = f"{found.workload} {found.workload.dtype}"
     print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
     names = ",".join(found.parameters)
-    print(
-        "shared memory of a block; registers of a thread, bytes of them spilled; blocks and warps"
-    )
-    print("of a multiprocessor; seconds to compile; warnings of ptxas")
-    print(f"{names}\n{'':<18}{'KiB':>7}{'regs':>6}{'spill':>7}{'blocks':>8}{'warps':>7}{'s':>6}")
+    print("shared memory and threads of a block; registers of a thread, bytes of them spilled;")
+    print("blocks and warps of a multiprocessor; seconds to compile; warnings of ptxas")
+    titles = f"{'KiB':>7}{'threads':>9}{'regs':>6}{'spill':>7}{'blocks':>8}{'warps':>7}{'s':>6}"
+    print(f"{names}\n{'':<18}{titles}")
     for c in chosen:
-        own = facts[c.key]
-        text = (
-            f"  {own.error}"
-            if own.error
-            else (
-                f"{own.smem_bytes / 1024:7.1f}{own.registers:6}{own.spill_bytes:7}"
-                f"{own.blocks_per_multiprocessor:8}{own.warps_per_multiprocessor:7}"
-                f"{own.compile_seconds:6.1f}  {' '.join(own.warnings)}"
-            )
-        )
         mark = "  <- shipped" if c.key == found.default_key else ""
-        print(f"{c.key:<18}{text.rstrip()}{mark}")
+        print(f"{c.key:<18}{_line(c, facts).rstrip()}{mark}")
     refused = len(found.candidates) - len(found)
     print(f"{len(found)} legal, {refused} combinations are not (--json says why)")
     return right
+
+
+def _facts_of(candidate: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """In values that JSON knows, None for what only a compiler knows."""
+    if candidate.key in facts:
+        own: dict[str, Any] = facts[candidate.key].as_json()
+        return own
+    from cuflash.tuning import Facts
+
+    smem_bytes = candidate.config.smem_bytes
+    return dict.fromkeys(Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
+
+
+def _line(candidate: Any, facts: Mapping[str, Any]) -> str:
+    config, own = candidate.config, facts.get(candidate.key)
+    if own is not None and own.error:
+        return f"  {own.error}"
+    known = f"{config.smem_bytes / 1024:7.1f}{config.num_threads:9}"
+    if own is None:
+        return f"{known}{'?':>6}{'?':>7}{'?':>8}{'?':>7}{'?':>6}"
+    return (
+        f"{known}{own.registers:6}{own.spill_bytes:7}"
+        f"{own.blocks_per_multiprocessor:8}{own.warps_per_multiprocessor:7}"
+        f"{own.compile_seconds:6.1f}  {' '.join(own.warnings)}"
+    )
 
 
 def _report(result: Any, best: Any, file: Path, arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash import _compile, _kernel_store
+from cuflash import _compile, _compiler, _kernel_store
 from cuflash._config import KernelConfig
 from cuflash._errors import problem_with
 from cuflash._hardware import Hardware, occupancy
@@ -52,10 +52,12 @@ def compile_all(
 ) -> dict[Any, Facts]:
     """Compile on all cores what the store of kernels lacks, and tell the facts of each.
 
-    Into the folder ``shared``, where there is one, everything is compiled anew.
+    Into the folder ``shared``, where there is one, everything is compiled anew. An ImportError that
+    names the extras where nothing can be compiled.
     """
     if processes is not None and processes < 1:
         raise problem_with("processes", ValueError, got=processes, expected="a positive int")
+    _compiler.version()
     ordered = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
     missing = []
