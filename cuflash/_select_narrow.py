@@ -75,8 +75,9 @@ def _blocks_of_eight_warps(problem: Problem) -> int:
 
 def _rows(problem: Problem) -> tuple[int, int]:
     """Rows of a thread and blocks of four warps on a multiprocessor, as registers allow."""
-    numbers = problem.head_dim + 2 * problem.head_dim_v  # that a row keeps
-    general = _select._is_general(problem) and not _shares_bias(problem)
+    shares_bias = _shares_bias(problem)
+    numbers = problem.head_dim + 2 * problem.head_dim_v + shares_bias  # that a row keeps
+    general = _select._is_general(problem) and not shares_bias
     if problem.dtype == np.float64:
         return (2 if numbers <= 16 else 1), 2
     if general:
