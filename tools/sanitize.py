@@ -61,6 +61,7 @@ class Case:
     wide_out: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
     portable: bool = False  # all kernels are, and copy 16 bytes at a time
+    arch: str = ""  # as if the device were of this one: kernels multiply on CUDA cores
 
 
 def lengths(*values: int) -> np.ndarray:
@@ -84,8 +85,16 @@ def of_queries_and_keys(rng: np.random.Generator) -> Any:
     )
 
 
+def every_fifth_hidden(_: np.random.Generator) -> Any:
+    """A formula that hides pairs."""
+    from cuflash import MaskMod
+
+    return MaskMod("(q + 2 * k) % 5 != 0", host=lambda _b, _h, q, k: (q + 2 * k) % 5 != 0)
+
+
 CAUSAL = {"causal": True}
 FORMULA = {"score_mod": of_queries_and_keys}
+SLOPES = np.array([0.1, 0.2], np.float32)
 CASES = (
     PLAIN := Case("plain"),
     Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
@@ -158,7 +167,7 @@ CASES = (
         "segments, slopes, a sink and dropout", (1, 2, 193, 64), (1, 2, 320, 64),
         options={
             "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110),
-            "alibi_slopes": lambda _: np.array([0.1, 0.2], np.float32),
+            "alibi_slopes": SLOPES,
             "sink": lambda _: np.array([0.5, -1.0], np.float32),
             "dropout": 0.2,
             "seed": 3,
@@ -215,6 +224,61 @@ CASES = (
         "portable float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL,
         portable=True,
     ),
+    Case(
+        "portable softcap, slopes and a bias of 16 bits", (1, 2, 129, 64), (1, 2, 150, 64),
+        options={
+            "bias": lambda rng: rng.standard_normal((1, 2, 129, 150)).astype(np.float16),
+            "softcap": 20.0, "alibi_slopes": SLOPES,
+        }, portable=True,
+    ),
+    Case(
+        "portable segments, a sink and dropout", (1, 2, 193, 64), (1, 2, 320, 64), dtype=bfloat16,
+        options={
+            "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110),
+            "sink": lambda _: np.array([0.5, -1.0], np.float32), "dropout": 0.2, "seed": 3,
+        }, portable=True,
+    ),
+    Case(
+        "portable lengths and offsets", (3, 2, 150, 64), (3, 2, 170, 64), dlse=True, portable=True,
+        options={
+            "q_lengths": lengths(150, 0, 31), "kv_lengths": lengths(33, 170, 0),
+            "offset": lengths(-20, 30, 0), "window": (64, 0),
+        },
+    ),
+    Case(
+        "portable packed sequences, their dropout and gradient of a bias", (1, 2, 330, 64),
+        (1, 2, 330, 64), ends=(0, 130, 130, 131, 320), wrt=("q", "k", "v", "bias"), portable=True,
+        options={
+            "bias": lambda rng: rng.standard_normal((2, 1, 200)).astype(np.float32),
+            "dropout": 0.2, "seed": 3, "causal": True,
+        },
+    ),
+    Case(
+        "portable formulas", (1, 2, 129, 64), (1, 2, 150, 64), portable=True,
+        options={**FORMULA, "mask_mod": every_fifth_hidden},
+    ),
+    Case(
+        "portable gradients of all inputs, grouped heads", (2, 4, 129, 64), (2, 2, 150, 64),
+        dtype=bfloat16, wrt=("q", "k", "v", "bias", "alibi_slopes", "sink", "scale"),
+        options={
+            "bias": lambda rng: rng.standard_normal((4, 129, 150)).astype(np.float32),
+            "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+            "sink": lambda _: np.array([0.5, -1.0, 0.0, 2.0], np.float32), "enable_gqa": True,
+        }, portable=True,
+    ),
+    Case(
+        "CUDA cores", (2, 4, 77, 64), (2, 2, 90, 64), head_dim_v=40, arch="sm_75",
+        wrt=("q", "k", "v", "bias", "scale"),
+        options={
+            "bias": lambda rng: rng.standard_normal((4, 77, 90)).astype(np.float16),
+            "mask": lambda rng: (rng.random((77, 90)) < 0.5) & (np.arange(77) % 16 != 0)[:, None],
+            "enable_gqa": True,
+        },
+    ),
+    Case(
+        "CUDA cores of float64, misaligned", (1, 2, 77, 33), (1, 2, 90, 33), head_dim_v=70,
+        dtype=np.float64, options={"window": (30, 5)}, lead=1, arch="sm_86",
+    ),
 )  # fmt: skip
 
 
@@ -238,20 +302,30 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
 
 
 def run(xp: ModuleType, case: Case) -> None:
+    """One case, by the kernels that it is about."""
+    if xp is np or not (case.portable or case.arch):
+        run_calls(xp, case)
+        return
+    from cuflash._config import TileConfig
+    from support.portable import kernels_of, portable_kernels
+
+    with kernels_of(case.arch) if case.arch else portable_kernels() as configs:
+        run_calls(xp, case)
+    tiled = [config for config in configs if isinstance(config, TileConfig)]
+    if len(tiled) < 3 or any(config.cuda_cores != bool(case.arch) for config in tiled):
+        raise SystemExit(f"{case.name}: kernels of other products ran: {configs}")
+    if case.portable and any(config.copy_bytes != 16 for config in configs):
+        raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
+
+
+def run_calls(xp: ModuleType, case: Case) -> None:
     """Forward and backward of one case; every result must have been written.
 
     On a device that has a forward of its own the portable one runs, too.
     """
-    if case.portable and xp is not np:
-        from support.portable import portable_kernels
-
-        with portable_kernels() as configs:
-            run(xp, replace(case, portable=False))
-        if len(configs) < 4 or any(config.copy_bytes != 16 for config in configs):
-            raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
-        return
     import cuflash
     from cuflash import _select
+    from cuflash._attention import FIELDS
     from cuflash._problem import describe
 
     rng = np.random.default_rng(0)
@@ -271,7 +345,7 @@ def run(xp: ModuleType, case: Case) -> None:
     if case.wide_out:
         room = (xp.empty(out_shape, np.float32), xp.empty(out_shape[:-1], np.float32))
     out, lse = forward(q, k, v, *own_ends, return_lse=True, out=room, **case.keywords, **options)
-    if xp is not np and not ends:
+    if xp is not np and not (ends or case.portable or case.arch):
         problem = describe(
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
@@ -288,7 +362,7 @@ def run(xp: ModuleType, case: Case) -> None:
         dout, q, k, v, given_out.astype(out.dtype, copy=False), given_lse, *own_ends, dlse=dlse,
         wrt=case.wrt, **case.keywords, **options,
     )  # fmt: skip
-    for result in (out, *(getattr(gradients, "d" + name) for name in case.wrt)):
+    for result in (out, *(getattr(gradients, FIELDS[name]) for name in case.wrt)):
         host = result if xp is np else result.get()
         if not np.isfinite(host.astype(np.float32)).all():
             raise SystemExit(f"{case.name}: a result is not finite")
