@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sanitize
+
+from cuflash import Options, _select
+from cuflash._problem import describe
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
+PORTABLE = ("forward_sm80.cu", "backward_dq_sm80.cu", "backward_dkv_sm80.cu")
+SUMS = "backward_dscore_sm80.cu"
 
 
 @pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.name)
@@ -22,6 +31,61 @@ def test_misaligned_case_is_misaligned():
     case = next(case for case in sanitize.CASES if case.lead)
     view = sanitize.placed(np, np.ones((4, 4), np.float16), case)
     assert view.__array_interface__["data"][0] % 4 != 0
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """Return the configurations of the kernels that an H100 would launch for each case."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    found = {}
+    for case in sanitize.CASES:
+        with recorded_launches() as (xp, found[case.name]):
+            sanitize.run(xp, case)
+    return found
+
+
+def test_the_cases_reach_every_kernel(launched):
+    """Those of `kernels_cu/memory` are none of a call."""
+    sources = {config.source for configs in launched.values() for config in configs}
+    assert sources == {path.name for path in KERNELS.glob("*.cu")}
+
+
+def test_the_cases_reach_every_kernel_of_cuda_cores(launched):
+    of_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
+    assert {c.source for c in of_cores if getattr(c, "cuda_cores", False)} == {*PORTABLE, SUMS}
+
+
+@pytest.mark.parametrize("source", PORTABLE)
+def test_every_score_option_meets_the_portable_kernels(launched, source):
+    """Where they copy 16 bytes at a time, as they do on devices that have no others."""
+    q = np.zeros((2, 129, 64), np.float16)
+    plain = _select.score_fields(describe(q, q, q, Options()))
+    own = {"sink": "none"} if source == "forward_sm80.cu" else {}
+    cases = [case for case in sanitize.CASES if case.portable]
+    configs = [c for case in cases for c in launched[case.name] if c.source == source]
+    met = {name: {getattr(c, name) for c in configs} for name in plain | own}
+    missed = [name for name, value in (plain | own).items() if not met[name] - {value}]
+    assert not missed
+    assert met["bias"] >= {"float16", "float32"}
+    assert met["offset"] >= {"value", "lengths", "int64"}
+
+
+def test_sums_of_every_kind_are_met(launched):
+    found = [config for configs in launched.values() for config in configs if config.source == SUMS]
+    assert {(config.grad_of, config.sums_to) for config in found} >= {
+        ("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"arch": "sm_90"}, {"portable": True, "lead": 1}], ids=str)
+def test_other_kernels_than_those_of_a_case_are_no_success(changes):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    with recorded_launches() as (xp, _), pytest.raises(SystemExit, match="kernels of other"):
+        sanitize.run(xp, replace(sanitize.PLAIN, **changes))
 
 
 @pytest.fixture
