@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import sanitize
 
 from cuflash import Options, _select
 from cuflash._problem import describe
+from gpu_digest import digest
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
 PORTABLE = ("forward_sm80.cu", "backward_dq_sm80.cu", "backward_dkv_sm80.cu")
@@ -94,7 +96,7 @@ def program(tmp_path, monkeypatch):
 
     def install(body):
         path = tmp_path / "compute-sanitizer"
-        path.write_text(f"#!{sys.executable}\nimport sys\nnames = {NAMES}\n{body}\n")
+        path.write_text(f"#!{sys.executable}\nimport sys\n{VERSION}\nnames = {NAMES}\n{body}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sanitize, "find_sanitizer", lambda: str(path))
         real = sanitize.command
@@ -110,11 +112,12 @@ def program(tmp_path, monkeypatch):
 
 
 NAMES = "sys.argv[sys.argv.index('--inside') + 2:]"
+VERSION = "if '--version' in sys.argv: sys.exit(print('Version 2026.1.0.0 (build 7)'))"
 RAN = "[print('ran:', name) for name in names]\n"
 
 
 def test_clean_run(program, capsys):
-    program(RAN + "print('========= ERROR SUMMARY: 0 errors')")
+    program(CLEAN)
     assert sanitize.main(["--jobs", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
@@ -137,6 +140,65 @@ def test_findings_failures_and_skipped_cases_are_not_clean(program, capsys, body
     program(body)
     assert sanitize.main(["--jobs", "2", "--tool", "memcheck"]) == 1
     assert "NOT CLEAN" in capsys.readouterr().out
+
+
+CLEAN = RAN + "print('========= ERROR SUMMARY: 0 errors')"
+
+
+def test_report_says_what_each_tool_came_to(program, tmp_path):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert (report["digest"], report["sanitizer"]) == (digest(), "2026.1.0.0")
+    assert {"device", "driver", "cupy", "nvrtc", "date"} < set(report)
+    assert (report["findings"], report["clean"]) == (0, True)
+    assert report["names"] == [case.name for case in sanitize.CASES]
+    assert list(report["tools"]) == ["none", *sanitize.TOOLS]
+    for said in report["tools"].values():
+        assert (said["ran"], said["findings"], said["clean"]) == (len(sanitize.CASES), 0, True)
+
+
+def test_report_is_continued_by_other_tools_and_not_clean_with_findings(program, tmp_path):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)]) == 0
+    assert not json.loads(path.read_text())["clean"]  # three tools are missing
+    others = [word for tool in sanitize.TOOLS if tool != "memcheck" for word in ("--tool", tool)]
+    assert sanitize.main(["--jobs", "2", *others, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["clean"]
+    program(RAN + "print('========= ERROR SUMMARY: 2 errors')")
+    assert sanitize.main(["--jobs", "2", "--tool", "initcheck", "--json", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert (report["findings"], report["clean"]) == (4, False)
+    assert [tool for tool, said in report["tools"].items() if not said["clean"]] == ["initcheck"]
+
+
+@pytest.mark.parametrize("name", ["digest", "cases", "sanitizer"])
+def test_report_of_another_state_is_replaced(program, tmp_path, name):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    sanitize.main(["--jobs", "2", "--json", str(path)])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
+    sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)])
+    assert list(json.loads(path.read_text())["tools"]) == ["none", "memcheck"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null"])
+def test_unreadable_report_is_replaced(program, tmp_path, content):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["clean"]
+
+
+def test_report_of_some_cases_is_refused(program, tmp_path, capsys):
+    program(CLEAN)
+    with pytest.raises(SystemExit):
+        sanitize.main(["--case", "bias", "--json", str(tmp_path / "report.json")])
+    assert "--json is of all cases" in capsys.readouterr().err
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_absent_sanitizer_is_no_success(monkeypatch, capsys):
