@@ -25,8 +25,9 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_compile
 from test_covering import check
 
-from cuflash import _chosen, _device, _hardware, _launch, _launch_sm90, _recall, _select
+from cuflash import _chosen, _hardware
 from support.host_device import COMPILER, host_device
+from support.portable import kernels_of
 
 DTYPES = (np.float16, np.float32, np.float64)
 #: NVRTC 13 begins with sm_75; 12.9 warns that what comes before will go.
@@ -114,27 +115,10 @@ def test_operands_take_no_shared_memory() -> None:
 
 
 @pytest.fixture
-def taken_for(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelConfig]]:
-    """The device at hand is taken for another: what it multiplies with, its shared memory.
-
-    Lists the configurations of kernels that are planned.
-    """
-    hardware, planned = _hardware.typical(request.param), []
-    capability, decided = int(hardware.capability), _select.for_architecture
-
-    def decide(config: Any, _: int) -> Any:
-        planned.append(decided(config, capability))
-        return planned[-1]
-
-    monkeypatch.setattr(_select, "for_architecture", decide)
-    monkeypatch.setattr(_device, "capability", lambda _: capability)
-    monkeypatch.setattr(_device, "smem_limit", lambda _: hardware.limits.block_smem)
-    monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
-    _launch.forget_plans()
-    _recall.forget()
-    yield planned
-    _launch.forget_plans()
-    _recall.forget()
+def taken_for(request: Any) -> Iterator[list[KernelConfig]]:
+    """The device at hand is taken for another; configurations of kernels are listed."""
+    with kernels_of(request.param) as planned:
+        yield planned
 
 
 @pytest.mark.gpu

@@ -132,10 +132,18 @@ def test_results_know_their_commit_and_not_their_folder(tmp_path):
     assert "somewhere" not in text
 
 
+@pytest.mark.parametrize("name", gpu_evidence.REPORTS)
 @pytest.mark.parametrize("digest", [gpu_digest.digest(), "another"])
-def test_a_report_of_other_sources_stays(tmp_path, digest):
+def test_a_report_of_other_sources_stays(tmp_path, digest, name):
     out, root = checkout(tmp_path)
-    (out / "gpu_report.json").write_text(json.dumps({"digest": digest}))
+    (out / name).write_text(json.dumps({"digest": digest}))
     taken = gpu_evidence.take_reports(out, root)
-    assert (root / "tests" / "gpu_report.json").exists() == bool(taken)
-    assert bool(taken) == (digest == gpu_digest.digest())
+    assert (root / "tests" / name).exists() == bool(taken)
+    assert taken == ([name] if digest == gpu_digest.digest() else [])
+    assert gpu_evidence.take_results(out, root) == []
+
+
+def test_parts_write_the_reports_that_are_taken():
+    programs = " ".join(word for _, program in gpu_evidence.PARTS.values() for word in program)
+    written = [name for name in gpu_evidence.REPORTS if f"{{out}}/{name}" in programs]
+    assert written == ["mutants_report.json", "sanitizer_report.json"]

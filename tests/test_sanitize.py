@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sanitize
+
+from cuflash import Options, _select
+from cuflash._problem import describe
+from gpu_digest import digest
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
+PORTABLE = ("forward_sm80.cu", "backward_dq_sm80.cu", "backward_dkv_sm80.cu")
+SUMS = "backward_dscore_sm80.cu"
 
 
 @pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.name)
@@ -24,13 +35,68 @@ def test_misaligned_case_is_misaligned():
     assert view.__array_interface__["data"][0] % 4 != 0
 
 
+@pytest.fixture(scope="module")
+def launched():
+    """Return the configurations of the kernels that an H100 would launch for each case."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    found = {}
+    for case in sanitize.CASES:
+        with recorded_launches() as (xp, found[case.name]):
+            sanitize.run(xp, case)
+    return found
+
+
+def test_the_cases_reach_every_kernel(launched):
+    """Those of `kernels_cu/memory` are none of a call."""
+    sources = {config.source for configs in launched.values() for config in configs}
+    assert sources == {path.name for path in KERNELS.glob("*.cu")}
+
+
+def test_the_cases_reach_every_kernel_of_cuda_cores(launched):
+    of_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
+    assert {c.source for c in of_cores if getattr(c, "cuda_cores", False)} == {*PORTABLE, SUMS}
+
+
+@pytest.mark.parametrize("source", PORTABLE)
+def test_every_score_option_meets_the_portable_kernels(launched, source):
+    """Where they copy 16 bytes at a time, as they do on devices that have no others."""
+    q = np.zeros((2, 129, 64), np.float16)
+    plain = _select.score_fields(describe(q, q, q, Options()))
+    own = {"sink": "none"} if source == "forward_sm80.cu" else {}
+    cases = [case for case in sanitize.CASES if case.portable]
+    configs = [c for case in cases for c in launched[case.name] if c.source == source]
+    met = {name: {getattr(c, name) for c in configs} for name in plain | own}
+    missed = [name for name, value in (plain | own).items() if not met[name] - {value}]
+    assert not missed
+    assert met["bias"] >= {"float16", "float32"}
+    assert met["offset"] >= {"value", "lengths", "int64"}
+
+
+def test_sums_of_every_kind_are_met(launched):
+    found = [config for configs in launched.values() for config in configs if config.source == SUMS]
+    assert {(config.grad_of, config.sums_to) for config in found} >= {
+        ("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"arch": "sm_90"}, {"portable": True, "lead": 1}], ids=str)
+def test_other_kernels_than_those_of_a_case_are_no_success(changes):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    with recorded_launches() as (xp, _), pytest.raises(SystemExit, match="kernels of other"):
+        sanitize.run(xp, replace(sanitize.PLAIN, **changes))
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """Return a function that installs a stand-in for compute-sanitizer."""
 
     def install(body):
         path = tmp_path / "compute-sanitizer"
-        path.write_text(f"#!{sys.executable}\nimport sys\nnames = {NAMES}\n{body}\n")
+        path.write_text(f"#!{sys.executable}\nimport sys\n{VERSION}\nnames = {NAMES}\n{body}\n")
         path.chmod(0o755)
         monkeypatch.setattr(sanitize, "find_sanitizer", lambda: str(path))
         real = sanitize.command
@@ -46,11 +112,12 @@ def program(tmp_path, monkeypatch):
 
 
 NAMES = "sys.argv[sys.argv.index('--inside') + 2:]"
+VERSION = "if '--version' in sys.argv: sys.exit(print('Version 2026.1.0.0 (build 7)'))"
 RAN = "[print('ran:', name) for name in names]\n"
 
 
 def test_clean_run(program, capsys):
-    program(RAN + "print('========= ERROR SUMMARY: 0 errors')")
+    program(CLEAN)
     assert sanitize.main(["--jobs", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
@@ -73,6 +140,65 @@ def test_findings_failures_and_skipped_cases_are_not_clean(program, capsys, body
     program(body)
     assert sanitize.main(["--jobs", "2", "--tool", "memcheck"]) == 1
     assert "NOT CLEAN" in capsys.readouterr().out
+
+
+CLEAN = RAN + "print('========= ERROR SUMMARY: 0 errors')"
+
+
+def test_report_says_what_each_tool_came_to(program, tmp_path):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert (report["digest"], report["sanitizer"]) == (digest(), "2026.1.0.0")
+    assert {"device", "driver", "cupy", "nvrtc", "date"} < set(report)
+    assert (report["findings"], report["clean"]) == (0, True)
+    assert report["names"] == [case.name for case in sanitize.CASES]
+    assert list(report["tools"]) == ["none", *sanitize.TOOLS]
+    for said in report["tools"].values():
+        assert (said["ran"], said["findings"], said["clean"]) == (len(sanitize.CASES), 0, True)
+
+
+def test_report_is_continued_by_other_tools_and_not_clean_with_findings(program, tmp_path):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)]) == 0
+    assert not json.loads(path.read_text())["clean"]  # three tools are missing
+    others = [word for tool in sanitize.TOOLS if tool != "memcheck" for word in ("--tool", tool)]
+    assert sanitize.main(["--jobs", "2", *others, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["clean"]
+    program(RAN + "print('========= ERROR SUMMARY: 2 errors')")
+    assert sanitize.main(["--jobs", "2", "--tool", "initcheck", "--json", str(path)]) == 1
+    report = json.loads(path.read_text())
+    assert (report["findings"], report["clean"]) == (4, False)
+    assert [tool for tool, said in report["tools"].items() if not said["clean"]] == ["initcheck"]
+
+
+@pytest.mark.parametrize("name", ["digest", "cases", "sanitizer"])
+def test_report_of_another_state_is_replaced(program, tmp_path, name):
+    path = tmp_path / "report.json"
+    program(CLEAN)
+    sanitize.main(["--jobs", "2", "--json", str(path)])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
+    sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)])
+    assert list(json.loads(path.read_text())["tools"]) == ["none", "memcheck"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null"])
+def test_unreadable_report_is_replaced(program, tmp_path, content):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    program(CLEAN)
+    assert sanitize.main(["--jobs", "2", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["clean"]
+
+
+def test_report_of_some_cases_is_refused(program, tmp_path, capsys):
+    program(CLEAN)
+    with pytest.raises(SystemExit):
+        sanitize.main(["--case", "bias", "--json", str(tmp_path / "report.json")])
+    assert "--json is of all cases" in capsys.readouterr().err
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_absent_sanitizer_is_no_success(monkeypatch, capsys):

@@ -51,7 +51,9 @@ sys.exit(command.measure(parser.parse_args(), shown))
 """
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "sanitizer": (500, ("tools/sanitize.py", "--jobs", "{jobs}")),
+    "sanitizer": (
+        500, ("tools/sanitize.py", "--jobs", "{jobs}", "--json", "{out}/sanitizer_report.json"),
+    ),
     "mutants": (500, ("tools/mutants.py", "--json", "{out}/mutants_report.json")),
     "forward": (
         300, (*BENCH, *PEERS, "--pass", "fwd", "--budget-ms", "8", "--topic", "forward",
@@ -100,6 +102,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
 SUITE_SECONDS = 3600.0
 SHARD_TESTS = 24  # of one process
 ALL = ("suite", *PARTS)
+REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
 
 
 def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
@@ -216,9 +219,9 @@ def run(
 
 
 def take_reports(out: Path, root: Path) -> list[str]:
-    """Put what tests and mistakes came to beside the tests; a report of other sources stays."""
+    """Put what tests, mistakes and tools came to beside the tests, unless of other sources."""
     taken = []
-    for name in ("gpu_report.json", "mutants_report.json"):
+    for name in REPORTS:
         if not (out / name).exists():
             continue
         text = (out / name).read_text()

@@ -3,6 +3,7 @@
     python tools/sanitize.py                                  # all four tools, all cases
     python tools/sanitize.py --tool racecheck --case bias     # cases whose name holds a word
     python tools/sanitize.py --list
+    python tools/sanitize.py --json FILE                      # what came of all cases
 
 docs/running-the-sanitizer.md says what each tool looks for and how to read a finding.
 """
@@ -10,11 +11,15 @@ docs/running-the-sanitizer.md says what each tool looks for and how to read a fi
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +28,8 @@ from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
+
+import gpu_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -39,8 +46,10 @@ TOOLS = {
     "racecheck": ("--racecheck-report", "all"),
 }  # fmt: skip
 DEFINED = {"racecheck": ("-DCUFLASH_UNDER_RACECHECK=true",)}  # kernels_cu/sm90/barrier.cuh says why
+NO_TOOL = "none"  # compiles the kernels into the cache, and shows failures by themselves
 FOUND = 86  # exit status of a run with findings
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+VERSION = re.compile(r"Version (\d[\d.]*)")  # as compute-sanitizer says it
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Case:
     wide_out: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
     portable: bool = False  # all kernels are, and copy 16 bytes at a time
+    arch: str = ""  # as if the device were of this one: kernels multiply on CUDA cores
 
 
 def lengths(*values: int) -> np.ndarray:
@@ -84,8 +94,16 @@ def of_queries_and_keys(rng: np.random.Generator) -> Any:
     )
 
 
+def every_fifth_hidden(_: np.random.Generator) -> Any:
+    """A formula that hides pairs."""
+    from cuflash import MaskMod
+
+    return MaskMod("(q + 2 * k) % 5 != 0", host=lambda _b, _h, q, k: (q + 2 * k) % 5 != 0)
+
+
 CAUSAL = {"causal": True}
 FORMULA = {"score_mod": of_queries_and_keys}
+SLOPES = np.array([0.1, 0.2], np.float32)
 CASES = (
     PLAIN := Case("plain"),
     Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
@@ -158,7 +176,7 @@ CASES = (
         "segments, slopes, a sink and dropout", (1, 2, 193, 64), (1, 2, 320, 64),
         options={
             "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110),
-            "alibi_slopes": lambda _: np.array([0.1, 0.2], np.float32),
+            "alibi_slopes": SLOPES,
             "sink": lambda _: np.array([0.5, -1.0], np.float32),
             "dropout": 0.2,
             "seed": 3,
@@ -215,6 +233,61 @@ CASES = (
         "portable float32", (1, 2, 129, 64), (1, 2, 150, 64), dtype=np.float32, options=CAUSAL,
         portable=True,
     ),
+    Case(
+        "portable softcap, slopes and a bias of 16 bits", (1, 2, 129, 64), (1, 2, 150, 64),
+        options={
+            "bias": lambda rng: rng.standard_normal((1, 2, 129, 150)).astype(np.float16),
+            "softcap": 20.0, "alibi_slopes": SLOPES,
+        }, portable=True,
+    ),
+    Case(
+        "portable segments, a sink and dropout", (1, 2, 193, 64), (1, 2, 320, 64), dtype=bfloat16,
+        options={
+            "segment_ids": lambda rng: (np.sort(rng.integers(0, 3, 193)), np.arange(320) // 110),
+            "sink": lambda _: np.array([0.5, -1.0], np.float32), "dropout": 0.2, "seed": 3,
+        }, portable=True,
+    ),
+    Case(
+        "portable lengths and offsets", (3, 2, 150, 64), (3, 2, 170, 64), dlse=True, portable=True,
+        options={
+            "q_lengths": lengths(150, 0, 31), "kv_lengths": lengths(33, 170, 0),
+            "offset": lengths(-20, 30, 0), "window": (64, 0),
+        },
+    ),
+    Case(
+        "portable packed sequences, their dropout and gradient of a bias", (1, 2, 330, 64),
+        (1, 2, 330, 64), ends=(0, 130, 130, 131, 320), wrt=("q", "k", "v", "bias"), portable=True,
+        options={
+            "bias": lambda rng: rng.standard_normal((2, 1, 200)).astype(np.float32),
+            "dropout": 0.2, "seed": 3, "causal": True,
+        },
+    ),
+    Case(
+        "portable formulas", (1, 2, 129, 64), (1, 2, 150, 64), portable=True,
+        options={**FORMULA, "mask_mod": every_fifth_hidden},
+    ),
+    Case(
+        "portable gradients of all inputs, grouped heads", (2, 4, 129, 64), (2, 2, 150, 64),
+        dtype=bfloat16, wrt=("q", "k", "v", "bias", "alibi_slopes", "sink", "scale"),
+        options={
+            "bias": lambda rng: rng.standard_normal((4, 129, 150)).astype(np.float32),
+            "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+            "sink": lambda _: np.array([0.5, -1.0, 0.0, 2.0], np.float32), "enable_gqa": True,
+        }, portable=True,
+    ),
+    Case(
+        "CUDA cores", (2, 4, 77, 64), (2, 2, 90, 64), head_dim_v=40, arch="sm_75",
+        wrt=("q", "k", "v", "bias", "scale"),
+        options={
+            "bias": lambda rng: rng.standard_normal((4, 77, 90)).astype(np.float16),
+            "mask": lambda rng: (rng.random((77, 90)) < 0.5) & (np.arange(77) % 16 != 0)[:, None],
+            "enable_gqa": True,
+        },
+    ),
+    Case(
+        "CUDA cores of float64, misaligned", (1, 2, 77, 33), (1, 2, 90, 33), head_dim_v=70,
+        dtype=np.float64, options={"window": (30, 5)}, lead=1, arch="sm_86",
+    ),
 )  # fmt: skip
 
 
@@ -238,20 +311,30 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
 
 
 def run(xp: ModuleType, case: Case) -> None:
+    """One case, by the kernels that it is about."""
+    if xp is np or not (case.portable or case.arch):
+        run_calls(xp, case)
+        return
+    from cuflash._config import TileConfig
+    from support.portable import kernels_of, portable_kernels
+
+    with kernels_of(case.arch) if case.arch else portable_kernels() as configs:
+        run_calls(xp, case)
+    tiled = [config for config in configs if isinstance(config, TileConfig)]
+    if len(tiled) < 3 or any(config.cuda_cores != bool(case.arch) for config in tiled):
+        raise SystemExit(f"{case.name}: kernels of other products ran: {configs}")
+    if case.portable and any(config.copy_bytes != 16 for config in configs):
+        raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
+
+
+def run_calls(xp: ModuleType, case: Case) -> None:
     """Forward and backward of one case; every result must have been written.
 
     On a device that has a forward of its own the portable one runs, too.
     """
-    if case.portable and xp is not np:
-        from support.portable import portable_kernels
-
-        with portable_kernels() as configs:
-            run(xp, replace(case, portable=False))
-        if len(configs) < 4 or any(config.copy_bytes != 16 for config in configs):
-            raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
-        return
     import cuflash
     from cuflash import _select
+    from cuflash._attention import FIELDS
     from cuflash._problem import describe
 
     rng = np.random.default_rng(0)
@@ -271,7 +354,7 @@ def run(xp: ModuleType, case: Case) -> None:
     if case.wide_out:
         room = (xp.empty(out_shape, np.float32), xp.empty(out_shape[:-1], np.float32))
     out, lse = forward(q, k, v, *own_ends, return_lse=True, out=room, **case.keywords, **options)
-    if xp is not np and not ends:
+    if xp is not np and not (ends or case.portable or case.arch):
         problem = describe(
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
@@ -288,7 +371,7 @@ def run(xp: ModuleType, case: Case) -> None:
         dout, q, k, v, given_out.astype(out.dtype, copy=False), given_lse, *own_ends, dlse=dlse,
         wrt=case.wrt, **case.keywords, **options,
     )  # fmt: skip
-    for result in (out, *(getattr(gradients, "d" + name) for name in case.wrt)):
+    for result in (out, *(getattr(gradients, FIELDS[name]) for name in case.wrt)):
         host = result if xp is np else result.get()
         if not np.isfinite(host.astype(np.float32)).all():
             raise SystemExit(f"{case.name}: a result is not finite")
@@ -329,7 +412,7 @@ def read_verdict(status: int, log: str) -> Verdict:
 def command(program: str, tool: str, names: Sequence[str]) -> list[str]:
     """The command line of one process."""
     inside = [sys.executable, str(Path(__file__)), "--inside", tool, *names]
-    if tool == "none":
+    if tool == NO_TOOL:
         return inside
     return [
         program, "--tool", tool, *TOOLS[tool], "--error-exitcode", str(FOUND),
@@ -362,6 +445,44 @@ def find_sanitizer() -> str | None:
     )
 
 
+def state() -> dict[str, str]:
+    """Which sources and cases findings belong to."""
+    cases = Path(__file__).read_bytes().replace(b"\r\n", b"\n")
+    return {"digest": gpu_digest.digest(), "cases": hashlib.sha256(cases).hexdigest()}
+
+
+def machine(program: str) -> dict[str, str | None]:
+    """The device, and the versions of what compiles and watches; None for what is not there."""
+    from gpu_report import describe_machine
+
+    said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    version = VERSION.search(said)
+    return {**describe_machine(), "sanitizer": version and version[1]}
+
+
+def kept(path: Path, now: Mapping[str, str | None]) -> dict[str, Any]:
+    """What other tools came to, by a report of the same sources, cases and versions."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return said["tools"] if all(said[name] == value for name, value in now.items()) else {}
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is of another kind
+        return {}
+
+
+def report(now: Mapping[str, str | None], tools: Mapping[str, Any]) -> dict[str, Any]:
+    """What tools came to as JSON; clean if all did, of all cases."""
+    ordered = {tool: tools[tool] for tool in (NO_TOOL, *TOOLS) if tool in tools}
+    return {
+        **now,
+        "date": dt.date.today().isoformat(),
+        "findings": sum(said["findings"] for said in ordered.values()),
+        "clean": len(ordered) == 1 + len(TOOLS) and all(s["clean"] for s in ordered.values()),
+        "seconds": round(sum(said["seconds"] for said in ordered.values()), 1),
+        "tools": ordered,
+        "names": [case.name for case in CASES],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen tools on the chosen cases; 0 only if every case ran and nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -369,12 +490,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--logs", type=Path, help="folder for the complete logs")
+    parser.add_argument("--json", type=Path, help="report of all cases; other tools' part stays")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.inside:
         run_inside(arguments.inside[0], arguments.inside[1:])
         return 0
+    if arguments.json and arguments.case:
+        parser.error("--json is of all cases")
     names = [case.name for case in CASES if arguments.case in case.name]
     if arguments.list or not names:
         print("\n".join(case.name for case in CASES))
@@ -383,15 +507,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if program is None:
         print("sanitize: compute-sanitizer is not there; it comes with the CUDA toolkit")
         return 2
-    # Once without a tool: compiles the kernels into the cache, and shows failures by themselves.
+    now = {**state(), **machine(program)} if arguments.json else {}
+    tools = kept(arguments.json, now) if arguments.json else {}
     failed = False
-    for tool in ("none", *(arguments.tool or TOOLS)):
+    for tool in (NO_TOOL, *(arguments.tool or TOOLS)):
+        start = time.perf_counter()
         verdicts = run_tool(program, tool, names, arguments.jobs)
         ran = sum(verdict.ran for verdict in verdicts)
         findings = sum(verdict.findings for verdict in verdicts)
         clean = ran == len(names) and not findings and not any(v.status for v in verdicts)
         failed |= not clean
-        label = "without a tool" if tool == "none" else tool
+        if arguments.json:  # as soon as a tool is done: the next may be cut short
+            took = round(time.perf_counter() - start, 1)
+            tools[tool] = {"ran": ran, "findings": findings, "clean": clean, "seconds": took}
+            text = json.dumps(report(now, tools), indent=1) + "\n"
+            arguments.json.write_text(text, encoding="utf-8")
+        label = "without a tool" if tool == NO_TOOL else tool
         print(
             f"sanitize: {label}: {ran} of {len(names)} cases ran, {findings} findings: "
             f"{'clean' if clean else 'NOT CLEAN'}",

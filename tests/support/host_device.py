@@ -51,6 +51,9 @@ class DeviceArray(np.ndarray):
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
+    def get(self) -> Any:
+        return np.asarray(self)
+
 
 def on_device(array: Any) -> DeviceArray:
     return np.asarray(array).view(DeviceArray)
@@ -78,7 +81,7 @@ class HostDevice:
         self.copied_bytes = 0  # to shared memory, asynchronously
         self.compile = functools.cache(self._compile)
 
-    def memory(self, shape: tuple[int, ...] | int, dtype: Any) -> DeviceArray:
+    def memory(self, shape: tuple[int, ...] | int, dtype: Any = np.float64) -> DeviceArray:
         size = np.dtype(dtype).itemsize * int(np.prod(shape))
         return on_device(np.full(size, self.unwritten, np.uint8).view(dtype).reshape(shape))
 

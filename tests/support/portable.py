@@ -1,4 +1,4 @@
-"""How do calls take the portable kernels on a device that has better ones?"""
+"""How do calls take the kernels of other devices on one that has better ones?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cuflash import _launch, _launch_sm90, _plan, _recall
+from cuflash import _device, _hardware, _launch, _launch_sm90, _plan, _recall, _select
 
 
 @contextmanager
@@ -22,6 +22,32 @@ def portable_kernels() -> Iterator[list[Any]]:
     with (
         mock.patch.object(_launch_sm90, "available", return_value=False),
         mock.patch.object(_plan, "plan_launch", planned),
+    ):
+        _forget()
+        try:
+            yield configs
+        finally:
+            _forget()
+
+
+@contextmanager
+def kernels_of(arch: str) -> Iterator[list[Any]]:
+    """Inside, the device is taken for another: what it multiplies with, its shared memory.
+
+    The configurations of kernels that are planned there are listed.
+    """
+    hardware, configs = _hardware.typical(arch), []
+    capability, decided = int(hardware.capability), _select.for_architecture
+
+    def decide(config: Any, _: int) -> Any:
+        configs.append(decided(config, capability))
+        return configs[-1]
+
+    with (
+        mock.patch.object(_select, "for_architecture", decide),
+        mock.patch.object(_device, "capability", return_value=capability),
+        mock.patch.object(_device, "smem_limit", return_value=hardware.limits.block_smem),
+        mock.patch.object(_launch_sm90, "available", return_value=False),
     ):
         _forget()
         try:

@@ -1,0 +1,84 @@
+"""Which kernels would a call launch on an H100? The whole of its path but NVRTC and the driver.
+
+CuPy is NumPy as in `host_device`; what is launched is listed and does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import (
+    _arguments,
+    _arrays,
+    _compile,
+    _device,
+    _hardware,
+    _launch,
+    _launch_segments,
+    _launch_sm90,
+    _plan,
+    _tensor_map,
+    _tuned,
+)
+from cuflash._config import KernelConfig
+from support.host_device import DeviceArray, host_device
+
+
+@contextmanager
+def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
+    """What stands for CuPy, and the configurations of kernels that were launched inside.
+
+    Memory that nobody wrote is 0.
+    """
+    hardware = _hardware.typical("sm_90")
+    attributes = {
+        "MultiProcessorCount": hardware.multiprocessors,
+        "L2CacheSize": hardware.l2_bytes,
+        "MaxSharedMemoryPerBlockOptin": hardware.limits.block_smem,
+    }
+    compiled: list[KernelConfig] = []
+    launched: list[KernelConfig] = []
+
+    def compile_kernel(config: KernelConfig, _: int) -> _compile.Kernel:
+        compiled.append(config)
+        number: Any = len(compiled) - 1
+        return _compile.Kernel(number, config.num_threads, config.smem_bytes, None)
+
+    def launch(number: int, *_: Any) -> None:
+        launched.append(compiled[number])
+
+    with (
+        host_device(Path(), hardware.capability) as device,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        device.unwritten = 0
+        library = _standing_for_cupy(_launch.cupy, attributes, hardware.capability)
+        patch.setitem(sys.modules, "cupy", library)
+        patch.setattr(_arrays, "_imported", lambda: library)
+        patch.setattr(_device, "attribute", lambda name, _: attributes[name])
+        patch.setattr(_tuned, "device_name", lambda _: hardware.name)
+        patch.setattr(_launch_sm90, "available", lambda _: True)
+        patch.setattr(_launch_sm90.Sm90Launch, "_counter", lambda *_: 0)
+        patch.setattr(_tensor_map, "encode", lambda *_: bytes(_tensor_map.MAP_BYTES))
+        patch.setattr(_tensor_map, "with_addresses", lambda maps, _: maps)
+        patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=launch))
+        for module in (_plan, _launch_segments):
+            patch.setattr(module, "compile_kernel", compile_kernel)
+        yield library, launched
+
+
+def _standing_for_cupy(library: Any, attributes: dict[str, int], capability: str) -> Any:
+    """The part of CuPy that calls look at by its name, beside what modules have imported."""
+    device = SimpleNamespace(attributes=attributes, compute_capability=capability)
+    cuda = {**vars(library.cuda), "Device": lambda *_: device}
+    cuda["runtime"] = SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=RuntimeError)
+    own = {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": np.lib}
+    return SimpleNamespace(**vars(library) | own)
