@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -494,15 +493,3 @@ def test_answers_come_from_several_processes_in_any_order(trouble):
     found = dict(_processes.ask_many(DEVICE, requests, 3, 30.0))
     assert sorted(found) == list(range(5))
     assert {answer["device"] for answer in found.values()} == {"simulated"}
-
-
-@pytest.mark.parametrize("strategy", ["genetic_algorithm", "simulated_annealing", "greedy_ils"])
-def test_searches_of_kernel_tuner_drive_a_sweep(tmp_path, trouble, strategy):
-    pytest.importorskip("kernel_tuner")
-    found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
-    before = random.getstate()
-    result = swept(tmp_path, found, strategy=strategy, budget=12)
-    assert random.getstate() == before
-    assert 3 <= len(result.rows) <= 12 < len(found)
-    assert {row["key"] for row in result.rows} <= {c.key for c in found}
-    assert result.rows == [row for row in result.rows if row["key"] in found]
