@@ -5,6 +5,7 @@ Processes, pipes, signals and files are real; the device is ``support/simulated_
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,11 +14,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cuflash import _source, tuning
-from cuflash.tuning import _processes, _rows
+from cuflash.tuning import _processes, _progress, _rows
 from support import simulated_sweep
 from support.simulated_device import milliseconds
 from support.simulated_sweep import DEVICE, WORK, space_of
@@ -336,6 +338,27 @@ def test_somebody_who_waits_sees_every_configuration(tmp_path, trouble, capfd):
     assert "compared once more" in last
     swept(tmp_path, found, progress=False)
     assert capfd.readouterr().err == ""
+
+
+def test_a_log_hears_of_thousands_of_kernels_every_few_seconds(capsys, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    said = _progress.Compiled()
+    for done in range(9):
+        said(done, 38900)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{done} of 38900 compiled" for done in (0, 3, 6)
+    ]
+    said(38900, 38900)
+    assert capsys.readouterr().err == "38900 of 38900 compiled\n"
+
+
+def test_a_terminal_has_one_line_of_what_is_compiled(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said = _progress.Compiled()
+    for done in range(3):
+        said(done, 2)
+    assert capsys.readouterr().err == "\r0 of 2 compiled\r1 of 2 compiled\r2 of 2 compiled\n"
 
 
 def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):

@@ -126,10 +126,10 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all that was compiled did."""
-    from cuflash.tuning._progress import compiled
+    from cuflash.tuning._progress import Compiled
 
     chosen = list(found)[: arguments.budget]
-    facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
+    facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
     right = not any(facts[c.key].error for c in chosen)
     if arguments.json:
         print(json.dumps({
