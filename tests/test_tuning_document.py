@@ -65,6 +65,9 @@ def space_of_command(start: str) -> tuning.Space:
 def test_counts_of_configurations():
     listed, portable = (space_of_command(f"tune --list --arch {a}") for a in ("sm_90a", "sm_80"))
     says(f"compiles {len(listed)} configurations on all cores")
+    says(f"1 of {len(listed)} compiled ... {len(listed)} of {len(listed)} compiled")
+    refused = len(listed.candidates) - len(listed)
+    says(f"{len(listed)} legal, {refused} combinations are not (--json says why)")
     says(f"This one has {len(portable)}:")
     found = swept("forward-sm90-d128")
     legal = tuning.space(found.workload, found.kernel, arch="sm_90a")
