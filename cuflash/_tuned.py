@@ -126,11 +126,24 @@ def tile_text(config: TileConfig) -> str:
     return " ".join(f"{name}={int(getattr(config, name))}" for name in names)
 
 
+def is_sweep(path: Path) -> bool:
+    """Whether a file is that of a sweep, by its first line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return '"kind": "sweep"' in file.readline()
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a file; a ValueError that names the place where it is no table of tiles."""
     import json
 
     expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
+    if is_sweep(path):
+        raise problem_with(
+            str(path), ValueError, got="a sweep", expected=expected,
+            fix=f"unset {VARIABLE}; then cuflash.tuning.save(cuflash.tuning.load({str(path)!r}), "
+            f"'tiles.json') makes one of it, and python -m cuflash tune --file {path} --save, with "
+            f"the sweep's other arguments, keeps its best for {VARIABLE}=user",
+        )  # fmt: skip
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:

@@ -172,6 +172,21 @@ def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
         chosen()
 
 
+def test_a_sweep_in_the_variable_is_told_how_to_become_a_table(tmp_path, monkeypatch):
+    sweep = shipped_tiles.SWEEPS / "h100-forward-sm90-d128.jsonl"
+    monkeypatch.setenv("CUFLASH_TILES", str(sweep))
+    with pytest.raises(ValueError, match=r"jsonl: got a sweep, expected a file of tiles") as error:
+        chosen()
+    assert f"python -m cuflash tune --file {sweep} --save" in str(error.value)
+    told = f"tuning.save(cuflash.tuning.load({str(sweep)!r}), 'tiles.json')"
+    assert told in str(error.value)
+    monkeypatch.delenv("CUFLASH_TILES")
+    path = tuning.save(tuning.load(sweep), tmp_path / "tiles.json")
+    monkeypatch.setenv("CUFLASH_TILES", str(path))
+    _tuned.replace_rows(None)
+    assert [dict(r.values) for r in _tuned.in_use().values()] == [tuning.load(sweep).best["values"]]
+
+
 def test_the_table_of_a_user_need_not_exist(monkeypatch):
     monkeypatch.setenv("CUFLASH_TILES", "user")
     assert chosen() == table_of()

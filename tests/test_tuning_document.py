@@ -1,4 +1,7 @@
-"""Do the numbers of docs/tuning.md follow from committed rows, and its counts from its commands?"""
+"""Do the numbers of docs/tuning.md follow from committed rows, and its counts from its commands?
+
+So do those that docs/measured-facts.md has of the same sweeps.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,14 @@ from cuflash.tuning import _space
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS, RESULTS = ROOT / "benchmarks" / "sweeps", ROOT / "benchmarks" / "results"
 LINES = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8").splitlines()
-TEXT = " ".join(" ".join(LINES).split())
+FACTS = (ROOT / "docs" / "measured-facts.md").read_text(encoding="utf-8").splitlines()
 
 
-def says(sentence: str) -> None:
+def says(sentence: str, lines: list[str] = LINES) -> None:
     """Assert that the document has it, once, however its lines are broken."""
-    assert TEXT.count(sentence) == 1, f"expected once in docs/tuning.md: {sentence}"
+    name = "tuning.md" if lines is LINES else "measured-facts.md"
+    count = " ".join(" ".join(lines).split()).count(sentence)
+    assert count == 1, f"expected once in docs/{name}: {sentence}"
 
 
 def swept(name: str, folder: str = "") -> tuning.Sweep:
@@ -65,6 +70,9 @@ def space_of_command(start: str) -> tuning.Space:
 def test_counts_of_configurations():
     listed, portable = (space_of_command(f"tune --list --arch {a}") for a in ("sm_90a", "sm_80"))
     says(f"compiles {len(listed)} configurations on all cores")
+    says(f"1 of {len(listed)} compiled ... {len(listed)} of {len(listed)} compiled")
+    refused = len(listed.candidates) - len(listed)
+    says(f"{len(listed)} legal, {refused} combinations are not (--json says why)")
     says(f"This one has {len(portable)}:")
     found = swept("forward-sm90-d128")
     legal = tuning.space(found.workload, found.kernel, arch="sm_90a")
@@ -107,31 +115,35 @@ def test_the_sweep_that_was_done_twice():
     count, header = len(first.rows), first.header
     assert {row["status"] for row in first.rows + again.rows} == {"ok"}
     long, short = (found.finals[-1]["seconds"] for found in (first, again))
-    says(
-        f"Sweeps of {count} of these took {long:.0f} s, about {long - short:.0f} of them to "
-        f"compile, and {short:.0f} s where the store had the kernels"
+    took = (
+        f"took {long:.0f} s, about {long - short:.0f} of them to compile, and {short:.0f} s where "
+        "the store had the kernels"
     )
+    says(f"Sweeps of these {count} {took}")
     for name in ("driver", "nvrtc", "kernels"):
         assert again.header[name] == header[name]
-    says(
-        f"driver {header['driver'].rpartition('.')[0]}, NVRTC {header['nvrtc']}, "
-        f"{header['date'][:10]}, sources {header['kernels'][:9]}"
-    )
-    says(f"all {count} were right")
+    assert (header["driver"].rpartition(".")[0], header["nvrtc"]) == ("580.159", "13.0")
+    says("driver 580.159, CuPy 14.2 for CUDA 13 with NVRTC 13.0, 16 cores", FACTS)
+    says(f"{header['date'][:10]}, sources {header['kernels'][:9]}, `--parameters num_sta", FACTS)
+    says(f"two sweeps of {count} forwards at head size 128 {took}; all {count} were right", FACTS)
     assert first.best["key"] == again.best["key"] == header["default"]
+    says("The shipped tile won each.")
     assert first.best["values"]["overlap_quarters"] == 4
     says(
         f"the same winner, {tile(first)} with all four quarters of the exponentials before p v "
         f"has to be done, which is the shipped tile: {quotient(first):.3f} and "
-        f"{quotient(again):.3f} of its time"
+        f"{quotient(again):.3f} of its time",
+        FACTS,
     )
     relative = {row["key"]: row["relative"] for row in again.rows}
     pairs = [sorted((row["relative"], relative[row["key"]])) for row in first.rows]
     apart = [100 * (slow / fast - 1) for fast, slow in pairs]
     says(
-        "quotient with the shipped tile differs between the two sweeps by "
-        f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)"
+        "quotient with the shipped tile differs between the two by "
+        f"{statistics.median(apart):.1f} % in the median ({max(apart):.1f} % at most)",
+        FACTS,
     )
+    says(f"differ by {max(apart):.1f} % at most from one sweep to the next")
 
 
 def test_the_sweep_of_the_whole_space():
@@ -140,16 +152,22 @@ def test_the_sweep_of_the_whole_space():
     assert {row["status"] for row in found.rows} == {"ok"}
     assert found.best["key"] == found.header["default"]
     count, seconds = len(found.rows), found.finals[-1]["seconds"]
-    says(f"The whole space, {count} of them, took {seconds:.0f} s, was right, and was won")
+    says(f"one of all {count} took {seconds:.0f} s. The shipped tile won each.")
+    says(
+        f"the whole space, {count} of them, took {seconds:.0f} s, was right, and was won by the "
+        "shipped tile",
+        FACTS,
+    )
 
 
 def test_sweeps_of_other_problems():
     names = ("2048", "causal", "causal-2048")
     full, causal, causal_2048 = (swept(f"forward-sm90-d128-{name}") for name in names)
     says(
-        f"At 2048 keys {tile(full)} takes {quotient(full):.3f} of the shipped tile's time, and "
+        f"at 2048 keys {tile(full)} takes {quotient(full):.3f} of the shipped tile's time, and "
         f"under a causal bound {tile(causal)} takes {quotient(causal):.3f} at 8192 keys and "
-        f"{tile(causal_2048)} {quotient(causal_2048):.3f} at 2048."
+        f"{tile(causal_2048)} {quotient(causal_2048):.3f} at 2048.",
+        FACTS,
     )
     says(f"worth its {100 * (1 - quotient(causal)):.0f} %")
     narrow, narrow_2048 = swept("forward-sm90-d64"), swept("forward-sm90-d64-2048")
@@ -160,7 +178,8 @@ def test_sweeps_of_other_problems():
         assert len(found.rows) == len(narrow.rows)
     says(
         f"of the {len(narrow.rows)} others the best, the same with three, takes "
-        f"{quotient(narrow):.3f} and {quotient(narrow_2048):.3f} of its time at 8192 and 2048 keys"
+        f"{quotient(narrow):.3f} and {quotient(narrow_2048):.3f} of its time at 8192 and 2048 keys",
+        FACTS,
     )
 
 
@@ -177,28 +196,32 @@ def test_sweeps_of_other_kernels():
     one_pass += [tiles_of(f"backward-pair-sm90-d{d}") for d in (192, 256)]
     *first, last = map(str, one_pass)
     says(
-        f"gradients in one pass at 64, 96, 128, 192 and 256, of {', '.join(first)} and {last} tiles"
+        "gradients in one pass at 64, 96, 128, 192 and 256, of "
+        f"{', '.join(first)} and {last} tiles",
+        FACTS,
     )
-    says(f"the forward at 256, of {tiles_of('forward-sm90-d256')}")
+    says(f"the forward at 256, of {tiles_of('forward-sm90-d256')}", FACTS)
     forwards = [tiles_of(f"forward-tf32-sm90-d{d}-float32") for d in (64, 128)]
     gradients = [tiles_of(f"backward-{name}-tf32-sm90-d64-float32") for name in ("dq", "dkv")]
     says(
         f"in float32 the forward at 64 and 128, of {forwards[0]} and {forwards[1]}, dq and dk with "
-        f"dv at 64, of {gradients[0]} and {gradients[1]}"
+        f"dv at 64, of {gradients[0]} and {gradients[1]}",
+        FACTS,
     )
 
 
 def test_one_tile_at_six_lengths():
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    taken = []
+    taken = {}
     for n in lengths:
         final = swept(f"forward-sm90-d128-causal-{n}", "lengths").finals[-1]
-        taken.append(final["ms"]["192,64,3,2,4"] / final["default_ms"])
-    texts = [f"{share:.3f}" for share in taken]
+        taken[n] = f"{final['ms']['192,64,3,2,4'] / final['default_ms']:.3f}"
     says(
-        f"192 x 64 with three stages takes {', '.join(texts[:-1])} and {texts[-1]} at "
-        f"{lengths[0]} to {lengths[-1]} keys (`benchmarks/sweeps/lengths`)"
+        f"192 x 64 with three stages takes {taken[8192]} of the shipped tile's time at 8192 keys, "
+        f"and {taken[1024]} at 1024."
     )
+    *first, last = taken.values()
+    says(f"`benchmarks/sweeps/lengths`) 192 x 64 takes {', '.join(first)} and {last} of", FACTS)
 
 
 def test_rows_that_are_shipped():

@@ -5,7 +5,10 @@ Its files are real: kernel-tuner itself tunes a loop in C on the processor.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import tuning
+from cuflash import _cli, tuning
 from cuflash.tuning import _kernel_tuner
 from support.simulated_sweep import DEVICE, WORK, space_of
 
@@ -126,6 +129,67 @@ def test_drift_of_the_clocks_does_not_lead_a_search(monkeypatch, swept):
     assert times == {key: row.get("relative") for key, row in rows.items()}
 
 
+@pytest.mark.parametrize("strategy", _kernel_tuner.strategies())
+def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, strategy):
+    """Every third configuration fails; the same seed asks for the same ones."""
+    found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
+    failing = [candidate.key for candidate in found][::3]
+    monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(dict.fromkeys(failing, "error")))
+    before = random.getstate()
+
+    def swept_into(name):
+        return tuning.sweep(
+            WORK, found, file=tmp_path / name, strategy=strategy, budget=24, seed=5, progress=False,
+            device_command=DEVICE,
+        )  # fmt: skip
+
+    package = _kernel_tuner._PACKAGES.get(strategy)
+    if package is not None and importlib.util.find_spec(strategy) is None:
+        with pytest.raises(ImportError, match=f"pip install {package}"):
+            swept_into("first")
+        pytest.skip(f"{package} is not installed")
+    first, again = swept_into("first"), swept_into("again")
+    assert random.getstate() == before
+    assert 1 <= len(first.rows) <= 24 < len(found)
+    keys = [row["key"] for row in first.rows]
+    assert set(keys) <= {candidate.key for candidate in found}
+    assert [row["key"] for row in again.rows] == keys
+
+
+@pytest.mark.parametrize("strategy", _kernel_tuner.strategies())
+@pytest.mark.parametrize(("block_n", "budget"), [((96,), None), ((64, 96, 128), 1)])
+def test_searches_end_where_there_is_little_to_search(strategy, block_n, budget):
+    if strategy in _kernel_tuner._PACKAGES:
+        pytest.importorskip(strategy)
+    found = space_of(block_m=(64, 128, 192), block_n=block_n, num_q_stages=(1, 2))
+    asked = []
+
+    def evaluate(candidates):
+        asked.extend(candidates)
+        return [
+            {"values": dict(zip(found.parameters, c.values, strict=True)), "status": "error"}
+            for c in candidates
+        ]
+
+    _kernel_tuner.search(strategy)(found, evaluate, budget, 0)
+    assert {c.key for c in asked} <= {c.key for c in found}
+    assert len(asked) == (budget or len(found))
+
+
+def test_a_search_without_its_package_ends_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _cli.main(["tune", "--list", "--arch", "sm_90a", "--strategy", "skopt"]) == 1
+    told = capsys.readouterr()
+    assert "scikit-optimize is not installed: pip install scikit-optimize" in told.err
+    assert not told.out
+
+
+@pytest.mark.parametrize("strategy", ["nsga2", "nsga3", "pyatf_strategies", "brute_force"])
+def test_searches_that_cannot_serve_are_not_offered(strategy):
+    with pytest.raises(ValueError, match=f"strategy: got '{strategy}', expected one of exhaustive"):
+        tuning.sweep(WORK, space_of(), strategy=strategy, device_command=DEVICE)
+
+
 def test_our_sweep_comes_back_whole(tmp_path, any_sweep):
     path = tmp_path / "cache.json"
     tuning.write_cache(any_sweep, path)
@@ -159,7 +223,8 @@ def test_the_dashboard_finds_what_it_looks_up(tmp_path, any_sweep):
     assert sorted(e[objective] for e in shown) == sorted(
         any_sweep.steady_ms(row) for row in any_sweep.timed
     )
-    assert len(shown) < len(content["cache"])
+    every = math.prod(len(values) for values in any_sweep.header["parameters"].values())
+    assert len(content["cache"]) == every  # those without a number are not shown
     for name in content["tune_params_keys"]:
         assert {e[name] for e in shown} <= set(content["tune_params"][name])
 

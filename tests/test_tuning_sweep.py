@@ -5,20 +5,21 @@ Processes, pipes, signals and files are real; the device is ``support/simulated_
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cuflash import _source, tuning
-from cuflash.tuning import _processes, _rows
+from cuflash.tuning import _processes, _progress, _rows
 from support import simulated_sweep
 from support.simulated_device import milliseconds
 from support.simulated_sweep import DEVICE, WORK, space_of
@@ -339,6 +340,27 @@ def test_somebody_who_waits_sees_every_configuration(tmp_path, trouble, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_log_hears_of_thousands_of_kernels_every_few_seconds(capsys, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    said = _progress.Compiled()
+    for done in range(9):
+        said(done, 38900)
+    assert capsys.readouterr().err.splitlines() == [
+        f"{done} of 38900 compiled" for done in (0, 3, 6)
+    ]
+    said(38900, 38900)
+    assert capsys.readouterr().err == "38900 of 38900 compiled\n"
+
+
+def test_a_terminal_has_one_line_of_what_is_compiled(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said = _progress.Compiled()
+    for done in range(3):
+        said(done, 2)
+    assert capsys.readouterr().err == "\r0 of 2 compiled\r1 of 2 compiled\r2 of 2 compiled\n"
+
+
 def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = space_of()
@@ -494,15 +516,3 @@ def test_answers_come_from_several_processes_in_any_order(trouble):
     found = dict(_processes.ask_many(DEVICE, requests, 3, 30.0))
     assert sorted(found) == list(range(5))
     assert {answer["device"] for answer in found.values()} == {"simulated"}
-
-
-@pytest.mark.parametrize("strategy", ["genetic_algorithm", "simulated_annealing", "greedy_ils"])
-def test_searches_of_kernel_tuner_drive_a_sweep(tmp_path, trouble, strategy):
-    pytest.importorskip("kernel_tuner")
-    found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
-    before = random.getstate()
-    result = swept(tmp_path, found, strategy=strategy, budget=12)
-    assert random.getstate() == before
-    assert 3 <= len(result.rows) <= 12 < len(found)
-    assert {row["key"] for row in result.rows} <= {c.key for c in found}
-    assert result.rows == [row for row in result.rows if row["key"] in found]

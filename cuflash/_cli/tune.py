@@ -132,11 +132,11 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all of it compiles."""
-    from cuflash.tuning._progress import compiled
+    from cuflash.tuning._progress import Compiled
 
     chosen = list(found)[: arguments.budget]
     try:
-        facts = found.compile(chosen, processes=arguments.processes, progress=compiled)
+        facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
     except ImportError as error:  # what needs no compiler is told in any case
         print(f"cuflash: nothing was compiled: {error}", file=sys.stderr)
         facts = {}

@@ -61,6 +61,12 @@ def compile_all(
     ordered = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
     missing = []
+
+    def tell() -> None:
+        if progress:
+            progress(len(found), len(ordered))
+
+    tell()
     for config in ordered:
         arch = _compile.architecture(config, hardware.capability)
         name = None if shared else _compile.stored_name(config, arch)
@@ -69,8 +75,7 @@ def compile_all(
             missing.append((config, arch))
         else:
             found[config] = _facts(config, note, hardware)
-    if progress:
-        progress(len(found), len(ordered))
+        tell()  # also of what is missing: looking up tens of thousands takes a while
     requests = [
         {"config": config_as_json(config), "arch": arch, "folder": str(shared) if shared else None}
         for config, arch in missing
@@ -81,8 +86,7 @@ def compile_all(
         if isinstance(answer, Failure):
             answer = {"error": str(answer)}
         found[config] = _facts(config, answer, hardware)
-        if progress:
-            progress(len(found), len(ordered))
+        tell()
     return {config: found[config] for config in ordered}
 
 

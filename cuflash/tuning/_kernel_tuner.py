@@ -6,11 +6,14 @@ searches without a device, and its dashboard shows them.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +35,23 @@ _ERRORS = {
 }
 _STATES = {"CompilationFailedConfig": "compile_error", "RuntimeFailedConfig": "error"}
 _INVALID = "InvalidConfig"
+#: Strategies that are not offered.
+_LEFT_OUT = {
+    "brute_force",  # is "exhaustive" here
+    "random_sample",  # is "random" here
+    "nsga2",  # weighs several objectives, and a sweep has one
+    "nsga3",
+    "pyatf_strategies",  # combines the values itself, legal or not, and leaves a folder behind
+}
+#: Packages that kernel-tuner does not bring, by the strategy that is named after their module.
+_PACKAGES = {"skopt": "scikit-optimize"}
+#: Options of strategies that are not used as they come.
+_STRATEGY_OPTIONS = {
+    "bayes_opt": {"samplingmethod": "random"},  # no seed decides the other way's
+    "skopt": {"acq_func": "EI"},  # the other way overflows where a configuration fails
+}
+_MAX_THREADS = 1024  # of a block, on every device
+_POPULATION = 20  # of firefly_algorithm, which fails where a space has not more
 _REQUIRED = ("device_name", "kernel_name", "tune_params_keys", "tune_params", "cache")
 
 
@@ -41,13 +61,16 @@ def strategies() -> tuple[str, ...]:
         from kernel_tuner.interface import strategy_map
     except ImportError:
         return ()
-    return tuple(name for name in strategy_map if name not in ("brute_force", "random_sample"))
+    return tuple(name for name in strategy_map if name not in _LEFT_OUT)
 
 
 def search(name: str) -> Strategy | None:
-    """A search strategy of kernel-tuner; None where it has none of this name."""
+    """A search strategy of kernel-tuner; None where it offers none of this name."""
     if name not in strategies():
         return None
+    package = _PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(name) is None:
+        raise ImportError(f"{package} is not installed: pip install {package}")
 
     def run(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
         states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
@@ -66,15 +89,24 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
     from kernel_tuner.interface import Options, strategy_map
     from kernel_tuner.runners.runner import Runner
     from kernel_tuner.searchspace import Searchspace
-    from kernel_tuner.util import CompilationFailedConfig, RuntimeFailedConfig, TuningBudget
+    from kernel_tuner.util import (
+        CompilationFailedConfig,
+        RuntimeFailedConfig,
+        StopCriterionReached,
+        TuningBudget,
+    )
 
     legal = {candidate.key: candidate for candidate in chosen}
+    if len(legal) <= _POPULATION:
+        evaluate(list(legal.values())[:budget])
+        return
     parameters = {name: list(values) for name, values in chosen.parameters.items()}
 
     class OurRunner(Runner):  # type: ignore[misc]
         """Answers a strategy with rows of the sweep."""
 
         simulation_mode = False
+        dev = SimpleNamespace(max_threads=_MAX_THREADS)  # bayes_opt reads it
 
         def get_device_info(self) -> Any:
             return None
@@ -105,11 +137,12 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
     searchspace = Searchspace(
         None, None, None, from_cache={"tune_params": parameters, "cache": known}
     )
+    searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's, which no seed decides
     fevals = min(budget or len(legal), len(legal))
     options = Options(
         {
             "tune_params": parameters,
-            "strategy_options": Options({"max_fevals": fevals}),
+            "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),
             "max_fevals": fevals,
             "objective": ["time"],
             "objective_higher_is_better": [False],
@@ -121,7 +154,8 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
             "simulated_time": 0,
         }
     )
-    strategy_map[name].tune(searchspace, OurRunner(), options)
+    with contextlib.suppress(StopCriterionReached):
+        strategy_map[name].tune(searchspace, OurRunner(), options)
 
 
 def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,25 @@ class Progress(NamedTuple):
 
 
 Watcher = Callable[[Progress], None]
+_QUIET_SECONDS = 3.0
+
+
+class Compiled:
+    """How many kernels are ready: in one line of a terminal, every few seconds in a file."""
+
+    def __init__(self) -> None:
+        self.said = -math.inf
+
+    def __call__(self, done: int, total: int, before: str = "") -> None:
+        """Say it, or leave it to a later call."""
+        text = f"{before}{done} of {total} compiled"
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{text}" + "\n" * (done == total))
+        elif done == total or now - self.said >= _QUIET_SECONDS:
+            sys.stderr.write(f"{text}\n")
+            self.said = now
+        sys.stderr.flush()
 
 
 class Lines:
@@ -28,12 +48,13 @@ class Lines:
 
     def __init__(self) -> None:
         self.start = time.monotonic()
+        self.compiled = Compiled()
 
     def __call__(self, now: Progress) -> None:
         """Say what has just been done."""
         spent = f"{time.monotonic() - self.start:6.1f} s  "
         if now.stage == "compile":
-            compiled(now.done, now.total, spent)
+            self.compiled(now.done, now.total, spent)
             return
         if now.row is None:
             sys.stderr.write(f"{spent}the fastest {now.total} compared once more\n")
@@ -51,13 +72,3 @@ class Lines:
             f"{spent}{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
             f"{text}{leader}\n"
         )
-
-
-def compiled(done: int, total: int, before: str = "") -> None:
-    """Say how many kernels are ready: in one line of a terminal, by tenths of all in a file."""
-    text = f"{before}{done} of {total} compiled"
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text}" + "\n" * (done == total))
-    elif done == total or done % max(total // 10, 1) == 0:
-        sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

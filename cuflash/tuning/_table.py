@@ -98,11 +98,7 @@ def _put(rows: dict[_tuned.Key, _tuned.Row]) -> None:
 
 def rows_of(path: Path) -> list[_tuned.Row]:
     """Rows of a file of tiles, or the best of the file of a sweep."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        first = file.readline()
-    if '"kind": "sweep"' in first:
-        return best_rows(load(path))
-    return _tuned.read(path)
+    return best_rows(load(path)) if _tuned.is_sweep(path) else _tuned.read(path)
 
 
 def best_rows(found: Sweep, margin: float = 0.0) -> list[_tuned.Row]:
