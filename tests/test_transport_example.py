@@ -45,6 +45,18 @@ def test_steps_are_those_of_the_textbook() -> None:
     np.testing.assert_allclose(error, wanted_error, rtol=1e-10)
 
 
+@pytest.mark.parametrize("epsilon", [0.03, 2e-4])
+@pytest.mark.parametrize("moved", [-2.0, 2.0])
+def test_exponents_of_the_textbook_beyond_what_exp_holds(epsilon: float, moved: float) -> None:
+    """Of the smaller epsilon all of a row underflow, or one overflows."""
+    x, y = clouds()
+    phi = psi = np.full(40, moved / epsilon)
+    plan, dense = (kind(x, y[:40], epsilon, phi, psi) for kind in (Plan, DensePlan))
+    np.testing.assert_allclose(dense.phi_of_psi(), plan.phi_of_psi(), rtol=1e-11)
+    np.testing.assert_allclose(dense.psi_of_phi(), plan.psi_of_phi(), rtol=1e-11)
+    np.testing.assert_allclose(dense.mean_for(x, y[:40]), plan.mean_for(x, y[:40]), rtol=1e-9)
+
+
 @pytest.mark.parametrize("relaxation", [1.0, 1.7])
 def test_rows_and_columns_of_the_last_plan(relaxation: float) -> None:
     x, y = clouds()
