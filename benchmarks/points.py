@@ -108,10 +108,20 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(["", *result["notes"]] if result["notes"] else [])])
 
 
+def number_of_points(text: str) -> int:
+    """An argparse type: an int above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     p = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    p.add_argument("--points", type=int, help="of each cloud (default: 262144, on a CPU 4096)")
+    p.add_argument(
+        "--points", type=number_of_points, help="of each cloud (default: 262144, on a CPU 4096)"
+    )
     p.add_argument("--dtype", type=names_of(("float32", "float64")), default=["float32"])
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -123,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = HostClock() if xp is np else DeviceClock()
     shown = " ".join(sys.argv[1:] if argv is None else argv)
     meta = describe_machine(xp, clock.device_name, f"python benchmarks/points.py {shown}".strip())
-    points = arguments.points or (4096 if xp is np else 262_144)
+    points = arguments.points
+    if points is None:
+        points = 4096 if xp is np else 262_144
     notes: list[str] = []
     rows = [row for kind in arguments.dtype for row in measure(xp, clock, points, kind, notes)]
     result = {"meta": meta, "rows": rows, "notes": sorted(set(notes))}

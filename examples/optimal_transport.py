@@ -139,7 +139,7 @@ def solve(
     each: each finds a good start for the next. The last plan is yielded once its rows' sums are
     right; its error is then the mass in the wrong columns.
     """
-    halvings = math.ceil(math.log2(plan.epsilon / epsilon))
+    halvings = max(0, math.ceil(math.log2(plan.epsilon / epsilon)))
     for value in np.geomspace(plan.epsilon, epsilon, halvings + 1).tolist()[:-1]:
         plan = plan.at(value)
         for _ in range(steps_before):
