@@ -22,6 +22,8 @@ def test_a_run_writes_a_row_for_each_dtype(tmp_path, capsys):
     assert ours[1]["error"] < 1e-13
     assert all(row["ms"] > 0 and row["extra_bytes"] is None for row in ours)
     text = capsys.readouterr().out
+    assert path.with_suffix(".md").read_text() == points.markdown(result)
+    assert text.endswith(points.markdown(result))
     assert "| cuflash | float64 | 300 x 300 |" in text
     assert ("absent: keops" in text) == (len(result["rows"]) == 2)
 
