@@ -53,12 +53,16 @@ def values_plus_100(rng: np.random.Generator, q: Any, k: Any, v: Any) -> familie
 FAMILIES: dict[str, Callable[..., families.Inputs]] = {
     **{
         name: families.FAMILIES[name]
-        for name in ("normal", "uniform", "normal_times_3", "one_hot", *families.SHIFTS)
+        for name in (
+            "normal", "uniform", "normal_times_3", "one_hot", "constant_rows", "sparse_integers",
+            *families.SHIFTS,
+        )
     },
     "values_plus_100": values_plus_100,
-}
+}  # fmt: skip
 SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SCALES_OF_LOGITS = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
+HEAD_DIMS, SEQLEN_OF_HEAD_DIMS = (64, 128), 2048
 
 
 def precisions(dtype: str) -> tuple[str, ...]:
@@ -70,29 +74,32 @@ def precisions(dtype: str) -> tuple[str, ...]:
 class Cell:
     """One kind of input: a family, or normal inputs whose logits have a standard deviation."""
 
-    sweep: str  # "family", "seqlen" or "logits"
+    sweep: str  # "family", "seqlen", "logits" or "head_dim"
     family: str
     seqlen: int
     logits: float
+    head_dim: int
 
     def inputs(self, xp: ModuleType, work: Workload) -> tuple[Array, ...]:
         """q, k, v and dout, (batch, heads, seqlen, head_dim), rounded to the dtype."""
         rng = np.random.default_rng(0)
-        shape = (work.batch, work.heads_q, self.seqlen, work.head_dim)
+        shape = (work.batch, work.heads_q, self.seqlen, self.head_dim)
         q, k, v = FAMILIES[self.family](rng, shape, shape, shape)
         arrays = (q * self.logits, k, v, rng.standard_normal(shape))
         return tuple(xp.asarray(a.astype(DTYPES[work.dtype])) for a in arrays)
 
 
-def cells(longest: int) -> Iterator[Cell]:
-    """Every cell up to a seqlen."""
+def cells(longest: int, head_dim: int) -> Iterator[Cell]:
+    """Every cell up to a seqlen, of a head size but where it is what varies."""
     for family in FAMILIES:
-        yield Cell("family", family, min(1024, longest), 1.0)
+        yield Cell("family", family, min(1024, longest), 1.0, head_dim)
     for seqlen in SEQLENS:
         if seqlen <= longest:
-            yield Cell("seqlen", "normal", seqlen, 1.0)
+            yield Cell("seqlen", "normal", seqlen, 1.0, head_dim)
     for logits in SCALES_OF_LOGITS:
-        yield Cell("logits", "normal", min(1024, longest), logits)
+        yield Cell("logits", "normal", min(1024, longest), logits, head_dim)
+    for width in HEAD_DIMS:
+        yield Cell("head_dim", "normal", min(SEQLEN_OF_HEAD_DIMS, longest), 1.0, width)
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,8 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
     wanted = exact(*inputs)
     for implementation in run.implementations:
         arithmetic = shown_arithmetic(work.dtype, work.precision)
-        label = f"{implementation.name} {arithmetic} {cell.family} {cell.seqlen}"
+        size = f"{cell.seqlen} d{cell.head_dim}"
+        label = f"{implementation.name} {arithmetic} {cell.family} {size}"
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 found = implementation.results(work, *inputs)
@@ -175,7 +183,7 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
                 "sweep": cell.sweep,
                 "family": cell.family,
                 "seqlen": cell.seqlen,
-                "head_dim": work.head_dim,
+                "head_dim": cell.head_dim,
                 "logits": cell.logits,
                 **errors,
             }
@@ -199,18 +207,27 @@ def computed_in(rows: Sequence[dict[str, Any]], dtype: str, precision: str) -> l
     return [row for row in rows if (row["dtype"], row["precision"]) == (dtype, precision)]
 
 
-def family_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One Markdown table: a row for each family, out and the largest gradient error by impl."""
-    rows = [row for row in rows if row["sweep"] == "family"]
-    names = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One Markdown table: a row for each family and each head size that was measured.
+
+    Errors of out, then the largest of those of the gradients, by implementation.
+    """
+    kinds: dict[str, dict[str, dict[str, Any]]] = {family: {} for family in FAMILIES}
+    for row in rows:
+        if row["sweep"] == "family":
+            kinds[row["family"]][row["impl"]] = row
+        elif row["sweep"] == "head_dim":
+            kind = f"{row['family']}, seqlen {row['seqlen']}, head size {row['head_dim']}"
+            kinds.setdefault(kind, {})[row["impl"]] = row
+    names = [name for name in IMPLEMENTATIONS if any(name in found for found in kinds.values())]
     header = ["inputs", *(f"{name} {what}" for what in ("out", "gradients") for name in names)]
     lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
-    for family in FAMILIES:
-        found = {row["impl"]: row for row in rows if row["family"] == family}
-        texts = [family.replace("_", " ")]
+    for kind, found in kinds.items():
+        texts = [kind.replace("_", " ")]
         for tensors in (("out",), TENSORS[1:]):
             texts += [largest(found.get(name), tensors) for name in names]
-        lines.append("| " + " | ".join(texts) + " |")
+        if found:
+            lines.append("| " + " | ".join(texts) + " |")
     return lines
 
 
@@ -233,7 +250,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for arithmetic in ARITHMETIC:
         if rows := computed_in(result["rows"], *arithmetic):
-            lines += ["", f"**{shown_arithmetic(*arithmetic)}**", "", *family_table(rows)]
+            lines += ["", f"**{shown_arithmetic(*arithmetic)}**", "", *table(rows)]
     return "\n".join(lines)
 
 
@@ -329,8 +346,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = min(longest, LONG_DOUBLE_SEQLEN) if dtype == "float64" else longest
         if precision == "tf32" and not on_gpu:
             continue
-        for cell in cells(limit):
-            shape = square(1, 2, cell.seqlen, arguments.width, causal=False)
+        for cell in cells(limit, arguments.width):
+            shape = square(1, 2, cell.seqlen, cell.head_dim, causal=False)
             work = replace(shape, dtype=dtype, precision=precision)
             with run.clock.scope():
                 measure(run, work, cell)

@@ -5,7 +5,7 @@
 
 Sinkhorn's step is such a call (examples/optimal_transport.py): scores scale * x.y + bias, of which
 no matrix is written. An error is the largest difference to 64 rows in float64. A result is
-benchmarks/results/<device>-points-<date>.json.
+benchmarks/results/<device>-points-<date>.json, and its table beside it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import cuflash  # noqa: E402
+from cuflash._bench import report  # noqa: E402
 from cuflash._bench.clock import DeviceClock, HostClock  # noqa: E402
 from cuflash._bench.command import names_of  # noqa: E402
-from cuflash._bench.machine import describe_machine, gpu_module, short_commit  # noqa: E402
+from cuflash._bench.machine import describe_machine, gpu_module  # noqa: E402
 from cuflash._bench.overhead import peak_bytes  # noqa: E402
-from cuflash._bench.report import write_json  # noqa: E402
 
 Array = Any
 SCALE = 1.8
@@ -94,24 +94,38 @@ def measure(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One table."""
-    meta = result["meta"]
-    lines = [f"{meta['device']}, {meta['date']}; {short_commit(meta['commit'])}.", ""]
-    lines += ["| implementation | dtype | pairs | ms | error of lse | memory beside the result |"]
-    lines += ["|--|--|--|--|--|--|"]
+    """One table, below what any result of a benchmark begins with."""
+    head = report.markdown(result | {"rows": [], "notes": []})
+    lines = [
+        head,
+        "| implementation | dtype | pairs | ms | error of lse | memory beside the result |",
+        "|--|--|--|--|--|--|",
+    ]
     for row in result["rows"]:
         held = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.1f} MB"
         lines.append(
             f"| {row['impl']} | {row['dtype']} | {row['points']:,} x {row['points']:,} |"
             f" {row['ms']:.3g} | {row['error']:.1e} | {held} |"
         )
-    return "\n".join([*lines, *(["", *result["notes"]] if result["notes"] else [])])
+    if result["notes"]:
+        lines += ["", "## Notes", "", *(f"* {note}" for note in result["notes"])]
+    return "\n".join(lines) + "\n"
+
+
+def number_of_points(text: str) -> int:
+    """An argparse type: an int above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     p = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    p.add_argument("--points", type=int, help="of each cloud (default: 262144, on a CPU 4096)")
+    p.add_argument(
+        "--points", type=number_of_points, help="of each cloud (default: 262144, on a CPU 4096)"
+    )
     p.add_argument("--dtype", type=names_of(("float32", "float64")), default=["float32"])
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -123,13 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = HostClock() if xp is np else DeviceClock()
     shown = " ".join(sys.argv[1:] if argv is None else argv)
     meta = describe_machine(xp, clock.device_name, f"python benchmarks/points.py {shown}".strip())
-    points = arguments.points or (4096 if xp is np else 262_144)
+    points = arguments.points
+    if points is None:
+        points = 4096 if xp is np else 262_144
     notes: list[str] = []
     rows = [row for kind in arguments.dtype for row in measure(xp, clock, points, kind, notes)]
     result = {"meta": meta, "rows": rows, "notes": sorted(set(notes))}
     if not arguments.no_write:
-        write_json(result, arguments.out, "points")
-    print(markdown(result))
+        path = report.write_json(result, arguments.out, "points")
+        path.with_suffix(".md").write_text(markdown(result))
+    print(markdown(result), end="")
     return 0
 
 

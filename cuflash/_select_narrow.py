@@ -61,8 +61,9 @@ def _tile(problem: Problem, multiprocessors: int) -> Tile:
 
 
 def _blocks_of_eight_warps(problem: Problem) -> int:
-    """Blocks of 256 rows, one to a thread, whose registers a multiprocessor has; 0 where rows
-    keep too much, and more of them to a thread are faster.
+    """How many share a multiprocessor, each thread with one row; 0 where rows keep too much.
+
+    More rows to a thread are faster then.
     """
     if problem.dtype == np.float64 or problem.head_dim + 2 * problem.head_dim_v > 4:
         return 0

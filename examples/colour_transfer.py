@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,20 +166,36 @@ def draw(photographs: Photographs, painted: Sequence[np.ndarray], path: Path) ->
     plt.close(figure)
 
 
+def positive(number: Callable[[str], float]) -> Callable[[str], float]:
+    """An argparse type: an int or a float above 0."""
+
+    def parse_one(text: str) -> float:
+        value = number(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+        return value
+
+    parse_one.__name__ = number.__name__  # what argparse calls it where text is no number
+    return parse_one
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Transports the colours of two photographs into each other, by attention."
     )
     parser.add_argument(
         "--pixels",
-        type=int,
+        type=positive(int),
         help="pixels of each that the plan is between (default: 4,000 on a CPU, all on a GPU)",
     )
     parser.add_argument(
-        "--epsilon", type=float, default=0.004, help="in squared colours from 0 to 1"
+        "--epsilon", type=positive(float), default=0.004, help="in squared colours from 0 to 1"
     )
     parser.add_argument(
-        "--tolerance", type=float, default=1e-3, help="mass that may lie in the wrong place"
+        "--tolerance",
+        type=positive(float),
+        default=1e-3,
+        help="mass that may lie in the wrong place",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--folder", type=Path, default=Path(), help="where pictures are written")
@@ -204,7 +220,12 @@ def run(arguments: argparse.Namespace) -> int:
         device = cpu(" (no float32 kernels for this GPU)")
     print(f"  device    {device.description}")
     photographs = load_photographs()
-    pixels = arguments.pixels or (None if device.is_gpu else 4000)
+    pixels = arguments.pixels
+    if pixels is None and not device.is_gpu:
+        pixels = 4000
+    most = min(image.size // 3 for image in photographs.images)
+    if pixels is not None and pixels > most:
+        raise ValueError(f"--pixels: got {pixels:,}, expected at most {most:,}, which there are")
     agreed = check(device, photographs, arguments.epsilon, arguments.tolerance)
     x, y = photographs.clouds(device.xp, pixels, seed=0)
     plan = find_plan(device, x, y, arguments.epsilon, arguments.tolerance)

@@ -75,9 +75,10 @@ class DensePlan(Plan):
 
     def phi_of_psi(self) -> Array:
         """Return the phi that makes the rows' sums right."""
-        g = (self.y**2).sum(axis=-1) - self.epsilon * self.psi
-        exponents = (g - self._costs(self.x)) / self.epsilon
-        f = -self.epsilon * np.log(np.exp(exponents).mean(axis=-1))
+        exponents = self._exponents(self.x)
+        largest = exponents.max(axis=-1)
+        means = np.exp(exponents - largest[:, None]).mean(axis=-1)
+        f = -self.epsilon * (largest + np.log(means))
         return ((self.x**2).sum(axis=-1) - f) / self.epsilon
 
     def psi_of_phi(self) -> Array:
@@ -86,12 +87,15 @@ class DensePlan(Plan):
 
     def mean_for(self, points: Array, values: Array) -> Array:
         """Return the mean of the values (m, e) of y, as the plan weighs them for any points."""
-        g = (self.y**2).sum(axis=-1) - self.epsilon * self.psi
-        weights = np.exp((g - self._costs(points)) / self.epsilon)
+        exponents = self._exponents(points)
+        weights = np.exp(exponents - exponents.max(axis=-1, keepdims=True))
         return weights @ values / weights.sum(axis=-1, keepdims=True)
 
-    def _costs(self, points: Array) -> Array:
-        return ((points[:, None] - self.y) ** 2).sum(axis=-1)
+    def _exponents(self, points: Array) -> Array:
+        """(g - costs) / epsilon: too far from 0 for `exp` where epsilon is small."""
+        costs = ((points[:, None] - self.y) ** 2).sum(axis=-1)
+        g = (self.y**2).sum(axis=-1) - self.epsilon * self.psi
+        return (g - costs) / self.epsilon
 
 
 def key_bias(potential: Array) -> Array:
@@ -135,7 +139,7 @@ def solve(
     each: each finds a good start for the next. The last plan is yielded once its rows' sums are
     right; its error is then the mass in the wrong columns.
     """
-    halvings = math.ceil(math.log2(plan.epsilon / epsilon))
+    halvings = max(0, math.ceil(math.log2(plan.epsilon / epsilon)))
     for value in np.geomspace(plan.epsilon, epsilon, halvings + 1).tolist()[:-1]:
         plan = plan.at(value)
         for _ in range(steps_before):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cuflash._bench.command import open_run
 from cuflash._bench.machine import META_KEYS
 from cuflash._bench.peers import IMPLEMENTATIONS
 from cuflash._bench.workload import square
+from support import families
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,7 +75,7 @@ def test_rows_of_a_run(result_file: Path) -> None:
     result = json.loads(result_file.read_text())
     assert set(result["meta"]) == set(META_KEYS)
     rows = result["rows"]
-    number = len(accuracy.FAMILIES) + 1 + len(accuracy.SCALES_OF_LOGITS)
+    number = len(accuracy.FAMILIES) + 1 + len(accuracy.SCALES_OF_LOGITS) + len(accuracy.HEAD_DIMS)
     assert len(rows) == 2 * 2 * number
     ours = {
         (row["dtype"], row["family"]): row
@@ -98,7 +100,7 @@ def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.implementations[0], "results", wrong)
     work = square(1, 2, 64, 16, causal=False)
     work = accuracy.replace(work, dtype="float32")
-    accuracy.measure(run, work, accuracy.Cell("family", "normal", 64, 1.0))
+    accuracy.measure(run, work, accuracy.Cell("family", "normal", 64, 1.0, 16))
     (row,) = run.rows
     assert abs(row["dk"] - 1e-3) < 1e-5
     assert row["dq"] < 1e-6
@@ -110,7 +112,11 @@ def test_tables_and_picture(
     assert accuracy.main(["--render", str(result_file)]) == 0
     shown = capsys.readouterr().out
     assert "**float16**" in shown
-    assert "| normal times 3 | " in shown
+    for kind in (*families.FAMILIES, "normal, seqlen 128, head size 128"):
+        assert shown.count(f"| {kind.replace('_', ' ')} | ") == 2, kind
+    result = json.loads(result_file.read_text())
+    result["rows"] = [row for row in result["rows"] if row["family"] != "constant_rows"]
+    assert accuracy.markdown(result) == re.sub(r"\| constant rows .*\n", "", shown.rstrip("\n"))
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     picture = tmp_path / "accuracy.png"
     assert accuracy.main(["--draw", str(result_file), "--picture", str(picture)]) == 0
@@ -124,7 +130,7 @@ def test_peers_on_the_gpu() -> None:
     run = open_run(arguments)
     work = accuracy.replace(square(1, 2, 256, 64, causal=False), dtype="bfloat16")
     with run.clock.scope():
-        accuracy.measure(run, work, accuracy.Cell("family", "normal", 256, 1.0))
+        accuracy.measure(run, work, accuracy.Cell("family", "normal", 256, 1.0, 64))
     assert {row["impl"] for row in run.rows} == {i.name for i in run.implementations}
     for row in run.rows:
         assert max(row[name] for name in accuracy.TENSORS) < 2e-2, row["impl"]
@@ -136,7 +142,7 @@ def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
     rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     found = json.loads(results[-1].read_text(encoding="utf-8"))["rows"]
     for row in accuracy.computed_in(found, "float32", "ieee"):
-        if row["family"] == "normal" and row["sweep"] == "seqlen":
+        if row["family"] == "normal" and row["sweep"] in ("seqlen", "head_dim"):
             rows.setdefault((row["seqlen"], row["head_dim"]), {})[row["impl"]] = row
     beside = [cell for cell in rows.values() if {"cuflash", "eff"} <= cell.keys()]
     assert (2048, 64) in rows

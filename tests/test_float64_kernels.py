@@ -79,6 +79,25 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
     check(call)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_sums_of_two_thousand_terms(causal: bool) -> None:
+    """Truth is of long double, so of some rows; dout of 0 takes the others from dk and dv."""
+    import cupy
+
+    rows, keys = (1, 2000, 64), (1, 2300, 64)
+    call = make_call("normal", 9, np.float64, rows, keys, keys, options={"causal": causal})
+    some = np.sort(np.random.default_rng(10).permutation(2000)[:900])
+    dout = np.zeros_like(call.dout)
+    dout[:, some] = call.dout[:, some]
+    result = run(cupy, call.but(dout=dout), with_out=True)
+    options = {"mask": np.tri(2000, 2300, 300, dtype=bool)[some]} if causal else {}
+    budget = Budget(call.but(q=call.q[:, some], dout=dout[:, some], options=options))
+    out, lse, dq = (a[:, some] for a in (result.out, result.lse, result.gradients["q"]))
+    budget.check_forward(out, lse)
+    budget.check_backward(result.gradients | {"q": dq}, given=(out, lse))
+    assert not np.delete(result.gradients["q"], some, axis=1).any()
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),

@@ -17,6 +17,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9); open({0!r},
 open({1!r}, "w")
 time.sleep(60)
 """
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 META = dict.fromkeys(("driver", "cupy", "nvrtc", "clocks"), "1") | {
     "device": "NVIDIA H100", "commit": "0" * 40, "date": "2026-01-01",
 }  # fmt: skip
@@ -130,6 +131,25 @@ def test_results_know_their_commit_and_not_their_folder(tmp_path):
     text = written.with_suffix(".md").read_text()
     assert "f" * 40 in text
     assert "somewhere" not in text
+
+
+def test_points_keep_a_table_of_their_own(tmp_path):
+    out, root = checkout(tmp_path)
+    row = {"impl": "keops", "dtype": "float32", "points": 4096, "ms": 2.0, "error": 1e-6}
+    command = f"python benchmarks/points.py --dtype float32 --out {out}"
+    result = {"meta": META | {"command": command}, "notes": [], "rows": [row | {"extra_bytes": 0}]}
+    (out / "h100-points-2026-01-01.json").write_text(json.dumps(result))
+    (out / "h100-points-2026-01-01.md").write_text("as it was")
+    assert gpu_evidence.take_results(out, root) == ["h100-points-2026-01-01.json"]
+    text = (root / "benchmarks" / "results" / "h100-points-2026-01-01.md").read_text()
+    assert "`python benchmarks/points.py --dtype float32`" in text
+    assert "| keops | float32 | 4,096 x 4,096 | 2 | 1.0e-06 | 0.0 MB |" in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
+def test_committed_tables_are_those_of_their_rows(path):
+    result = json.loads(path.with_suffix(".json").read_text())
+    assert path.read_text() == gpu_evidence.tables_of(result)
 
 
 @pytest.mark.parametrize("name", gpu_evidence.REPORTS)

@@ -22,8 +22,17 @@ def test_a_run_writes_a_row_for_each_dtype(tmp_path, capsys):
     assert ours[1]["error"] < 1e-13
     assert all(row["ms"] > 0 and row["extra_bytes"] is None for row in ours)
     text = capsys.readouterr().out
+    assert path.with_suffix(".md").read_text() == points.markdown(result)
+    assert text.endswith(points.markdown(result))
     assert "| cuflash | float64 | 300 x 300 |" in text
     assert ("absent: keops" in text) == (len(result["rows"]) == 2)
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "2.5"])
+def test_what_is_no_number_of_points_is_refused(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        points.main(["--device", "cpu", "--points", text])
+    assert "--points" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_error_is_seen():

@@ -101,6 +101,21 @@ def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_sums_of_two_thousand_terms(causal: bool, tf32: bool) -> None:
+    """Every row sees 300 keys, so that rows err alike and R1 and R2 hold for out."""
+    import cupy
+
+    rows, keys = (1, 2000, 64), (1, 2300, 64)
+    call = make_call("normal", 9, np.float32, rows, keys, keys, options={"causal": causal})
+    call = call.but(tf32=tf32)
+    result, budget = run(cupy, call, with_out=True), Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:

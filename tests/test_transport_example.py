@@ -45,6 +45,18 @@ def test_steps_are_those_of_the_textbook() -> None:
     np.testing.assert_allclose(error, wanted_error, rtol=1e-10)
 
 
+@pytest.mark.parametrize("epsilon", [0.03, 2e-4])
+@pytest.mark.parametrize("moved", [-2.0, 2.0])
+def test_exponents_of_the_textbook_beyond_what_exp_holds(epsilon: float, moved: float) -> None:
+    """Of the smaller epsilon all of a row underflow, or one overflows."""
+    x, y = clouds()
+    phi = psi = np.full(40, moved / epsilon)
+    plan, dense = (kind(x, y[:40], epsilon, phi, psi) for kind in (Plan, DensePlan))
+    np.testing.assert_allclose(dense.phi_of_psi(), plan.phi_of_psi(), rtol=1e-11)
+    np.testing.assert_allclose(dense.psi_of_phi(), plan.psi_of_phi(), rtol=1e-11)
+    np.testing.assert_allclose(dense.mean_for(x, y[:40]), plan.mean_for(x, y[:40]), rtol=1e-9)
+
+
 @pytest.mark.parametrize("relaxation", [1.0, 1.7])
 def test_rows_and_columns_of_the_last_plan(relaxation: float) -> None:
     x, y = clouds()
@@ -166,6 +178,45 @@ def test_photographs_without_scikit_learn_name_the_extra(
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert colour_transfer.main(["--device", "cpu"]) == 2
     assert "cuflash[examples]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--pixels", "--epsilon", "--tolerance"])
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5.2"])
+def test_what_is_no_positive_number_is_refused(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        colour_transfer.main(["--device", "cpu", option, text])
+    message = capsys.readouterr().err.splitlines()[-1]
+    kind = "int" if option == "--pixels" else "float"
+    why = f"invalid {kind} value: '{text}'"
+    if text in ("0", "-1"):
+        why = f"got {text}, expected a positive number"
+    assert message.endswith(f"argument {option}: {why}")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf"])
+def test_an_epsilon_that_is_not_finite_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        colour_transfer.main(["--device", "cpu", "--epsilon", text])
+    assert f"got {text}" in capsys.readouterr().err
+
+
+def test_more_pixels_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(colour_transfer, "load_photographs", made_up_photographs)
+    assert colour_transfer.main(["--device", "cpu", "--pixels", "1201"]) == 2
+    assert "got 1,201, expected at most 1,200" in capsys.readouterr().err
+
+
+def test_an_epsilon_above_that_of_the_first_plan() -> None:
+    x, y = clouds()
+    *_, (plan, error) = solve(first_plan(x, y), 10.0, tolerance=1e-9)
+    assert plan.epsilon == 10
+    assert error < 1e-9
 
 
 @pytest.mark.gpu

@@ -238,8 +238,6 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
 
     ``commit`` is what was measured, where git could not say it.
     """
-    from cuflash._bench.report import markdown
-
     taken = []
     for path in sorted(out.glob("*.json")):
         text = path.read_text()
@@ -253,8 +251,17 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
         to.write_text(text)
         taken.append(path.name)
         if path.with_suffix(".md").exists():
-            to.with_suffix(".md").write_text(markdown(json.loads(text)))
+            to.with_suffix(".md").write_text(tables_of(json.loads(text)))
     return taken
+
+
+def tables_of(result: dict[str, Any]) -> str:
+    """A result as Markdown; those of points in space have rows of their own."""
+    from benchmarks import points
+    from cuflash._bench import report
+
+    of_points = any("points" in row for row in result["rows"])
+    return (points if of_points else report).markdown(result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
