@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                                  # what fits this machine
     python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
-    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-23.json
+    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-24.json
     python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
 
 An error is the Frobenius norm of the difference to the exact result, relative to that of the exact

@@ -100,7 +100,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "io": (500, ("benchmarks/bench.py", "--io", "--out", "{out}")),
 }  # fmt: skip
 SUITE_SECONDS = 3600.0
-SHARD_TESTS = 24  # of one process
+SHARD_TESTS = 12  # of one process
 ALL = ("suite", *PARTS)
 REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
 
