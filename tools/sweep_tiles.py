@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -46,6 +46,20 @@ TRIED: dict[str, dict[int, Values]] = {
         128: {"block_m": (64, 128), "block_n": (16, 32, 48), "num_warps": (4, 8),
               "blocks_per_sm": (1,)},
     },
+    "backward_dq_partners": {
+        64: {"block_m": (32, 64, 128), "block_n": (32, 64), "num_warps": (4, 8)},
+    },
+    "backward_dkv_partners": {
+        64: {"block_m": (32, 64), "block_n": (32, 64, 128), "num_warps": (4, 8)},
+    },
+    "backward_dq_sm90": {
+        64: {"block_n": (96, 112, 128), "num_stages": (2, 3)},
+        128: {"block_n": (64, 80, 96, 112), "num_stages": (2, 3)},
+    },
+    "backward_dkv_sm90": {
+        64: {"block_m": (64, 80, 96), "block_n": (128,), "num_stages": (2, 3)},
+        128: {"block_m": (32, 48, 64), "block_n": (128,), "num_stages": (2, 3)},
+    },
     "forward_narrow": {
         3: {"block_m": (256, 512, 1024), "block_n": (64, 128), "num_warps": (4, 8),
             "blocks_per_sm": (2, 3, 4)},
@@ -68,7 +82,9 @@ class Swept(NamedTuple):
         words = [self.kernel, "d" + "-".join(map(str, dims))]
         words += [work.dtype] * (work.dtype != "bfloat16")
         words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
-        words += list(work.arrays) + [str(work.seqlen_k)] * (work.seqlen_k != LENGTHS[0])
+        words += ["unordered"] * (not work.deterministic) + ["softcap"] * (work.softcap is not None)
+        words += ["window"] * (work.window is not None) + list(work.arrays)
+        words += [str(work.seqlen_k)] * (work.seqlen_k != LENGTHS[0])
         return "-".join(words).replace("_", "-")
 
     @property
@@ -77,7 +93,7 @@ class Swept(NamedTuple):
         return TRIED.get(self.kernel, {}).get(self.workload.head_dim, {})
 
 
-def problems() -> Iterator[tuple[str, dict[str, object]]]:
+def problems() -> Iterator[tuple[str, dict[str, Any]]]:
     """Kernels, each with the problems of which its tiles are swept."""
     masks = [{"causal": causal} for causal in (False, True)]
     for dtype in _HALVES:
@@ -94,18 +110,28 @@ def problems() -> Iterator[tuple[str, dict[str, object]]]:
             yield "forward_tf32_sm90", {"dtype": "float32", "precision": "tf32", **own}
             for kernel in ("forward_sm80", "backward_dq_partners", "backward_dkv_partners"):
                 yield kernel, {"dtype": "float64", **own}
+    for mask in masks:
+        for kernel in ("forward_sm90", "backward_pair_sm90"):
+            yield kernel, {"head_dim": 192, "head_dim_v": 128, **mask}
+        for head_dim in (64, 128):
+            yield "backward_sm90", {"head_dim": head_dim, "deterministic": False, **mask}
+            for kernel in ("backward_dq_sm90", "backward_dkv_sm90"):
+                yield kernel, {"head_dim": head_dim, **mask}
+        for kernel in ("forward_sm90", "backward_dq_sm90", "backward_dkv_sm90"):
+            yield kernel, {"head_dim": 128, "softcap": 30.0, **mask}
+    for kernel in ("forward_sm90", "backward_sm90"):
+        yield kernel, {"head_dim": 128, "window": (1023, 0)}
 
 
 def sweeps() -> Iterator[Swept]:
     """Every problem at every length; points in space, whose rows are short, at their own."""
     for kernel, own in problems():
-        width = own["head_dim"]
-        assert isinstance(width, int)
+        own = {"dtype": "bfloat16", "head_dim_v": own["head_dim"], **own}
         tokens = TOKENS if own["dtype"] in _HALVES else TOKENS // 2
-        heads = MODEL_WIDTH // max(64, width) // (2 if own["dtype"] == "float64" else 1)
+        heads = MODEL_WIDTH // own["head_dim"] // (2 if own["dtype"] == "float64" else 1)
         for length in LENGTHS:
             shape = (max(1, tokens // length), heads, heads, length, length)
-            yield Swept(kernel, tuning.Workload(*shape, head_dim_v=width, **own))  # type: ignore[arg-type]
+            yield Swept(kernel, tuning.Workload(*shape, **own))
     for length in (262_144, 131_072):
         shape = (1, 1, 1, length, length)
         for arrays in (("key_bias",), ()):
