@@ -195,6 +195,10 @@ def test_help_names_results_that_are_committed(capsys):
         (["bench", "--budget-ms", "nan"], "--budget-ms: got 'nan', expected a positive number"),
         (["bench", "--memory", "--io"], "--io: not allowed with argument --memory"),
         (["bench", "--set", "short", "--memory"], "--memory: not allowed with argument --set"),
+        (
+            ["bench", "--memory", "--device", "cpu"],
+            "--device: got cpu, expected gpu, of which --memory",
+        ),
         (["bench", "--io", "--render", __file__], "--render: not allowed with argument --io"),
         (["bench", "--render", __file__], "got no JSON, expected a result of bench"),
         (["bench", "--render", "none.json"], "none.json"),

@@ -51,6 +51,7 @@ from cuflash._bench.workload import (
 )
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._config import HEAD_DIMS
+from cuflash._errors import problem_with
 
 EXAMPLES = """\
 examples:
@@ -235,12 +236,16 @@ def main(argv: Sequence[str] | None = None, results: Path | None = None) -> int:
 
 def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     """Levels of memory, or bytes that forwards move."""
+    if arguments.device == "cpu":
+        raise problem_with(
+            "--device", ValueError, got="cpu", expected="gpu, of which --memory and --io are"
+        )
     cupy = gpu_module()
     if cupy is None:
         raise RuntimeError(f"bench: {no_device()}")
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     meta = describe_machine(cupy, name, command)
-    topic = "memory" if arguments.memory else "io"
+    topic = arguments.topic or ("memory" if arguments.memory else "io")
     if arguments.memory:
         rows = [level.as_json() for level in memory.measure()]
     else:
