@@ -138,9 +138,11 @@ _FORWARD_SM90: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 112, 2, 1, 2),
     (256, 256): Sm90Tile(128, 80, 2, 1, 2),
 }
-# Where 128 rows give each tile a multiprocessor of its own, smaller tiles are done sooner; a score
-# that is multiplied by its scale before the exponential takes registers that 192 rows do not leave.
+# Where 192 rows leave some multiprocessors much more to do than others, smaller tiles are done
+# sooner (H100 SXM, 2026-11-24: docs/measured-facts.md); a score that is multiplied by its scale
+# before the exponential takes registers that 192 rows do not leave.
 _FORWARD_SM90_FEW: Sm90Tiles = {(64, 64): Sm90Tile(128, 128, 4, 2, 1)}
+_GAIN_OF_192_ROWS = 1.15
 # Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
 _FORWARD_SM90_LENGTHS: Sm90Tiles = {(256, 256): Sm90Tile(128, 64, 2, 1, 2)}
 # A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
@@ -158,6 +160,9 @@ _FORWARD_SM90_GENERAL: Sm90Tiles = {
     (192, 192): Sm90Tile(128, 96, 2, 1, 0),
     (256, 256): Sm90Tile(128, 64, 2, 1, 0),
 }
+# A softcap alone leaves registers for more, by benchmarks/sweeps; with many rows for 192 of them.
+_FORWARD_SM90_SOFTCAP: Sm90Tiles = {(128, 128): Sm90Tile(128, 128, 2, 2, 4)}
+_FORWARD_SM90_SOFTCAP_MANY: Sm90Tiles = {(64, 64): Sm90Tile(192, 128, 4, 2, 0)}
 # A window bounded on the left besides.
 _FORWARD_SM90_GENERAL_WINDOW: Sm90Tiles = {
     (192, 128): Sm90Tile(128, 112, 2, 1, 0),
@@ -199,25 +204,35 @@ class GradientSm90Tile(NamedTuple):
 
 
 GradientSm90Tiles = dict[tuple[int, int], GradientSm90Tile]
-# 64 to 128: the fastest of those that docs/backward-sm90.md lists; others follow from registers and
-# shared memory. Rows of dk and dv serve both in one pass up to head size 128, larger ones one of
-# them: registers hold no two results of 192 columns.
+# The fastest of benchmarks/sweeps, but for (192, 128), which follows from shared memory. Three
+# buffers of narrow blocks win over two of wide ones, and over scores ahead.
 _BACKWARD_Q_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(128, 128, 3),
+    (96, 96): GradientSm90Tile(128, 80, 3),
+    (128, 128): GradientSm90Tile(128, 64, 3),
+    (192, 128): GradientSm90Tile(128, 80, 2),
+    (192, 192): GradientSm90Tile(128, 48, 3),
+    (256, 256): GradientSm90Tile(128, 32, 3),
+}
+# Where a score takes more than a multiplication: of slopes and softcap the fastest of
+# benchmarks/sweeps, of 96 and 192 those of docs/backward-sm90.md.
+_BACKWARD_Q_SM90_GENERAL: GradientSm90Tiles = {
     (96, 96): GradientSm90Tile(128, 96, 3, True),
     (128, 128): GradientSm90Tile(128, 80, 3, True),
-    (192, 128): GradientSm90Tile(128, 80, 2),
     (192, 192): GradientSm90Tile(128, 64, 2),
     (256, 256): GradientSm90Tile(128, 48, 2),
 }
 # Under a causal bound the scores ahead of the last block are multiplied in vain, and none are where
-# a score takes more than its product. Not with segments, which narrower blocks fit better.
-_BACKWARD_Q_SM90_NOT_AHEAD: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 112, 2)}
+# a score waits for every product.
+_BACKWARD_Q_SM90_NOT_AHEAD: GradientSm90Tiles = {(128, 128): GradientSm90Tile(128, 64, 3)}
 # Where several options take registers, dropout, a bias or a formula among them.
 _BACKWARD_Q_SM90_CROWDED: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(128, 96, 3),
     (128, 128): GradientSm90Tile(128, 80, 3),
 }
+# Up to 128 the fastest of benchmarks/sweeps; others follow from registers and shared memory. Rows
+# serve dk and dv in one pass up to head size 128, larger ones one of them: registers hold no two
+# results of 192 columns.
 _BACKWARD_KV_SM90: GradientSm90Tiles = {
     (64, 64): GradientSm90Tile(96, 128, 3),
     (96, 96): GradientSm90Tile(80, 128, 3),
@@ -267,9 +282,10 @@ def forward_config(
     own = tables.own_columns_general if general else tables.own_columns
     fields["column_parts"] = _parts(fields["head_dim_v"], own)
     widest = max(fields["head_dim"], fields["head_dim_v"])
-    one_stage = (tables.forward_one_stage or {}) if not general and _sees_all(problem) else {}
+    one_stage = tables.forward_one_stage_general if general else tables.forward_one_stage
     configs = [
-        ForwardConfig(**fields, **t._asdict(), num_stages=1) for t in one_stage.get(widest, ())
+        ForwardConfig(**fields, **t._asdict(), num_stages=1)
+        for t in (one_stage or {}).get(widest, ())
     ]
     stages = tables.forward_stages
     configs += [ForwardConfig(**fields, **t, num_stages=stages) for t in _rows(tiles, fields)]
@@ -290,6 +306,10 @@ def forward_sm90_config(
     tiles = _FORWARD_SM90
     if _is_general(problem):
         tiles = _FORWARD_SM90_GENERAL
+        if _has_softcap_alone(problem):
+            tiles = tiles | _FORWARD_SM90_SOFTCAP
+            if not _has_few_rows(problem, multiprocessors):
+                tiles = tiles | _FORWARD_SM90_SOFTCAP_MANY
         packed, biased = fields["cu_seqlens"] != "none", fields["bias"] != "none"
         if packed:
             tiles = tiles | _FORWARD_SM90_GENERAL_PACKED
@@ -309,15 +329,34 @@ def forward_sm90_config(
             narrow = False  # three warpgroups have no registers for a sink and bounds from arrays
         if narrow:
             tiles = tiles | _FORWARD_SM90_NARROW
-        few = math.prod(problem.batch) * -(-problem.seqlen_q // 128) <= multiprocessors
-        if few or not fields["scale_in_exponent"]:
+        scaled = not fields["scale_in_exponent"]
+        if scaled or _has_few_rows(problem, multiprocessors):
             tiles = tiles | _FORWARD_SM90_FEW
+        if scaled or _count(problem, 128) <= multiprocessors:
             if narrow:
                 tiles = tiles | _FORWARD_SM90_NARROW_FEW
         elif packed and fields["sink"] == "none":  # many of them are short; with a sink as above
             tiles = tiles | _FORWARD_SM90_NARROW
     fields |= _sm90_row(tiles, problem)
     return ForwardSm90Config(num_warps=fields["block_m"] // 16 + 4, **fields)
+
+
+def _count(problem: Problem, block_m: int) -> int:
+    """How many tiles of so many rows there are."""
+    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+
+
+def _has_few_rows(problem: Problem, multiprocessors: int) -> bool:
+    """Whether tiles of 192 rows take longer than those of 128, by what the busiest processor has.
+
+    Under a causal bound the last tile has the most keys: alone on a processor, it is the busiest.
+    """
+
+    def most(block_m: int) -> int:  # rows of one multiprocessor
+        return -(-_count(problem, block_m) // multiprocessors) * block_m
+
+    alone = problem.window_right is not None and _count(problem, 192) <= multiprocessors
+    return alone or most(192) > _GAIN_OF_192_ROWS * most(128)
 
 
 def _sm90_row(
@@ -346,6 +385,8 @@ def backward_q_sm90_config(problem: Problem) -> BackwardQSm90Config | None:
     if _sm90_refusals.against_gradient(problem) or any(problem.q.summed):
         return None
     tiles = _BACKWARD_Q_SM90
+    if _is_general(problem):
+        tiles = tiles | _BACKWARD_Q_SM90_GENERAL
     more = (problem.bias, problem.formulas, problem.softcap, problem.mask)
     if problem.window_right is not None or any(x is not None for x in more):
         tiles = tiles | _BACKWARD_Q_SM90_NOT_AHEAD
@@ -454,10 +495,13 @@ def _is_general(problem: Problem) -> bool:
     return present or _philox.threshold(problem.dropout) > 0
 
 
-def _sees_all(problem: Problem) -> bool:
-    """Whether every query sees every key: bounds of what it sees take no registers."""
-    bounds = (problem.window_left, problem.window_right, problem.q_lengths, problem.kv_lengths)
-    return all(bound is None for bound in (*bounds, problem.cu_seqlens_q))
+def _has_softcap_alone(problem: Problem) -> bool:
+    """Whether nothing but a softcap and a bound on the right takes registers."""
+    scored = (problem.bias, problem.alibi_slopes, problem.formulas, problem.mask, problem.sink)
+    ids = (problem.segment_ids_q, problem.cu_seqlens_q)
+    bounds = (problem.window_left, problem.offset, problem.q_lengths, problem.kv_lengths)
+    alone = all(other is None for other in (*scored, *ids, *bounds))
+    return alone and problem.softcap is not None and _philox.threshold(problem.dropout) == 0
 
 
 def _shares_keys(problem: Problem, names: list[str]) -> bool:

@@ -23,8 +23,8 @@ TILES: dict[tuple[int, int], OnePassTile] = {
     (64, 64): OnePassTile(128, 128, 2, True),
     (96, 96): OnePassTile(64, 128, 3, False),
     (128, 128): OnePassTile(64, 128, 2, False),
-    (192, 128): OnePassTile(64, 64, 3, False),
-    (192, 192): OnePassTile(64, 64, 3, False),
+    (192, 128): OnePassTile(64, 64, 2, False),
+    (192, 192): OnePassTile(64, 64, 2, False),
     (256, 256): OnePassTile(64, 64, 2, False),
 }
 

@@ -119,11 +119,6 @@ SPILLS = {
         "all options: a number from which dropout draws, stored before the loop over blocks, "
         "loaded once per block (12.9: nothing)",
     ),
-    ("sm_90", "cuflash_forward_sm80", "float64", 128): Spill(
-        96,
-        "where keys and values lie, used once per block of 32 keys; found anew instead, without a "
-        "spill, the forward takes 1.12 times as long (H100, 2026-11-22)",
-    ),
     ("sm_90", "cuflash_backward_dq_sm80", "16 bits", 128): Spill(
         32,
         f"{INVARIANTS}; the counter of the loop over batch entries: once per entry; the neighbour "

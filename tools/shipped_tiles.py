@@ -2,28 +2,33 @@
 
 python tools/shipped_tiles.py [--check]
 
-A sweep's best replaces the tile of cuflash/_select*.py only if the last comparison, all in turns,
-found it faster by more than MARGIN: two runs of one sweep differ by as much. And only if all sweeps
-of its problem, of at least two lengths, agree on it, since a row holds for every length, and each
-compared it with the tile of those tables, or with itself where it was shipped by then. Run it, too,
-after a row of those tables changed. A tile that none of its sweeps timed is left out.
+A tile replaces that of cuflash/_select*.py only if all sweeps of a problem, of at least two
+lengths, timed both and found it faster by more than MARGIN: two runs of one sweep differ by as
+much. It spills nothing, waits for no product, and gives a block of threads no more rows than the
+tables do: a row holds for every call, and where there are few rows, larger tiles leave
+multiprocessors without one. Run it, too, after a row of those tables changed. A tile that none of
+its sweeps timed is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cuflash import _tuned, tuning  # noqa: E402
-from cuflash.tuning._table import best_rows, table_rows  # noqa: E402
+from cuflash.tuning._table import table_rows  # noqa: E402
 
 SWEEPS = ROOT / "benchmarks" / "sweeps"
 TABLE = ROOT / "cuflash" / "tiles.json"
 MARGIN = 0.02
+#: Kernels whose blocks of threads own rows of keys; those of the others own queries.
+OWNERS_OF_KEYS = ("backward_sm90", "backward_pair_sm90", "backward_dkv")
+Tile = tuple[tuple[str, int], ...]
 
 
 def rows() -> list[_tuned.Row]:
@@ -39,19 +44,52 @@ def rows() -> list[_tuned.Row]:
 
 def was_timed(row: _tuned.Row, sweep: tuning.Sweep) -> bool:
     """Whether a sweep timed the tile of a row, or all others in turns with it."""
-    tile = dict(row.values)
-    return tile == sweep.default_values or any(tile == found["values"] for found in sweep.timed)
+    return row.values in relative_times(sweep)
 
 
 def row_of(key: _tuned.Key, sweeps: list[tuning.Sweep]) -> _tuned.Row:
-    """The tile that all of them found faster, at several lengths, or that of the tables."""
-    of_tables = {row.key: row for row in table_rows(sweeps[0])}[key]
-    faster = [{row.key: row for row in best_rows(found, MARGIN)}[key] for found in sweeps]
-    tiles = {row.values for row in faster}
-    compared = {tuple(found.default_values.items()) for found in sweeps}
+    """The tile that all of them found faster than that of the tables, or that one."""
+    own = {row.key: row for row in table_rows(sweeps[0])}[key]
+    times = [relative_times(found) for found in sweeps]
     lengths = {found.workload.seqlen_k for found in sweeps}
-    agreed = len(tiles) == 1 and compared <= {*tiles, of_tables.values} and len(lengths) > 1
-    return faster[0] if agreed else of_tables
+    if len(lengths) < 2 or not all(own.values in found for found in times):
+        return own
+    slowest = {
+        tile: max(found[tile] / found[own.values] for found in times)
+        for tile in set.intersection(*map(set, times))
+        if all(serves_every_call(tile, own.values, found) for found in sweeps)
+    }
+    best = min(slowest, key=lambda tile: (slowest[tile], tile), default=own.values)
+    faster = best in slowest and slowest[best] * (1 + MARGIN) <= 1
+    return own._replace(values=best) if faster else own
+
+
+def relative_times(sweep: tuning.Sweep) -> dict[Tile, float]:
+    """Times of tiles over that of the one that all were compared with, those together at last."""
+    times = {as_tile(row["values"]): float(row["relative"]) for row in sweep.timed}
+    for final in sweep.finals[-1:]:
+        keys = {row["key"]: as_tile(row["values"]) for row in sweep.timed}
+        times |= {keys[key]: ms / final["default_ms"] for key, ms in final["ms"].items()}
+        for key in final.get("left_out", {}):
+            del times[keys[key]]
+    return times | {as_tile(sweep.default_values): 1.0}
+
+
+def serves_every_call(tile: Tile, of_tables: Tile, sweep: tuning.Sweep) -> bool:
+    """Whether a tile leaves registers and processors as those of the tables do."""
+    owned = "block_n" if sweep.kernel.startswith(OWNERS_OF_KEYS) else "block_m"
+    if dict(tile)[owned] > dict(of_tables)[owned]:
+        return False
+    return not any(
+        row["facts"]["spill_bytes"] or row["facts"]["warnings"]
+        for row in sweep.timed
+        if as_tile(row["values"]) == tile
+    )
+
+
+def as_tile(values: Mapping[str, int]) -> Tile:
+    """Values by name, as a row has them."""
+    return tuple(values.items())
 
 
 def main() -> int:

@@ -54,11 +54,16 @@ TRIED: dict[str, dict[int, Values]] = {
     },
     "backward_dq_sm90": {
         64: {"block_n": (96, 112, 128), "num_stages": (2, 3)},
+        96: {"block_m": (128,), "block_n": (64, 80, 96, 112), "num_stages": (2, 3)},
         128: {"block_n": (64, 80, 96, 112), "num_stages": (2, 3)},
+        192: {"block_m": (128,), "block_n": (32, 48, 64, 80), "num_stages": (2, 3)},
+        256: {"block_m": (128,), "block_n": (32, 48, 64), "num_stages": (2, 3)},
     },
     "backward_dkv_sm90": {
         64: {"block_m": (64, 80, 96), "block_n": (128,), "num_stages": (2, 3)},
+        96: {"block_m": (48, 64, 80), "block_n": (128,), "num_stages": (2, 3)},
         128: {"block_m": (32, 48, 64), "block_n": (128,), "num_stages": (2, 3)},
+        256: {"block_m": (32, 48, 64), "block_n": (128,), "num_stages": (2, 3)},
     },
     "forward_narrow": {
         3: {"block_m": (256, 512, 1024), "block_n": (64, 128), "num_warps": (4, 8),
@@ -96,6 +101,7 @@ class Swept(NamedTuple):
 def problems() -> Iterator[tuple[str, dict[str, Any]]]:
     """Kernels, each with the problems of which its tiles are swept."""
     masks = [{"causal": causal} for causal in (False, True)]
+    two_kernels = ("backward_dq_sm90", "backward_dkv_sm90")
     for dtype in _HALVES:
         for head_dim in (64, 96, 128, 192, 256):
             one_pass = "backward_sm90" if head_dim <= 128 else "backward_pair_sm90"
@@ -115,12 +121,23 @@ def problems() -> Iterator[tuple[str, dict[str, Any]]]:
             yield kernel, {"head_dim": 192, "head_dim_v": 128, **mask}
         for head_dim in (64, 128):
             yield "backward_sm90", {"head_dim": head_dim, "deterministic": False, **mask}
-            for kernel in ("backward_dq_sm90", "backward_dkv_sm90"):
-                yield kernel, {"head_dim": head_dim, **mask}
-        for kernel in ("forward_sm90", "backward_dq_sm90", "backward_dkv_sm90"):
+        for head_dim in (64, 96, 128, 192, 256):
+            yield "backward_dq_sm90", {"head_dim": head_dim, **mask}
+        for head_dim in (64, 96, 128):
+            yield "backward_dkv_sm90", {"head_dim": head_dim, **mask}
+        for head_dim in (64, 128, 256):
+            yield "forward_sm90", {"head_dim": head_dim, "softcap": 30.0, **mask}
+        yield "forward_sm90", {"head_dim": 128, "arrays": ("alibi_slopes",), **mask}
+        yield "forward_sm90", {"head_dim": 128, "arrays": ("bias",), **mask}
+        for kernel in two_kernels:
             yield kernel, {"head_dim": 128, "softcap": 30.0, **mask}
+            yield kernel, {"head_dim": 128, "arrays": ("alibi_slopes",), **mask}
+    for kernel in two_kernels:
+        for head_dim in (64, 256):
+            yield kernel, {"head_dim": head_dim, "softcap": 30.0, "causal": True}
     for kernel in ("forward_sm90", "backward_sm90"):
         yield kernel, {"head_dim": 128, "window": (1023, 0)}
+    yield "forward_sm80", {"dtype": "float64", "head_dim": 128, "arrays": ("alibi_slopes",)}
 
 
 def sweeps() -> Iterator[Swept]:
