@@ -12,6 +12,7 @@ from cuflash import (
     _select_gradients,
     _select_narrow,
     _select_one_pass,
+    _select_sm90,
     _select_tf32,
     _sm90_refusals,
     _tuned,
@@ -32,7 +33,7 @@ def forward(problem: Problem, hardware: Hardware, *, portable: bool = False) -> 
     problem, _ = with_shared_rows(problem, _layouts(problem))
     chosen: ForwardConfig | ForwardSm90Config | None = None
     if hardware.arch == "sm_90" and width == _TMA_BYTES and not portable:
-        chosen = _select.forward_sm90_config(problem, hardware.multiprocessors)
+        chosen = _select_sm90.forward_config(problem, hardware.multiprocessors)
     if chosen is None and not portable:
         chosen = _select_narrow.forward_config(problem, width, hardware.multiprocessors)
     if hardware.arch == "sm_90" and chosen is None and not portable:
@@ -77,14 +78,14 @@ def backward(
     if of_keys:
         passes: tuple[TileConfig, ...] | None = None
         if hopper:
-            passes = _select.backward_kv_sm90_configs(problem, of_keys)
+            passes = _select_sm90.backward_kv_configs(problem, of_keys)
         if tf32 and passes is None:
             passes = _select_tf32.backward_kv_configs(problem, width, of_keys)
         tiled += passes or _select_gradients.backward_kv_configs(
             problem, smem, width, of_keys, cuda_cores=cuda_cores, partners=not portable
         )
     if "q" in wanted:
-        of_q: TileConfig | None = _select.backward_q_sm90_config(problem) if hopper else None
+        of_q: TileConfig | None = _select_sm90.backward_q_config(problem) if hopper else None
         if tf32 and of_q is None:
             of_q = _select_tf32.backward_q_config(problem, width)
         of_q = of_q or _select_gradients.backward_q_config(

@@ -31,6 +31,7 @@ from cuflash import (
     _select,
     _select_gradients,
     _select_narrow,
+    _select_sm90,
     _select_tf32,
 )
 from cuflash._arrays import Array, converted, refuse_capture
@@ -189,7 +190,7 @@ def _plan_forward_sm90(
     """Prepare Hopper's forward; None where the device, the problem or a layout is not for it."""
     if not _launch_sm90.available(device):
         return None
-    chosen = _select.forward_sm90_config(problem, _device.multiprocessors(device))
+    chosen = _select_sm90.forward_config(problem, _device.multiprocessors(device))
     if chosen is None:
         return None
     config = _select.overridden(chosen, override, device)
@@ -513,9 +514,9 @@ def _plan_backward_sm90(
         return None
     chosen: tuple[BackwardSm90Config | None, ...] | None
     if "q" in wanted:
-        chosen = (_select.backward_q_sm90_config(problem),)
+        chosen = (_select_sm90.backward_q_config(problem),)
     else:
-        chosen = _select.backward_kv_sm90_configs(problem, wanted)
+        chosen = _select_sm90.backward_kv_configs(problem, wanted)
     launches = [
         _launch_sm90.plan_gradient(problem, device, layouts, addresses, config, given)
         for config in chosen or (None,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import NamedTuple
 
-from cuflash import _select, _sm90_refusals
+from cuflash import _select, _select_sm90, _sm90_refusals
 from cuflash._config import BackwardConvertConfig, BackwardOnePassConfig, BackwardPairConfig
 from cuflash._problem import Problem
 
@@ -19,6 +19,7 @@ class OnePassTile(NamedTuple):
     keys_in_registers: bool
 
 
+#: The fastest of benchmarks/sweeps on an H100 SXM.
 TILES: dict[tuple[int, int], OnePassTile] = {
     (64, 64): OnePassTile(128, 128, 2, True),
     (96, 96): OnePassTile(64, 128, 3, False),
@@ -50,7 +51,7 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
         or not _select._shares_keys(problem, ["k", "v"])
     ):
         return None
-    fields = _select._fields(problem, 16, problem.dtype) | _select._sm90_row(TILES, problem)
+    fields = _select._fields(problem, 16, problem.dtype) | _select_sm90.tile_fields(TILES, problem)
     kind = BackwardOnePassConfig if fields["head_dim"] <= 128 else BackwardPairConfig
     rows = kind.cluster_blocks * fields["block_n"]
     return kind(num_warps=rows // 16 + kind.other_warps, ordered=ordered, **fields)

@@ -1,4 +1,7 @@
-"""Which of Hopper's kernels for float32 serve a problem, and with how many buffers?"""
+"""Which of Hopper's kernels for float32 serve a problem, and with how many buffers?
+
+Their tiles are the fastest of benchmarks/sweeps on an H100 SXM.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 Registers decide: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp, and of wide
 results a part of the columns. All rows are free of spills by NVRTC 12.9 and 13.5.
+
+Timed on an H100 SXM (docs/measured-facts.md) were the first tile of each row of float32 where a
+score is a product, of TF32 the forward at 64 and 128, of float64 what serves at 64 and 128 there,
+the latest of it by benchmarks/sweeps. All others are what registers and shared memory hold.
 """
 
 from __future__ import annotations
@@ -147,7 +151,7 @@ _FORWARD_FLOAT64: Tiles = {
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
-# Two stages of 128 rows would take longer: docs/measured-facts.md.
+# By benchmarks/sweeps; of the general one at 8192 keys alone.
 _FORWARD_ONE_STAGE_FLOAT64: Tiles = {128: (Tile(128, 16, 8, 1),)}
 _FORWARD_ONE_STAGE_GENERAL_FLOAT64: Tiles = {128: (Tile(128, 32, 8, 1),)}
 _FORWARD_GENERAL_FLOAT64: Tiles = _FORWARD_FLOAT64 | {

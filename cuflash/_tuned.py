@@ -1,4 +1,4 @@
-"""Which measured tiles go before the tables of ``_select.py``?
+"""Which measured tiles go before the tables of ``_select*.py``?
 
 Those of ``tiles.json``, which is shipped and made by tools/shipped_tiles.py from committed sweeps.
 Before them those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable

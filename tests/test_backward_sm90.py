@@ -13,7 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select, _select_gradients, _select_one_pass
+from cuflash import _select_gradients, _select_one_pass, _select_sm90
 from cuflash._formulas import formulas_of
 from cuflash._problem import describe
 from cuflash.tuning import BackwardConfigs
@@ -50,8 +50,8 @@ def upload(array):
 def forms(q, k, v, options, wrt=ALL):
     """Configurations of every form that serves: one pass for all gradients, if they are all."""
     problem = replace(describe(q, k, v, options), formulas=formulas_of(options))
-    of_queries = _select.backward_q_sm90_config(problem)
-    of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
+    of_queries = _select_sm90.backward_q_config(problem)
+    of_keys = _select_sm90.backward_kv_configs(problem, frozenset(wrt))
     assert of_queries is not None
     assert of_keys is not None
     found = {"two kernels": BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)}

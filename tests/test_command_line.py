@@ -25,7 +25,7 @@ from cuflash import (
     _explained,
     _hardware,
     _kernel_store,
-    _select,
+    _select_sm90,
     _select_tf32,
     _tuned,
     tuning,
@@ -459,7 +459,7 @@ def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
     forward = _chosen.forward(problem, H100).source.endswith("_sm90.cu")
     assert forward == (_chosen.why_portable(problem, H100) == "")
     of_float32 = problem.dtype == np.float32 and _select_tf32.forward_config(problem, 16)
-    assert not forward or of_float32 or _select.forward_sm90_config(problem) is not None
+    assert not forward or of_float32 or _select_sm90.forward_config(problem) is not None
     gradient = [c.source for c in _chosen.backward(problem, H100)][1:]
     hopper = all(s.endswith("_sm90.cu") or s == "backward_convert.cu" for s in gradient)
     assert hopper == (_chosen.why_portable_gradient(problem, H100) == "")

@@ -17,7 +17,7 @@ import pytest
 from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
-from cuflash import MaskMod, Options, ScoreMod, _select, _select_one_pass
+from cuflash import MaskMod, Options, ScoreMod, _select_one_pass, _select_sm90
 from cuflash._compile import compile_static, params_struct
 from cuflash._config import (
     BackwardConvertConfig,
@@ -85,14 +85,14 @@ SMALL, LARGE = 0, 10**9
 
 
 def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> ForwardSm90Config | None:
-    return _select.forward_sm90_config(problem_of(case), multiprocessors)
+    return _select_sm90.forward_config(problem_of(case), multiprocessors)
 
 
 def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm90Config]:
     """The kernels of every gradient in ``wrt``; none where the portable ones serve."""
     problem = problem_of(case)
-    of_queries = _select.backward_q_sm90_config(problem)
-    of_keys = _select.backward_kv_sm90_configs(problem, frozenset(wrt))
+    of_queries = _select_sm90.backward_q_config(problem)
+    of_keys = _select_sm90.backward_kv_configs(problem, frozenset(wrt))
     if of_queries is None or of_keys is None:
         return []
     return [of_queries, *of_keys]
@@ -146,7 +146,7 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
     whole = pytestconfig.getoption("--slow")
     configs: set[Sm90Config] = set()
     for name in by_turns(OPTIONS, generation, whole=whole):
-        rows = rows_of(_select._FORWARD_SM90, OPTIONS, name, whole=whole)
+        rows = rows_of(_select_sm90._FORWARD, OPTIONS, name, whole=whole)
         case = {**PLAIN, **OPTIONS[name], **SERVED}
         chosen = {config_of({**case, "head_dims": d}, n) for d in rows for n in (SMALL, LARGE)}
         refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
@@ -176,7 +176,7 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
     configs = []
     for sink in (None, np.ones(1, np.float32)):
         problem = describe(a, a, a, Options(window=(5000, 20), sink=sink))
-        config = _select.forward_sm90_config(problem)
+        config = _select_sm90.forward_config(problem)
         assert config is not None
         assert (config.block_m, config.block_n) == (128, 128)
         configs.append(config)
@@ -187,8 +187,8 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
 
 @pytest.mark.nvrtc
 def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config) -> None:
-    table = _select._BACKWARD_KV_SM90
-    assert set(table) == set(_select._BACKWARD_Q_SM90)
+    table = _select_sm90._BACKWARD_KV
+    assert set(table) == set(_select_sm90._BACKWARD_Q)
     whole = pytestconfig.getoption("--slow")
     configs: set[Sm90Config] = set()
     for name in by_turns(GRADIENT_OPTIONS, generation, whole=whole):
@@ -279,7 +279,7 @@ def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> Non
 @pytest.mark.nvrtc
 def test_float16(generation: int) -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
-    widths = list(_select._FORWARD_SM90)[generation % 2 :: 3]
+    widths = list(_select_sm90._FORWARD)[generation % 2 :: 3]
     compile_all({config_of({**case, "head_dims": d}) for d in widths}, generation)
     cases = [{**case, "head_dims": d} for d in widths]
     one_pass = {_select_one_pass.config_of(problem_of(c), ordered=True) for c in cases}
@@ -297,11 +297,11 @@ def test_formulas_in_the_gradient(generation: int) -> None:
         )
     )
     configs: set[Sm90Config] = set()
-    for head_dims in list(_select._BACKWARD_KV_SM90)[generation % 2 :: 3]:
+    for head_dims in list(_select_sm90._BACKWARD_KV)[generation % 2 :: 3]:
         problem = problem_of({**PLAIN, **WINDOW, **LENGTHS, **SERVED, "head_dims": head_dims})
         problem = replace(problem, formulas=formulas)
-        of_queries = _select.backward_q_sm90_config(problem)
-        of_keys = _select.backward_kv_sm90_configs(problem, frozenset("kv"))
+        of_queries = _select_sm90.backward_q_config(problem)
+        of_keys = _select_sm90.backward_kv_configs(problem, frozenset("kv"))
         assert of_queries is not None
         assert of_keys is not None
         configs |= {of_queries, *of_keys}

@@ -13,7 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select
+from cuflash import _select, _select_sm90
 from cuflash._packing import describe_packed
 from cuflash._problem import describe
 from support import families, problems
@@ -40,7 +40,7 @@ def upload(array):
 
 
 def forced(q, k, v, options, multiprocessors=132):
-    config = _select.forward_sm90_config(describe(q, k, v, options), multiprocessors)
+    config = _select_sm90.forward_config(describe(q, k, v, options), multiprocessors)
     assert config is not None
     return config
 
@@ -61,7 +61,7 @@ def attend_packed(q, k, v, ends_q, ends_k, **keywords):
     options = cuflash.Options(**keywords)
     ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
     problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
-    config = _select.forward_sm90_config(problem)
+    config = _select_sm90.forward_config(problem)
     assert config is not None
     out = upload(np.full(problem.out_shape, np.nan, q.dtype))
     lse = cupy.full(problem.lse_shape, np.nan, np.float32)

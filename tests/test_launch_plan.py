@@ -21,6 +21,7 @@ from cuflash import (
     _select_gradients,
     _select_narrow,
     _select_one_pass,
+    _select_sm90,
     _select_tf32,
     _sm90_refusals,
 )
@@ -217,10 +218,10 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
 def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
     """Hopper's own kernels, where nothing that `_sm90_refusals` names keeps a problem from them."""
     found: list[KernelConfig] = []
-    forward = _select.forward_sm90_config(problem, (1, 132)[number % 2])
+    forward = _select_sm90.forward_config(problem, (1, 132)[number % 2])
     assert (forward is None) == bool(_sm90_refusals.against_forward(problem))
-    of_queries = _select.backward_q_sm90_config(problem)
-    of_keys = _select.backward_kv_sm90_configs(problem, WANTED[number % 3])
+    of_queries = _select_sm90.backward_q_config(problem)
+    of_keys = _select_sm90.backward_kv_configs(problem, WANTED[number % 3])
     together = _select_one_pass.config_of(problem, ordered=bool(number % 2))
     if _sm90_refusals.against_gradient(problem):
         assert of_queries is of_keys is together is None

@@ -18,6 +18,7 @@ from cuflash import (
     _select,
     _select_gradients,
     _select_one_pass,
+    _select_sm90,
     _tuned,
 )
 from cuflash._config import BackwardPairConfig
@@ -91,7 +92,7 @@ def problem_of(batch: int, rows: int = 300, keys: int = 400, **options: Any) -> 
 
 
 def plan(problem: Problem) -> Any:
-    config = _select.forward_sm90_config(problem)
+    config = _select_sm90.forward_config(problem)
     return _launch._plan_forward(problem, 0, POINTERS, None, config)
 
 
@@ -133,7 +134,7 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
 
     def side_by_side(**options: Any) -> int:
         problem = describe(a, a, a, Options(**options))
-        config = _select.forward_sm90_config(problem)
+        config = _select_sm90.forward_config(problem)
         assert config is not None
         num_blocks = -(-16384 // config.block_m)
         return _launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
@@ -191,7 +192,7 @@ def test_a_configuration_that_cannot_serve_says_why(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capability: str,
     options: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
-    wanted = _select.forward_sm90_config(problem_of(2))
+    wanted = _select_sm90.forward_config(problem_of(2))
     device = SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(_launch_sm90.cupy.cuda, "Device", lambda _: device)
     with pytest.raises(ValueError, match="config: ") as error:
@@ -203,7 +204,7 @@ def test_a_configuration_that_cannot_serve_says_why(
 def test_an_address_off_16_bytes_is_refused(recorder: Recorder, operand: int) -> None:
     problem = problem_of(2)
     moved = tuple(p + 8 * (i == operand) for i, p in enumerate(POINTERS))
-    config = _select.forward_sm90_config(problem)
+    config = _select_sm90.forward_config(problem)
     with pytest.raises(ValueError, match="config"):
         _launch._plan_forward(problem, 0, moved, None, config)
     assert not recorder.launches
@@ -448,8 +449,8 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
     moved = {operand: GRADIENT_POINTERS[operand] + 8}
     launches = [launch for _, launch in plan_gradient(problem, **moved)]
     assert [type(launch) for launch in launches] == [_plan.Launch] * 2
-    of_queries = _select.backward_q_sm90_config(problem)
-    of_keys = _select.backward_kv_sm90_configs(problem, frozenset("kv"))
+    of_queries = _select_sm90.backward_q_config(problem)
+    of_keys = _select_sm90.backward_kv_configs(problem, frozenset("kv"))
     assert of_keys is not None
     for config in ((of_queries, None), (None, of_keys[0])):
         with pytest.raises(ValueError, match="config"):

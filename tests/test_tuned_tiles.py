@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import shipped_tiles
 
-from cuflash import _chosen, _hardware, _select, _select_one_pass, _tuned, tuning
+from cuflash import _chosen, _hardware, _select, _select_one_pass, _select_sm90, _tuned, tuning
 from cuflash._compile import compile_static
 from cuflash.tuning import _kernels
-from cuflash.tuning._space import default_config
+from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import best_rows
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
@@ -49,7 +49,7 @@ def written(tmp_path, *rows, name="tiles.json"):
 
 def table_of(work=WORK):
     """What the tables of the source say."""
-    return _select.forward_sm90_config(work.problem())
+    return _select_sm90.forward_config(work.problem())
 
 
 def chosen(work=WORK, device=H100.name):
@@ -382,11 +382,11 @@ def test_a_sweep_that_was_repeated_found_the_same():
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     left = dict(SHIPPED)
     for found in map(tuning.load, sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))):
-        default = default_config(found.workload, found.kernel, H100)
-        own = left.pop(_tuned.key_of(default, found.device), None)
-        if own is not None:
-            report = compile_static(_tuned.with_values(default, dict(own.values)), "sm_90a")
-            assert (report.spill_bytes, report.warnings) == (0, ())
+        for default in default_configs(found.workload, found.kernel, H100):
+            own = left.pop(_tuned.key_of(default, found.device), None)
+            if own is not None:
+                report = compile_static(_tuned.with_values(default, dict(own.values)), "sm_90a")
+                assert (report.spill_bytes, report.warnings) == (0, ())
     assert not left
 
 
@@ -438,14 +438,14 @@ def test_a_tile_is_shipped_only_if_several_lengths_agree(tmp_path, monkeypatch):
 
 
 def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_path, monkeypatch):
-    """Or with itself, once it was shipped."""
+    """Whichever was the default of the sweep."""
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
 
-    def swept(length, block_n):
+    def swept(length, block_n, also=()):
         work = replace(WORK, seqlen_q=length, seqlen_k=length)
         tuning.use(written(tmp_path, row(values={"block_n": block_n, "num_stages": 2})))
-        tried = {"block_m": (128,), "block_n": (64, 96, 112, 128), "num_stages": (2,),
+        tried = {"block_m": (128,), "block_n": (64, 96, 112, *also), "num_stages": (2,),
                  "num_q_stages": (2,), "overlap_quarters": (4,)}  # fmt: skip
         found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
         assert found.default.block_n == block_n
@@ -460,11 +460,37 @@ def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_p
     swept(2048, 128)
     swept(4096, 128)
     assert shipped_width() == 96
-    again = swept(8192, 96)
+    again = swept(8192, 96, also=(128,))
     assert dict(best_rows(again, 0.02)[0].values)["block_n"] == 96  # compared with itself
     assert shipped_width() == 96
     swept(8192, 64)  # of which the tables of another day may have made a default
     assert shipped_width() == table_of().block_n == 128
+
+
+@pytest.mark.parametrize("fact", [{}, {"spill_bytes": 8}, {"warnings": ["C7512"]}], ids=str)
+def test_a_tile_is_shipped_only_if_it_serves_every_call(tmp_path, monkeypatch, fact):
+    """It spills nothing, waits for no product, and has no more rows than that of the tables."""
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
+    shipped = {}
+    for rows in (128, 192):
+        for length in (2048, 8192):
+            work = replace(WORK, seqlen_q=length, seqlen_k=length)
+            tried = {"block_m": (rows,), "block_n": (64, 80), "num_stages": (2,),
+                     "num_q_stages": (2,), "overlap_quarters": (4,)}  # fmt: skip
+            found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
+            path = tmp_path / f"{length}.jsonl"
+            path.unlink(missing_ok=True)
+            made = tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+            for own in (*made.rows, *made.finals):
+                if own["kind"] == "config":
+                    own["facts"] |= fact
+                    own["relative"] = 0.9 if own["values"]["block_n"] == 64 else 0.95
+            made.finals.clear()
+            lines = [made.header, *made.rows]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        shipped[rows] = [dict(row.values)["block_n"] for row in shipped_tiles.rows()]
+    assert shipped == {128: [128 if fact else 64], 192: [128]}
 
 
 @pytest.mark.parametrize(
