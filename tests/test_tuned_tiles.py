@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import shipped_tiles
+import sweep_tiles
 
 from cuflash import _chosen, _hardware, _select, _select_one_pass, _select_sm90, _tuned, tuning
-from cuflash._compile import compile_static
+from cuflash._compile import architecture, compile_static
 from cuflash.tuning import _kernels
 from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import best_rows
+from support.nvrtc import all_cores
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
 
@@ -381,13 +383,20 @@ def test_a_sweep_that_was_repeated_found_the_same():
 @pytest.mark.nvrtc
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     left = dict(SHIPPED)
+    configs = []
     for found in map(tuning.load, sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))):
         for default in default_configs(found.workload, found.kernel, H100):
             own = left.pop(_tuned.key_of(default, found.device), None)
             if own is not None:
-                report = compile_static(_tuned.with_values(default, dict(own.values)), "sm_90a")
-                assert (report.spill_bytes, report.warnings) == (0, ())
+                configs.append(_tuned.with_values(default, dict(own.values)))
     assert not left
+
+    def complaint(config):
+        report = compile_static(config, architecture(config, "90"))
+        return (report.spill_bytes, report.warnings)
+
+    with all_cores() as pool:
+        assert set(pool.map(complaint, configs)) == {(0, ())}
 
 
 def test_a_shipped_row_is_used_and_what_is_asked_for_goes_before_it(tmp_path, monkeypatch):
@@ -556,6 +565,17 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     with tuning.use(result):
         used = _chosen.forward(work.problem(), small)
         assert _kernels.tile_of(used) == result.best["values"]
+
+
+def test_every_committed_sweep_is_one_that_the_script_makes():
+    """Older ones have other batches and numbers of heads."""
+    made = {f"h100-{found.name}": found for found in sweep_tiles.sweeps()}
+    for path in sorted(shipped_tiles.SWEEPS.glob("*.jsonl")):
+        found, own = tuning.load(path), made[path.stem]
+        like = {"batch": 1, "heads_q": 1, "heads_kv": 1}
+        assert (own.kernel, replace(own.workload, **like)) == (
+            found.kernel, replace(found.workload, **like)
+        )  # fmt: skip
 
 
 def test_every_committed_sweep_can_stand_behind_the_table(tmp_path):
