@@ -54,21 +54,20 @@ def row_of(key: _tuned.Key, sweeps: list[tuning.Sweep]) -> _tuned.Row:
     lengths = {found.workload.seqlen_k for found in sweeps}
     if len(lengths) < 2 or not all(own.values in found for found in times):
         return own
-    slowest = {
+    slowest = {own.values: 1.0} | {
         tile: max(found[tile] / found[own.values] for found in times)
         for tile in set.intersection(*map(set, times))
         if all(serves_every_call(tile, own.values, found) for found in sweeps)
     }
-    best = min(slowest, key=lambda tile: (slowest[tile], tile), default=own.values)
-    faster = best in slowest and slowest[best] * (1 + MARGIN) <= 1
-    return own._replace(values=best) if faster else own
+    best = min(slowest, key=lambda tile: (slowest[tile], tile))
+    return own._replace(values=best) if slowest[best] * (1 + MARGIN) <= 1 else own
 
 
 def relative_times(sweep: tuning.Sweep) -> dict[Tile, float]:
     """Times of tiles over that of the one that all were compared with, those together at last."""
-    times = {as_tile(row["values"]): float(row["relative"]) for row in sweep.timed}
+    keys = {row["key"]: as_tile(row["values"]) for row in sweep.timed}
+    times = {keys[row["key"]]: float(row["relative"]) for row in sweep.timed}
     for final in sweep.finals[-1:]:
-        keys = {row["key"]: as_tile(row["values"]) for row in sweep.timed}
         times |= {keys[key]: ms / final["default_ms"] for key, ms in final["ms"].items()}
         for key in final.get("left_out", {}):
             del times[keys[key]]
