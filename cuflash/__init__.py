@@ -1,16 +1,16 @@
 """Exact, IO-aware attention on CuPy and NumPy arrays."""
 
 from cuflash import reference
-from cuflash._ahead import compile  # noqa: A004
-from cuflash._attention import attention, attention_backward, attention_vjp, workspace_size
+from cuflash._api.ahead import compile  # noqa: A004
+from cuflash._api.attention import attention, attention_backward, attention_vjp, workspace_size
+from cuflash._api.merge import merge, merge_backward
+from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
+from cuflash._api.show_config import show_config
+from cuflash._api.varlen import attention_varlen, attention_varlen_backward
 from cuflash._errors import CompileError
-from cuflash._merge import merge, merge_backward
-from cuflash._modifiers import MaskMod, ScoreMod
-from cuflash._options import Options
-from cuflash._probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
+from cuflash._problem.options import Options
+from cuflash._problem.score_mod import MaskMod, ScoreMod
 from cuflash._results import AttentionResult, Gradients
-from cuflash._show_config import show_config
-from cuflash._varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
 

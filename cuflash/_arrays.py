@@ -186,9 +186,9 @@ def _cupy(name: str) -> ModuleType:
 @functools.cache
 def _imported() -> ModuleType:
     """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
-    from cuflash import _kernel_store
+    from cuflash._jit import cubin_cache
 
-    with _kernel_store.whatever_cupy_finds():
+    with cubin_cache.whatever_cupy_finds():
         import cupy
     return cupy  # type: ignore[no-any-return]
 

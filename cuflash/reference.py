@@ -26,10 +26,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash import _philox
 from cuflash._arrays import native
 from cuflash._errors import problem_with
-from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._host import philox
+from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._results import AttentionResult, Gradients
 
 Array = Any
@@ -347,10 +347,10 @@ def weights(
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: Any) -> Array:
-    """Which scores dropout keeps, batch + (m, n); the bits are those of `cuflash._philox`."""
+    """Which scores dropout keeps, batch + (m, n); the bits are those of `cuflash._host.philox`."""
     *batch, seqlen_q, seqlen_k = shape
     entries = np.arange(math.prod(batch)).reshape(batch)
-    return _philox.kept(entries, slice(0, seqlen_q), slice(0, seqlen_k), p, seed, np)
+    return philox.kept(entries, slice(0, seqlen_q), slice(0, seqlen_k), p, seed, np)
 
 
 def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
@@ -402,10 +402,10 @@ def _distance(options: Options, shape: tuple[int, ...]) -> Array:
 def _kept(options: Options, shape: tuple[int, ...], dtype: Any) -> Array:
     """Factor of each probability: 1 / (1 - p) where dropout keeps it, 0 where not."""
     *batch, seqlen_q, seqlen_k = shape
-    if not _philox.threshold(options.dropout):
+    if not philox.threshold(options.dropout):
         return np.ones((), dtype)
     mask = dropout_mask((*batch, seqlen_q, seqlen_k), options.dropout, options.seed)
-    return mask * dtype(_philox.kept_scale(options.dropout))
+    return mask * dtype(philox.kept_scale(options.dropout))
 
 
 def _sink(options: Options, score: Array, dtype: Any) -> Array:

@@ -1,6 +1,6 @@
-// The compile-time configuration: the only reader of CUFLASH_* macros. cuflash/_config.py defines
-// one macro per field; the defaults here let a .cu file compile by itself (forward_sm90.cu with a
-// NUM_WARPS of its own).
+// The compile-time configuration: the only reader of CUFLASH_* macros. cuflash/_kernels/config.py
+// defines one macro per field; the defaults here let a .cu file compile by itself (forward_sm90.cu
+// with a NUM_WARPS of its own).
 #pragma once
 
 #ifndef CUFLASH_DTYPE

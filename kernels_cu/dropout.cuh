@@ -1,5 +1,5 @@
-// Which weights dropout keeps: the bits that cuflash/_philox.py describes, one counter for eight
-// scores that one lane holds of two neighbouring tiles of an accumulator.
+// Which weights dropout keeps: the bits that cuflash/_host/philox.py describes, one counter for
+// eight scores that one lane holds of two neighbouring tiles of an accumulator.
 //
 //   queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,      q mod 16 < 8, k mod 16 in 0 2 4 6
 //

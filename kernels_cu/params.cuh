@@ -1,5 +1,5 @@
-// Kernel parameters, passed by value. cuflash/_params.py mirrors every struct; strides are in
-// elements.
+// Kernel parameters, passed by value. cuflash/_kernels/params.py mirrors every struct; strides are
+// in elements.
 #pragma once
 
 #include "numeric.cuh"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cuflash import _host
+from cuflash._host import attention
 from setup_env import NVRTC_FOLDER
 from support import nvrtc
 from support.problems import HOST_TILE
@@ -104,9 +104,9 @@ def xp(request: pytest.FixtureRequest):
 def small_host_tiles():
     """Make the host's tiles small, so that small arrays have several, with tails."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_host, "_BLOCK_M", HOST_TILE)
-        patch.setattr(_host, "_BLOCK_N", HOST_TILE)
-        patch.setattr(_host, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
+        patch.setattr(attention, "_BLOCK_M", HOST_TILE)
+        patch.setattr(attention, "_BLOCK_N", HOST_TILE)
+        patch.setattr(attention, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
         yield
 
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 import pytest
 
 import cuflash
-from cuflash import _compile, _compiler, _hardware, _kernel_store, tuning
-from cuflash._ahead import kernels_of
-from cuflash._config import TileConfig
+from cuflash import tuning
+from cuflash._api.ahead import kernels_of
+from cuflash._jit import compilation, compiler_id, cubin_cache
+from cuflash._kernels.config import TileConfig
+from cuflash._select import hardware
 
 WORK = tuning.Workload(8, 16, 16, 1024, 1024, 64, 64, "float16")
-H100 = _hardware.typical("sm_90")
+H100 = hardware.typical("sm_90")
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
-    _kernel_store._warn_of_shared.cache_clear()
+    cubin_cache._warn_of_shared.cache_clear()
 
 
 def test_kernels_of_a_gradient():
@@ -88,19 +90,19 @@ def test_everything_that_a_call_needs_is_in_the_folder(tmp_path, backward, array
     files = cuflash.compile(
         work, arch="sm_80", folder=tmp_path / "shared", backward=backward, processes=2
     )
-    configs = kernels_of(work, _hardware.typical("sm_80"), backward=backward)
-    names = [_compile.shared_name(c, "sm_80") for c in configs]
+    configs = kernels_of(work, hardware.typical("sm_80"), backward=backward)
+    names = [compilation.shared_name(c, "sm_80") for c in configs]
     assert [path.stem for path in files] == names
-    assert all(path.is_file() and _kernel_store.verified(path) for path in files)
-    assert not list(_kernel_store.folder().glob("*"))
+    assert all(path.is_file() and cubin_cache.verified(path) for path in files)
+    assert not list(cubin_cache.folder().glob("*"))
 
 
 @pytest.mark.nvrtc
 def test_without_a_folder_the_store_of_this_machine_is_filled():
     (path,) = cuflash.compile([WORK, replace(WORK, batch=4)], arch="sm_90a", processes=1)
     (config,) = kernels_of(WORK, H100, backward=False)
-    assert path.parent == _kernel_store.folder()
-    assert _kernel_store.load(_compile.stored_name(config, "sm_90a")) is not None
+    assert path.parent == cubin_cache.folder()
+    assert cubin_cache.load(compilation.stored_name(config, "sm_90a")) is not None
 
 
 @pytest.fixture
@@ -147,11 +149,11 @@ class Cupy:
 
 @pytest.mark.nvrtc
 def test_a_kernel_of_the_folder_is_loaded_whatever_compiler_a_node_has(shared, monkeypatch):
-    (config,) = kernels_of(WORK, _hardware.typical("sm_80"), backward=False)
-    monkeypatch.setattr(_compiler, "identity", lambda: pytest.fail("NVRTC was asked"))
-    monkeypatch.setattr(_compile, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
+    (config,) = kernels_of(WORK, hardware.typical("sm_80"), backward=False)
+    monkeypatch.setattr(compiler_id, "identity", lambda: pytest.fail("NVRTC was asked"))
+    monkeypatch.setattr(compilation, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
     cupy = Cupy()
-    assert _compile._function(cupy, config)[0] == config.entry
+    assert compilation._function(cupy, config)[0] == config.entry
     (path,) = shared.glob("*.cubin")
     assert path.read_bytes().startswith(cupy.loaded[0])
 
@@ -159,8 +161,8 @@ def test_a_kernel_of_the_folder_is_loaded_whatever_compiler_a_node_has(shared, m
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("how", ["cut", "changed", "renamed", "driver", "arch"])
 def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):
-    (config,) = kernels_of(WORK, _hardware.typical("sm_80"), backward=False)
-    monkeypatch.setattr(_compile, "_nvrtc", lambda source, options: (b"compiled here", ""))
+    (config,) = kernels_of(WORK, hardware.typical("sm_80"), backward=False)
+    monkeypatch.setattr(compilation, "_nvrtc", lambda source, options: (b"compiled here", ""))
     (path,) = shared.glob("*.cubin")
     content, refused = path.read_bytes(), b""
     if how == "cut":
@@ -177,17 +179,17 @@ def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):
         refused = content[:-32]
     cupy = Cupy(refused)
     if how == "driver":
-        _compile._function(cupy, config)
+        compilation._function(cupy, config)
     else:
         with pytest.warns(RuntimeWarning, match="cut off, changed, or another kernel's"):
-            _compile._function(cupy, config)
+            compilation._function(cupy, config)
     assert cupy.loaded == [b"compiled here"]
 
 
 def test_wrong_arguments_are_named(monkeypatch):
     with pytest.raises(ValueError, match="arch: got 'sm_35', expected one of sm_50"):
         cuflash.compile(WORK, arch="sm_35")
-    monkeypatch.setattr(_hardware, "present", lambda device=None: None)
+    monkeypatch.setattr(hardware, "present", lambda device=None: None)
     with pytest.raises(ValueError, match="arch: got None, and no device is here"):
         cuflash.compile(WORK)
 
@@ -204,16 +206,16 @@ def test_whom_the_folder_lets_read_the_file_lets_too(tmp_path, folder_mode, mode
     if os.name == "nt":
         pytest.skip("Windows has no such modes")
     tmp_path.chmod(folder_mode)
-    path = _kernel_store.save_shared(tmp_path, "a" * 64, b"a kernel")
+    path = cubin_cache.save_shared(tmp_path, "a" * 64, b"a kernel")
     assert stat.S_IMODE(path.stat().st_mode) == mode
-    assert _kernel_store.verified(path)
+    assert cubin_cache.verified(path)
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path))
     (tmp_path / f"{'a' * 64}.cubin").mkdir()  # as unreadable to anybody, root too
     with pytest.warns(RuntimeWarning, match="cannot be read"):
-        assert _kernel_store.load_shared("a" * 64) is None
+        assert cubin_cache.load_shared("a" * 64) is None
 
 
 @pytest.mark.gpu
@@ -225,12 +227,13 @@ def test_a_call_runs_from_the_folder_alone(tmp_path, monkeypatch):
     expected = cuflash.attention(q, k, v)
     cuflash.compile(work, folder=tmp_path / "shared", backward=True)
     monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path / "shared"))
-    monkeypatch.setattr(_compile, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
-    _compile.compile_kernel.cache_clear()
-    from cuflash import _launch, _recall
+    monkeypatch.setattr(compilation, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
+    compilation.compile_kernel.cache_clear()
+    from cuflash._api import recall
+    from cuflash._launch import run
 
-    _launch.forget_plans()
-    _recall.forget()
+    run.forget_plans()
+    recall.forget()
     out, pullback = cuflash.attention_vjp(q, k, v)
     assert bool((out == expected).all())
     assert pullback(dout).dq.shape == q.shape

@@ -13,9 +13,9 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select_gradients, _select_one_pass, _select_sm90
-from cuflash._formulas import formulas_of
-from cuflash._problem import describe
+from cuflash._problem.formulas import formulas_of
+from cuflash._problem.problem import describe
+from cuflash._select import fused_backward, portable_gradients, sm90
 from cuflash.tuning import BackwardConfigs
 from support import families, problems
 from support.budget import Budget
@@ -25,16 +25,14 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash import _launch  # noqa: E402
-from cuflash._launch import Launch  # noqa: E402
-from cuflash._launch_sm90 import MappedLaunch  # noqa: E402
+from cuflash._launch import run  # noqa: E402
+from cuflash._launch.run import Launch  # noqa: E402
+from cuflash._launch.sm90 import MappedLaunch  # noqa: E402
 from support.portable import portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
-ONE_PASS = _select_one_pass.config_of(
-    describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True
-)
+ONE_PASS = fused_backward.config_of(describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True)
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +48,12 @@ def upload(array):
 def forms(q, k, v, options, wrt=ALL):
     """Configurations of every form that serves: one pass for all gradients, if they are all."""
     problem = replace(describe(q, k, v, options), formulas=formulas_of(options))
-    of_queries = _select_sm90.backward_q_config(problem)
-    of_keys = _select_sm90.backward_kv_configs(problem, frozenset(wrt))
+    of_queries = sm90.backward_q_config(problem)
+    of_keys = sm90.backward_kv_configs(problem, frozenset(wrt))
     assert of_queries is not None
     assert of_keys is not None
     found = {"two kernels": BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)}
-    together = _select_one_pass.config_of(problem, ordered=True)
+    together = fused_backward.config_of(problem, ordered=True)
     if together is not None and set(wrt) == set(ALL):
         found["one pass"] = BackwardConfigs(qkv=together)
     return found
@@ -488,8 +486,8 @@ def test_config_decides_which_kernels_run(monkeypatch):
     arrays += cuflash.attention(*arrays[1:], return_lse=True)
     problem = describe(*arrays[1:4], cuflash.Options())
     portable = BackwardConfigs(
-        q=_select_gradients.backward_q_config(problem, 227 * 1024, 16),
-        kv=_select_gradients.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
+        q=portable_gradients.backward_q_config(problem, 227 * 1024, 16),
+        kv=portable_gradients.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
@@ -505,9 +503,9 @@ def test_config_decides_which_kernels_run(monkeypatch):
         (together.qkv, one_pass),
         (None, one_pass),
     ):
-        monkeypatch.setattr(_launch, "_backward_plans", {})
+        monkeypatch.setattr(run, "_backward_plans", {})
         gradients = cuflash.attention_backward(*arrays, config=config)
-        [plan] = _launch._backward_plans.values()
+        [plan] = run._backward_plans.values()
         assert [type(launch) for _, launch in plan.steps[1:]] == kinds
         Budget(call).check_backward(
             {name: getattr(gradients, f"d{name}").get() for name in ALL},

@@ -19,25 +19,19 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import (
-    _chosen,
-    _cli,
-    _explained,
-    _hardware,
-    _kernel_store,
-    _select_sm90,
-    _select_tf32,
-    _tuned,
-    tuning,
-)
-from cuflash._ahead import kernels_of
+from cuflash import _cli, tuning
+from cuflash._api.ahead import kernels_of
 from cuflash._bench import io_model, machine
-from cuflash._problem import describe
+from cuflash._cli import explained
+from cuflash._jit import cubin_cache
+from cuflash._problem.problem import describe
+from cuflash._select import choose, measured, sm90, tf32_sm90
+from cuflash._select import hardware as select_hardware
 from cuflash.tuning import _table
 from support.simulated_sweep import DEVICE
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-H100 = _hardware.typical("sm_90")
+H100 = select_hardware.typical("sm_90")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +44,7 @@ def store(tmp_path, monkeypatch):
 @pytest.fixture
 def no_device(monkeypatch):
     """Hide the device, where there is one."""
-    monkeypatch.setattr(_hardware, "present", lambda device=None: None)
+    monkeypatch.setattr(select_hardware, "present", lambda device=None: None)
 
 
 def command(capsys, *words: str) -> tuple[int, str, str]:
@@ -78,14 +72,14 @@ def test_a_bug_report_shows_a_table_that_cannot_be_read(capsys, monkeypatch, tmp
         if content:
             path.write_text(content)
         monkeypatch.setenv("CUFLASH_TILES", str(path))
-        _tuned.replace_rows(None)
+        measured.replace_rows(None)
         status, out, err = command(capsys, "info", "--json")
         assert (status, err) == (0, "")
         told = json.loads(out)["measured tiles"]
         assert "shipped" in told
         assert "none of CUFLASH_TILES: " in told
         assert str(path) in told
-    _tuned.replace_rows(None)
+    measured.replace_rows(None)
 
 
 def test_a_bug_report_shows_a_cupy_that_cannot_make_its_folder(tmp_path):
@@ -217,7 +211,7 @@ def test_an_interruption_has_status_130(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_explained, "explain", interrupted)
+    monkeypatch.setattr(explained, "explain", interrupted)
     status, _, err = command(capsys, "explain")
     assert (status, err) == (130, "cuflash: interrupted\n")
 
@@ -230,7 +224,7 @@ def test_explain_says_what_was_chosen(capsys):
     assert status == 0
     assert (own["kernel"], own["tile"]["block_m"]) == ("forward_sm90", 128)
     work = tuning.Workload.from_json(found["workload"])
-    config = _chosen.forward(work.problem(), H100)
+    config = choose.forward(work.problem(), H100)
     assert own["smem_bytes"] == config.smem_bytes
     assert own["tile_from"]
     assert own["bound_by"] == "16-bit products"
@@ -281,10 +275,10 @@ def test_packed_sequences_are_explained(capsys):
 
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
-    config = _chosen.forward(decoding.problem(), H100)
+    config = choose.forward(decoding.problem(), H100)
     assert not config.window_right  # one row sees all keys: no mask is compiled in
     apart = tuning.Workload(8, 8, 8, 65, 4096, 128, 128, "bfloat16", causal=True)
-    assert _chosen.forward(apart.problem(), H100).window_right
+    assert choose.forward(apart.problem(), H100).window_right
 
 
 @pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, []), (0, ["--arrays", "key_bias"])])
@@ -372,18 +366,21 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
 @pytest.mark.parametrize(
     ("words", "tables"),
     [
-        ([], ["_select", "_select_one_pass"]),
-        (["--arrays", "bias"], ["_select"] * 3),
-        (["--dtype", "float32"], ["_select_tf32"] * 4),
-        (["--dtype", "float32", "--head-dim", "256"], ["_tiles"] * 4),
-        (["--dtype", "float64"], ["_tiles"] * 3),
-        (["--dtype", "float64", "--head-dim", "3"], ["_select_narrow", "_tiles", "_tiles"]),
-        (["--arch", "sm_75"], ["_tiles"] * 4),
-        (["--arch", "sm_80"], ["_select"] * 3),
+        ([], ["_select/sm90", "_select/fused_backward"]),
+        (["--arrays", "bias"], ["_select/sm90"] * 3),
+        (["--dtype", "float32"], ["_select/tf32_sm90"] * 4),
+        (["--dtype", "float32", "--head-dim", "256"], ["_select/portable_tiles"] * 4),
+        (["--dtype", "float64"], ["_select/portable_tiles"] * 3),
+        (
+            ["--dtype", "float64", "--head-dim", "3"],
+            ["_select/narrow", *["_select/portable_tiles"] * 2],
+        ),
+        (["--arch", "sm_75"], ["_select/portable_tiles"] * 4),
+        (["--arch", "sm_80"], ["_select/portable"] * 3),
     ],
 )
 def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):
-    monkeypatch.setattr(_tuned, "shipped", dict)
+    monkeypatch.setattr(measured, "shipped", dict)
     given = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", *words]
     _, out, _ = command(capsys, "explain", *given)
     told = [own["tile_from"] for own in json.loads(out)["kernels"] if own["tile"]]
@@ -439,7 +436,7 @@ def test_explain_says_what_does_not_compile(capsys, monkeypatch):
     def broken(configs, hardware):
         return {config: tuning.Facts(1, error="error: no such") for config in configs}
 
-    monkeypatch.setattr(_explained, "compile_all", broken)
+    monkeypatch.setattr(explained, "compile_all", broken)
     status, out, _ = command(capsys, "explain", "--arch", "sm_80")
     assert status == 1
     assert "did not compile error: no such" in out
@@ -456,14 +453,14 @@ def test_explain_says_what_does_not_compile(capsys, monkeypatch):
 )  # fmt: skip
 def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
     problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
-    forward = _chosen.forward(problem, H100).source.endswith("_sm90.cu")
-    assert forward == (_chosen.why_portable(problem, H100) == "")
-    of_float32 = problem.dtype == np.float32 and _select_tf32.forward_config(problem, 16)
-    assert not forward or of_float32 or _select_sm90.forward_config(problem) is not None
-    gradient = [c.source for c in _chosen.backward(problem, H100)][1:]
+    forward = choose.forward(problem, H100).source.endswith("_sm90.cu")
+    assert forward == (choose.why_portable(problem, H100) == "")
+    of_float32 = problem.dtype == np.float32 and tf32_sm90.forward_config(problem, 16)
+    assert not forward or of_float32 or sm90.forward_config(problem) is not None
+    gradient = [c.source for c in choose.backward(problem, H100)][1:]
     hopper = all(s.endswith("_sm90.cu") or s == "backward_convert.cu" for s in gradient)
-    assert hopper == (_chosen.why_portable_gradient(problem, H100) == "")
-    assert _chosen.why_portable(problem, _hardware.typical("sm_80"))
+    assert hopper == (choose.why_portable_gradient(problem, H100) == "")
+    assert choose.why_portable(problem, select_hardware.typical("sm_80"))
 
 
 def test_the_io_model_of_a_tile_counted_by_hand():
@@ -593,7 +590,7 @@ def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, n
     assert status == 0
     assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
     assert found["configs"][0]["spill_bytes"] == 0
-    assert len(list(_kernel_store.folder().glob("*.cubin"))) == 2
+    assert len(list(cubin_cache.folder().glob("*.cubin"))) == 2
 
 
 @pytest.fixture(params=["CuPy", "NVRTC"])
@@ -690,7 +687,7 @@ def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
     """The device is ``support/simulated_device.py``, and nothing is compiled."""
-    for module in (_hardware, _table):
+    for module in (select_hardware, _table):
         monkeypatch.setattr(module, "present", lambda device=None: H100)
     monkeypatch.setattr(tuning.Space, "compile", with_made_up_facts)
     sweep = functools.partial(tuning.sweep, device_command=DEVICE)
@@ -741,7 +738,7 @@ def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path):
     times = [line for line in (tmp_path / "log").read_text().split() if line != "open"]
     assert sorted(times) == sorted(row["key"] for row in result.rows)  # none twice
     assert f"kept in {tuning.user_table()}" in err
-    (kept,) = _tuned.read(tuning.user_table())
+    (kept,) = measured.read(tuning.user_table())
     assert dict(kept.values) == result.best["values"]
     assert tuning.read_cache(exported).rows == result.rows
     status, _, err = command(capsys, *words, "--causal")

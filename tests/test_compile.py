@@ -19,30 +19,30 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import CompileError, Options
-from cuflash._compile import OPTIONS as FLAGS
-from cuflash._compile import Report, compile_static, params_struct, source_of
-from cuflash._config import (
+from cuflash._jit.compilation import OPTIONS as FLAGS
+from cuflash._jit.compilation import Report, compile_static, params_struct, source_of
+from cuflash._jit.source import flatten, kernels_dir
+from cuflash._kernels.config import (
     HEAD_DIMS,
     KernelConfig,
     OperandConfig,
     SegmentBoundsConfig,
     TileConfig,
 )
-from cuflash._packing import describe_packed
-from cuflash._params import STRUCTS, pointer_names
-from cuflash._problem import Problem, describe
-from cuflash._select import (
+from cuflash._kernels.params import STRUCTS, pointer_names
+from cuflash._problem.packed import describe_packed
+from cuflash._problem.problem import Problem, describe
+from cuflash._select.portable import (
     delta_config,
     for_architecture,
     forward_config,
     on_cuda_cores,
 )
-from cuflash._select_gradients import (
+from cuflash._select.portable_gradients import (
     backward_kv_configs,
     backward_q_config,
     backward_score_config,
 )
-from cuflash._source import flatten, kernels_dir
 from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, library_of
 
 KIB = 1024
@@ -595,7 +595,7 @@ def test_pointers_come_first() -> None:
 def test_a_wrong_source_names_config_log_and_dump(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, generation: int
 ) -> None:
-    import cuflash._compile as module
+    import cuflash._jit.compilation as module
 
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "dump"))
     config = next(configs_of(PLAIN, "sm_90"))
@@ -612,7 +612,7 @@ def test_a_wrong_source_names_config_log_and_dump(
 def test_a_wrong_source_is_told_where_no_file_can_be_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import cuflash._compile as module
+    import cuflash._jit.compilation as module
 
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")

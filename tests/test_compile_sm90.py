@@ -17,16 +17,17 @@ import pytest
 from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
-from cuflash import MaskMod, Options, ScoreMod, _select_one_pass, _select_sm90
-from cuflash._compile import compile_static, params_struct
-from cuflash._config import (
+from cuflash import MaskMod, Options, ScoreMod
+from cuflash._jit.compilation import compile_static, params_struct
+from cuflash._kernels.config import (
     BackwardConvertConfig,
     BackwardOnePassConfig,
     BackwardSm90Config,
     ForwardSm90Config,
 )
-from cuflash._formulas import formulas_of
-from cuflash._problem import HALVES, describe
+from cuflash._problem.formulas import formulas_of
+from cuflash._problem.problem import HALVES, describe
+from cuflash._select import fused_backward, sm90
 from support.nvrtc import all_cores, compiler_of
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
@@ -85,14 +86,14 @@ SMALL, LARGE = 0, 10**9
 
 
 def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> ForwardSm90Config | None:
-    return _select_sm90.forward_config(problem_of(case), multiprocessors)
+    return sm90.forward_config(problem_of(case), multiprocessors)
 
 
 def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm90Config]:
     """The kernels of every gradient in ``wrt``; none where the portable ones serve."""
     problem = problem_of(case)
-    of_queries = _select_sm90.backward_q_config(problem)
-    of_keys = _select_sm90.backward_kv_configs(problem, frozenset(wrt))
+    of_queries = sm90.backward_q_config(problem)
+    of_keys = sm90.backward_kv_configs(problem, frozenset(wrt))
     if of_queries is None or of_keys is None:
         return []
     return [of_queries, *of_keys]
@@ -146,7 +147,7 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
     whole = pytestconfig.getoption("--slow")
     configs: set[Sm90Config] = set()
     for name in by_turns(OPTIONS, generation, whole=whole):
-        rows = rows_of(_select_sm90._FORWARD, OPTIONS, name, whole=whole)
+        rows = rows_of(sm90._FORWARD, OPTIONS, name, whole=whole)
         case = {**PLAIN, **OPTIONS[name], **SERVED}
         chosen = {config_of({**case, "head_dims": d}, n) for d in rows for n in (SMALL, LARGE)}
         refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
@@ -176,7 +177,7 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
     configs = []
     for sink in (None, np.ones(1, np.float32)):
         problem = describe(a, a, a, Options(window=(5000, 20), sink=sink))
-        config = _select_sm90.forward_config(problem)
+        config = sm90.forward_config(problem)
         assert config is not None
         assert (config.block_m, config.block_n) == (128, 128)
         configs.append(config)
@@ -187,8 +188,8 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
 
 @pytest.mark.nvrtc
 def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config) -> None:
-    table = _select_sm90._BACKWARD_KV
-    assert set(table) == set(_select_sm90._BACKWARD_Q)
+    table = sm90._BACKWARD_KV
+    assert set(table) == set(sm90._BACKWARD_Q)
     whole = pytestconfig.getoption("--slow")
     configs: set[Sm90Config] = set()
     for name in by_turns(GRADIENT_OPTIONS, generation, whole=whole):
@@ -212,10 +213,10 @@ def one_pass_configs(
     for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
         problem = problem_of(case)
-        config = _select_one_pass.config_of(problem, ordered=ordered)
+        config = fused_backward.config_of(problem, ordered=ordered)
         if config is not None:
             assert (config.head_dim, config.head_dim_v) == head_dims
-            configs[config] = _select_one_pass.wins(problem, config)
+            configs[config] = fused_backward.wins(problem, config)
     return configs
 
 
@@ -223,11 +224,11 @@ def one_pass_configs(
 def test_all_gradients_in_one_pass(generation: int) -> None:
     """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
     configs: set[Sm90Config] = set()
-    for head_dims, ordered in itertools.product(_select_one_pass.TILES, (True, False)):
+    for head_dims, ordered in itertools.product(fused_backward.TILES, (True, False)):
         found = one_pass_configs(head_dims, GRADIENT_OPTIONS, ordered=ordered)
         chosen = {config for config, wins in found.items() if wins}
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
-        configs |= chosen | set(map(_select_one_pass.convert_config, chosen))
+        configs |= chosen | set(map(fused_backward.convert_config, chosen))
     compile_all(configs, generation)
 
 
@@ -236,7 +237,7 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
 def test_one_pass_by_config(generation: int) -> None:
     """What no call is given that does not ask for it."""
     configs: set[Sm90Config] = set()
-    for head_dims in _select_one_pass.TILES:
+    for head_dims in fused_backward.TILES:
         found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, ordered=True)
         assert len(found) == len(ONE_PASS_BY_CONFIG)
         assert not any(found.values())
@@ -279,10 +280,10 @@ def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> Non
 @pytest.mark.nvrtc
 def test_float16(generation: int) -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
-    widths = list(_select_sm90._FORWARD)[generation % 2 :: 3]
+    widths = list(sm90._FORWARD)[generation % 2 :: 3]
     compile_all({config_of({**case, "head_dims": d}) for d in widths}, generation)
     cases = [{**case, "head_dims": d} for d in widths]
-    one_pass = {_select_one_pass.config_of(problem_of(c), ordered=True) for c in cases}
+    one_pass = {fused_backward.config_of(problem_of(c), ordered=True) for c in cases}
     assert None not in one_pass
     compile_all({*one_pass, *itertools.chain(*map(gradient_configs, cases))}, generation)
 
@@ -297,11 +298,11 @@ def test_formulas_in_the_gradient(generation: int) -> None:
         )
     )
     configs: set[Sm90Config] = set()
-    for head_dims in list(_select_sm90._BACKWARD_KV)[generation % 2 :: 3]:
+    for head_dims in list(sm90._BACKWARD_KV)[generation % 2 :: 3]:
         problem = problem_of({**PLAIN, **WINDOW, **LENGTHS, **SERVED, "head_dims": head_dims})
         problem = replace(problem, formulas=formulas)
-        of_queries = _select_sm90.backward_q_config(problem)
-        of_keys = _select_sm90.backward_kv_configs(problem, frozenset("kv"))
+        of_queries = sm90.backward_q_config(problem)
+        of_keys = sm90.backward_kv_configs(problem, frozenset("kv"))
         assert of_queries is not None
         assert of_keys is not None
         configs |= {of_queries, *of_keys}
@@ -339,7 +340,7 @@ def test_wgmma_headers_are_fresh() -> None:
 def test_parameters_are_its_own() -> None:
     assert params_struct(config_of(PLAIN)) == "ForwardSm90Params"
     assert {params_struct(c) for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
-    together = _select_one_pass.config_of(problem_of(PLAIN), ordered=True)
+    together = fused_backward.config_of(problem_of(PLAIN), ordered=True)
     assert together is not None
     assert params_struct(together) == "BackwardSm90Params"
-    assert params_struct(_select_one_pass.convert_config(together)) == "BackwardParams"
+    assert params_struct(fused_backward.convert_config(together)) == "BackwardParams"

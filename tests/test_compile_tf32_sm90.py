@@ -13,8 +13,8 @@ import pytest
 from test_compile import PLAIN, problem_of
 from test_compile_sm90 import CAUSAL, LENGTHS, PACKED, WINDOW, by_turns, compile_all
 
-from cuflash import _select_tf32
-from cuflash._config import Precision, TileConfig
+from cuflash._kernels.config import Precision, TileConfig
+from cuflash._select import tf32_sm90
 
 Tile = tuple[tuple[int, int], Precision]
 #: The first is fullest of registers. Every option is compiled with one of them.
@@ -40,9 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def configs_of(case: dict[str, Any], precision: Precision) -> list[TileConfig]:
     """The kernels of a case, all gradients included; the forward takes wide heads no segments."""
     problem = replace(problem_of(case), precision=precision)
-    forward = _select_tf32.forward_config(problem, 16)
-    of_queries = _select_tf32.backward_q_config(problem, 16)
-    of_keys = _select_tf32.backward_kv_configs(problem, 16, frozenset("kv"))
+    forward = tf32_sm90.forward_config(problem, 16)
+    of_queries = tf32_sm90.backward_q_config(problem, 16)
+    of_keys = tf32_sm90.backward_kv_configs(problem, 16, frozenset("kv"))
     wide = max(case["head_dims"]) > 64
     assert (forward is None) == (wide and case["segment_ids"] is not None)
     assert of_queries is not None

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from cuflash import _compile, _compiler, _kernel_store
-from cuflash._config import SegmentBoundsConfig
+from cuflash._jit import compilation, compiler_id, cubin_cache
+from cuflash._kernels.config import SegmentBoundsConfig
 from support import cacheless_device
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = SegmentBoundsConfig(num_warps=8, segment_ids="int32")
 
 
-def forget(cached=(_compiler.identity, _compiler.noted)):
+def forget(cached=(compiler_id.identity, compiler_id.noted)):
     """Be a new process."""
     for function in cached:
         function.cache_clear()
@@ -31,7 +31,7 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
     place = tmp_path / "site/nvidia/cu13/lib"
     place.mkdir(parents=True)
-    monkeypatch.setattr(_compiler, "_site_folders", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(compiler_id, "_site_folders", lambda: [str(tmp_path / "site")])
     file = place / "libnvrtc.so.13"
     file.write_bytes(b"library")
     loads = []
@@ -45,10 +45,10 @@ def library(tmp_path, monkeypatch):
 
 
 def test_the_first_process_asks_the_library_and_the_next_looks_at_its_file(library):
-    assert _compiler.noted() is None
-    assert _compiler.identity() == "NVRTC 13.0 of 7 bytes"
+    assert compiler_id.noted() is None
+    assert compiler_id.identity() == "NVRTC 13.0 of 7 bytes"
     forget()
-    assert _compiler.noted() == "NVRTC 13.0 of 7 bytes"
+    assert compiler_id.noted() == "NVRTC 13.0 of 7 bytes"
     assert len(library.loads) == 1
 
 
@@ -106,18 +106,18 @@ def directory(library):
      directory],
 )  # fmt: skip
 def test_a_note_that_may_be_wrong_is_not_believed(library, change):
-    _compiler.identity()
+    compiler_id.identity()
     forget()
     change(library)
-    assert _compiler.noted() is None
+    assert compiler_id.noted() is None
 
 
-@pytest.mark.parametrize("variable", _compiler._VARIABLES)
+@pytest.mark.parametrize("variable", compiler_id._VARIABLES)
 def test_a_variable_that_may_lead_elsewhere_makes_a_note_void(library, monkeypatch, variable):
-    _compiler.identity()
+    compiler_id.identity()
     forget()
     monkeypatch.setenv(variable, "/elsewhere")
-    assert _compiler.noted() is None
+    assert compiler_id.noted() is None
 
 
 def test_nothing_is_noted_without_a_file(library, monkeypatch):
@@ -127,22 +127,22 @@ def test_nothing_is_noted_without_a_file(library, monkeypatch):
         raise RuntimeError(name)
 
     monkeypatch.setattr(sys.modules["cuda.pathfinder"], "load_nvidia_dynamic_lib", nowhere)
-    assert _compiler.identity() == "NVRTC 13.0 of 0 bytes"
+    assert compiler_id.identity() == "NVRTC 13.0 of 0 bytes"
     assert not library.note.exists()
 
 
 def test_nothing_is_noted_where_the_store_is_in_memory(library, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
-    _compiler.identity()
+    compiler_id.identity()
     assert not library.note.exists()
-    assert _compiler.noted() is None
+    assert compiler_id.noted() is None
 
 
 def test_a_folder_without_room_makes_no_difference(library, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/sys")
-    assert _compiler.identity() == "NVRTC 13.0 of 7 bytes"
+    assert compiler_id.identity() == "NVRTC 13.0 of 7 bytes"
     forget()
-    assert _compiler.noted() is None
+    assert compiler_id.noted() is None
 
 
 @pytest.fixture
@@ -151,15 +151,15 @@ def compiler(monkeypatch, library):
     found = cacheless_device.Compiler(monkeypatch.setattr)
 
     def of(true, noted):
-        monkeypatch.setattr(_compiler, "identity", lambda: true or pytest.fail("it was loaded"))
-        monkeypatch.setattr(_compiler, "noted", lambda: noted)
+        monkeypatch.setattr(compiler_id, "identity", lambda: true or pytest.fail("it was loaded"))
+        monkeypatch.setattr(compiler_id, "noted", lambda: noted)
         return found
 
     return SimpleNamespace(of=of, found=found)
 
 
 def names():
-    return {path.stem for path in _kernel_store.folder().glob("*.cubin")}
+    return {path.stem for path in cubin_cache.folder().glob("*.cubin")}
 
 
 def test_a_stored_kernel_needs_no_library(compiler):
@@ -171,10 +171,10 @@ def test_a_stored_kernel_needs_no_library(compiler):
 def test_a_kernel_is_stored_under_what_compiled_it(compiler):
     """Whatever a note says: the library of this process is another one."""
     compiler.of("true", "noted").kernel(CONFIG)
-    source = _compile.source_of(CONFIG)
-    options = (*_compile.OPTIONS, f"-arch=sm_{cacheless_device.ARCH}")
+    source = compilation.source_of(CONFIG)
+    options = (*compilation.OPTIONS, f"-arch=sm_{cacheless_device.ARCH}")
     by_true, by_noted = (
-        _compile._stored_name(source, options, one, cacheless_device.CUPY)
+        compilation._stored_name(source, options, one, cacheless_device.CUPY)
         for one in ("true", "noted")
     )
     assert names() == {by_true}
@@ -192,10 +192,10 @@ def test_a_second_process_loads_no_library(tmp_path):
     """The real one: what the first process noted holds in the second."""
     text = """if True:
         import json, sys
-        from cuflash import _compiler
-        noted = _compiler.noted()
+        from cuflash import compiler_id
+        noted = compiler_id.noted()
         loaded = [line for line in open("/proc/self/maps") if "libnvrtc.so" in line]
-        print(json.dumps([noted, bool(loaded), noted or _compiler.identity()]))
+        print(json.dumps([noted, bool(loaded), noted or compiler_id.identity()]))
     """
     given = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", text]

@@ -8,7 +8,8 @@ from dataclasses import MISSING, FrozenInstanceError, fields, replace
 
 import pytest
 
-from cuflash._config import (
+from cuflash._jit.source import kernels_dir
+from cuflash._kernels.config import (
     HEAD_DIMS,
     BackwardConvertConfig,
     BackwardKVConfig,
@@ -27,12 +28,11 @@ from cuflash._config import (
     KernelConfig,
     SegmentBoundsConfig,
 )
-from cuflash._config_tf32_sm90 import (
+from cuflash._kernels.config_tf32_sm90 import (
     BackwardKVTf32Sm90Config,
     BackwardQTf32Sm90Config,
     ForwardTf32Sm90Config,
 )
-from cuflash._source import kernels_dir
 
 SCORE = {
     "window_left": False,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash._config import KernelConfig, TileConfig
+from cuflash._kernels.config import KernelConfig, TileConfig
 from support import covering, derivatives
 from support.nvrtc import compiler_of
 from support.problems import make_call, run
@@ -25,7 +25,8 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_compile
 from test_covering import check
 
-from cuflash import _chosen, _hardware
+from cuflash._select import choose
+from cuflash._select import hardware as select_hardware
 from support.host_device import COMPILER, host_device
 from support.portable import kernels_of
 
@@ -46,9 +47,9 @@ SPILLS = {
 
 
 def chosen(arch: str, case: dict[str, Any]) -> list[KernelConfig]:
-    hardware = _hardware.typical(arch)
+    hardware = select_hardware.typical(arch)
     problem = test_compile.problem_of(case)
-    return [_chosen.forward(problem, hardware), *_chosen.backward(problem, hardware)]
+    return [choose.forward(problem, hardware), *choose.backward(problem, hardware)]
 
 
 @pytest.mark.nvrtc
@@ -64,7 +65,7 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
         report = test_compile.compile_static(config, arch, compiler_of(generation))
         assert not report.spill_bytes, config
         assert all(DEPRECATED in text for text in report.warnings), config
-        assert config.smem_bytes <= _hardware.typical(arch).limits.block_smem
+        assert config.smem_bytes <= select_hardware.typical(arch).limits.block_smem
 
 
 @pytest.mark.nvrtc
@@ -94,7 +95,7 @@ def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
 
 
 def test_they_are_chosen_where_there_is_no_sm_80() -> None:
-    for arch in _hardware.ARCHITECTURES:
+    for arch in select_hardware.ARCHITECTURES:
         configs = chosen(arch, test_compile.PLAIN | {"head_dims": (256, 256)})
         tiled = [config for config in configs if isinstance(config, TileConfig)]
         assert {config.cuda_cores for config in tiled} == {arch in ("sm_61", "sm_52", *OLD)}
@@ -102,7 +103,7 @@ def test_they_are_chosen_where_there_is_no_sm_80() -> None:
 
 def test_float64_takes_them_wherever_its_tensor_cores_are_no_faster() -> None:
     case = test_compile.PLAIN | {"dtype": np.float64}
-    for arch in _hardware.ARCHITECTURES:
+    for arch in select_hardware.ARCHITECTURES:
         tiled = [config for config in chosen(arch, case) if isinstance(config, TileConfig)]
         faster = arch in ("sm_80", "sm_90")
         assert {config.cuda_cores for config in tiled} == {not faster}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from test_kernel_cache import CONFIG, NO_FILES, finish, right, start
 
-from cuflash import _kernel_store
+from cuflash._jit import cubin_cache
 from support import cacheless_device
 
 
@@ -27,10 +27,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(place))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be restored, whatever a test makes of it
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY")
-    _kernel_store._warn_once.cache_clear()
+    cubin_cache._warn_once.cache_clear()
     yield place
-    _kernel_store._warn_once.cache_clear()
-    _kernel_store._kept_out.clear()
+    cubin_cache._warn_once.cache_clear()
+    cubin_cache._kept_out.clear()
 
 
 def look() -> list[str]:
@@ -38,7 +38,7 @@ def look() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with _kernel_store.whatever_cupy_finds():
+            with cubin_cache.whatever_cupy_finds():
                 assert os.environ["CUPY_CACHE_DIR"]
     assert all(warning.category is RuntimeWarning for warning in caught)
     return [str(warning.message) for warning in caught]
@@ -99,7 +99,7 @@ def test_a_full_disk_and_kernels_of_another_user(
             raise OSError(28, "No space left on device")
         return Path(path).suffix != ".cubin"
 
-    monkeypatch.setattr(_kernel_store.tempfile if step == "mkstemp" else os, step, refuse)
+    monkeypatch.setattr(cubin_cache.tempfile if step == "mkstemp" else os, step, refuse)
     assert len(look()) == 1
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
 
@@ -124,7 +124,7 @@ def test_our_kernels_are_read_where_nothing_can_be_written(
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(_kernel_store.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(cubin_cache.tempfile, "mkstemp", refuse)
     assert len(look()) == 1
     assert compiler.kernel(CONFIG) == right()
     assert compiler.compilations == 1
@@ -135,13 +135,13 @@ def test_a_folder_is_there_while_cupy_is_imported(
 ) -> None:
     """CuPy 14.2 makes it then, and raises where it cannot."""
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
-    with _kernel_store.whatever_cupy_finds():
+    with cubin_cache.whatever_cupy_finds():
         assert os.environ["CUPY_CACHE_DIR"] == os.sep
     assert not cache.exists()
     assert os.environ["CUPY_CACHE_DIR"] == str(cache)
     monkeypatch.setenv("CUPY_CACHE_DIR", "")
     monkeypatch.setenv("HOME", str(cache))
-    with _kernel_store.whatever_cupy_finds():
+    with cubin_cache.whatever_cupy_finds():
         assert os.environ["CUPY_CACHE_DIR"] == os.sep
     assert os.environ["CUPY_CACHE_DIR"] == ""
 

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import _compile, _params, _source
-from cuflash._grid import even_sections
+from cuflash._jit import compilation
+from cuflash._jit import source as jit_source
+from cuflash._kernels import params as kernel_params
+from cuflash._launch.grid import even_sections
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -43,7 +45,7 @@ NUM_PROBLEMS = 15_000
 def flattened(name: str, defines: dict[str, Any]) -> str:
     """Return a probe with its includes in place."""
     head = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in defines.items())
-    return head + _source.flatten(str(SUPPORT / name))
+    return head + jit_source.flatten(str(SUPPORT / name))
 
 
 def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], int]) -> Any:
@@ -55,7 +57,7 @@ def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], in
                        rng.integers(-120, 120, n))  # fmt: skip
     windows = np.where(rng.random((n, 2)) < 0.1, 1 << 60, rng.integers(0, 60, (n, 2)))
     arrays = [np.ascontiguousarray(a) for a in (lengths[:, 0], lengths[:, 1], offsets)]
-    problems = np.zeros(n, _params.SCORE)
+    problems = np.zeros(n, kernel_params.SCORE)
     for name, array in zip(("q_lengths", "kv_lengths", "offset"), arrays, strict=True):
         problems[name] = address(array) + 8 * np.arange(n)
     problems["seqlen_q"], problems["seqlen_k"] = extents.T
@@ -101,7 +103,7 @@ def test_visibility_and_block_ranges_on_the_device(features: Any) -> None:
     import cupy
 
     code = flattened("score_probe.cu", features)
-    kernel = cupy.RawModule(code=code, options=_compile.OPTIONS).get_function("probe")
+    kernel = cupy.RawModule(code=code, options=compilation.OPTIONS).get_function("probe")
     on_device: list[Any] = []
 
     def address(array: np.ndarray) -> int:
@@ -158,7 +160,7 @@ def test_every_tile_has_one_turn_and_the_heaviest_of_a_section_start_first(tmp_p
     for blocks, owners, limit in itertools.product((1, 3, 7), (1, 2, 10, 17), (0, 1, 3, 4, 99)):
         section = even_sections(owners, limit)
         assert 1 <= section <= max(limit, 1)
-        grid = np.array((blocks, owners, section, 1), _params.GRID)
+        grid = np.array((blocks, owners, section, 1), kernel_params.GRID)
         found = np.full((2, blocks * owners), -1, np.int32)
         probe(*(ctypes.c_void_p(a.ctypes.data) for a in (grid, *found)))
         assert len({*zip(*found.tolist(), strict=True)}) == blocks * owners
@@ -193,7 +195,9 @@ def fragment_code(dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int) 
 @pytest.mark.nvrtc
 def test_the_fragment_probe_compiles() -> None:
     """Where no device is at hand to run it."""
-    _, log = _compile._nvrtc(fragment_code(*FRAGMENT_CASES[0]), (*_compile.OPTIONS, "-arch=sm_80"))
+    _, log = compilation._nvrtc(
+        fragment_code(*FRAGMENT_CASES[0]), (*compilation.OPTIONS, "-arch=sm_80")
+    )
     assert "warning" not in log
 
 
@@ -208,7 +212,7 @@ def test_tiles_and_fragments_multiply_exactly(
     m, n, d, d_v = tile
     columns, columns_v = d - 8 // (16 // copy_bytes), d_v - 8
     code = fragment_code(dtype, tile, copy_bytes)
-    kernel = cupy.RawModule(code=code, options=_compile.OPTIONS).get_function("probe")
+    kernel = cupy.RawModule(code=code, options=compilation.OPTIONS).get_function("probe")
     smem_bytes = 2 * (m * d + n * (d + d_v))
     kernel.max_dynamic_shared_size_bytes = smem_bytes
     rng = np.random.default_rng(3)

@@ -12,12 +12,14 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
-from cuflash._grid import Layout
-from cuflash._problem import Problem, describe
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _one_pass, _params, _plan, _select_one_pass
+from cuflash._kernels import params
+from cuflash._launch import fused_backward, plan
+from cuflash._select import fused_backward as select_fused_backward
 from support.host_device import COMPILER, host_device, on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -40,27 +42,27 @@ def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
 
 def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -> list[str]:
     """Run the conversion; returns what was launched."""
-    config = _select_one_pass.config_of(problem, ordered=True)
+    config = select_fused_backward.config_of(problem, ordered=True)
     assert config is not None
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-        layouts |= {"dq": layouts["q"], "sums": _one_pass._sums_layout(problem)}
-        launch = _plan.plan_launch(
-            _params.BACKWARD, _select_one_pass.convert_config(config), problem, layouts, 0,
+        layouts |= {"dq": layouts["q"], "sums": fused_backward._sums_layout(problem)}
+        launch = plan.plan_launch(
+            params.BACKWARD, select_fused_backward.convert_config(config), problem, layouts, 0,
             num_blocks=-(-problem.seqlen_q // config.block_m),
         )  # fmt: skip
         given = {"dq": dq.ctypes.data, "sums": sums.ctypes.data}
-        launch.run(tuple(given.get(n, 0) for n in _params.pointer_names(_params.BACKWARD)), 0)
+        launch.run(tuple(given.get(n, 0) for n in params.pointer_names(params.BACKWARD)), 0)
         return device.launched
 
 
-@pytest.mark.parametrize("head_dim", sorted({d for d, _ in _select_one_pass.TILES}))
+@pytest.mark.parametrize("head_dim", sorted({d for d, _ in select_fused_backward.TILES}))
 def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
     """Also of ragged rows; blocks that see no key are zero, whatever lies there."""
     entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
     q, k = (on_device(np.zeros((entries, n, head_dim), bfloat16)) for n in (seqlen_q, seqlen_k))
     problem = describe(q, k, k, Options(causal=True, scale=scale))
-    config = _select_one_pass.config_of(problem, ordered=True)
+    config = select_fused_backward.config_of(problem, ordered=True)
     assert config is not None
     blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # rows of whole blocks
     rng = np.random.default_rng(head_dim)

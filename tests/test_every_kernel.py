@@ -115,15 +115,15 @@ def call_with(
 def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget]:
     import cupy
 
-    from cuflash import _launch
-    from cuflash._launch_sm90 import MappedLaunch, Sm90Launch, available
+    from cuflash._launch import run as launch_run
+    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch, available
 
     call = call_of(kernel, name)
-    _launch.forget_plans()
+    launch_run.forget_plans()
     result = run(cupy, call, backward=backward, with_out=True)
-    launches = [plan[1] for plan in _launch._forward_plans.values()]
+    launches = [plan[1] for plan in launch_run._forward_plans.values()]
     if backward:
-        launches = [launch for p in _launch._backward_plans.values() for _, launch in p.steps]
+        launches = [launch for p in launch_run._backward_plans.values() for _, launch in p.steps]
     if available(cupy.cuda.Device().id):
         served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
         assert served == ("hopper" in kernel)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import _compile, _source
+from cuflash._jit import compilation
+from cuflash._jit import source as jit_source
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -45,7 +46,7 @@ def whole_warps(x: np.ndarray) -> np.ndarray:
 
 
 def source() -> str:
-    return _source.flatten(str(SUPPORT / "exp2_probe.cu"))
+    return jit_source.flatten(str(SUPPORT / "exp2_probe.cu"))
 
 
 def on_the_host(folder: Path, text: str) -> Evaluate:
@@ -71,7 +72,7 @@ def on_the_host(folder: Path, text: str) -> Evaluate:
 def on_the_device() -> Evaluate:
     import cupy
 
-    kernel = cupy.RawModule(code=source(), options=_compile.OPTIONS).get_function("probe")
+    kernel = cupy.RawModule(code=source(), options=compilation.OPTIONS).get_function("probe")
 
     def evaluate(x: np.ndarray) -> np.ndarray:
         given = cupy.asarray(whole_warps(x))
@@ -170,7 +171,9 @@ def test_the_ends_of_the_range(evaluate: Evaluate) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_it_compiles_without_a_stack(arch: str) -> None:
-    _, log = _compile._nvrtc(source(), (*_compile.OPTIONS, f"-arch={arch}", "--ptxas-options=-v"))
+    _, log = compilation._nvrtc(
+        source(), (*compilation.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    )
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log
 
 

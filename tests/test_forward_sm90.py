@@ -13,9 +13,10 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _select, _select_sm90
-from cuflash._packing import describe_packed
-from cuflash._problem import describe
+from cuflash._problem.packed import describe_packed
+from cuflash._problem.problem import describe
+from cuflash._select import portable as select_portable
+from cuflash._select import sm90
 from support import families, problems
 from support.budget import Budget
 from support.hopper import CASES, OPTIONS, ROWS, SHAPES, in_every_shape, make
@@ -24,7 +25,8 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash import _launch, _launch_sm90, _tensor_map  # noqa: E402
+from cuflash._launch import run, tensor_map  # noqa: E402
+from cuflash._launch import sm90 as launch_sm90  # noqa: E402
 
 MANY_TILES = ((2, 40), 200, 150)  # more than multiprocessors
 
@@ -40,7 +42,7 @@ def upload(array):
 
 
 def forced(q, k, v, options, multiprocessors=132):
-    config = _select_sm90.forward_config(describe(q, k, v, options), multiprocessors)
+    config = sm90.forward_config(describe(q, k, v, options), multiprocessors)
     assert config is not None
     return config
 
@@ -61,7 +63,7 @@ def attend_packed(q, k, v, ends_q, ends_k, **keywords):
     options = cuflash.Options(**keywords)
     ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
     problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
-    config = _select_sm90.forward_config(problem)
+    config = sm90.forward_config(problem)
     assert config is not None
     out = upload(np.full(problem.out_shape, np.nan, q.dtype))
     lse = cupy.full(problem.lse_shape, np.nan, np.float32)
@@ -301,7 +303,7 @@ def test_config_decides_which_kernel_runs():
     call = make((64, 64), SHAPES[1], {})
     q, k, v = (upload(call.array(name)) for name in "qkv")
     problem = describe(q, k, v, cuflash.Options())
-    portable = _select.forward_config(problem, 227 * 1024, 16)
+    portable = select_portable.forward_config(problem, 227 * 1024, 16)
     hopper = forced(q, k, v, cuflash.Options())
     found = []
     for config in (portable, hopper, replace(hopper, block_n=64), None, None):
@@ -333,8 +335,8 @@ def test_what_it_cannot_serve_goes_to_the_portable_kernel():
 def test_without_an_encoder_it_cannot_serve(monkeypatch):
     q, k, v = (upload(make((64, 64), SHAPES[0], {}).array(name)) for name in "qkv")
     config = forced(q, k, v, cuflash.Options())
-    monkeypatch.setattr(_tensor_map, "available", lambda: False)
-    monkeypatch.setattr(_launch, "_forward_plans", {})
+    monkeypatch.setattr(tensor_map, "available", lambda: False)
+    monkeypatch.setattr(run, "_forward_plans", {})
     with pytest.raises(ValueError, match="config"):
         cuflash.attention(q, k, v, config=config)
 
@@ -424,7 +426,7 @@ def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
     """A graph owns its counter; where none is left, tiles are dealt out in advance."""
     q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
     if dealt:
-        monkeypatch.setattr(_launch_sm90, "_counters", {})
+        monkeypatch.setattr(launch_sm90, "_counters", {})
     options = cuflash.Options(causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     results = [(cupy.empty_like(want), cupy.empty_like(want_lse)) for _ in streams]
@@ -451,7 +453,7 @@ def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
 def test_counters_are_zero_between_launches():
     for shape in (MANY_TILES, ((7, 40), 130, 70)):
         check(make((128, 128), shape, {}))
-    memory = _launch_sm90._counters[cupy.cuda.Device().id]._memory
+    memory = launch_sm90._counters[cupy.cuda.Device().id]._memory
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     assert not cupy.ndarray(memory.size // 4, np.uint32, pointer).any()
 

@@ -16,7 +16,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import _attention, _recall
+from cuflash._api import attention, recall
 from support import problems
 from support.budget import Budget
 from support.memory import to_device
@@ -24,7 +24,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash import _launch, _launch_sm90  # noqa: E402
+from cuflash._launch import run, sm90  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -33,12 +33,12 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def chosen_kernels(request, monkeypatch):
     """Kernels that calls choose here, and those that they choose where no Hopper's are."""
     if request.param == "portable":
-        monkeypatch.setattr(_launch_sm90, "available", lambda device: False)
-    _launch.forget_plans()
-    _recall.forget()
+        monkeypatch.setattr(sm90, "available", lambda device: False)
+    run.forget_plans()
+    recall.forget()
     yield
-    _launch.forget_plans()
-    _recall.forget()
+    run.forget_plans()
+    recall.forget()
 
 
 class Work:
@@ -438,7 +438,7 @@ def test_a_known_gradient_has_the_bits_of_a_checked_one(monkeypatch, head_dim, o
     def unknown(*arguments, **keywords):
         raise LookupError
 
-    monkeypatch.setattr(_attention, "run_backward", unknown)
+    monkeypatch.setattr(attention, "run_backward", unknown)
     for work, want in zip(works, expected, strict=True):
         assert bits(work.allocating()) == want
     q, k, v, dout = work.q, work.k, work.v, work.dout

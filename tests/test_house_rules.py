@@ -444,26 +444,26 @@ RULES = [
     Rule(
         no_cuda_in_python_strings,
         bad=(
-            {"cuflash/_compile.py": "source = '__global__ void f() {}'"},
+            {"cuflash/_jit/compilation.py": "source = '__global__ void f() {}'"},
             {"tests/test_score.py": "s = f'{1} threadIdx.x'"},
             {"tools/probe.py": "s = b'extern \"C\" void f();'"},
         ),
         good=(
-            {"cuflash/_compile.py": "# __global__\ns = '#define CUFLASH_HEAD_DIM 64'"},
+            {"cuflash/_jit/compilation.py": "# __global__\ns = '#define CUFLASH_HEAD_DIM 64'"},
             {"tools/gen_wgmma.py": "s = '__device__ void f();'"},
         ),
     ),
     Rule(
         names_of_the_field,
         bad=(
-            {"cuflash/_attention.py": "def attention(q, attn_mask): ..."},
-            {"cuflash/_attention.py": "attention(q, is_causal=True)"},
+            {"cuflash/_api/attention.py": "def attention(q, attn_mask): ..."},
+            {"cuflash/_api/attention.py": "attention(q, is_causal=True)"},
             {"examples/a.py": "kBlockM = 1"},
             {"kernels_cu/score.cuh": "float sm_scale;"},
             {"tests/support/host_cuda.h": "float sm_scale;"},
         ),
         good=(
-            {"cuflash/_attention.py": "'''Called attn_mask elsewhere.'''\nmask = 'is_causal'"},
+            {"cuflash/_api/attention.py": "'''Called attn_mask elsewhere.'''\nmask = 'is_causal'"},
             {"kernels_cu/score.cuh": "float scale;  // sm_scale elsewhere"},
             {PEERS: "f(is_causal=True)"},
         ),
@@ -476,7 +476,9 @@ RULES = [
             {"tests/common/x.py": ""},
             {"docs/legacy-notes.md": ""},
         ),
-        good=({"cuflash/_options.py": "", "kernels_cu/ptx/wgmma.cuh": "", "a/renewal.py": ""},),
+        good=(
+            {"cuflash/_problem/options.py": "", "kernels_cu/ptx/wgmma.cuh": "", "a/renewal.py": ""},
+        ),
     ),
     Rule(
         no_output_from_kernels,
@@ -489,11 +491,11 @@ RULES = [
     Rule(
         no_open_marks,
         bad=(
-            {"cuflash/_host.py": "# TODO: later"},
+            {"cuflash/_host/attention.py": "# TODO: later"},
             {"docs/a.md": "FIXME"},
             {"kernels_cu/a.cu": "// XXX"},
         ),
-        good=({"cuflash/_host.py": "# TODO(#12): later\ntodos = 1"},),
+        good=({"cuflash/_host/attention.py": "# TODO(#12): later\ntodos = 1"},),
     ),
     Rule(
         no_commented_out_cuda,
@@ -512,8 +514,8 @@ RULES = [
     ),
     Rule(
         no_assert_for_users,
-        bad=({"cuflash/_problem.py": "def f(x):\n    assert x, 'no'\n"},),
-        good=({"cuflash/_problem.py": "'''assert'''", "tests/test_a.py": "assert True"},),
+        bad=({"cuflash/_problem/problem.py": "def f(x):\n    assert x, 'no'\n"},),
+        good=({"cuflash/_problem/problem.py": "'''assert'''", "tests/test_a.py": "assert True"},),
     ),
     Rule(
         static_assertions_say_why,
@@ -631,7 +633,11 @@ RULES = [
             {"docs/a.md": "`_missing.py` and `setup_env.py`", "tools/setup_env.py": ""},
         ),
         good=(
-            {"README.md": "`_host.py`, [x](docs/b.md)", "cuflash/_host.py": "", "docs/b.md": ""},
+            {
+                "README.md": "`_host/attention.py`, [x](docs/b.md)",
+                "cuflash/_host/attention.py": "",
+                "docs/b.md": "",
+            },
             {"README.md": "https://example.org/a/missing.py results/<device>-<date>.json"},
         ),
     ),

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import _chosen, _cli, _explained_io, _hardware
+from cuflash import _cli
 from cuflash._bench import io_gradient, io_model, profiler
 from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
-from cuflash._config import KernelConfig
-from cuflash._select_gradients import backward_score_config
+from cuflash._cli import explained_io
+from cuflash._kernels.config import KernelConfig
+from cuflash._select import choose, hardware
+from cuflash._select.portable_gradients import backward_score_config
 from cuflash.tuning._kernels import kernel_name
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
@@ -58,7 +60,7 @@ SCHEMES = {
 
 def chosen(work: Workload, arch: str) -> list[KernelConfig]:
     """The kernels of a gradient."""
-    return _chosen.backward(work.problem(), _hardware.typical(arch))
+    return choose.backward(work.problem(), hardware.typical(arch))
 
 
 def visible(work: Workload) -> np.ndarray:
@@ -239,12 +241,12 @@ def test_explain_refuses_kernels_that_load_no_tiles(capsys):
 
 def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
     """As on a device, whose counters say half of the model's for every kernel."""
-    monkeypatch.setattr(_hardware, "present", lambda device=None: _hardware.typical("sm_90"))
+    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
     asked = []
 
     def gradient_bytes(work: Workload, kernels: list[str]) -> list[dict[str, float]]:
         asked.append(kernels)
-        parts = _explained_io.predicted(work, backward=True)["io_gradient"]["kernels"]
+        parts = explained_io.predicted(work, backward=True)["io_gradient"]["kernels"]
         of = profiler.PREDICTED_OF_GRADIENT.items()
         return [{name: part[field] / 2 for name, field in of} for part in parts]
 
@@ -262,7 +264,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
 
 
 def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(_hardware, "present", lambda device=None: _hardware.typical("sm_90"))
+    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
     monkeypatch.setenv("PATH", str(tmp_path))
     status, out, err = command(capsys, "--json")
     assert status == 0

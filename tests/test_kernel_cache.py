@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import _compile, _compiler, _kernel_store, _source
-from cuflash._config import ForwardConfig
+from cuflash._jit import compilation, compiler_id, cubin_cache
+from cuflash._jit import source as jit_source
+from cuflash._kernels.config import ForwardConfig
 from support import cacheless_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,10 +41,10 @@ NO_FILES = Path("/proc/sys")
 @pytest.fixture(autouse=True)
 def forget():
     """Forget flattened sources and warnings, before and after."""
-    for cached in (_source.flatten, _source.kernels_dir, _kernel_store._warn_once):
+    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache._warn_once):
         cached.cache_clear()
     yield
-    for cached in (_source.flatten, _source.kernels_dir, _kernel_store._warn_once):
+    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache._warn_once):
         cached.cache_clear()
 
 
@@ -62,7 +63,7 @@ def compiler(monkeypatch, folder):
 
 def right(config=CONFIG):
     """What must be launched for a configuration."""
-    return cacheless_device.product(_compile.source_of(config), _compile.OPTIONS, "sm_90")
+    return cacheless_device.product(compilation.source_of(config), compilation.OPTIONS, "sm_90")
 
 
 def entry_of(folder):
@@ -202,7 +203,7 @@ def test_full_disk(compiler, folder, monkeypatch, error, step):
     def refuse(*_, **__):
         raise error
 
-    library = _kernel_store.tempfile if step == "mkstemp" else _kernel_store.os
+    library = cubin_cache.tempfile if step == "mkstemp" else cubin_cache.os
     monkeypatch.setattr(library, step, refuse)
     with pytest.warns(RuntimeWarning, match="cache"):
         assert compiler.kernel(CONFIG) == right()
@@ -217,7 +218,7 @@ def test_a_file_that_cannot_be_replaced_but_holds_the_kernel(compiler, folder, m
         real(source, target)
         raise PermissionError(5, "Access is denied")
 
-    monkeypatch.setattr(_kernel_store.os, "replace", refuse)
+    monkeypatch.setattr(cubin_cache.os, "replace", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiler.kernel(CONFIG) == right()
@@ -278,7 +279,7 @@ def changed_fields():
 
 def test_every_field_of_the_configuration_is_in_the_source():
     configs = [CONFIG, *changed_fields()]
-    assert len({_compile.source_of(config) for config in configs}) == len(configs)
+    assert len({compilation.source_of(config) for config in configs}) == len(configs)
 
 
 def test_every_field_of_the_configuration_is_in_the_name(compiler, folder):
@@ -289,18 +290,18 @@ def test_every_field_of_the_configuration_is_in_the_name(compiler, folder):
 def test_an_edited_header_is_in_the_name(compiler, folder, tmp_path, monkeypatch):
     """Every file that the kernel includes, one after another; headers of other kernels are not."""
     copy = tmp_path / "kernels_cu"
-    shutil.copytree(_source.kernels_dir(), copy)
-    monkeypatch.setattr(_source, "kernels_dir", lambda: copy)
+    shutil.copytree(jit_source.kernels_dir(), copy)
+    monkeypatch.setattr(jit_source, "kernels_dir", lambda: copy)
     before = name(compiler, folder)
     used = 0
     for path in sorted(p for p in copy.rglob("*") if p.suffix in (".cu", ".cuh")):
         text = path.read_text()
-        included = f'"{path.relative_to(copy).as_posix()}"' in _source.flatten(CONFIG.source)
+        included = f'"{path.relative_to(copy).as_posix()}"' in jit_source.flatten(CONFIG.source)
         path.write_text(text + "\n// edited\n")
-        _source.flatten.cache_clear()
+        jit_source.flatten.cache_clear()
         assert (name(compiler, folder) != before) == included, path
         path.write_text(text)
-        _source.flatten.cache_clear()
+        jit_source.flatten.cache_clear()
         used += included
     assert used >= 5
     assert name(compiler, folder) == before
@@ -310,9 +311,9 @@ def test_an_edited_header_is_in_the_name(compiler, folder, tmp_path, monkeypatch
 def test_tools_are_in_the_name(compiler, folder, monkeypatch, what):
     before = name(compiler, folder)
     if what == "options":
-        monkeypatch.setattr(_compile, "OPTIONS", (*_compile.OPTIONS, "-lineinfo"))
+        monkeypatch.setattr(compilation, "OPTIONS", (*compilation.OPTIONS, "-lineinfo"))
     elif what == "nvrtc":
-        monkeypatch.setattr(_compiler, "identity", lambda: "another NVRTC")
+        monkeypatch.setattr(compiler_id, "identity", lambda: "another NVRTC")
     elif what == "arch":
         monkeypatch.setattr(cacheless_device, "ARCH", "80")
     else:
@@ -322,16 +323,16 @@ def test_tools_are_in_the_name(compiler, folder, monkeypatch, what):
 
 @pytest.mark.nvrtc
 def test_patches_of_nvrtc_are_told_apart(monkeypatch):
-    identity = _compiler.identity.__wrapped__
+    identity = compiler_id.identity.__wrapped__
     before = identity()
     assert re.fullmatch(r"NVRTC \d+\.\d+ of \d{7,} bytes", before), "and nothing of this machine"
-    monkeypatch.setattr(_compiler, "_state", lambda path: (12345678, 0))
+    monkeypatch.setattr(compiler_id, "_state", lambda path: (12345678, 0))
     assert identity() != before
 
     def gone(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(_compiler, "_state", gone)
+    monkeypatch.setattr(compiler_id, "_state", gone)
     assert identity().endswith(" of 0 bytes")
 
 
@@ -339,9 +340,9 @@ def test_names_hold_nothing_of_this_machine(compiler, folder, tmp_path, monkeypa
     """The same sources in another place are the same kernel."""
     before = name(compiler, folder)
     copy = tmp_path / "elsewhere"
-    shutil.copytree(_source.kernels_dir(), copy)
-    monkeypatch.setattr(_source, "kernels_dir", lambda: copy)
-    _source.flatten.cache_clear()
+    shutil.copytree(jit_source.kernels_dir(), copy)
+    monkeypatch.setattr(jit_source, "kernels_dir", lambda: copy)
+    jit_source.flatten.cache_clear()
     assert name(compiler, folder) == before
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import cuflash
 from cuflash import reference
-from cuflash._problem import describe
+from cuflash._problem.problem import describe
 from support import covering, problems
 from support.budget import Budget
 from support.problems import Call, make_call
@@ -27,8 +27,9 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_modifiers
 import test_varlen
 
-from cuflash import _launch, _score_gradients, _select
-from cuflash._packing import describe_packed
+from cuflash._launch import run, score_gradients
+from cuflash._problem.packed import describe_packed
+from cuflash._select import portable
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -55,10 +56,10 @@ def results(
     problem = describe(q, k, v, options, precision=precision)
     out = full_of_nan(problem.out_shape, problem.dtype)
     lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-    _launch.forward(problem, q, k, v, options, out, lse)
+    run.forward(problem, q, k, v, options, out, lse)
     gradients = {n: full_of_nan(call.array(n).shape, call.array(n).dtype) for n in call.wrt}
     dlse = None if call.dlse is None else on_device(call.dlse)
-    _launch.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients)
+    run.backward(problem, dout, q, k, v, out, lse, dlse, options, gradients)
     return (
         np.asarray(out), np.asarray(lse), {n: np.asarray(g) for n, g in gradients.items()}
     )  # fmt: skip
@@ -146,19 +147,19 @@ def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
         problem = describe(q, k, v, options)
         out = full_of_nan(problem.out_shape, problem.dtype)
         lse = full_of_nan(problem.lse_shape, problem.lse_dtype)
-        _launch.forward(problem, q, k, v, options, out, lse)
+        run.forward(problem, q, k, v, options, out, lse)
         gradients = {name: full_of_nan(call.array(name).shape, problem.dtype) for name in "qkv"}
         backward = (problem, *given, out, lse, None, options, gradients)
-        plan = _launch.backward(*backward)
+        plan = run.backward(*backward)
         assert plan is not None
-        repeats.append(_launch.repeated_backward(plan, q, k, v, given[0], out, lse))
+        repeats.append(run.repeated_backward(plan, q, k, v, given[0], out, lse))
         again = repeats[0](*(a.data.ptr for a in (q, k, v, given[0], out, lse)))
         for name, gradient in gradients.items():
             assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
-    in_double = _launch.backward(problem, given[0].astype(np.float64), *backward[2:])
+    in_double = run.backward(problem, given[0].astype(np.float64), *backward[2:])
     assert in_double is None  # another dout than the caller's was read
     off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
-    assert _launch.repeated_backward(plan, q, k, v, off, out, lse) is None
+    assert run.repeated_backward(plan, q, k, v, off, out, lse) is None
 
 
 @pytest.mark.usefixtures("device")
@@ -197,7 +198,7 @@ def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
         options={"causal": True},
     )  # fmt: skip
     problem = describe(call.q, call.k, call.v, cuflash.Options(causal=True))
-    parts = _select.forward_config(problem, 227 << 10, 16).column_parts
+    parts = portable.forward_config(problem, 227 << 10, 16).column_parts
     assert (parts > 1) == (head_dim_v > 128)
     v = call.v.copy()
     v[30, 35 if head_dim_v == 40 else 170] = np.nan
@@ -234,12 +235,10 @@ def test_packed_sequences(kind: str) -> None:
         problem = describe_packed(q, k, v, options, packed, axes=None, precision=None)
         out = on_device(np.zeros(problem.out_shape, problem.dtype))
         lse = on_device(np.full(problem.lse_shape, -np.inf, np.float32))
-        _launch.forward(problem, q, k, v, options, out, lse, cu_seqlens=packed)
+        run.forward(problem, q, k, v, options, out, lse, cu_seqlens=packed)
         inputs = {"q": q, "k": k, "v": v, "scale": np.zeros(()), **options.arrays}
         gradients = {n: on_device(np.zeros_like(inputs[n])) for n in wrt}
-        _launch.backward(
-            problem, dout, q, k, v, out, lse, None, options, gradients, cu_seqlens=packed
-        )
+        run.backward(problem, dout, q, k, v, out, lse, None, options, gradients, cu_seqlens=packed)
         plain = {n: np.asarray(g) for n, g in gradients.items()}
         assert all(math.prod(g.shape) for g in plain.values())
         return np.asarray(out), np.asarray(lse), plain
@@ -255,7 +254,7 @@ def test_sums_of_packed_sequences_know_nothing_of_each_other(lead: int) -> None:
     rows = np.random.default_rng(0).standard_normal((2, ends[-1] + 7))
     rows[:, ends[2] : ends[3]] *= 1e30
     rows[1, ends[5]] = np.nan
-    sums = _score_gradients.of_sequences(rows, ends.astype(np.int32))
+    sums = score_gradients.of_sequences(rows, ends.astype(np.int32))
     assert sums.shape == (len(lengths), 2)
     for found, first, last in zip(sums, ends[:-1], ends[1:], strict=True):
         for entry in range(2):

@@ -12,32 +12,35 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import (
-    Options,
-    _chosen,
-    _grid,
-    _hardware,
-    _select,
-    _select_gradients,
-    _select_narrow,
-    _select_one_pass,
-    _select_sm90,
-    _select_tf32,
-    _sm90_refusals,
-)
-from cuflash._config import (
+from cuflash import Options
+from cuflash._kernels.config import (
     BackwardKVConfig,
     BackwardKVSm90Config,
     BackwardOnePassConfig,
     KernelConfig,
     TileConfig,
 )
-from cuflash._config_tf32_sm90 import BackwardKVTf32Sm90Config
-from cuflash._problem import Operand, Problem, describe
+from cuflash._kernels.config_tf32_sm90 import BackwardKVTf32Sm90Config
+from cuflash._launch import grid as launch_grid
+from cuflash._problem.problem import Operand, Problem, describe
+from cuflash._select import (
+    choose,
+    eligibility,
+    fused_backward,
+    portable,
+    portable_gradients,
+    sm90,
+    tf32_sm90,
+)
+from cuflash._select import hardware as select_hardware
+from cuflash._select import narrow as select_narrow
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _launch_sm90, _params, _plan, _tuned
+from cuflash._kernels import params
+from cuflash._launch import plan, run
+from cuflash._launch import sm90 as launch_sm90
+from cuflash._select import measured
 
 SMALLEST, AMPERE, HOPPER = SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 DTYPES = (bfloat16, np.float16, np.float32, np.float64)
@@ -49,7 +52,7 @@ OWNERS_OF_KEYS = (
 )  # fmt: skip
 
 
-def walked(grid: _grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
+def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
     """Offsets of all operands in the order of the launches, as scheduler.cuh computes them."""
     found = []
     for start in grid.offsets():
@@ -84,8 +87,8 @@ def test_every_batch_entry_is_walked_once_and_owners_stay_together() -> None:
     peeled = merged = 0
     for _ in range(1500):
         batch, strides, summed = random_axes(rng)
-        grid = _grid.plan_grid(batch, strides, summed, 1)
-        assert len(grid.axes) <= _params.MAX_BATCH_AXES
+        grid = launch_grid.plan_grid(batch, strides, summed, 1)
+        assert len(grid.axes) <= params.MAX_BATCH_AXES
         owned = [range(n) if not s else [0] for n, s in zip(batch, summed, strict=True)]
         looped = [range(n) if s else [0] for n, s in zip(batch, summed, strict=True)]
         expected = [
@@ -105,7 +108,7 @@ def test_every_batch_entry_is_walked_once_and_owners_stay_together() -> None:
 
 def test_a_grid_past_the_limit_is_split() -> None:
     batch, strides = (40_000, 70_000), [(70_000 * 8, 4), (0, 4)]
-    grid = _grid.plan_grid(batch, strides, (False, False), 1)
+    grid = launch_grid.plan_grid(batch, strides, (False, False), 1)
     assert grid.num_owners == 70_000
     assert len(grid.offsets()) == 40_000
     assert grid.offsets()[2] == (2 * 70_000 * 8, 0)
@@ -113,7 +116,7 @@ def test_a_grid_past_the_limit_is_split() -> None:
 
 def test_contiguous_operands_have_one_axis() -> None:
     strides = [(24, 8, 2), (240, 80, 20)]
-    assert len(_grid.plan_grid((2, 3, 4), strides, (False,) * 3, 1).axes) == 1
+    assert len(launch_grid.plan_grid((2, 3, 4), strides, (False,) * 3, 1).axes) == 1
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_contiguous_operands_have_one_axis() -> None:
 def test_the_widest_legal_copy(
     strides: tuple[int, int], columns: int, bits: int, expected: int
 ) -> None:
-    assert _grid.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
+    assert launch_grid.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
 
 
 def base_problem() -> Problem:
@@ -197,13 +200,13 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
     given = (problem, limit, copy_bytes)
     wide = max(problem.head_dim, problem.head_dim_v) if problem.dtype == np.float64 else 0
     found: list[KernelConfig] = [
-        _select.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
+        portable.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
     ]
-    of_keys = _select_gradients.backward_kv_configs(*given, wanted)
-    scores = _select_gradients.backward_score_config(*given, *SUMS[number % 4])
+    of_keys = portable_gradients.backward_kv_configs(*given, wanted)
+    scores = portable_gradients.backward_score_config(*given, *SUMS[number % 4])
     forward, of_queries = (
-        _select.forward_config(*given),
-        _select_gradients.backward_q_config(*given),
+        portable.forward_config(*given),
+        portable_gradients.backward_q_config(*given),
     )
     found += [forward, of_queries, *of_keys, scores]
     assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
@@ -216,18 +219,18 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
 
 
 def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
-    """Hopper's own kernels, where nothing that `_sm90_refusals` names keeps a problem from them."""
+    """Hopper's own kernels, where nothing that `eligibility` names keeps a problem from them."""
     found: list[KernelConfig] = []
-    forward = _select_sm90.forward_config(problem, (1, 132)[number % 2])
-    assert (forward is None) == bool(_sm90_refusals.against_forward(problem))
-    of_queries = _select_sm90.backward_q_config(problem)
-    of_keys = _select_sm90.backward_kv_configs(problem, WANTED[number % 3])
-    together = _select_one_pass.config_of(problem, ordered=bool(number % 2))
-    if _sm90_refusals.against_gradient(problem):
+    forward = sm90.forward_config(problem, (1, 132)[number % 2])
+    assert (forward is None) == bool(eligibility.against_forward(problem))
+    of_queries = sm90.backward_q_config(problem)
+    of_keys = sm90.backward_kv_configs(problem, WANTED[number % 3])
+    together = fused_backward.config_of(problem, ordered=bool(number % 2))
+    if eligibility.against_gradient(problem):
         assert of_queries is of_keys is together is None
     if together is not None:
         assert None not in (of_queries, of_keys), "what one pass serves, two serve, too"
-        found += [together, _select_one_pass.convert_config(together)]
+        found += [together, fused_backward.convert_config(together)]
     found += [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)
     return found
@@ -235,18 +238,18 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
 
 def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
     """Hopper's kernels for float32, and the forward of narrow heads, which every device has."""
-    forward = _select_tf32.forward_config(problem, copy_bytes)
-    assert (forward is None) == bool(_sm90_refusals.against_tf32_forward(problem))
-    of_queries = _select_tf32.backward_q_config(problem, copy_bytes)
-    of_keys = _select_tf32.backward_kv_configs(problem, copy_bytes, WANTED[number % 3])
-    if _sm90_refusals.against_tf32(problem):
+    forward = tf32_sm90.forward_config(problem, copy_bytes)
+    assert (forward is None) == bool(eligibility.against_tf32_forward(problem))
+    of_queries = tf32_sm90.backward_q_config(problem, copy_bytes)
+    of_keys = tf32_sm90.backward_kv_configs(problem, copy_bytes, WANTED[number % 3])
+    if eligibility.against_tf32(problem):
         assert of_queries is of_keys is None
     found = [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)
-    narrow = _select_narrow.forward_config(problem, copy_bytes, (1, 132)[number % 2])
+    narrow = select_narrow.forward_config(problem, copy_bytes, (1, 132)[number % 2])
     if narrow is not None:
         assert narrow.smem_bytes <= SMALLEST
-        assert max(problem.head_dim, problem.head_dim_v) <= _select_narrow.WIDEST
+        assert max(problem.head_dim, problem.head_dim_v) <= select_narrow.WIDEST
         assert (narrow.width, narrow.width_v) == (problem.head_dim, problem.head_dim_v)
     return [*found, *([] if narrow is None else [narrow])]
 
@@ -256,12 +259,12 @@ def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator)
     of_keys = isinstance(config, OWNERS_OF_KEYS)
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     own = config.block_n if of_keys else config.block_m
-    num_blocks = _plan.num_tiles(problem, rows, own)
+    num_blocks = plan.num_tiles(problem, rows, own)
     tiles = num_blocks * (config.column_parts if isinstance(config, TileConfig) else 1)
     step, last = 2 * problem.head_dim * rows, problem.batch[1]
     strides = [(last * step * int(rng.integers(1, 3)), step), (0, step), (last * step, 0)]
     summed = problem.k.summed if of_keys else (False, False)
-    grid = _grid.plan_grid(problem.batch, strides, summed, tiles)
+    grid = launch_grid.plan_grid(problem.batch, strides, summed, tiles)
     launches = math.prod(extent for extent, _ in grid.peeled)
     assert launches * grid.num_owners * grid.entries_per_owner == math.prod(problem.batch)
     assert tiles * grid.num_owners <= 2**31 - 1
@@ -302,7 +305,7 @@ def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
         other = replace(
             problem, batch=(3, 5), batch_shape=(3, 5), seqlen_q=17, seqlen_k=problem.seqlen_k + 9
         )
-        assert _select.forward_config(problem, SMEM_LIMITS[2], 16) == _select.forward_config(
+        assert portable.forward_config(problem, SMEM_LIMITS[2], 16) == portable.forward_config(
             other, SMEM_LIMITS[2], 16
         )
 
@@ -311,21 +314,21 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers for each query, and on Hopper dq in float32 and a turn for each block."""
     q = np.zeros((2, 3, 20, 64), np.float16)
     problem = describe(q, q, q, Options())
-    monkeypatch.setattr(_launch, "runtime", SimpleNamespace(getDevice=lambda: 0))
-    monkeypatch.setattr(_tuned, "device_name", lambda _: "simulated")
-    monkeypatch.setattr(_launch_sm90, "available", lambda _: False)
-    assert _launch.workspace_size(problem, "forward") == 0
+    monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(measured, "device_name", lambda _: "simulated")
+    monkeypatch.setattr(launch_sm90, "available", lambda _: False)
+    assert run.workspace_size(problem, "forward") == 0
     statistics = 8 * 2 * 3 * 20
-    assert _launch.workspace_size(problem, "backward") == statistics
-    monkeypatch.setattr(_launch_sm90, "available", lambda _: True)
+    assert run.workspace_size(problem, "backward") == statistics
+    monkeypatch.setattr(launch_sm90, "available", lambda _: True)
     sums, turns = 4 * 2 * 3 * 32 * 64, 4 * (1 + 2 * 3)  # rows in slices of 16
-    assert _launch.workspace_size(problem, "backward") == statistics + sums + turns + 128
+    assert run.workspace_size(problem, "backward") == statistics + sums + turns + 128
 
 
 def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None:
     problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
-    assert not _select_gradients.backward_q_config(problem, 227 << 10, 16).cuda_cores
-    assert _select_gradients.backward_q_config(problem, 99 << 10, 16).cuda_cores
+    assert not portable_gradients.backward_q_config(problem, 227 << 10, 16).cuda_cores
+    assert portable_gradients.backward_q_config(problem, 99 << 10, 16).cuda_cores
 
 
 def laid_out(problem: Problem, padding: int) -> Problem:
@@ -347,20 +350,20 @@ def test_no_architecture_refuses_a_problem() -> None:
         if number % 8 == 0:
             problem = replace(problem, head_dim=256, head_dim_v=200)
         problem = laid_out(problem, number % 2)
-        for arch in _hardware.ARCHITECTURES:
-            hardware = _hardware.typical(arch)
-            on_cores = _select.on_cuda_cores(problem, int(hardware.capability))
+        for arch in select_hardware.ARCHITECTURES:
+            hardware = select_hardware.typical(arch)
+            on_cores = portable.on_cuda_cores(problem, int(hardware.capability))
             smem = hardware.limits.block_smem
-            scores = _select_gradients.backward_score_config(
+            scores = portable_gradients.backward_score_config(
                 problem, smem, problem.dtype.itemsize, *SUMS[number % 4], cuda_cores=on_cores
             )
-            found = [_chosen.forward(problem, hardware), scores]
-            found += _chosen.backward(problem, hardware, WANTED[number % 3])
+            found = [choose.forward(problem, hardware), scores]
+            found += choose.backward(problem, hardware, WANTED[number % 3])
             assert all(c.smem_bytes <= smem for c in found)
             if any(isinstance(c, TileConfig) and c.cuda_cores for c in found):
                 cuda_cores.add((arch, problem.dtype.name))
     of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
-    assert of_float64 == {*_hardware.ARCHITECTURES} - {"sm_90"}
+    assert of_float64 == {*select_hardware.ARCHITECTURES} - {"sm_90"}
     assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in cuda_cores)
 
 
@@ -368,4 +371,4 @@ def test_no_architecture_refuses_a_problem() -> None:
 def test_a_head_too_wide_is_named(head_dim: int) -> None:
     problem = replace(base_problem(), head_dim=head_dim)
     with pytest.raises(NotImplementedError, match=f"head_dim {head_dim}"):
-        _select.forward_config(problem, SMEM_LIMITS[0], 16)
+        portable.forward_config(problem, SMEM_LIMITS[0], 16)

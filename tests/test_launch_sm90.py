@@ -11,27 +11,25 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import (
-    Options,
-    _override,
-    _params,
-    _select,
-    _select_gradients,
-    _select_one_pass,
-    _select_sm90,
-    _tuned,
-)
-from cuflash._config import BackwardPairConfig
-from cuflash._grid import Layout
-from cuflash._override import BackwardConfigs
-from cuflash._problem import Problem, describe
+from cuflash import Options
+from cuflash._kernels import params as kernel_params
+from cuflash._kernels.config import BackwardPairConfig
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Problem, describe
+from cuflash._select import fused_backward, measured, override, portable_gradients, sm90
+from cuflash._select import portable as select_portable
+from cuflash._select.override import BackwardConfigs
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _arguments, _device, _launch, _launch_sm90, _one_pass, _plan, _tensor_map
+from cuflash._jit import device as jit_device
+from cuflash._launch import fused_backward as launch_fused_backward
+from cuflash._launch import kernel_launcher, run, tensor_map
+from cuflash._launch import plan as launch_plan
+from cuflash._launch import sm90 as launch_sm90
 
 COUNTERS = 4096  # their address
-NUM_POINTERS = len(_params.pointer_names(_params.FORWARD_SM90))
+NUM_POINTERS = len(kernel_params.pointer_names(kernel_params.FORWARD_SM90))
 POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * NUM_POINTERS, 16))
 STREAM = 77
 
@@ -41,35 +39,35 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[Any] = []
-        self.struct = _params.FORWARD_SM90
+        self.struct = kernel_params.FORWARD_SM90
         self.cleared: list[tuple[int, int, int, int]] = []
         runtime = SimpleNamespace(memsetAsync=lambda *arguments: self.cleared.append(arguments))
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
         device = SimpleNamespace(compute_capability="90")
         attributes = {"MultiProcessorCount": 132, "L2CacheSize": 50 << 20,
                       "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
-        monkeypatch.setattr(_device, "attribute", lambda name, _: attributes[name])
-        monkeypatch.setattr(_device, "capability", lambda _: 90)
-        monkeypatch.setattr(_launch_sm90, "_counters", {})
-        monkeypatch.setattr(_launch_sm90, "runtime", runtime)
-        monkeypatch.setattr(_tuned, "device_name", lambda device: "simulated")
-        monkeypatch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=self.launch))
+        monkeypatch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
+        monkeypatch.setattr(jit_device, "capability", lambda _: 90)
+        monkeypatch.setattr(launch_sm90, "_counters", {})
+        monkeypatch.setattr(launch_sm90, "runtime", runtime)
+        monkeypatch.setattr(measured, "device_name", lambda device: "simulated")
+        monkeypatch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
             Device=lambda _: device,
             Memory=lambda size: SimpleNamespace(ptr=COUNTERS, size=size),
             Stream=lambda **_: stream,
         )
         cupy = SimpleNamespace(cuda=cuda)
-        monkeypatch.setattr(_launch_sm90, "cupy", cupy)
-        monkeypatch.setattr(_plan, "cupy", cupy)
-        monkeypatch.setattr(_tensor_map, "encode", lambda *_: bytes(128))
+        monkeypatch.setattr(launch_sm90, "cupy", cupy)
+        monkeypatch.setattr(launch_plan, "cupy", cupy)
+        monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
         monkeypatch.setattr(
-            _tensor_map, "with_addresses",
+            tensor_map, "with_addresses",
             lambda _, addresses: b"".join(address.to_bytes(128, "big") for address in addresses),
         )  # fmt: skip
-        monkeypatch.setattr(_tensor_map, "available", lambda: True)
+        monkeypatch.setattr(tensor_map, "available", lambda: True)
         kernel = SimpleNamespace(pointer=5, num_threads=384, smem_bytes=1 << 16)
-        monkeypatch.setattr(_plan, "compile_kernel", lambda *_: kernel)
+        monkeypatch.setattr(launch_plan, "compile_kernel", lambda *_: kernel)
 
     def launch(self, function: int, grid: int, *rest: Any) -> None:
         """Read the parameters as the driver does."""
@@ -92,14 +90,14 @@ def problem_of(batch: int, rows: int = 300, keys: int = 400, **options: Any) -> 
 
 
 def plan(problem: Problem) -> Any:
-    config = _select_sm90.forward_config(problem)
-    return _launch._plan_forward(problem, 0, POINTERS, None, config)
+    config = sm90.forward_config(problem)
+    return run._plan_forward(problem, 0, POINTERS, None, config)
 
 
 def pointers_of(params: Any) -> dict[str, int]:
     """Read every pointer of a launch by its name."""
-    names = _params.pointer_names(params.dtype)
-    given = [params["score" if n in _params.SCORE_POINTERS else n] for n in names]
+    names = kernel_params.pointer_names(params.dtype)
+    given = [params["score" if n in kernel_params.SCORE_POINTERS else n] for n in names]
     return {n: int(x[n] if x.dtype.names else x) for n, x in zip(names, given, strict=True)}
 
 
@@ -108,7 +106,7 @@ def test_parameters_arrive_where_the_kernel_reads_them(recorder: Recorder) -> No
     [(function, grid, params)] = recorder.launches
     assert (function, grid) == (5, 24)  # 3 tiles of 128 rows, 8 entries
     assert list(pointers_of(params).values()) == list(POINTERS)
-    for name, address in zip(_params.MAPPED, POINTERS, strict=False):
+    for name, address in zip(kernel_params.MAPPED, POINTERS, strict=False):
         assert int.from_bytes(params[f"{name}_map"].tobytes(), "big") == address
     assert params["tile_counter"] == 0
     assert tuple(params["grid"]) == (3, 8, 1, 1)
@@ -120,7 +118,7 @@ def test_tiles_are_drawn_where_they_outnumber_blocks_of_threads(recorder: Record
     launch.run(POINTERS, STREAM, captured=True)  # nothing can be allocated
     assert not recorder.cleared
     launch.run(POINTERS, STREAM, captured=False)
-    assert recorder.cleared == [(COUNTERS, 0, 4 * _launch_sm90._NUM_COUNTERS, STREAM)]
+    assert recorder.cleared == [(COUNTERS, 0, 4 * launch_sm90._NUM_COUNTERS, STREAM)]
     launch.run(POINTERS, STREAM, captured=False)
     launch.run(POINTERS, STREAM + 1, captured=False)
     plan(problem_of(50, causal=True)).run(POINTERS, STREAM, captured=False)
@@ -134,10 +132,10 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
 
     def side_by_side(**options: Any) -> int:
         problem = describe(a, a, a, Options(**options))
-        config = _select_sm90.forward_config(problem)
+        config = sm90.forward_config(problem)
         assert config is not None
         num_blocks = -(-16384 // config.block_m)
-        return _launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
+        return launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
 
     assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 8
     assert side_by_side(window=(16000, 0)) == 8
@@ -148,12 +146,12 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
 def test_every_captured_launch_has_a_counter_of_its_own(recorder: Recorder) -> None:
     launch = plan(problem_of(40))
     launch.run(POINTERS, STREAM, captured=False)
-    for _ in range(_launch_sm90._NUM_COUNTERS):
+    for _ in range(launch_sm90._NUM_COUNTERS):
         launch.run(POINTERS, STREAM, captured=True)
     launch.run(POINTERS, STREAM, captured=False)
     first, *captured, dealt, last = recorder.counters()
     assert first == last == COUNTERS
-    assert captured == [COUNTERS + 4 * i for i in range(1, _launch_sm90._NUM_COUNTERS)]
+    assert captured == [COUNTERS + 4 * i for i in range(1, launch_sm90._NUM_COUNTERS)]
     assert dealt == 0
 
 
@@ -170,8 +168,8 @@ def test_threads_do_not_share_the_counter_of_the_stream_that_each_has(recorder: 
 def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -> None:
     for length, rows in ((30, 30), (0, 1)):
         launch = plan(problem_of(2, kv_lengths=length))
-        layouts = dict(zip(_params.MAPPED, launch.maps.layouts, strict=True))
-        assert [layouts[n].extents[1] for n in _params.MAPPED] == [300, rows, rows, 300]
+        layouts = dict(zip(kernel_params.MAPPED, launch.maps.layouts, strict=True))
+        assert [layouts[n].extents[1] for n in kernel_params.MAPPED] == [300, rows, rows, 300]
         launch.run(POINTERS, STREAM, captured=False)
         assert recorder.launches[-1][2]["score"]["seqlen_k"] == rows
         assert recorder.launches[-1][2]["score"]["kv_length"] == length
@@ -192,11 +190,11 @@ def test_a_configuration_that_cannot_serve_says_why(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capability: str,
     options: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
-    wanted = _select_sm90.forward_config(problem_of(2))
+    wanted = sm90.forward_config(problem_of(2))
     device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(_launch_sm90.cupy.cuda, "Device", lambda _: device)
+    monkeypatch.setattr(launch_sm90.cupy.cuda, "Device", lambda _: device)
     with pytest.raises(ValueError, match="config: ") as error:
-        _launch._plan_forward(problem_of(2, **options), 0, POINTERS, None, wanted)
+        run._plan_forward(problem_of(2, **options), 0, POINTERS, None, wanted)
     assert message in str(error.value)
 
 
@@ -204,9 +202,9 @@ def test_a_configuration_that_cannot_serve_says_why(
 def test_an_address_off_16_bytes_is_refused(recorder: Recorder, operand: int) -> None:
     problem = problem_of(2)
     moved = tuple(p + 8 * (i == operand) for i, p in enumerate(POINTERS))
-    config = _select_sm90.forward_config(problem)
+    config = sm90.forward_config(problem)
     with pytest.raises(ValueError, match="config"):
-        _launch._plan_forward(problem, 0, moved, None, config)
+        run._plan_forward(problem, 0, moved, None, config)
     assert not recorder.launches
 
 
@@ -216,28 +214,30 @@ def test_what_the_driver_refuses_is_refused(
     def encode(*_: object) -> bytes:
         raise RuntimeError("cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(_tensor_map, "encode", encode)
+    monkeypatch.setattr(tensor_map, "encode", encode)
     with pytest.raises(ValueError, match="config"):
         plan(problem_of(2))
 
 
 def test_hopper_serves_unless_another_kernel_is_asked_for(recorder: Recorder) -> None:
     problem = problem_of(2)
-    launch = _launch._plan_forward(problem, 0, POINTERS, None, None)
-    assert isinstance(launch, _launch_sm90.Sm90Launch)
-    portable = _select.forward_config(problem, 227 * 1024, 16)
-    assert isinstance(_launch._plan_forward(problem, 0, POINTERS, None, portable), _plan.Launch)
+    launch = run._plan_forward(problem, 0, POINTERS, None, None)
+    assert isinstance(launch, launch_sm90.Sm90Launch)
+    portable = select_portable.forward_config(problem, 227 * 1024, 16)
+    assert isinstance(run._plan_forward(problem, 0, POINTERS, None, portable), launch_plan.Launch)
 
 
 def test_the_portable_kernel_serves_what_hopper_does_not(recorder: Recorder) -> None:
     moved = (POINTERS[0] + 8, *POINTERS[1:])
-    launch = _launch._plan_forward(problem_of(2), 0, moved, None, None)
-    assert isinstance(launch, _plan.Launch)
+    launch = run._plan_forward(problem_of(2), 0, moved, None, None)
+    assert isinstance(launch, launch_plan.Launch)
 
 
 GRADIENT_POINTERS = {
     name: 1 << 20 | i << 4
-    for i, name in enumerate((*_params.pointer_names(_params.BACKWARD), "out", "lse", "dlse"))
+    for i, name in enumerate(
+        (*kernel_params.pointer_names(kernel_params.BACKWARD), "out", "lse", "dlse")
+    )
 }
 
 
@@ -266,11 +266,13 @@ def gradient_steps(
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
     layouts |= {name: Layout.of(problem.out) for name in ("dout", "out")}
     layouts |= {f"d{name}": layouts[name] for name in wrt}
-    layouts |= {n: _plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))}
+    layouts |= {
+        n: launch_plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
+    }
     addresses = GRADIENT_POINTERS | moved
     if one_pass is not None:
-        addresses |= _one_pass.addresses(problem, one_pass, WORKSPACE)
-    steps = _launch._plan_backward(
+        addresses |= launch_fused_backward.addresses(problem, one_pass, WORKSPACE)
+    steps = run._plan_backward(
         problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
         config or BackwardConfigs(), {}, one_pass,
     )  # fmt: skip
@@ -278,18 +280,19 @@ def gradient_steps(
 
 
 def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
-    recorder.struct = _params.BACKWARD_SM90
+    recorder.struct = kernel_params.BACKWARD_SM90
     steps = plan_gradient(problem_of(2, causal=True))
     for addresses, launch in steps:
         launch.run(tuple(addresses.values()), STREAM)
     assert [grid for _, grid, _ in recorder.launches] == [32, 24]  # tiles of 128 keys, 128 rows
     for (addresses, _), (_, _, params) in zip(steps, recorder.launches, strict=True):
         assert pointers_of(params) == addresses
-        for name in _params.BACKWARD_MAPPED:
+        for name in kernel_params.BACKWARD_MAPPED:
             assert int.from_bytes(params[f"{name}_map"].tobytes(), "big") == addresses[name]
         assert (params["head_dim"], params["score"]["seqlen_k"]) == (64, 400)
     of_keys, of_queries = (
-        dict(zip(_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True)) for _, launch in steps
+        dict(zip(kernel_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True))
+        for _, launch in steps
     )
     assert of_keys["k"].box_rows == of_queries["q"].box_rows == 128
     assert of_keys["q"].extents[1] == of_queries["dout"].extents[1] == 300
@@ -306,10 +309,10 @@ def test_owners_that_start_together(
 ) -> None:
     """More of short ones, whose tiles would wait for each other if all of one owner started."""
     problem = problem_of(128, rows, rows, causal=causal)
-    config = _select_one_pass.config_of(problem, ordered=ordered)
+    config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
-    section = _plan._owners_per_section(config, 512, streamed, 0)
+    section = launch_plan._owners_per_section(config, 512, streamed, 0)
     assert section == expected
 
 
@@ -323,14 +326,14 @@ def test_owners_of_pairs_that_start_together(
     """Sixteen pairs share what they stream; eight, where tiles wait and bounds are causal."""
     array = np.zeros((1, 4, 4096, 256), bfloat16)
     problem = describe(array, array, array, Options(causal=causal))
-    config = _select_one_pass.config_of(problem, ordered=ordered)
+    config = fused_backward.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
-    assert _plan._owners_per_section(config, 512, 1, 0) == expected
+    assert launch_plan._owners_per_section(config, 512, 1, 0) == expected
 
 
 def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
     """Where the kernel of delta writes zeros, and how many: a thread writes one."""
-    recorder.struct = _params.DELTA
+    recorder.struct = kernel_params.DELTA
     delta.run(tuple(addresses.values()), STREAM)
     *_, (_, grid, params) = recorder.launches
     assert params["num_turns"] <= grid * delta.kernel.num_threads
@@ -340,14 +343,14 @@ def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     problem = problem_of(2, causal=True)
-    config = _select_one_pass.config_of(problem, ordered=ordered)
+    config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     delta, *steps = gradient_steps(problem, one_pass=config)
-    sums = _one_pass.addresses(problem, config, WORKSPACE)["dq sums"]
+    sums = launch_fused_backward.addresses(problem, config, WORKSPACE)["dq sums"]
     for addresses, launch in steps:
         recorder.struct = (
-            _params.BACKWARD_SM90 if isinstance(launch, _launch_sm90.MappedLaunch)
-            else _params.BACKWARD
+            kernel_params.BACKWARD_SM90 if isinstance(launch, launch_sm90.MappedLaunch)
+            else kernel_params.BACKWARD
         )  # fmt: skip
         launch.run(tuple(addresses.values()), STREAM)
     turns = 1 + 2 * 4 * 3  # three blocks of 128 queries
@@ -355,7 +358,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
     assert sums % 128 == 0
     assert sums >= WORKSPACE + 4 * turns
-    assert sums + size <= WORKSPACE + _one_pass.workspace_size(problem, config)
+    assert sums + size <= WORKSPACE + launch_fused_backward.workspace_size(problem, config)
     (_, grid, params), (_, rows, converted), _ = recorder.launches
     assert (grid, rows) == (32, 24)  # tiles of 128 keys, blocks of 128 queries
     assert params["turns"] == WORKSPACE
@@ -368,10 +371,10 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
 def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
     """They draw one tile of 128 keys after the other."""
     problem = problem_of(20)
-    config = _select_one_pass.config_of(problem, ordered=True)
+    config = fused_backward.config_of(problem, ordered=True)
     assert config is not None
     (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
-    recorder.struct = _params.BACKWARD_SM90
+    recorder.struct = kernel_params.BACKWARD_SM90
     gradients.run(tuple(addresses.values()), STREAM)
     ((_, grid, params),) = recorder.launches
     num_blocks, num_owners, *_ = params["grid"]
@@ -383,17 +386,17 @@ def test_a_pair_of_blocks_of_threads_computes_a_tile(recorder: Recorder, ordered
     """128 keys each; each of the two has turns of its own, and its first tile stores."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
-    config = _select_one_pass.config_of(problem, ordered=ordered)
+    config = fused_backward.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
     delta, (addresses, gradients), _ = gradient_steps(problem, one_pass=config)
     turns = 1 + 2 * 4 * 5 * 2  # blocks of 64 queries
     assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
-    recorder.struct = _params.BACKWARD_SM90
+    recorder.struct = kernel_params.BACKWARD_SM90
     gradients.run(tuple(addresses.values()), STREAM)
     _, (_, grid, params) = recorder.launches
     num_blocks, num_owners, *_ = params["grid"]
     assert (grid, num_blocks, num_owners) == (2 * 3 * 8, 3, 8)
-    boxes = dict(zip(_params.BACKWARD_MAPPED, gradients.maps.layouts, strict=True))
+    boxes = dict(zip(kernel_params.BACKWARD_MAPPED, gradients.maps.layouts, strict=True))
     assert {layout.box_rows for layout in boxes.values()} == {64}
 
 
@@ -425,32 +428,32 @@ def test_one_pass_serves_and_wins() -> None:
         (narrow, narrow, full, {}, False, False, False),
     ):
         problem = describe(q, k, v, Options(**options))
-        configs = [_select_one_pass.config_of(problem, ordered=o) for o in (True, False)]
+        configs = [fused_backward.config_of(problem, ordered=o) for o in (True, False)]
         assert [c is not None for c in configs] == [serves, serves]
-        wins = [c is not None and _select_one_pass.wins(problem, c) for c in configs]
+        wins = [c is not None and fused_backward.wins(problem, c) for c in configs]
         assert wins == [ordered, unordered], (q.shape, options)
 
 
 def test_heads_of_a_group_share_an_owner(recorder: Recorder) -> None:
     q, k = (np.zeros((2, heads, 300, 64), bfloat16) for heads in (6, 2))
     problem = describe(q, k, k, Options(enable_gqa=True))
-    recorder.struct = _params.BACKWARD_SM90
+    recorder.struct = kernel_params.BACKWARD_SM90
     for addresses, launch in plan_gradient(problem):
         launch.run(tuple(addresses.values()), STREAM)
     grids = [tuple(params["grid"]) for *_, params in recorder.launches]
     assert grids == [(3, 4, 1, 3), (3, 12, 1, 1)]
-    layouts = dict(zip(_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True))
+    layouts = dict(zip(kernel_params.BACKWARD_MAPPED, launch.maps.layouts, strict=True))
     assert sorted(layouts["k"].extents[2:]) == [1, 1, 4]
 
 
-@pytest.mark.parametrize("operand", _params.BACKWARD_MAPPED)
+@pytest.mark.parametrize("operand", kernel_params.BACKWARD_MAPPED)
 def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) -> None:
     problem = problem_of(2)
     moved = {operand: GRADIENT_POINTERS[operand] + 8}
     launches = [launch for _, launch in plan_gradient(problem, **moved)]
-    assert [type(launch) for launch in launches] == [_plan.Launch] * 2
-    of_queries = _select_sm90.backward_q_config(problem)
-    of_keys = _select_sm90.backward_kv_configs(problem, frozenset("kv"))
+    assert [type(launch) for launch in launches] == [launch_plan.Launch] * 2
+    of_queries = sm90.backward_q_config(problem)
+    of_keys = sm90.backward_kv_configs(problem, frozenset("kv"))
     assert of_keys is not None
     for config in ((of_queries, None), (None, of_keys[0])):
         with pytest.raises(ValueError, match="config"):
@@ -460,12 +463,12 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
 def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Recorder) -> None:
     problem = problem_of(2)
     smem = 227 << 10
-    of_q = _select_gradients.backward_q_config(problem, smem, 16)
-    [of_keys] = _select_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))
-    together = _select_one_pass.config_of(problem, ordered=True)
+    of_q = portable_gradients.backward_q_config(problem, smem, 16)
+    [of_keys] = portable_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))
+    together = fused_backward.config_of(problem, ordered=True)
     for found, expected in ((of_q, "ML"), (of_keys, "LM"), (together, "ML")):
-        config = _override.of_backward(found)
-        one_pass = _one_pass.config_of(problem, 0, config=config)
+        config = override.of_backward(found)
+        one_pass = launch_fused_backward.config_of(problem, 0, config=config)
         assert (one_pass is not None) == (found is together)
         launches = [launch for _, launch in plan_gradient(problem, (*"qkv",), config, one_pass)]
         assert "".join(type(launch).__name__[0] for launch in launches) == expected

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _select, tuning
+from cuflash import tuning
+from cuflash._select import portable
 from cuflash.tuning import _kernels
 from support.problems import make_call
 
@@ -47,7 +48,7 @@ def test_drawn_tiles_compute_the_definition(tmp_path, monkeypatch, dtype, width,
         used.add(name)
         return _kernels.with_tile(chosen, tiles[name])
 
-    monkeypatch.setattr(_select, "overridden", overridden)
+    monkeypatch.setattr(portable, "overridden", overridden)
     generator = np.random.default_rng(seed)
     mask = generator.random((ROWS, KEYS)) < 0.9
     ids = tuple(np.sort(generator.integers(0, 3, (2, 1, n))) for n in (ROWS, KEYS))

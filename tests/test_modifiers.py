@@ -9,10 +9,10 @@ import pytest
 
 import cuflash
 from cuflash import MaskMod, ScoreMod, reference
-from cuflash._compile import compile_static
-from cuflash._formulas import formulas_of
-from cuflash._problem import describe
-from cuflash._select import forward_config
+from cuflash._jit.compilation import compile_static
+from cuflash._problem.formulas import formulas_of
+from cuflash._problem.problem import describe
+from cuflash._select.portable import forward_config
 from support import memory
 from support.budget import Budget
 from support.problems import Call

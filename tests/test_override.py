@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cuflash import _override, tuning
-from cuflash._config import DeltaConfig
+from cuflash import tuning
+from cuflash._kernels.config import DeltaConfig
+from cuflash._select import override
 from cuflash.tuning import _kernels
 from cuflash.tuning._checking import gradients_of
 from support.tuned_problems import PROBLEMS
@@ -20,22 +21,22 @@ def found_by_a_sweep(kernel):
 def test_the_tile_of_every_kernel_is_taken_as_its_own(kernel):
     config = found_by_a_sweep(kernel)
     if kernel.startswith("forward"):
-        assert _override.of_forward(config) is config
+        assert override.of_forward(config) is config
         with pytest.raises(TypeError, match=r"^config: got \w+, .*; attention takes it$"):
-            _override.of_backward(config)
+            override.of_backward(config)
         return
     field = "".join(gradients_of(kernel))
-    assert _override.of_backward(config) == tuning.BackwardConfigs(**{field: config})
+    assert override.of_backward(config) == tuning.BackwardConfigs(**{field: config})
     with pytest.raises(TypeError, match=r"^config: got \w+, .*; attention_backward takes it$"):
-        _override.of_forward(config)
+        override.of_forward(config)
 
 
 def test_none_and_several_stay():
     several = tuning.BackwardConfigs(
         q=found_by_a_sweep("backward_dq_sm90"), kv=found_by_a_sweep("backward_dkv_sm80")
     )
-    assert _override.of_backward(several) is several
-    assert _override.of_backward(None) is _override.of_forward(None) is None
+    assert override.of_backward(several) is several
+    assert override.of_backward(None) is override.of_forward(None) is None
 
 
 DELTA = DeltaConfig(
@@ -45,9 +46,9 @@ DELTA = DeltaConfig(
 
 
 @pytest.mark.parametrize("wrong", [{"block_m": 64}, "192,80,3,1,2", (128, 64), DELTA], ids=repr)
-@pytest.mark.parametrize("check", [_override.of_forward, _override.of_backward])
+@pytest.mark.parametrize("check", [override.of_forward, override.of_backward])
 def test_anything_else_is_refused(check, wrong):
-    names = "ForwardConfig" if check is _override.of_forward else "BackwardQConfig"
+    names = "ForwardConfig" if check is override.of_forward else "BackwardQConfig"
     with pytest.raises(TypeError) as error:
         check(wrong)
     text = str(error.value)
@@ -59,4 +60,4 @@ def test_anything_else_is_refused(check, wrong):
 def test_a_tile_in_the_field_of_other_gradients_is_refused():
     of_q = found_by_a_sweep("backward_dq_sm80")
     with pytest.raises(TypeError, match=r"^config\.qkv: got BackwardQConfig, .*OnePass.*$"):
-        _override.of_backward(tuning.BackwardConfigs(qkv=of_q))
+        override.of_backward(tuning.BackwardConfigs(qkv=of_q))

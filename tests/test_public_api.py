@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import _options, reference
+from cuflash import reference
+from cuflash._problem import options
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -99,7 +100,7 @@ def test_reference_takes_the_same_arguments(name):
 
 def test_score_options_are_one_list():
     """The typed keywords and the dataclass are the same options."""
-    keywords = typing.get_type_hints(_options.ScoreOptions)
+    keywords = typing.get_type_hints(options.ScoreOptions)
     assert list(keywords) == list(inspect.signature(cuflash.Options).parameters)
 
 

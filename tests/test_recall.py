@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from cuflash import Options, _recall
+from cuflash import Options
+from cuflash._api import recall
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,16 @@ class OtherArray(Array):
 @pytest.fixture
 def known(monkeypatch):
     """Return the result of three arrays whose call is known: their addresses."""
-    monkeypatch.setattr(_recall, "_known", {})
-    monkeypatch.setattr(_recall, "_kinds", set())
-    _recall.remember(lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3)
+    monkeypatch.setattr(recall, "_known", {})
+    monkeypatch.setattr(recall, "_kinds", set())
+    recall.remember(lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3)
 
 
 @pytest.mark.usefixtures("known")
 def test_new_addresses_are_the_same_call():
     for ptrs in ((4096, 4096, 4096), (16, 32, 48)):
         arrays = [replace(Array(), data=Place(ptr)) for ptr in ptrs]
-        assert _recall.recall(Options(causal=True), True, arrays) == list(ptrs)
+        assert recall.recall(Options(causal=True), True, arrays) == list(ptrs)
 
 
 @pytest.mark.usefixtures("known")
@@ -60,7 +61,7 @@ def test_new_addresses_are_the_same_call():
 def test_another_layout_is_another_call(which, changes):
     arrays = [Array()] * 3
     arrays[which] = replace(Array(), **changes)
-    assert _recall.recall(Options(causal=True), True, arrays) is None
+    assert recall.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -76,7 +77,7 @@ def test_another_layout_is_another_call(which, changes):
     ],
 )
 def test_other_options_are_another_call(options, return_lse):
-    assert _recall.recall(options, return_lse, (Array(),) * 3) is None
+    assert recall.recall(options, return_lse, (Array(),) * 3) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -86,22 +87,22 @@ def test_arrays_of_another_library_are_not_known():
         ([1.0], Array(), Array()),
         (Array(), Array(), None),
     ):
-        assert _recall.recall(Options(causal=True), True, arrays) is None
+        assert recall.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_is_known_by_all_its_arrays(which):
     first, options = (Array(),) * 3, Options(causal=True)
-    assert _recall.recall(options, True, first, first) is None  # the forward is no gradient
-    _recall.remember(lambda *addresses: addresses, options, True, first, first)
-    assert _recall.recall(options, True, first, first) == (4096,) * 6
+    assert recall.recall(options, True, first, first) is None  # the forward is no gradient
+    recall.remember(lambda *addresses: addresses, options, True, first, first)
+    assert recall.recall(options, True, first, first) == (4096,) * 6
     other = list(first)
     other[which] = replace(Array(), dtype=np.dtype(np.float32))
     for arrays in ((first, other), (other, first)):
-        assert _recall.recall(options, True, *arrays) is None
+        assert recall.recall(options, True, *arrays) is None
     other[which] = None
-    assert _recall.recall(options, True, first, other) is None
+    assert recall.recall(options, True, first, other) is None
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_a_gradient_is_known_by_all_its_arrays(which):
     ],
 )
 def test_calls_with_score_arrays_stay_unknown(options, expected):
-    assert _recall.may_be_known(options) is expected
+    assert recall.may_be_known(options) is expected
 
 
 @pytest.mark.usefixtures("known")
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(_recall, "_LIMIT", 3)
+    monkeypatch.setattr(recall, "_LIMIT", 3)
     for n in range(5):
         q = replace(Array(), shape=(n, 8, 4))
-        _recall.remember(lambda *_: 1, Options(), False, (q, Array(), Array()))
-        assert _recall.recall(Options(), False, (q, Array(), Array())) == 1
-        assert len(_recall._known) <= 3
+        recall.remember(lambda *_: 1, Options(), False, (q, Array(), Array()))
+        assert recall.recall(Options(), False, (q, Array(), Array())) == 1
+        assert len(recall._known) <= 3

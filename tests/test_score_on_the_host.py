@@ -18,13 +18,17 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import MaskMod, Options, ScoreMod, _params, _philox, _select, _source, reference
-from cuflash._formulas import formulas_of
-from cuflash._problem import canonical_view, describe
+from cuflash import MaskMod, Options, ScoreMod, reference
+from cuflash._host import philox
+from cuflash._jit import source as jit_source
+from cuflash._kernels import params as kernel_params
+from cuflash._problem.formulas import formulas_of
+from cuflash._problem.problem import canonical_view, describe
+from cuflash._select import portable
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _score_params
+from cuflash._launch import score_params
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -90,20 +94,20 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     q, k = (rng.standard_normal((BATCH, HEADS, n, 8)).astype(np.float16) for n in (ROWS, KEYS))
     problem = replace(describe(q, k, k, options), formulas=formulas_of(options))
-    config = _select.forward_config(problem, 99 << 10, 16)
+    config = portable.forward_config(problem, 99 << 10, 16)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     defines = "".join(f"#define {key} {value}\n" for key, value in config.defines().items())
-    text = _source.flatten(str(SUPPORT / "option_probe.cu"), config.formulas)
+    text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), config.formulas)
     source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n{defines}{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
 
-    params = np.zeros((), _params.SCORE)
-    _score_params.fill(params, problem)
+    params = np.zeros((), kernel_params.SCORE)
+    score_params.fill(params, problem)
     params["dropout_seed"] = options.seed
     params["entry_number_strides"]["axis"][0] = 1
     held = []  # every array written out, entries first
-    for option in _score_params.layouts(problem).keys() & options.arrays.keys():
+    for option in score_params.layouts(problem).keys() & options.arrays.keys():
         operand = getattr(problem, option)
         core = operand.shape[2:]
         whole = np.ascontiguousarray(canonical_view(options.arrays[option], operand))
@@ -147,7 +151,7 @@ def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
     """What Hopper's forward multiplies weights with, for every lane."""
     macros = "#define CUFLASH_DROPOUT true\n"
     ptx = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX]
-    text = _source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(ptx))
+    text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(ptx))
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{macros}{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
@@ -155,9 +159,9 @@ def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
     probe = ctypes.CDLL(str(library)).probe
     seed, row, key = 2**40 + 7, 48, 256
     for p in (1 / 65536, 0.3, 0.5, 0.5 + 1 / 65536, 0.9, 65535 / 65536, 1.0):
-        params = np.zeros((), _params.SCORE)
+        params = np.zeros((), kernel_params.SCORE)
         params["dropout_seed"] = seed
-        params["dropout_threshold"] = _philox.threshold(p)
+        params["dropout_threshold"] = philox.threshold(p)
         kept = np.zeros((16, 128), bool)
         probe(ctypes.c_void_p(params.ctypes.data), row, key, ctypes.c_void_p(kept.ctypes.data))
         bits = cuflash.dropout_mask((row + 16, key + 128), p, seed)

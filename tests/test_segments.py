@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash._problem import describe
+from cuflash._problem.problem import describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _score_params, _segments
+from cuflash._kernels import segment_bounds
+from cuflash._launch import run, score_params
 from support.host_device import COMPILER, host_device, on_device, options_on_device
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 2, 330, 410
@@ -94,9 +95,9 @@ def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: 
                 on_device(np.empty(q.shape[:-1], np.float32)),
             )
             before = device.copied_bytes
-            _launch.forward(problem, q, k, v, options, out, lse)
+            run.forward(problem, q, k, v, options, out, lse)
             gradients = {n: on_device(np.empty_like(arrays[n])) for n in ("q", "k", "v")}
-            _launch.backward(problem, dout, q, k, v, out, lse, None, options, gradients)
+            run.backward(problem, dout, q, k, v, out, lse, None, options, gradients)
             found[name] = ([out, lse, *gradients.values()], device.copied_bytes - before)
     for name in ("mask", "wide mask"):
         for by_segments, by_mask in zip(found["segments"][0], found[name][0], strict=True):
@@ -141,10 +142,10 @@ def test_unsigned_ids_are_no_negative_ones() -> None:
     _, lse = cuflash.reference.attention(*ones, segment_ids=(q, k), return_lse=True)
     np.testing.assert_array_equal(np.isfinite(lse), [False, True, False, False])
     dtypes = {q.dtype, k.dtype}
-    as_kernels_read = [_score_params._as_int64(ids, dtypes) for ids in (q, k)]
+    as_kernels_read = [score_params._as_int64(ids, dtypes) for ids in (q, k)]
     seen = as_kernels_read[0][:, None] == as_kernels_read[1]
     np.testing.assert_array_equal(seen.any(1), np.isfinite(lse))
-    both = _score_params._as_int64(q, {q.dtype})
+    both = score_params._as_int64(q, {q.dtype})
     assert len(set(both.tolist())) == 4
 
 
@@ -165,12 +166,12 @@ def test_bounds_lie_where_ids_differ() -> None:
     shared = describe(
         q, k, v, cuflash.Options(segment_ids=(np.zeros(100, int), np.zeros(200, int)))
     )
-    bounds = _segments.bounds_of(shared)
+    bounds = segment_bounds.bounds_of(shared)
     assert bounds.batch == (1, 1)
     assert (bounds.pairs_q, bounds.pairs_k) == (2, 4)
-    assert _segments.room_for(shared) == 16 * (2 + 4)
+    assert segment_bounds.room_for(shared) == 16 * (2 + 4)
     ids = (np.zeros((5, 1, 100), np.int32), np.zeros((3, 200), np.int32))
-    own = _segments.bounds_of(describe(q, k, v, cuflash.Options(segment_ids=ids)))
+    own = segment_bounds.bounds_of(describe(q, k, v, cuflash.Options(segment_ids=ids)))
     assert own.batch == (5, 3)
     assert own.strides(own.pairs_k) == (3 * 4 * 8, 4 * 8)
     assert own.first_k == math.prod(own.batch) * 2 * 8

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cuflash import Options
-from cuflash._grid import Layout
-from cuflash._problem import Problem, describe
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash import _launch, _score_params
-from cuflash._shared_keys import with_shared_rows
+from cuflash._launch import run, score_params
+from cuflash._select.pack_gqa import with_shared_rows
 
 KEYS = 40
 SHARED = {"enable_gqa": True}
@@ -30,8 +30,8 @@ def problem_of(rows: int, options: dict[str, Any], heads: int = 6, heads_kv: int
 
 def layouts_of(problem: Problem) -> dict[str, Layout]:
     lse_strides = np.zeros(problem.lse_shape, np.float32).strides
-    own = _launch._forward_layouts(problem, lse_strides)
-    return own | _score_params.layouts(problem)
+    own = run._forward_layouts(problem, lse_strides)
+    return own | score_params.layouts(problem)
 
 
 def places(problem: Problem, layouts: dict[str, Layout]) -> list[dict[str, int]]:

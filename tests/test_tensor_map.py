@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from cuflash import _tensor_map
-from cuflash._tensor_map import MapLayout, Maps, map_layout
+from cuflash._launch import tensor_map
+from cuflash._launch.tensor_map import MapLayout, Maps, map_layout
 
 HALF = np.dtype(np.float16)
 DENSE = {"rows": (100, 128), "columns": (64, 2), "batch": ((6, 12800),), "box_rows": 128}
@@ -122,12 +122,12 @@ def load(monkeypatch):
     """Return a function that puts a library in the driver's place."""
 
     def forget():
-        _tensor_map._driver_function.cache_clear()
-        _tensor_map._arguments.cache_clear()
+        tensor_map._driver_function.cache_clear()
+        tensor_map._arguments.cache_clear()
 
     def put(library):
         forget()
-        monkeypatch.setattr(_tensor_map.ctypes, "CDLL", library)
+        monkeypatch.setattr(tensor_map.ctypes, "CDLL", library)
 
     yield put
     forget()
@@ -136,10 +136,10 @@ def load(monkeypatch):
 def test_what_the_driver_is_given(load):
     driver = Driver()
     load(lambda name: driver)
-    assert _tensor_map.available()
+    assert tensor_map.available()
     address = (1 << 47) + 256
-    assert _tensor_map.encode(layout(), address) == b"\x01" * 128
-    assert _tensor_map.encode(layout(rows=(100, 1 << 36), box_rows=64), 512) == b"\x02" * 128
+    assert tensor_map.encode(layout(), address) == b"\x01" * 128
+    assert tensor_map.encode(layout(rows=(100, 1 << 36), box_rows=64), 512) == b"\x02" * 128
     alike = {
         "dtype": 6, "steps": [1] * 5, "interleave": 0, "swizzle": 3, "l2": 3, "fill": 0,
         "extents": [64, 100, 1, 1, 6],
@@ -148,14 +148,14 @@ def test_what_the_driver_is_given(load):
         {**alike, "address": address, "strides": [128, 16, 16, 12800], "box": [64, 128, 1, 1, 1]},
         {**alike, "address": 512, "strides": [1 << 36, 16, 16, 12800], "box": [64, 64, 1, 1, 1]},
     ]
-    _tensor_map.encode(map_layout(np.dtype(bfloat16), **DENSE), 1024)
+    tensor_map.encode(map_layout(np.dtype(bfloat16), **DENSE), 1024)
     assert driver.calls[-1]["dtype"] == 9
 
 
 def test_what_the_driver_refuses(load):
     load(lambda name: Driver(error=1))
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled: error 1 for MapLayout.* 0x30"):
-        _tensor_map.encode(layout(), 48)
+        tensor_map.encode(layout(), 48)
 
 
 def test_maps_are_encoded_once_and_follow_the_addresses(load):
@@ -185,7 +185,7 @@ def without_library(name):
 @pytest.mark.parametrize("library", [without_library, lambda name: SimpleNamespace()])
 def test_without_a_driver_or_with_an_old_one(load, library):
     load(library)
-    assert not _tensor_map.available()
+    assert not tensor_map.available()
 
 
 def test_enumerations_are_those_of_cuda_h():
@@ -198,7 +198,7 @@ def test_enumerations_are_those_of_cuda_h():
     for members in re.findall(r"enum \w+ \{([^}]*)\}", headers[0].read_text(encoding="utf-8")):
         names = re.findall(r"^ {4}CU_TENSOR_MAP_(\w+)", members, flags=re.MULTILINE)
         values |= {name: value for value, name in enumerate(names)}
-    for name, value in _tensor_map._DATA_TYPES.items():
+    for name, value in tensor_map._DATA_TYPES.items():
         assert value == values[f"DATA_TYPE_{name.upper()}"]
     for name in ("INTERLEAVE_NONE", "SWIZZLE_128B", "L2_PROMOTION_L2_256B", "FLOAT_OOB_FILL_NONE"):
-        assert getattr(_tensor_map, f"_{name}") == values[name]
+        assert getattr(tensor_map, f"_{name}") == values[name]

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _chosen, _hardware, _select, _select_gradients, reference
-from cuflash._problem import describe
+from cuflash import reference
+from cuflash._problem.problem import describe
+from cuflash._select import choose, hardware, portable_gradients
+from cuflash._select import portable as select_portable
 from cuflash.tuning import BackwardConfigs
 from support.budget import Budget
 from support.families import FAMILIES
 from support.problems import Call, check_a_query_without_keys, make_call, probe, run
 
-H100 = _hardware.typical("sm_90")
+H100 = hardware.typical("sm_90")
 BATCH, HEADS, ROWS, KEYS = 2, 4, 300, 410
 _RNG = np.random.default_rng(11)
 _IDS = tuple(np.sort(_RNG.integers(0, 4, (BATCH, 1, n)), -1) for n in (ROWS, KEYS))
@@ -65,7 +67,7 @@ def call_of(head_dims: tuple[int, int], options: dict[str, Any]) -> Call:
 def test_they_are_chosen(head_dims: tuple[int, int], name: str) -> None:
     call = call_of(head_dims, OPTIONS[name])
     problem = describe(call.q, call.k, call.v, cuflash.Options(**OPTIONS[name]))
-    configs = [_chosen.forward(problem, H100), *_chosen.backward(problem, H100)]
+    configs = [choose.forward(problem, H100), *choose.backward(problem, H100)]
     sources = {config.source for config in configs}
     assert sources == {
         "forward_tf32_sm90.cu", "backward_delta.cu", "backward_dkv_tf32_sm90.cu",
@@ -195,9 +197,9 @@ def test_a_config_decides_and_bits_repeat(head_dim: int, precision: str) -> None
     options = cuflash.Options(causal=True)
     problem = describe(q, k, v, options, precision=precision)
     smem = H100.limits.block_smem
-    of_keys = _select_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))[0]
-    portable = _select.forward_config(problem, smem, 16), BackwardConfigs(
-        q=_select_gradients.backward_q_config(problem, smem, 16), kv=of_keys
+    of_keys = portable_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))[0]
+    portable = select_portable.forward_config(problem, smem, 16), BackwardConfigs(
+        q=portable_gradients.backward_q_config(problem, smem, 16), kv=of_keys
     )  # fmt: skip
     found = []
     for forward, backward in ((None, None), (None, None), portable):

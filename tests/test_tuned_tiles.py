@@ -9,8 +9,11 @@ import pytest
 import shipped_tiles
 import sweep_tiles
 
-from cuflash import _chosen, _hardware, _select, _select_one_pass, _select_sm90, _tuned, tuning
-from cuflash._compile import architecture, compile_static
+from cuflash import tuning
+from cuflash._jit.compilation import architecture, compile_static
+from cuflash._select import choose, fused_backward, measured, sm90
+from cuflash._select import hardware as select_hardware
+from cuflash._select import portable as select_portable
 from cuflash.tuning import _kernels
 from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import best_rows
@@ -18,8 +21,8 @@ from support.nvrtc import all_cores
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
 
-H100 = _hardware.typical("sm_90")
-SHIPPED = dict(_tuned.shipped())
+H100 = select_hardware.typical("sm_90")
+SHIPPED = dict(measured.shipped())
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +30,10 @@ def shipped(monkeypatch, tmp_path):
     """Start and end every test with the shipped tiles, and a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CUFLASH_TILES", raising=False)
-    monkeypatch.setattr(_tuned, "shipped", dict)  # but where a test is about them
-    _tuned.replace_rows(None)
+    monkeypatch.setattr(measured, "shipped", dict)  # but where a test is about them
+    measured.replace_rows(None)
     yield
-    _tuned.replace_rows(None)
+    measured.replace_rows(None)
 
 
 def row(**given):
@@ -45,25 +48,25 @@ def row(**given):
 
 def written(tmp_path, *rows, name="tiles.json"):
     path = tmp_path / name
-    path.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": list(rows)}))
+    path.write_text(json.dumps({"format": measured.FORMAT, "tiles": list(rows)}))
     return path
 
 
 def table_of(work=WORK):
     """What the tables of the source say."""
-    return _select_sm90.forward_config(work.problem())
+    return sm90.forward_config(work.problem())
 
 
 def chosen(work=WORK, device=H100.name):
     """What runs."""
-    return _chosen.forward(work.problem(), H100._replace(name=device))
+    return choose.forward(work.problem(), H100._replace(name=device))
 
 
 def test_nothing_is_in_use_unless_asked_for(tmp_path):
     written(tmp_path, row())
     user = tuning.user_table()
     user.parent.mkdir(parents=True)
-    user.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": [row()]}))
+    user.write_text(json.dumps({"format": measured.FORMAT, "tiles": [row()]}))
     assert chosen() == table_of()
 
 
@@ -83,16 +86,16 @@ def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
         work = replace(WORK, **other)
         assert chosen(work) == table_of(work), other
     assert chosen(device="another") == default
-    portable = _chosen.forward(WORK.problem(), H100, portable=True)
-    assert portable == _chosen.forward(WORK.problem(), H100._replace(name="x"), portable=True)
+    portable = choose.forward(WORK.problem(), H100, portable=True)
+    assert portable == choose.forward(WORK.problem(), H100._replace(name="x"), portable=True)
 
 
 def test_a_row_may_hold_instead_of_one_tile_of_the_tables_alone(tmp_path):
     long = replace(WORK, seqlen_q=16384, seqlen_k=16384)
     narrow, wide = replace(long, window=(100, 100)), replace(long, window=(8000, 8000))
     assert table_of(narrow) != table_of(wide)
-    options = _tuned.key_of(table_of(narrow), "").options
-    replaced = _tuned.tile_text(table_of(narrow))
+    options = measured.key_of(table_of(narrow), "").options
+    replaced = measured.tile_text(table_of(narrow))
     tuning.use(written(tmp_path, row(options=options, replaces=replaced)))
     assert chosen(narrow).block_n == 96
     assert chosen(wide) == table_of(wide)
@@ -122,7 +125,7 @@ def test_more_rows_are_added_and_the_last_counts(tmp_path):
 def test_the_variable_names_a_table(tmp_path, monkeypatch, name):
     path = tuning.user_table() if name == "user" else tmp_path / "other.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"format": _tuned.FORMAT, "tiles": [row()]}))
+    path.write_text(json.dumps({"format": measured.FORMAT, "tiles": [row()]}))
     monkeypatch.setenv("CUFLASH_TILES", "user" if name == "user" else str(path))
     assert chosen().block_n == 96
 
@@ -150,7 +153,7 @@ def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, mon
     """Edited by hand, say. Later the error would name ``config``, which nobody gave."""
     values = {"block_m": 128, "block_n": 128, "num_stages": 4}
     monkeypatch.setenv("CUFLASH_TILES", str(written(tmp_path, row(values=values))))
-    needed = _tuned.with_values(table_of(), values).smem_bytes
+    needed = measured.with_values(table_of(), values).smem_bytes
     limit = H100.limits.block_smem
     with pytest.raises(
         ValueError, match=r"CUFLASH_TILES or tuning\.use: got forward_sm90 for"
@@ -158,14 +161,14 @@ def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, mon
         chosen()
     assert f"; {needed} bytes of shared memory, a block of threads has {limit}" in str(e.value)
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from cuflash import _device
+    from cuflash._jit import device as jit_device
 
-    monkeypatch.setattr(_tuned, "device_name", lambda device: H100.name)
-    monkeypatch.setattr(_device, "smem_limit", lambda device: limit)
+    monkeypatch.setattr(measured, "device_name", lambda device: H100.name)
+    monkeypatch.setattr(jit_device, "smem_limit", lambda device: limit)
     with pytest.raises(ValueError, match=f"; {needed} bytes of shared memory"):
-        _select.overridden(table_of(), None, 0)
-    monkeypatch.setattr(_device, "smem_limit", lambda device: needed)
-    assert _select.overridden(table_of(), None, 0).num_stages == 4
+        select_portable.overridden(table_of(), None, 0)
+    monkeypatch.setattr(jit_device, "smem_limit", lambda device: needed)
+    assert select_portable.overridden(table_of(), None, 0).num_stages == 4
 
 
 def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
@@ -185,8 +188,10 @@ def test_a_sweep_in_the_variable_is_told_how_to_become_a_table(tmp_path, monkeyp
     monkeypatch.delenv("CUFLASH_TILES")
     path = tuning.save(tuning.load(sweep), tmp_path / "tiles.json")
     monkeypatch.setenv("CUFLASH_TILES", str(path))
-    _tuned.replace_rows(None)
-    assert [dict(r.values) for r in _tuned.in_use().values()] == [tuning.load(sweep).best["values"]]
+    measured.replace_rows(None)
+    assert [dict(r.values) for r in measured.in_use().values()] == [
+        tuning.load(sweep).best["values"]
+    ]
 
 
 def test_the_table_of_a_user_need_not_exist(monkeypatch):
@@ -198,19 +203,19 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
     tuning.use(written(tmp_path, row()))
     default = table_of()
     wanted = replace(default, block_n=64)
-    assert _select.overridden(default, wanted, 0) == wanted
+    assert select_portable.overridden(default, wanted, 0) == wanted
 
 
 def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
     """That of another head size, as here, or of other options."""
     narrow, wide = (
-        _select_one_pass.config_of(
+        fused_backward.config_of(
             replace(WORK, head_dim=size, head_dim_v=size).problem(), ordered=True
         )
         for size in (64, 128)
     )
     with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
-        _select.overridden(wide, narrow, 0)
+        select_portable.overridden(wide, narrow, 0)
     reason = "block_m=128 by head_dim=128 must be two parts of dq: 64 rows, 64 columns"
     assert str(error.value).endswith(f"expected a tile that is legal for this call; {reason}")
 
@@ -225,7 +230,7 @@ def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
         with tuning.use(source):
             assert _kernels.tile_of(chosen()) == best
     assert tuning.save(result) == tuning.user_table()
-    (kept,) = _tuned.read(tuning.user_table())
+    (kept,) = measured.read(tuning.user_table())
     assert kept.key.device == H100.name
     assert H100.name in kept.measured
 
@@ -264,7 +269,7 @@ def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
     path = written(tmp_path, row(options="causal"), row(values={"block_n": 64}))
     result = tuning.sweep(WORK, space_of(), file=tmp_path / "rows.jsonl", device_command=DEVICE)
     tuning.save(result, path)
-    kept = {r.key.options: dict(r.values) for r in _tuned.read(path)}
+    kept = {r.key.options: dict(r.values) for r in measured.read(path)}
     assert kept == {"causal": row()["values"], "plain": result.best["values"]}
 
 
@@ -327,13 +332,13 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
             {"arrays": ("alibi_slopes",)}, {"arrays": ("segment_ids",)},
         )
     ]  # fmt: skip
-    configs = [_chosen.forward(w.problem(), H100, portable=True) for w in works]
-    keys = [_tuned.key_of(config, "x")._replace(replaces="") for config in configs]
+    configs = [choose.forward(w.problem(), H100, portable=True) for w in works]
+    keys = [measured.key_of(config, "x")._replace(replaces="") for config in configs]
     assert len(set(keys)) == len(keys)
     gradients = [
-        _tuned.key_of(c, "x")
+        measured.key_of(c, "x")
         for wanted in ("k", "v", "kv")
-        for c in _chosen.backward(WORK.problem(), H100, frozenset(wanted))[1:]
+        for c in choose.backward(WORK.problem(), H100, frozenset(wanted))[1:]
     ]
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
 
@@ -344,15 +349,15 @@ def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
     rows = {}
     for name, work in PROBLEMS.items():
         config = tuning.space(work, name, arch="sm_90a").default
-        key = _tuned.key_of(config, H100.name)
-        rows[name] = _tuned.Row(key, tuple(_kernels.tile_of(config).items()), name)
+        key = measured.key_of(config, H100.name)
+        rows[name] = measured.Row(key, tuple(_kernels.tile_of(config).items()), name)
         if name == kernel:
             own = config
     others = {row.key: row for name, row in rows.items() if name != kernel}
-    _tuned.replace_rows(others)
-    assert _tuned.row_behind(own, H100.name) is None
-    _tuned.replace_rows(others | {rows[kernel].key: rows[kernel]})
-    assert _tuned.row_behind(own, H100.name) == rows[kernel]
+    measured.replace_rows(others)
+    assert measured.row_behind(own, H100.name) is None
+    measured.replace_rows(others | {rows[kernel].key: rows[kernel]})
+    assert measured.row_behind(own, H100.name) == rows[kernel]
 
 
 def test_shipped_rows_come_from_the_committed_sweeps():
@@ -386,9 +391,9 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     configs = []
     for found in map(tuning.load, sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))):
         for default in default_configs(found.workload, found.kernel, H100):
-            own = left.pop(_tuned.key_of(default, found.device), None)
+            own = left.pop(measured.key_of(default, found.device), None)
             if own is not None:
-                configs.append(_tuned.with_values(default, dict(own.values)))
+                configs.append(measured.with_values(default, dict(own.values)))
     assert not left
 
     def complaint(config):
@@ -400,8 +405,8 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
 
 
 def test_a_shipped_row_is_used_and_what_is_asked_for_goes_before_it(tmp_path, monkeypatch):
-    own = _tuned.read(written(tmp_path, row(values={"block_n": 112})))
-    monkeypatch.setattr(_tuned, "shipped", lambda: {r.key: r for r in own})
+    own = measured.read(written(tmp_path, row(values={"block_n": 112})))
+    monkeypatch.setattr(measured, "shipped", lambda: {r.key: r for r in own})
     assert chosen().block_n == 112
     with tuning.use(written(tmp_path, row())):
         assert chosen().block_n == 96
@@ -517,7 +522,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
     """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     work = replace(WORK, head_dim=192, head_dim_v=192, **given)
-    own = [c for c in _chosen.backward(work.problem(), H100) if "dkv" in c.source]
+    own = [c for c in choose.backward(work.problem(), H100) if "dkv" in c.source]
     assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
     found = simulated(tuning.space(work, _kernels.kernel_name(own[0]), arch="sm_90a"))
     other = next(c for c in found if c.key != found.default_key)
@@ -528,7 +533,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
         with tuning.use(source):
             tiles = [
                 ",".join(map(str, _kernels.tile_of(c).values()))
-                for c in _chosen.backward(work.problem(), H100)
+                for c in choose.backward(work.problem(), H100)
                 if "dkv" in c.source
             ]
             assert tiles == [other.key] * 2
@@ -545,7 +550,7 @@ def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path, monkeypatch):
     result.finals[-1]["ms"][other.key] = 0.1
     with tuning.use(result):
         tiles = [
-            _kernels.tile_of(_chosen.backward(work.problem(), H100, ordered=ordered)[1])
+            _kernels.tile_of(choose.backward(work.problem(), H100, ordered=ordered)[1])
             for ordered in (False, True)
         ]
     assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
@@ -558,7 +563,7 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     """Of the tables' tiles some are for launches that leave multiprocessors idle."""
     small = H100._replace(name="NVIDIA H100 PCIe", multiprocessors=114)
     work = replace(WORK, head_dim=64, head_dim_v=64)
-    tables = [_chosen.forward(work.problem(), hardware) for hardware in (H100, small)]
+    tables = [choose.forward(work.problem(), hardware) for hardware in (H100, small)]
     assert tables[0] != tables[1]
     monkeypatch.setenv("SIMULATED_NAME", small.name)
     monkeypatch.setattr("cuflash.tuning._space.wanted", lambda arch: small)
@@ -571,7 +576,7 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     with tuning.use(tmp_path / "rows.jsonl"):
         assert tuning.load(tmp_path / "rows.jsonl").header["multiprocessors"] == 114
     with tuning.use(result):
-        used = _chosen.forward(work.problem(), small)
+        used = choose.forward(work.problem(), small)
         assert _kernels.tile_of(used) == result.best["values"]
 
 
@@ -591,15 +596,15 @@ def test_every_committed_sweep_can_stand_behind_the_table(tmp_path):
     paths = sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))
     assert {r.key.kernel for r in rows} == {tuning.load(path).kernel for path in paths}
     path = tmp_path / "tiles.json"
-    _tuned.write(path, rows)
-    assert _tuned.read(path) == rows
+    measured.write(path, rows)
+    assert measured.read(path) == rows
     tuning.use(path)
     for found in map(tuning.load, paths):
         with tuning.use(found):
             used = tuning.space(found.workload, found.kernel, arch="sm_90a").default
         faster = found.best["values"] if found.best_relative <= 1 else found.default_values
         assert _kernels.tile_of(used) == faster
-    kernels = {key.kernel for key in _tuned.in_use()}
+    kernels = {key.kernel for key in measured.in_use()}
     assert kernels >= {"forward_sm90", "backward_sm90", "backward_pair_sm90", "forward_tf32_sm90"}
 
 
@@ -617,19 +622,19 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
     import cupy
 
     import cuflash
-    from cuflash import _plan
+    from cuflash._launch import plan
 
-    device = _hardware.present()
+    device = select_hardware.present()
     q = cupy.random.standard_normal((2, 300, 128), dtype=cupy.float32).astype(cupy.float16)
     work = tuning.Workload(1, 2, 2, 300, 300, 128, 128, "float16")
-    default = _chosen.forward(work.problem(), device)
+    default = choose.forward(work.problem(), device)
     other = next(
         c.values for c in tuning.space(work) if c.config.block_n != default.block_n
     )  # fmt: skip
     values = dict(zip(_kernels.PARAMETERS[type(default)], other, strict=True))
     seen = []
-    compiled = _plan.compile_kernel
-    monkeypatch.setattr(_plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
+    compiled = plan.compile_kernel
+    monkeypatch.setattr(plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
     tiles = row(
         kernel=_kernels.kernel_name(default), dtype="float16", device=device.name, values=values
     )
@@ -658,19 +663,20 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     import cupy
 
     import cuflash
-    from cuflash import _launch, _launch_segments, _plan, _recall
-    from cuflash._ahead import kernels_of
+    from cuflash._api import recall
+    from cuflash._api.ahead import kernels_of
+    from cuflash._launch import plan, run, segment_bounds
 
-    _launch.forget_plans()
-    _launch_segments._plans.clear()
-    _recall.forget()
+    run.forget_plans()
+    segment_bounds._plans.clear()
+    recall.forget()
 
     work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)
     seen, bounds = [], []
-    compiled = _plan.compile_kernel
-    monkeypatch.setattr(_plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
+    compiled = plan.compile_kernel
+    monkeypatch.setattr(plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
     monkeypatch.setattr(
-        _launch_segments, "compile_kernel", lambda c, d: bounds.append(c) or compiled(c, d)
+        segment_bounds, "compile_kernel", lambda c, d: bounds.append(c) or compiled(c, d)
     )
     ((q, k, v, dout),) = work.inputs(cupy)
     options = cuflash.Options(**work.score_options(cupy))
@@ -678,5 +684,5 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     if backward:
         cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
     assert [*dict.fromkeys(bounds), *seen] == kernels_of(
-        work, _hardware.present(), backward=backward
+        work, select_hardware.present(), backward=backward
     )

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _chosen, _hardware, _tuned, reference, tuning
-from cuflash._ahead import kernels_of
+from cuflash import reference, tuning
+from cuflash._api.ahead import kernels_of
 from cuflash._bench.clock import Measurement
+from cuflash._select import choose, measured
+from cuflash._select import hardware as select_hardware
 from cuflash.tuning import _checking, _kernels, _timing
 
 WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
@@ -60,7 +62,7 @@ def test_the_small_problem_cuts_tiles_and_goes_round_rings():
 )  # fmt: skip
 def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, arch, given):
     """All but tiles, which are those of the configuration that is checked."""
-    hardware = _hardware.typical(arch)
+    hardware = select_hardware.typical(arch)
     rows = ((1, 32, 4), (1, 8, 8), (16, 8, 1), (64, 8, 2), (65, 8, 2), (4096, 16, 16), (4096, 8, 2))
     for seqlen_q, heads_q, heads_kv in rows:
         for head_dim in (64, 256):
@@ -71,16 +73,16 @@ def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, a
             assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
             chains = []
             for own in (large, work):
-                steps = [_chosen.forward(own.problem(), hardware)]
+                steps = [choose.forward(own.problem(), hardware)]
                 for wanted in ("q", "kv", "qkv"):
-                    steps += _chosen.backward(own.problem(), hardware, frozenset(wanted))
+                    steps += choose.backward(own.problem(), hardware, frozenset(wanted))
                 chains.append([without_tile(config) for config in steps])
             assert chains[0] == chains[1]
 
 
 def without_tile(config):
     kept = {f.name: getattr(config, f.name) for f in fields(config)}
-    return type(config), {n: v for n, v in kept.items() if n not in _tuned.TILE_FIELDS}
+    return type(config), {n: v for n, v in kept.items() if n not in measured.TILE_FIELDS}
 
 
 def test_the_shipped_results_pass(forward):
@@ -93,7 +95,7 @@ def test_logsumexp_is_swept_as_attention_without_values():
     work = replace(WORK, dtype="float32", head_dim=3, head_dim_v=0, arrays=("key_bias",))
     found = tuning.space(work, arch="sm_90a")
     assert found.kernel == "forward_narrow"
-    assert _tuned.options_of(found.default) == "causal bias narrow 3x0 shared"
+    assert measured.options_of(found.default) == "causal bias narrow 3x0 shared"
     work = _checking.small(work)
     (inputs,) = work.inputs(np)
     options = work.score_options()
@@ -288,7 +290,7 @@ def test_kernels_are_swept_on_the_device(
     """Every kernel of Hopper, the narrow forward, and partners; short enough for graphs."""
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
     work = replace(WORK, dtype=dtype, heads_kv=heads_kv, softcap=softcap, **sizes, **options)
-    steps = kernels_of(work, _hardware.present(), backward=True)
+    steps = kernels_of(work, select_hardware.present(), backward=True)
     config = [c for c in steps if type(c) in _kernels.PARAMETERS][number]
     name, tile = _kernels.kernel_name(config), _kernels.tile_of(config)
     tried = {parameter: (value,) for parameter, value in tile.items()}

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import shipped_tiles
 
-from cuflash import _cli, _hardware, tuning
+from cuflash import _cli, tuning
 from cuflash._bench import io_model, profiler
 from cuflash._cli import tune
 from cuflash._cli.problem_arguments import problem_of
+from cuflash._select import hardware
 from cuflash.tuning import _kernels, _space
 from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import table_rows
 
-H100 = _hardware.typical("sm_90")
+H100 = hardware.typical("sm_90")
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS, RESULTS = ROOT / "benchmarks" / "sweeps", ROOT / "benchmarks" / "results"
 LINES = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8").splitlines()

@@ -11,8 +11,11 @@ import gen_wgmma
 import pytest
 
 import cuflash
-from cuflash import _compile, _config, _hardware, _kernel_store, _tuned, tuning
-from cuflash._ahead import kernels_of
+from cuflash import tuning
+from cuflash._api.ahead import kernels_of
+from cuflash._jit import compilation, cubin_cache
+from cuflash._kernels import config as kernel_config
+from cuflash._select import hardware, measured
 from cuflash.tuning import _kernels, _values
 from support.tuned_problems import PROBLEMS, WORK
 
@@ -35,7 +38,7 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SHARED_A == _config.WGMMA_WIDTHS
+    assert gen_wgmma.SHARED_A == kernel_config.WGMMA_WIDTHS
 
 
 @pytest.mark.parametrize(
@@ -58,22 +61,24 @@ def test_one_pass_is_tuned_where_it_runs():
     with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
         tuning.space(replace(WORK, arrays=("mask",)), "backward_sm90", arch="sm_90a")
     found = tuning.space(WORK, "backward_sm90", arch="sm_90a")
-    row = _tuned.Row(_tuned.key_of(found.default, found.hardware.name), (("keys_in_registers", 1),))
-    before = dict(_tuned.in_use())
-    _tuned.replace_rows({row.key: row})
+    row = measured.Row(
+        measured.key_of(found.default, found.hardware.name), (("keys_in_registers", 1),)
+    )
+    before = dict(measured.in_use())
+    measured.replace_rows({row.key: row})
     try:
         chosen = kernels_of(WORK, found.hardware, backward=True)[2]
     finally:
-        _tuned.replace_rows(before)
+        measured.replace_rows(before)
     assert chosen == replace(found.default, keys_in_registers=True)
     unordered = replace(found.default, ordered=False)
-    assert _tuned.options_of(unordered) != _tuned.options_of(found.default)
+    assert measured.options_of(unordered) != measured.options_of(found.default)
 
 
 @pytest.mark.parametrize("kernel", PORTABLE)
-@pytest.mark.parametrize("arch", _hardware.ARCHITECTURES)
+@pytest.mark.parametrize("arch", hardware.ARCHITECTURES)
 def test_every_architecture_holds_every_legal_configuration(kernel, arch):
-    limits = _hardware.typical(arch).limits
+    limits = hardware.typical(arch).limits
     found = tuning.space(WORK, kernel, arch=arch)
     assert len(found) > 10
     for candidate in found:
@@ -242,7 +247,7 @@ def test_wide_dtypes_have_spaces_of_their_own(kernel, head_dim, dtype, precision
     assert {c.config.dtype for c in found} == {dtype}
     assert {c.config.precision for c in found} == {precision}
     assert {c.config.wide_float64 for c in found} == {dtype == "float64"}
-    assert ("tf32" in _tuned.options_of(found.default)) == (precision == "tf32")
+    assert ("tf32" in measured.options_of(found.default)) == (precision == "tf32")
     with pytest.raises(ValueError, match="expected a kernel that serves this problem"):
         tuning.space(work, "forward_sm90", arch="sm_90a")
 
@@ -268,9 +273,9 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     if kernel == "forward_narrow":  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]
-    own = {f.name for f in fields(kind)} - {f.name for f in fields(_config.TileConfig)}
+    own = {f.name for f in fields(kind)} - {f.name for f in fields(kernel_config.TileConfig)}
     assert own - what <= set(_kernels.PARAMETERS[kind])
-    assert set(_kernels.PARAMETERS[kind]) <= _tuned.TILE_FIELDS
+    assert set(_kernels.PARAMETERS[kind]) <= measured.TILE_FIELDS
     found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
@@ -282,7 +287,7 @@ def test_every_kernel_travels():
     def kinds(above):
         return {above, *(kind for below in above.__subclasses__() for kind in kinds(below))}
 
-    sources = {kind.source for kind in kinds(_config.KernelConfig) if hasattr(kind, "source")}
+    sources = {kind.source for kind in kinds(kernel_config.KernelConfig) if hasattr(kind, "source")}
     assert {f"{name}.cu" for name in _kernels._ALL} == sources
 
 
@@ -315,13 +320,13 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
     assert seen[0] == (0, len(found))
     assert seen[-1] == (len(found), len(found))
     candidate = next(iter(found))
-    arch = _compile.architecture(candidate.config, "90")
-    report = _compile.compile_static(candidate.config, arch)
+    arch = compilation.architecture(candidate.config, "90")
+    report = compilation.compile_static(candidate.config, arch)
     own = facts[candidate.key]
     assert (own.registers, own.spill_bytes) == (report.registers, report.spill_bytes)
     assert own.smem_bytes == candidate.config.smem_bytes
     assert own.blocks_per_multiprocessor >= 1
-    stored = _kernel_store.load(_compile.stored_name(candidate.config, arch))
+    stored = cubin_cache.load(compilation.stored_name(candidate.config, arch))
     assert stored == report.cubin
 
 
@@ -407,7 +412,7 @@ def test_what_a_source_refuses_is_no_legal_tile(monkeypatch, kernel, given, trie
             monkeypatch.setattr(kind, "__post_init__", lambda self: None)
     illegal = _kernels.with_tile(default, tried)
     with pytest.raises(cuflash.CompileError):
-        _compile.compile_static(illegal, "sm_90a")
+        compilation.compile_static(illegal, "sm_90a")
 
 
 def test_a_number_of_processes_that_is_none_is_refused():
@@ -458,11 +463,11 @@ def test_wrong_workloads_are_named(change, message):
 
 
 def test_occupancy_is_the_scarcest_of_three():
-    limits = _hardware.typical("sm_90").limits
-    assert _hardware.occupancy(limits, 128, 1024, 32) == 16  # threads
-    assert _hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # shared memory
-    assert _hardware.occupancy(limits, 128, 1024, 255) == 2  # registers
-    assert _hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
+    limits = hardware.typical("sm_90").limits
+    assert hardware.occupancy(limits, 128, 1024, 32) == 16  # threads
+    assert hardware.occupancy(limits, 128, 100 * 1024, 32) == 2  # shared memory
+    assert hardware.occupancy(limits, 128, 1024, 255) == 2  # registers
+    assert hardware.occupancy(limits, 384, 190 * 1024, 168) == 1
 
 
 @pytest.mark.parametrize("name", ["space", "sweep", "use"])
@@ -478,9 +483,9 @@ def test_examples_of_docstrings_run(name):
 
 @pytest.mark.gpu
 def test_the_table_of_limits_is_what_the_device_says():
-    found = _hardware.present()
+    found = hardware.present()
     assert found is not None
-    table = _hardware.typical(found.arch)
+    table = hardware.typical(found.arch)
     assert found.limits == table.limits
     if found.name == table.name:
         assert (found.multiprocessors, found.l2_bytes) == (table.multiprocessors, table.l2_bytes)

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cuflash import _source, tuning
+from cuflash import tuning
+from cuflash._jit import source
 from cuflash.tuning import _processes, _progress, _rows
 from support import simulated_sweep
 from support.simulated_device import milliseconds
@@ -100,8 +101,8 @@ def test_the_file_says_what_was_measured_where(tmp_path, trouble):
     assert (read.header, read.rows, read.finals) == (result.header, result.rows, result.finals)
     header = read.header
     assert (read.device, header["driver"], header["nvrtc"]) == ("simulated", "0", "0")
-    assert header["kernels"] == _source.digest()
-    assert header["source"] == _source.digest_of("forward_sm90.cu")
+    assert header["kernels"] == source.digest()
+    assert header["source"] == source.digest_of("forward_sm90.cu")
     assert read.workload == WORK
     assert header["default"] == space_of().default_key
     (final,) = read.finals

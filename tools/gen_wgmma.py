@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
 #: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
-#: rows of cuflash/_select_sm90.py; those of a part of dq, whose operands are read by rows; those of
+#: rows of cuflash/_select/sm90.py; those of a part of dq, whose operands are read by rows; those of
 #: dk where ds comes from shared memory; and those of scores whose keys stay in registers.
 SHARED_A = (32, 48, 64, 80, 96, 112, 128)
 REGISTER_A = (64, 96, 128, 192, 256)

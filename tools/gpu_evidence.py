@@ -40,13 +40,13 @@ GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
 PORTABLE = """
 import argparse, sys
 sys.path.insert(0, ".")
-from cuflash import _launch_sm90
+from cuflash._launch import sm90
 from cuflash._bench import command
-_launch_sm90.available = lambda device: False
+sm90.available = lambda device: False
 parser = argparse.ArgumentParser()
 command.add_arguments(parser, None)
 shown = " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
-shown += ", cuflash._launch_sm90.available returning False"
+shown += ", cuflash._launch.sm90.available returning False"
 sys.exit(command.measure(parser.parse_args(), shown))
 """
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.

@@ -20,11 +20,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cuflash import _config, _hardware, _options, _problem  # noqa: E402
-from cuflash._ahead import kernels_of  # noqa: E402
+from cuflash._api.ahead import kernels_of  # noqa: E402
 from cuflash._bench.machine import short_commit  # noqa: E402
 from cuflash._bench.option_costs import CHANGES, PLAIN  # noqa: E402
 from cuflash._bench.workload import Workload  # noqa: E402
+from cuflash._kernels import config  # noqa: E402
+from cuflash._problem import options, problem  # noqa: E402
+from cuflash._select import hardware  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
@@ -36,13 +38,13 @@ MISTAKES = ROOT / "tests" / "mutants_report.json"
 
 def support() -> str:
     """What runs where, from the tables that the library itself consults."""
-    widest = _config.HEAD_DIMS[-1]
+    widest = config.HEAD_DIMS[-1]
     lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
-    every = ", ".join(dtype.name for dtype in _problem.FLOATS)
+    every = ", ".join(dtype.name for dtype in problem.FLOATS)
     lines.append(f"| NumPy | {every} | any | CPU |")
     devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
     lines.append(f"| CuPy | {every} | 1 to {widest} each | {devices} |")
-    names = ", ".join(f"`{name}`" for name in _options.OPTION_NAMES)
+    names = ", ".join(f"`{name}`" for name in options.OPTION_NAMES)
     lines += ["", f"Score options, on both: {names}."]
     return "\n".join(lines)
 
@@ -203,7 +205,7 @@ def precise() -> str:
 def costs() -> str:
     """How much longer a call takes with each option, and which kernels serve it on Hopper."""
     result, where = measured("options")
-    hopper = _hardware.typical("sm_90a")
+    hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
     for row in result["rows"]:
         fields = {field.name: row[field.name] for field in dataclasses.fields(Workload)}

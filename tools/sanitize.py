@@ -315,7 +315,7 @@ def run(xp: ModuleType, case: Case) -> None:
     if xp is np or not (case.portable or case.arch):
         run_calls(xp, case)
         return
-    from cuflash._config import TileConfig
+    from cuflash._kernels.config import TileConfig
     from support.portable import kernels_of, portable_kernels
 
     with kernels_of(case.arch) if case.arch else portable_kernels() as configs:
@@ -333,9 +333,9 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     On a device that has a forward of its own the portable one runs, too.
     """
     import cuflash
-    from cuflash import _select
-    from cuflash._attention import FIELDS
-    from cuflash._problem import describe
+    from cuflash._api.attention import FIELDS
+    from cuflash._problem.problem import describe
+    from cuflash._select import portable as select_portable
 
     rng = np.random.default_rng(0)
     batch = max(case.q[0], case.k[0])
@@ -359,7 +359,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
         limit = xp.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-        portable = _select.forward_config(problem, limit, q.dtype.itemsize)
+        portable = select_portable.forward_config(problem, limit, q.dtype.itemsize)
         cuflash.attention(q, k, v, config=portable, **case.keywords, **options)
     dlse = None
     if case.dlse:
@@ -381,11 +381,11 @@ def run_inside(tool: str, names: Iterable[str]) -> None:
     """Run cases in this process, which the sanitizer watches."""
     import cupy
 
-    from cuflash import _compile
+    from cuflash._jit import compilation
 
     # Each array is an allocation of its own, with borders that memcheck sees.
     cupy.cuda.set_allocator(None)
-    _compile.OPTIONS = (*_compile.OPTIONS, "-lineinfo", *DEFINED.get(tool, ()))
+    compilation.OPTIONS = (*compilation.OPTIONS, "-lineinfo", *DEFINED.get(tool, ()))
     chosen = set(names)
     for case in CASES:
         if case.name in chosen:

@@ -1,4 +1,4 @@
-"""Write cuflash/tiles.json, the measured tiles that are shipped, from the committed sweeps.
+"""Write cuflash/_select/tiles.json, the measured tiles that are shipped, from the committed sweeps.
 
 python tools/shipped_tiles.py [--check]
 
@@ -20,20 +20,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cuflash import _tuned, tuning  # noqa: E402
+from cuflash import tuning  # noqa: E402
+from cuflash._select import measured  # noqa: E402
 from cuflash.tuning._table import table_rows  # noqa: E402
 
 SWEEPS = ROOT / "benchmarks" / "sweeps"
-TABLE = ROOT / "cuflash" / "tiles.json"
+TABLE = ROOT / "cuflash" / "_select" / "tiles.json"
 MARGIN = 0.02
 #: Kernels whose blocks of threads own rows of keys; those of the others own queries.
 OWNERS_OF_KEYS = ("backward_sm90", "backward_pair_sm90", "backward_dkv")
 Tile = tuple[tuple[str, int], ...]
 
 
-def rows() -> list[_tuned.Row]:
+def rows() -> list[measured.Row]:
     """One row for each kernel and problem that was swept, in the order of their keys."""
-    swept: dict[_tuned.Key, list[tuning.Sweep]] = {}
+    swept: dict[measured.Key, list[tuning.Sweep]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl")):
         found = tuning.load(path)
         for row in table_rows(found):
@@ -42,12 +43,12 @@ def rows() -> list[_tuned.Row]:
     return [row for row in found if any(was_timed(row, sweep) for sweep in swept[row.key])]
 
 
-def was_timed(row: _tuned.Row, sweep: tuning.Sweep) -> bool:
+def was_timed(row: measured.Row, sweep: tuning.Sweep) -> bool:
     """Whether a sweep timed the tile of a row, or all others in turns with it."""
     return row.values in relative_times(sweep)
 
 
-def row_of(key: _tuned.Key, sweeps: list[tuning.Sweep]) -> _tuned.Row:
+def row_of(key: measured.Key, sweeps: list[tuning.Sweep]) -> measured.Row:
     """The tile that all of them found faster than that of the tables, or that one."""
     own = {row.key: row for row in table_rows(sweeps[0])}[key]
     times = [relative_times(found) for found in sweeps]
@@ -96,8 +97,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, fail if stale")
     arguments = parser.parse_args()
     if arguments.check:
-        return int(rows() != _tuned.read(TABLE))
-    _tuned.write(TABLE, rows())
+        return int(rows() != measured.read(TABLE))
+    measured.write(TABLE, rows())
     return 0
 
 

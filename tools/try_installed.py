@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import cuflash
-from cuflash import _source
+from cuflash._jit import source
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
     if "cupy" in sys.modules:
         return fail("importing cuflash imported CuPy")
     package = Path(cuflash.__file__).parent
-    kernels = _source.kernels_dir()
+    kernels = source.kernels_dir()
     if kernels.parent != package or not (kernels / "config.cuh").is_file():
         return fail(f"the kernel sources are not inside {package} but in {kernels}")
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 5, 8), dtype=np.float32)

@@ -50,8 +50,8 @@ from cuflash._bench.workload import (
     training,
 )
 from cuflash._cli.problem_arguments import positive_number
-from cuflash._config import HEAD_DIMS
 from cuflash._errors import problem_with
+from cuflash._kernels.config import HEAD_DIMS
 
 EXAMPLES = """\
 examples:

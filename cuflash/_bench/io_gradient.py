@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from cuflash._bench import io_model
 from cuflash._bench.io_model import Traffic
 from cuflash._bench.workload import DTYPES, Workload
-from cuflash._config import (
+from cuflash._errors import problem_with
+from cuflash._kernels.config import (
     BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVSm90Config,
@@ -30,7 +31,6 @@ from cuflash._config import (
     KernelConfig,
     TileConfig,
 )
-from cuflash._errors import problem_with
 from cuflash.tuning._kernels import kernel_name
 
 _FLOAT_BYTES = 4

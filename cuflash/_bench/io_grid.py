@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuflash import _chosen
 from cuflash._bench import io_model, profiler
 from cuflash._bench.workload import Workload
-from cuflash._config import TileConfig
-from cuflash._hardware import Hardware, present, typical
+from cuflash._kernels.config import TileConfig
+from cuflash._select import choose
+from cuflash._select.hardware import Hardware, present, typical
 from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -59,7 +59,7 @@ def configs(hardware: Hardware) -> list[TileConfig]:
     """The tiles that are compared on a device."""
     found = []
     for kernel, tiles in _TILES.items():
-        default = _chosen.forward(_WORK.problem(), hardware, portable=kernel == "forward_sm80")
+        default = choose.forward(_WORK.problem(), hardware, portable=kernel == "forward_sm80")
         if kernel_name(default) == kernel:
             found += [with_tile(default, tile) for tile in tiles]
     return found

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import _source
-from cuflash._show_config import show_config
+from cuflash._api.show_config import show_config
+from cuflash._jit import source
 
 META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
 
@@ -59,7 +59,7 @@ def commit() -> str:
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return f"kernels {_source.digest()}"
+        return f"kernels {source.digest()}"
     return head + ("-dirty" if changed.strip() else "")
 
 

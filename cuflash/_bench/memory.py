@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import _compile
 from cuflash._bench.clock import DeviceClock
-from cuflash._hardware import Hardware, present
+from cuflash._jit import compilation
+from cuflash._select.hardware import Hardware, present
 
 _ROUNDS = 15
 _THREADS = 512
@@ -65,7 +65,7 @@ class _Bench:
             return statistics.median(once(call) for _ in range(_ROUNDS))
 
     def _kernel(self, name: str) -> Callable[..., None]:
-        kernel = _compile.unconfigured(f"memory/{name}.cu", f"cuflash_{name}")
+        kernel = compilation.unconfigured(f"memory/{name}.cu", f"cuflash_{name}")
         return lambda grid, block, *given: kernel((grid,), (block,), given)
 
     def _whole_rounds(self, size: int) -> int:

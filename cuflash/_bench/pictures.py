@@ -16,7 +16,7 @@ import numpy as np
 
 from cuflash._bench import io_model
 from cuflash._errors import problem_with
-from cuflash._hardware import peak_of, peak_products
+from cuflash._select.hardware import peak_of, peak_products
 from cuflash.tuning._rows import Sweep
 from cuflash.tuning._space import space
 

@@ -14,9 +14,9 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from cuflash._errors import problem_with
-from cuflash._options import Options
-from cuflash._packing import describe_packed
-from cuflash._problem import Problem, describe
+from cuflash._problem.options import Options
+from cuflash._problem.packed import describe_packed
+from cuflash._problem.problem import Problem, describe
 
 Array = Any
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}

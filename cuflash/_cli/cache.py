@@ -43,9 +43,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked for."""
-    from cuflash import _kernel_store
+    from cuflash._jit import cubin_cache
 
-    folder = arguments.folder or _kernel_store.folder()
+    folder = arguments.folder or cubin_cache.folder()
     if arguments.action == "warm":
         return _warm(arguments)
     if arguments.action == "verify" and arguments.folder and not folder.is_dir():
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    from cuflash import _kernel_store
+    from cuflash._jit import cubin_cache
 
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     rows = []
@@ -82,7 +82,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
             "entry": entry[1].decode() if entry else "unknown",
             "bytes": path.stat().st_size,
             "date": changed.isoformat(sep=" ", timespec="minutes"),
-            "whole": _kernel_store.verified(path),
+            "whole": cubin_cache.verified(path),
         })  # fmt: skip
     return rows
 

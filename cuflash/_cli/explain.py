@@ -46,7 +46,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain one call."""
-    from cuflash._explained import explain
+    from cuflash._cli.explained import explain
 
     work = _work(arguments)
     if arguments.io and work.seqlens:
@@ -75,12 +75,13 @@ def _work(arguments: argparse.Namespace) -> Workload:
 
 
 def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
-    from cuflash import _explained_io, _hardware
+    from cuflash._cli import explained_io
+    from cuflash._select import hardware
 
-    found = _explained_io.predicted(work, arch=arch, backward=backward)
-    if arch is None and _hardware.present() is not None:
+    found = explained_io.predicted(work, arch=arch, backward=backward)
+    if arch is None and hardware.present() is not None:
         try:
-            _explained_io.count(work, found)
+            explained_io.count(work, found)
         except NotProfiled as reason:
             print(f"cuflash: not measured: {reason}", file=sys.stderr)
     return found

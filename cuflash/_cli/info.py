@@ -20,12 +20,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
-    from cuflash import _hardware, _tuned, show_config
+    from cuflash import show_config
+    from cuflash._select import hardware, measured
 
     table = show_config(mode="dicts")
-    found = _hardware.present()
+    found = hardware.present()
     counts = []
-    for name, rows_of in (("shipped", _tuned.shipped), (f"of {_tuned.VARIABLE}", _tuned.in_use)):
+    for name, rows_of in (
+        ("shipped", measured.shipped),
+        (f"of {measured.VARIABLE}", measured.in_use),
+    ):
         try:
             rows = rows_of()
         except (ValueError, OSError) as error:

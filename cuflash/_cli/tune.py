@@ -72,8 +72,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
-    from cuflash import _hardware, tuning
+    from cuflash import tuning
     from cuflash._bench.machine import no_device
+    from cuflash._select import hardware
     from cuflash.tuning._strategies import strategy_of
 
     work = problem_of(arguments)
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = tuning.space(
         work, arguments.kernel, arch=arguments.arch, parameters=_parameters(arguments.parameters)
     )
-    present = _hardware.present()
+    present = hardware.present()
     if arguments.list or arguments.arch is not None or present is None:
         compiled = _list(found, arguments)
         if arguments.list or arguments.arch is not None:

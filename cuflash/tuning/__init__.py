@@ -7,7 +7,7 @@ True
 """
 
 from cuflash._bench.workload import Workload
-from cuflash._override import BackwardConfigs
+from cuflash._select.override import BackwardConfigs
 from cuflash.tuning._facts import Facts
 from cuflash.tuning._kernel_tuner import read_cache, write_cache
 from cuflash.tuning._progress import Progress

@@ -17,7 +17,7 @@ from ml_dtypes import finfo
 from cuflash import reference
 from cuflash._bench.peers import AGREEMENT
 from cuflash._bench.workload import DTYPES, Workload
-from cuflash._shared_keys import FEW
+from cuflash._select.pack_gqa import FEW
 
 Results = dict[str, np.ndarray]
 _ROWS, _KEYS = 700, 2300

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cuflash import CompileError, _compile, _kernel_store
+from cuflash import CompileError
+from cuflash._jit import compilation, cubin_cache
 from cuflash.tuning._kernels import config_from_json
 from cuflash.tuning._processes import serve
 
@@ -18,7 +19,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     shared = Path(request["folder"]) if request.get("folder") else None
     start = time.perf_counter()
     try:
-        report = _compile.compile_ahead(config, arch, shared)
+        report = compilation.compile_ahead(config, arch, shared)
     except CompileError as error:
         return {"error": first_error(error.log)}
     except OSError as error:
@@ -30,7 +31,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - start, 3),
     }
     if shared is None:
-        _kernel_store.save_note(_compile.stored_name(config, arch), note)
+        cubin_cache.save_note(compilation.stored_name(config, arch), note)
     return note
 
 

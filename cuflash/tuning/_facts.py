@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash import _compile, _compiler, _kernel_store
-from cuflash._config import KernelConfig
 from cuflash._errors import problem_with
-from cuflash._hardware import Hardware, occupancy
+from cuflash._jit import compilation, compiler_id, cubin_cache
+from cuflash._kernels.config import KernelConfig
+from cuflash._select.hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Failure, ask_many
 
@@ -57,7 +57,7 @@ def compile_all(
     """
     if processes is not None and processes < 1:
         raise problem_with("processes", ValueError, got=processes, expected="a positive int")
-    _compiler.version()
+    compiler_id.version()
     ordered = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
     missing = []
@@ -68,9 +68,9 @@ def compile_all(
 
     tell()
     for config in ordered:
-        arch = _compile.architecture(config, hardware.capability)
-        name = None if shared else _compile.stored_name(config, arch)
-        note = None if name is None else _kernel_store.load_note(name)
+        arch = compilation.architecture(config, hardware.capability)
+        name = None if shared else compilation.stored_name(config, arch)
+        note = None if name is None else cubin_cache.load_note(name)
         if note is None:
             missing.append((config, arch))
         else:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from cuflash._config import (
+from cuflash._errors import problem_with
+from cuflash._kernels.config import (
     BackwardConvertConfig,
     BackwardKVConfig,
     BackwardKVPartnersConfig,
@@ -25,13 +26,12 @@ from cuflash._config import (
     SegmentBoundsConfig,
     TileConfig,
 )
-from cuflash._config_tf32_sm90 import (
+from cuflash._kernels.config_tf32_sm90 import (
     BackwardKVTf32Sm90Config,
     BackwardQTf32Sm90Config,
     ForwardTf32Sm90Config,
 )
-from cuflash._errors import problem_with
-from cuflash._tuned import with_values
+from cuflash._select.measured import with_values
 
 _PORTABLE = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 _STAGED = ("block_m", "block_n", "num_stages")

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuflash import _chosen
 from cuflash._bench.workload import Workload
-from cuflash._config import RESERVED_SMEM, TileConfig
 from cuflash._errors import problem_with
-from cuflash._hardware import Hardware, registers_of_thread, wanted
+from cuflash._kernels.config import RESERVED_SMEM, TileConfig
+from cuflash._select import choose
+from cuflash._select.hardware import Hardware, registers_of_thread, wanted
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     PARAMETERS,
@@ -201,15 +201,15 @@ def default_configs(
         )  # fmt: skip
     problem = workload.problem()
     if kernel is None:
-        chosen = _chosen.forward(problem, hardware)
+        chosen = choose.forward(problem, hardware)
         tunable = type(chosen) in PARAMETERS
-        return (chosen if tunable else _chosen.forward(problem, hardware, portable=True),)
+        return (chosen if tunable else choose.forward(problem, hardware, portable=True),)
     kind = kernel_type(kernel)
     portable = kernel.endswith("_sm80")
-    calls: list[list[Any]] = [[_chosen.forward(problem, hardware, portable=portable)]]
+    calls: list[list[Any]] = [[choose.forward(problem, hardware, portable=portable)]]
     if kernel.startswith("backward"):
         calls = [
-            _chosen.backward(
+            choose.backward(
                 problem, hardware, frozenset(wanted),
                 portable=portable, ordered=workload.deterministic,
             )

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuflash import _source
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
+from cuflash._jit import source
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Child, Failure
@@ -176,8 +176,8 @@ class _Running:
             "default": self.space.default_key,
             "multiprocessors": self.space.hardware.multiprocessors,
             **described,
-            "kernels": _source.digest(),
-            "source": _source.digest_of(self.space.default.source),
+            "kernels": source.digest(),
+            "source": source.digest_of(self.space.default.source),
             "check": self.check,
             **self.made,
             "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from cuflash import _recall, _tuned
-from cuflash._config import ForwardNarrowConfig
+from cuflash._api import recall
 from cuflash._errors import problem_with
-from cuflash._hardware import present, typical
+from cuflash._kernels.config import ForwardNarrowConfig
+from cuflash._select import measured as select_measured
+from cuflash._select.hardware import present, typical
 from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import default_config, default_configs
@@ -21,7 +22,7 @@ from cuflash.tuning._space import default_config, default_configs
 class Use:
     """Tiles in use; as a context manager, until its end."""
 
-    def __init__(self, before: dict[_tuned.Key, _tuned.Row]) -> None:
+    def __init__(self, before: dict[select_measured.Key, select_measured.Row]) -> None:
         self._before = before
 
     def __enter__(self) -> Use:
@@ -67,7 +68,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
     >>> with tuning.use(None):
     ...     pass  # calls here run with the shipped tiles
     """
-    before = dict(_tuned.in_use())
+    before = dict(select_measured.in_use())
     if file is None:
         _put({})
         return Use(before)
@@ -88,20 +89,20 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
     return Use(before)
 
 
-def _put(rows: dict[_tuned.Key, _tuned.Row]) -> None:
-    _tuned.replace_rows(rows)
-    _recall.forget()
-    launch = sys.modules.get("cuflash._launch")
+def _put(rows: dict[select_measured.Key, select_measured.Row]) -> None:
+    select_measured.replace_rows(rows)
+    recall.forget()
+    launch = sys.modules.get("cuflash._launch.run")
     if launch is not None:
         launch.forget_plans()
 
 
-def rows_of(path: Path) -> list[_tuned.Row]:
+def rows_of(path: Path) -> list[select_measured.Row]:
     """Rows of a file of tiles, or the best of the file of a sweep."""
-    return best_rows(load(path)) if _tuned.is_sweep(path) else _tuned.read(path)
+    return best_rows(load(path)) if select_measured.is_sweep(path) else select_measured.read(path)
 
 
-def best_rows(found: Sweep, margin: float = 0.0) -> list[_tuned.Row]:
+def best_rows(found: Sweep, margin: float = 0.0) -> list[select_measured.Row]:
     """The best of a sweep as rows, one for each pass that was timed with it.
 
     It is the tile that all were compared with unless another is faster by ``margin``.
@@ -110,12 +111,12 @@ def best_rows(found: Sweep, margin: float = 0.0) -> list[_tuned.Row]:
     return _rows(found, found.best["values"] if faster else found.default_values)
 
 
-def table_rows(found: Sweep) -> list[_tuned.Row]:
+def table_rows(found: Sweep) -> list[select_measured.Row]:
     """Rows of the problem of a sweep that hold what the tables have."""
     return _rows(found, None)
 
 
-def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[_tuned.Row]:
+def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measured.Row]:
     header = found.header
     if header["workload"] is None:
         raise problem_with(
@@ -127,8 +128,8 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[_tuned.Row]:
     of_tables = like._replace(name="", multiprocessors=processors)  # no measured row is for it
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return [
-        _tuned.Row(
-            _tuned.key_of(config, found.device),
+        select_measured.Row(
+            select_measured.key_of(config, found.device),
             tuple((values or tile_of(config)).items()),
             measured,
         )
@@ -136,7 +137,7 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[_tuned.Row]:
     ]
 
 
-def _check(row: _tuned.Row, where: str) -> None:
+def _check(row: select_measured.Row, where: str) -> None:
     """Raise unless a tile is one that the kernel can have at these head sizes."""
     kind = kernel_type(row.key.kernel)
     unknown = sorted(set(dict(row.values)) - set(PARAMETERS[kind]))
@@ -153,7 +154,9 @@ def _check(row: _tuned.Row, where: str) -> None:
         sizes = (int(true[1]), int(true[2])) if true else sizes
     try:
         work = Workload(1, 1, 1, 1024, 1024, *sizes, row.key.dtype)
-        _tuned.with_values(default_config(work, row.key.kernel, typical("sm_90")), dict(row.values))
+        select_measured.with_values(
+            default_config(work, row.key.kernel, typical("sm_90")), dict(row.values)
+        )
     except (ValueError, NotImplementedError) as error:
         got = f"{row.key.kernel} with {dict(row.values)}"
         raise problem_with(
@@ -163,13 +166,13 @@ def _check(row: _tuned.Row, where: str) -> None:
 
 def user_table() -> Path:
     """Path of this user's table, which CUFLASH_TILES=user puts to use; it need not exist."""
-    return _tuned.user_file()
+    return select_measured.user_file()
 
 
 def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
     """Keep the best of a sweep in a file of tiles, this user's by default; return its path."""
     path = user_table() if file is None else Path(file)
-    rows = {row.key: row for row in (_tuned.read(path) if path.exists() else [])}
+    rows = {row.key: row for row in (select_measured.read(path) if path.exists() else [])}
     rows |= {row.key: row for row in best_rows(found)}
-    _tuned.write(path, rows.values())
+    select_measured.write(path, rows.values())
     return path

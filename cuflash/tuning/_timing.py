@@ -19,8 +19,8 @@ from cuflash._bench.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
 from cuflash._bench.machine import query_driver, read_clocks
 from cuflash._bench.peers import AGREEMENT, difference
 from cuflash._bench.workload import Workload
-from cuflash._config import TileConfig
-from cuflash._options import Options
+from cuflash._kernels.config import TileConfig
+from cuflash._problem.options import Options
 from cuflash.tuning import _checking
 from cuflash.tuning._compiling import first_error
 from cuflash.tuning._kernels import config_from_json
@@ -243,7 +243,7 @@ def described() -> dict[str, Any]:
     import cupy
     from cupy_backends.cuda.libs import nvrtc
 
-    from cuflash._hardware import present
+    from cuflash._select.hardware import present
 
     hardware = present()
     if hardware is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cuflash._config import (
+from cuflash._kernels.config import (
     BackwardKVConfig,
     BackwardKVPartnersConfig,
     BackwardQConfig,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from cuflash import _compile, _compiler
+from cuflash._jit import compilation, compiler_id
 
 ARCH = "90"
 CUPY = "14.2.0"
@@ -52,9 +52,9 @@ class Compiler:
 
     def __init__(self, replace: Callable[[Any, str, Any], None]) -> None:
         self.compilations = 0
-        replace(_compile, "_nvrtc", self._compile)
-        replace(_compiler, "identity", lambda: "NVRTC")
-        replace(_compiler, "noted", lambda: None)
+        replace(compilation, "_nvrtc", self._compile)
+        replace(compiler_id, "identity", lambda: "NVRTC")
+        replace(compiler_id, "noted", lambda: None)
 
     def kernel(self, config: Any) -> bytes:
         """What the library would launch for a configuration."""
@@ -66,7 +66,7 @@ class Compiler:
                 Device=lambda *_: SimpleNamespace(compute_capability=ARCH),
             ),
         )
-        function, _ = _compile._function(cupy, config)
+        function, _ = compilation._function(cupy, config)
         return bytes(function.cubin)
 
     def _compile(self, source: str, options: tuple[str, ...]) -> tuple[bytes, str]:

@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import (
-    _arguments,
-    _compile,
-    _device,
-    _formulas,
-    _launch,
-    _launch_segments,
-    _launch_sm90,
-    _plan,
-    _repeated,
-    _score_gradients,
-    _score_params,
-    _source,
-    _tuned,
+from cuflash._jit import compilation
+from cuflash._jit import device as jit_device
+from cuflash._jit import source as jit_source
+from cuflash._kernels.config import KernelConfig, TileConfig
+from cuflash._launch import (
+    kernel_launcher,
+    plan,
+    repeat,
+    score_gradients,
+    score_params,
+    segment_bounds,
+    sm90,
 )
-from cuflash._config import KernelConfig, TileConfig
-from cuflash._options import Options
+from cuflash._launch import run as launch_run
+from cuflash._problem import formulas
+from cuflash._problem.options import Options
+from cuflash._select import measured
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -89,13 +89,13 @@ class HostDevice:
         texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
         if isinstance(config, TileConfig):
             texts += config.formulas
-        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": _compile.params_struct(config)}
+        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": compilation.params_struct(config)}
         macros = named | config.defines()
         text = "".join(
             (
                 f'#include "{SUPPORT}/host_kernel.h"\n',
                 *(f"#define {name} {value}\n" for name, value in macros.items()),
-                _source.flatten(config.source, tuple(texts)),
+                jit_source.flatten(config.source, tuple(texts)),
                 f'#include "{SUPPORT}/host_run.h"\n',
             )
         )
@@ -106,7 +106,7 @@ class HostDevice:
         subprocess.run(command, check=True)
         self.kernels.append((config.entry, ctypes.CDLL(str(library)).run))
         number = len(self.kernels) - 1
-        return _compile.Kernel(number, config.num_threads, config.smem_bytes, None)
+        return compilation.Kernel(number, config.num_threads, config.smem_bytes, None)
 
     def launch(self, kernel: int, grid: int, *rest: Any) -> None:
         entry, run = self.kernels[kernel]
@@ -136,28 +136,28 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
         asarray=on_device,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_launch, _plan, _repeated, _score_params):
+        for module in (launch_run, plan, repeat, score_params):
             patch.setattr(module, "cupy", library)
         runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
-        patch.setattr(_repeated, "runtime", runtime)
-        patch.setattr(_score_gradients, "cupy", np)
-        formula_arrays = _score_params.formula_arrays
+        patch.setattr(repeat, "runtime", runtime)
+        patch.setattr(score_gradients, "cupy", np)
+        formula_arrays = score_params.formula_arrays
         patch.setattr(
-            _score_params,
+            score_params,
             "formula_arrays",
             lambda *a: {name: on_device(x) for name, x in formula_arrays(*a).items()},
         )
-        for module in (_launch, _score_params, _formulas):
+        for module in (launch_run, score_params, formulas):
             patch.setattr(module, "refuse_capture", lambda *_: None)
-        patch.setattr(_launch, "_on_device", lambda _: nullcontext())
-        patch.setattr(_launch_sm90, "available", lambda _: False)
-        patch.setattr(_tuned, "device_name", lambda _: "host")
-        patch.setattr(_device, "attribute", lambda name, _: attributes[name])
-        patch.setattr(_device, "capability", lambda _: int(capability))
-        for module in (_plan, _launch_segments):
+        patch.setattr(launch_run, "_on_device", lambda _: nullcontext())
+        patch.setattr(sm90, "available", lambda _: False)
+        patch.setattr(measured, "device_name", lambda _: "host")
+        patch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
+        patch.setattr(jit_device, "capability", lambda _: int(capability))
+        for module in (plan, segment_bounds):
             patch.setattr(module, "compile_kernel", device.compile)
-        patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=device.launch))
-        plans = (_launch._forward_plans, _launch._backward_plans, _launch_segments._plans)
+        patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
+        plans = (launch_run._forward_plans, launch_run._backward_plans, segment_bounds._plans)
         for own in plans:
             own.clear()
         yield device

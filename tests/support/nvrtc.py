@@ -16,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
-from cuflash import _compile
+from cuflash._jit import compilation
 from setup_env import NVRTC_FOLDER
 
 DISTRIBUTIONS = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 
 
 @functools.cache
-def compiler_of(generation: int) -> _compile.Compiler | None:
+def compiler_of(generation: int) -> compilation.Compiler | None:
     """Return what compiles with NVRTC 12 or 13: CuPy's own binding, a wheel, or nothing."""
     from cupy_backends.cuda.libs import nvrtc
 
     # CuPy binds its library when it is first asked something, and takes one that is in the process
     # already, of whatever generation: it has to be asked before another one is loaded.
     if nvrtc.getVersion()[0] == generation:
-        return _compile._nvrtc
+        return compilation._nvrtc
     path = library_of(DISTRIBUTIONS[generation])
     return path and Library(path).compile
 
@@ -77,7 +77,7 @@ class Library:
             try:
                 self._call("nvrtcCompileProgram", program, len(options), flags)
             except RuntimeError as error:
-                raise _compile.NvrtcError(f"{error}\n{self._log(program)}") from error
+                raise compilation.NvrtcError(f"{error}\n{self._log(program)}") from error
             return self._read(program, "nvrtcGetCUBIN"), self._log(program)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))

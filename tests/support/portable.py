@@ -7,21 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cuflash import _device, _hardware, _launch, _launch_sm90, _plan, _recall, _select
+from cuflash._api import recall
+from cuflash._jit import device
+from cuflash._launch import plan, run, sm90
+from cuflash._select import hardware as select_hardware
+from cuflash._select import portable
 
 
 @contextmanager
 def portable_kernels() -> Iterator[list[Any]]:
     """Inside, they do; the configurations of kernels that are planned there are listed."""
-    configs, plan_launch = [], _plan.plan_launch
+    configs, plan_launch = [], plan.plan_launch
 
     def planned(params: Any, config: Any, *rest: Any, **keywords: Any) -> Any:
         configs.append(config)
         return plan_launch(params, config, *rest, **keywords)
 
     with (
-        mock.patch.object(_launch_sm90, "available", return_value=False),
-        mock.patch.object(_plan, "plan_launch", planned),
+        mock.patch.object(sm90, "available", return_value=False),
+        mock.patch.object(plan, "plan_launch", planned),
     ):
         _forget()
         try:
@@ -36,18 +40,18 @@ def kernels_of(arch: str) -> Iterator[list[Any]]:
 
     The configurations of kernels that are planned there are listed.
     """
-    hardware, configs = _hardware.typical(arch), []
-    capability, decided = int(hardware.capability), _select.for_architecture
+    hardware, configs = select_hardware.typical(arch), []
+    capability, decided = int(hardware.capability), portable.for_architecture
 
     def decide(config: Any, _: int) -> Any:
         configs.append(decided(config, capability))
         return configs[-1]
 
     with (
-        mock.patch.object(_select, "for_architecture", decide),
-        mock.patch.object(_device, "capability", return_value=capability),
-        mock.patch.object(_device, "smem_limit", return_value=hardware.limits.block_smem),
-        mock.patch.object(_launch_sm90, "available", return_value=False),
+        mock.patch.object(portable, "for_architecture", decide),
+        mock.patch.object(device, "capability", return_value=capability),
+        mock.patch.object(device, "smem_limit", return_value=hardware.limits.block_smem),
+        mock.patch.object(sm90, "available", return_value=False),
     ):
         _forget()
         try:
@@ -57,5 +61,5 @@ def kernels_of(arch: str) -> Iterator[list[Any]]:
 
 
 def _forget() -> None:
-    _launch.forget_plans()
-    _recall.forget()
+    run.forget_plans()
+    recall.forget()

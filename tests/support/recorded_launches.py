@@ -15,20 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import (
-    _arguments,
-    _arrays,
-    _compile,
-    _device,
-    _hardware,
-    _launch,
-    _launch_segments,
-    _launch_sm90,
-    _plan,
-    _tensor_map,
-    _tuned,
-)
-from cuflash._config import KernelConfig
+from cuflash import _arrays
+from cuflash._jit import compilation
+from cuflash._jit import device as jit_device
+from cuflash._kernels.config import KernelConfig
+from cuflash._launch import kernel_launcher, plan, run, segment_bounds, sm90, tensor_map
+from cuflash._select import hardware as select_hardware
+from cuflash._select import measured
 from support.host_device import DeviceArray, host_device
 
 
@@ -38,7 +31,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
 
     Memory that nobody wrote is 0.
     """
-    hardware = _hardware.typical("sm_90")
+    hardware = select_hardware.typical("sm_90")
     attributes = {
         "MultiProcessorCount": hardware.multiprocessors,
         "L2CacheSize": hardware.l2_bytes,
@@ -47,10 +40,10 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
     compiled: list[KernelConfig] = []
     launched: list[KernelConfig] = []
 
-    def compile_kernel(config: KernelConfig, _: int) -> _compile.Kernel:
+    def compile_kernel(config: KernelConfig, _: int) -> compilation.Kernel:
         compiled.append(config)
         number: Any = len(compiled) - 1
-        return _compile.Kernel(number, config.num_threads, config.smem_bytes, None)
+        return compilation.Kernel(number, config.num_threads, config.smem_bytes, None)
 
     def launch(number: int, *_: Any) -> None:
         launched.append(compiled[number])
@@ -60,17 +53,17 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         device.unwritten = 0
-        library = _standing_for_cupy(_launch.cupy, attributes, hardware.capability)
+        library = _standing_for_cupy(run.cupy, attributes, hardware.capability)
         patch.setitem(sys.modules, "cupy", library)
         patch.setattr(_arrays, "_imported", lambda: library)
-        patch.setattr(_device, "attribute", lambda name, _: attributes[name])
-        patch.setattr(_tuned, "device_name", lambda _: hardware.name)
-        patch.setattr(_launch_sm90, "available", lambda _: True)
-        patch.setattr(_launch_sm90.Sm90Launch, "_counter", lambda *_: 0)
-        patch.setattr(_tensor_map, "encode", lambda *_: bytes(_tensor_map.MAP_BYTES))
-        patch.setattr(_tensor_map, "with_addresses", lambda maps, _: maps)
-        patch.setattr(_arguments, "driver", SimpleNamespace(launchKernel=launch))
-        for module in (_plan, _launch_segments):
+        patch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
+        patch.setattr(measured, "device_name", lambda _: hardware.name)
+        patch.setattr(sm90, "available", lambda _: True)
+        patch.setattr(sm90.Sm90Launch, "_counter", lambda *_: 0)
+        patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
+        patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
+        patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
+        for module in (plan, segment_bounds):
             patch.setattr(module, "compile_kernel", compile_kernel)
         yield library, launched
 

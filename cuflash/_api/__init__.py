@@ -1,0 +1,1 @@
+"""What does a user call? Validate, choose, run."""

@@ -1,0 +1,484 @@
+"""What can a user call? Attention, its gradient, its pullback: thin over problem and dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+
+from cuflash._api.dispatch import check_common, launch, operands, run_backward, run_forward
+from cuflash._api.recall import may_be_known, recall, remember
+from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
+from cuflash._errors import problem_with
+from cuflash._problem.destinations import check_destination
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe, require_float, require_shape
+from cuflash._results import AttentionResult, Gradients
+from cuflash._select import override
+
+_WRT = ("q", "k", "v")
+#: Field of Gradients for each input that has a gradient.
+FIELDS = {
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    "bias": "dbias",
+    "alibi_slopes": "dslopes",
+    "sink": "dsink",
+    "scale": "dscale",
+}
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = ...,
+    axes: Any = ...,
+    precision: str | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+    config: Any = ...,
+    **score_options: Unpack[ScoreOptions],
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = ...,
+    axes: Any = ...,
+    precision: str | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+    config: Any = ...,
+    **score_options: Unpack[ScoreOptions],
+) -> AttentionResult: ...
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    out: Any = None,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Array | AttentionResult:
+    """Compute exact attention, ``softmax(scale * q k^T) v``, in O(M + N) memory.
+
+    Parameters
+    ----------
+    q : array, batch + (m, d)
+        Queries; float16, bfloat16, float32 or float64. Any strides.
+    k : array, batch + (n, d)
+        Keys.
+    v : array, batch + (n, d_v)
+        Values. Leading axes of q, k and v broadcast as in :func:`numpy.matmul`; the last of them
+        is heads where heads matter. Dtypes promote as in NumPy and decide the result's.
+    options : Options, optional
+        Score options; or give them as keywords (``causal=True``), not both.
+    axes : four pairs, optional
+        (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
+        ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
+    precision : {None, "ieee", "tf32"}
+        ``"tf32"`` permits TF32 products for float32; the CPU path ignores the permission.
+    deterministic : bool
+        Same bits every run on one device. The forward always is.
+    return_lse : bool
+        Return :class:`AttentionResult` instead of the output alone.
+    out : array, or (out, lse) with ``return_lse``, optional
+        Where to write: exact shape, the result's dtype, or float32 for 16-bit inputs; any strides
+        without overlap.
+    workspace : uint8 array, optional
+        Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
+        takes it and ``out`` from the caller, and arrays of one dtype: else a RuntimeError.
+    config : configuration of a forward kernel, optional
+        Overrides the choice of tiles, and decides which kernel runs; CuPy arrays only.
+    **score_options
+        Parameters of :class:`Options`.
+
+    Returns
+    -------
+    out : array, batch + (m, d_v)
+        In the dtype of the inputs. A query that sees no key gives 0.
+    lse : array, batch + (m,)
+        Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
+        (float64 for float64); -inf for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument of the wrong kind or value; the message names it, what came and what was
+        expected. Nothing has been launched or written.
+    NotImplementedError
+        On a GPU: head sizes above 256, or gradients summed over more than six batch axes apart.
+
+    Notes
+    -----
+    Causal masks align bottom-right: query ``m`` sees key ``n`` iff ``n <= m + N - M``. With 3
+    queries and 5 keys::
+
+        x x x . .
+        x x x x .
+        x x x x x
+
+    ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
+    (Dao 2023, algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 128, 64), dtype=np.float32)
+    >>> cuflash.attention(q, k, v, causal=True).shape
+    (2, 8, 128, 64)
+    """
+    chosen = resolve(options, score_options)
+    plain = out is axes is precision is workspace is config is None and deterministic is True
+    if plain and (known := recall(chosen, bool(return_lse), (q, k, v))) is not None:
+        return known
+    with on_device_of(q):
+        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+        xp, q, k, v = operands(**given)
+        check_common(xp, deterministic, workspace, config)
+        config = override.of_forward(config)
+        out, lse = result_pair(out, return_lse)
+        problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
+        if out is not None:
+            check_destination("out", out, **given)  # as they came: promotion makes copies
+        if lse is not None:
+            require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
+            if lse.dtype != problem.lse_dtype:
+                raise problem_with(
+                    "out",
+                    TypeError,
+                    got=f"lse of dtype {lse.dtype}",
+                    expected=str(problem.lse_dtype),
+                )
+            check_destination("lse", lse, **given, out=out, **chosen.arrays)
+        if out is None:
+            out = allocate(xp, "out", problem.out_shape, problem.dtype)
+        if lse is None and (return_lse or xp is np):
+            lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
+        run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
+        if plain and xp is not np and may_be_known(chosen):
+            repeat = launch().repeated_forward(problem, q, k, v, lse)
+            if repeat is not None:
+                remember(repeat, chosen, bool(return_lse), (q, k, v))
+        return AttentionResult(out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    dlse: Array | None = None,
+    wrt: tuple[str, ...] = _WRT,
+    grads_out: Gradients | None = None,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
+
+    On Hopper it may take as much as dq in float32, too: :func:`workspace_size` says.
+
+    The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
+    best one :class:`Options` for both, or use :func:`attention_vjp`.
+
+    Parameters
+    ----------
+    dout : array, batch + (m, d_v)
+        Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
+        queries that see no key are not read.
+    q, k, v : array
+        As given to :func:`attention`.
+    out : array, batch + (m, d_v)
+        Result of :func:`attention`.
+    lse : array, batch + (m,)
+        Its logarithm of sums.
+    dlse : array, batch + (m,), optional
+        Cotangent of ``lse``.
+    wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}
+        The gradients to compute.
+    grads_out : Gradients, optional
+        Arrays to write into, of exactly the shape and dtype of the inputs; fields of gradients
+        that ``wrt`` does not name are left alone.
+    deterministic : bool
+        Same bits every run on one device. Otherwise dq of 16-bit arrays may differ between runs by
+        two units in the last place of its largest element, where that is faster.
+    config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
+        Overrides the choice of tiles, and decides which kernels run; CuPy arrays only. That of
+        one kernel, as a sweep finds it, overrides its own choice; the other gradients' stays.
+    options, axes, precision, workspace, **score_options
+        As in :func:`attention`.
+
+    Returns
+    -------
+    Gradients
+        Each with exactly the shape and dtype of its input: summed over broadcast axes and over
+        the query heads that share a key/value head.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Notes
+    -----
+    A CUDA graph captures the gradients of q, k and v alone, into ``grads_out`` and with a
+    ``workspace``: the others are summed in memory of their own.
+
+    Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
+    dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
+    from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
+    the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 128, 64), dtype=np.float32)
+    >>> options = cuflash.Options(causal=True)
+    >>> out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    >>> grads = cuflash.attention_backward(out, q, k, v, out, lse, options=options)
+    >>> grads.dk.shape
+    (8, 128, 64)
+    """
+    chosen = resolve(options, score_options)
+    plain = dlse is grads_out is axes is precision is workspace is config is None
+    plain = plain and isinstance(deterministic, bool) and isinstance(wrt, tuple) and wrt == _WRT
+    if plain:
+        known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
+        if known is not None:
+            return known
+    with on_device_of(dout):
+        wanted = gradient_names(wrt, chosen)
+        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
+        given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
+        xp, q, k, v = operands(q, k, v)
+        if "scale" in wanted:
+            given["scale"] = xp.empty(())
+        dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
+        dlse = None if dlse is None else native("dlse", dlse)
+        same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+        check_common(xp, deterministic, workspace, config)
+        config = override.of_backward(config)
+        problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+        for name, array in (("dout", dout), ("out", out)):
+            require_float(name, array)
+            require_shape(name, array, problem.out_shape, "the result of attention")
+        for name, array in (("lse", lse), ("dlse", dlse)):
+            if array is not None:
+                require_float(name, array)
+                require_shape(name, array, problem.lse_shape, "the lse of attention")
+        read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
+        gradients = gradient_buffers(xp, wanted, grads_out, given, read)
+        plan = run_backward(
+            problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
+            deterministic=bool(deterministic),
+        )  # fmt: skip
+        unpromoted = given["q"] is q and given["k"] is k and given["v"] is v
+        if plain and plan is not None and unpromoted and may_be_known(chosen):
+            repeat = launch().repeated_backward(plan, q, k, v, dout, out, lse)
+            if repeat is not None:
+                remember(repeat, chosen, deterministic, (q, k, v), (dout, out, lse))
+        return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Attention together with its pullback, which cannot be called with other options.
+
+    Parameters
+    ----------
+    q, k, v, options, axes, precision, deterministic, return_lse, **score_options
+        As in :func:`attention`.
+
+    Returns
+    -------
+    result : array or AttentionResult
+        What :func:`attention` returns.
+    pullback : callable
+        ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns :class:`Gradients`. It reads
+        the arrays of the call and of ``result``: they must not have been overwritten.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.ones((8, 16, 4)), np.ones((16, 4)), np.ones((16, 4))
+    >>> out, pullback = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> pullback(np.ones_like(out)).dv.shape
+    (16, 4)
+    """
+    chosen = resolve(options, score_options)
+    common: dict[str, Any] = {"options": chosen, "axes": axes, "precision": precision}
+    common["deterministic"] = deterministic
+    result = attention(q, k, v, return_lse=True, **common)
+
+    def pullback(
+        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = _WRT
+    ) -> Gradients:
+        return attention_backward(
+            dout, q, k, v, result.out, result.lse, dlse=dlse, wrt=wrt, **common
+        )
+
+    return (result if return_lse else result.out), pullback
+
+
+@on_own_device
+def workspace_size(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    backward: bool = False,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    **score_options: Unpack[ScoreOptions],
+) -> int:
+    """Bytes of ``workspace=`` that a call needs; 0 for NumPy arrays.
+
+    Parameters
+    ----------
+    q, k, v, options, axes, precision, **score_options
+        As in :func:`attention`.
+    backward : bool
+        For :func:`attention_backward` instead of :func:`attention`.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.zeros((8, 16, 4))
+    >>> cuflash.workspace_size(q, q, q, backward=True)
+    0
+    """
+    chosen = resolve(options, score_options)
+    xp, q, k, v = operands(q, k, v)
+    problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+    if xp is np:
+        return 0
+    return int(launch().workspace_size(problem, "backward" if backward else "forward"))
+
+
+def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
+    """The destinations of out and lse."""
+    if out is None:
+        return None, None
+    if not return_lse:
+        if isinstance(out, tuple):
+            raise problem_with(
+                "out", TypeError, got="a tuple", expected="one array",
+                fix="with return_lse=True it is a pair (out, lse)",
+            )  # fmt: skip
+        return native("out", out), None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise problem_with(
+            "out", TypeError, got=type(out).__name__, expected="a pair (out, lse) with return_lse"
+        )
+    return native("out", out[0]), native("out", out[1])
+
+
+def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
+    """The inputs whose gradients are asked for, in the order of FIELDS."""
+    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
+    if not isinstance(wrt, tuple | list):
+        raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
+    for name in wrt:
+        if not isinstance(name, str) or name not in FIELDS:
+            raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
+        if name not in (*_WRT, "scale") and name not in options.arrays:
+            raise problem_with(
+                "wrt", ValueError, got=repr(wrt), expected=f"inputs of the call; {name} is not one"
+            )
+    return tuple(name for name in FIELDS if name in wrt)
+
+
+def gradient_buffers(
+    xp: ModuleType,
+    wanted: tuple[str, ...],
+    grads_out: Gradients | None,
+    inputs: dict[str, Array],
+    read: dict[str, Array | None],
+) -> dict[str, Array]:
+    """Arrays for the gradients by input name: those of ``grads_out``, else new ones.
+
+    The caller's have to be apart from the ``inputs``, from all else that is ``read``, and from each
+    other.
+    """
+    if grads_out is not None and not isinstance(grads_out, Gradients):
+        raise problem_with(
+            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
+        )
+    taken = inputs | {name: array for name, array in read.items() if array is not None}
+    buffers: dict[str, Array] = {}
+    for name in wanted:
+        argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
+        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
+        if buffer is None:
+            buffers[name] = allocate(xp, argument, like.shape, like.dtype)
+            continue
+        buffer = buffers[name] = native(argument, buffer)
+        same_module(**{name: like, argument: buffer})
+        require_shape(argument, buffer, like.shape, name)
+        if buffer.dtype != like.dtype:
+            raise problem_with(
+                argument, TypeError, got=f"dtype {buffer.dtype}",
+                expected=f"{like.dtype} as in {name}",
+            )  # fmt: skip
+        check_destination(argument, buffer, **taken)
+        taken[argument] = buffer
+    return buffers

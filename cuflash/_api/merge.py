@@ -1,0 +1,158 @@
+"""How do partial results over disjoint keys combine?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
+from cuflash._errors import problem_with
+from cuflash._host.scores import arithmetic
+from cuflash._problem.problem import require_float, require_shape
+from cuflash._results import AttentionResult
+
+
+@on_own_device
+def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
+    """Combine attention over disjoint sets of keys into attention over all of them.
+
+    ``lse = log(sum_i exp(lse_i))`` and ``out = sum_i exp(lse_i - lse) * out_i``.
+
+    Parameters
+    ----------
+    outs : array, or sequence of arrays batch + (m, d_v)
+        Partial results; for one array, parts lie along ``axis``.
+    lses : array, or sequence of arrays batch + (m,)
+        Their logarithms of sums; a part with -inf is neutral, its ``out`` is not read.
+    axis : int
+        Where the parts are in both arrays, counted from the front; 0 for sequences.
+
+    Returns
+    -------
+    AttentionResult
+        ``out`` in the dtype of ``outs``, ``lse`` in that of ``lses``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For parts of different libraries, shapes or dtypes, or for no parts.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 64, 16))
+    >>> parts = [cuflash.attention(q, k[s], v[s], return_lse=True)
+    ...          for s in (slice(0, 20), slice(20, 64))]
+    >>> whole = cuflash.merge([p.out for p in parts], [p.lse for p in parts])
+    >>> np.allclose(whole.out, cuflash.attention(q, k, v))
+    True
+    """
+    outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
+    xp = same_module(outs=outs, lses=lses)
+    for name, array in (("outs", outs), ("lses", lses)):
+        require_float(name, array)
+    if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < lses.ndim:
+        raise problem_with(
+            "axis", ValueError, got=repr(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
+        )
+    require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
+    refuse_captured(xp, "merge")
+    if lses.shape[axis] == 0:
+        raise problem_with("outs", ValueError, got="no parts", expected="at least one part")
+    dtype = arithmetic(lses.dtype)
+    with np.errstate(all="ignore"):
+        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
+        highest = parts.max(0)
+        shift = xp.where(xp.isneginf(highest), 0, highest)
+        weight = xp.exp(parts - shift)
+        total = weight.sum(0)
+        lse = shift + xp.log(total)
+        weight = (weight / xp.where(total == 0, 1, total))[..., None]
+        scaled = weight * xp.moveaxis(outs, axis, 0).astype(
+            xp.promote_types(dtype, arithmetic(outs.dtype))
+        )
+        out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
+    return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
+
+
+@on_own_device
+def merge_backward(
+    dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = None, axis: int = 0
+) -> AttentionResult:
+    """Gradient of :func:`merge`.
+
+    With ``w_i = exp(lse_i - lse)``: ``douts_i = w_i * dout`` and ``dlses_i = w_i * (dlse +
+    rowsum(dout * (out_i - out)))``.
+
+    Parameters
+    ----------
+    dout : array, batch + (m, d_v)
+        Cotangent of the merged ``out``.
+    outs, lses, axis
+        As given to :func:`merge`.
+    dlse : array, batch + (m,), optional
+        Cotangent of the merged ``lse``.
+
+    Returns
+    -------
+    AttentionResult
+        Gradients with respect to ``outs`` and ``lses``, parts along ``axis``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`merge`, and for cotangents that are not of the merged shapes.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> outs, lses = np.ones((2, 5, 3)), np.zeros((2, 5))
+    >>> cuflash.merge_backward(np.ones((5, 3)), outs, lses).out[0, 0]
+    array([0.5, 0.5, 0.5])
+    """
+    whole = merge(outs, lses, axis)
+    outs, lses, dout = (
+        _stacked("outs", outs, axis),
+        _stacked("lses", lses, axis),
+        native("dout", dout),
+    )
+    dlse = None if dlse is None else native("dlse", dlse)
+    xp = same_module(outs=outs, dout=dout, dlse=dlse)
+    require_float("dout", dout)
+    require_shape("dout", dout, whole.out.shape, "the merged out")
+    if dlse is not None:
+        require_float("dlse", dlse)
+        require_shape("dlse", dlse, whole.lse.shape, "the merged lse")
+    dtype = xp.promote_types(arithmetic(lses.dtype), arithmetic(outs.dtype))
+    with np.errstate(all="ignore"):
+        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
+        hidden = xp.isneginf(parts)
+        weight = xp.exp(parts - whole.lse.astype(dtype))
+        apart = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
+        slope = (dout.astype(dtype) * apart).sum(-1) + (0 if dlse is None else dlse.astype(dtype))
+        douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
+        dlses = xp.where(hidden, 0, weight * slope)
+    return AttentionResult(
+        xp.moveaxis(douts.astype(outs.dtype), 0, axis),
+        xp.moveaxis(dlses.astype(lses.dtype), 0, axis),
+    )
+
+
+def _stacked(name: str, parts: Any, axis: int) -> Array:
+    if not isinstance(parts, list | tuple):
+        return native(name, parts)
+    if axis != 0:
+        raise problem_with("axis", ValueError, got=repr(axis), expected="0 for a sequence of parts")
+    if not parts:
+        raise problem_with(name, ValueError, got="no parts", expected="at least one part")
+    arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+    xp = same_module(**{f"{name}[{i}]": array for i, array in enumerate(arrays)})
+    for i, array in enumerate(arrays):
+        require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
+        if array.dtype != arrays[0].dtype:
+            raise problem_with(
+                f"{name}[{i}]", TypeError, got=f"dtype {array.dtype}", expected=arrays[0].dtype
+            )
+    refuse_captured(xp, "merge")
+    return xp.stack(arrays)

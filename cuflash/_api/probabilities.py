@@ -1,0 +1,326 @@
+"""What can be known of the probabilities themselves? Logarithms of sums, selections, dropout."""
+
+from __future__ import annotations
+
+import math
+import operator
+from types import ModuleType
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._api.attention import attention, attention_backward, gradient_names
+from cuflash._api.dispatch import operands
+from cuflash._arrays import (
+    Array,
+    array_module,
+    native,
+    on_device_of,
+    on_own_device,
+    refuse_captured,
+    same_module,
+)
+from cuflash._errors import problem_with
+from cuflash._host import philox
+from cuflash._host.scores import Scores, Tile, arithmetic
+from cuflash._problem.options import (
+    Options,
+    ScoreOptions,
+    is_integer,
+    probability,
+    resolve,
+    seed_value,
+)
+from cuflash._problem.problem import (
+    axes_without_values,
+    canonical_view,
+    describe,
+    require_float,
+    require_shape,
+)
+from cuflash._results import Gradients
+
+
+@on_own_device
+def logsumexp(
+    q: Array,
+    k: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    out: Array | None = None,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Logarithm of each row's sum of exponentials: attention without values.
+
+    Parameters
+    ----------
+    q, k, options, axes, precision, deterministic, workspace, config, **score_options
+        As in :func:`attention`; of ``axes`` the first two pairs are used.
+    out : array, batch + (m,), optional
+        Where to write: float32 (float64 for float64), any strides without overlap.
+
+    Returns
+    -------
+    array, batch + (m,)
+        float32 (float64 for float64); -inf for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((3, 2))
+    >>> np.exp(cuflash.logsumexp(x, x)).round(6)
+    array([3., 3., 3.])
+    """
+    axes, v = _no_values(k, axes)
+    common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    common |= {"options": resolve(options, score_options), "workspace": workspace, "config": config}
+    pair = None if out is None else (_no_result(q, k, v, **common), out)
+    return attention(q, k, v, return_lse=True, out=pair, **common).lse
+
+
+@on_own_device
+def logsumexp_backward(
+    dlse: Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    /,
+    *,
+    wrt: tuple[str, ...] = ("q", "k"),
+    grads_out: Gradients | None = None,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of ``sum(dlse * logsumexp(q, k))``.
+
+    Parameters
+    ----------
+    dlse : array, batch + (m,)
+        Cotangent of ``lse``.
+    q, k : array
+        As given to :func:`logsumexp`.
+    lse : array, batch + (m,)
+        Its result.
+    wrt : tuple of {"q", "k", "bias", "alibi_slopes", "sink", "scale"}
+        The gradients to compute.
+    grads_out, workspace, config
+        As in :func:`attention_backward`.
+    options, axes, precision, deterministic, **score_options
+        As in :func:`logsumexp`.
+
+    Returns
+    -------
+    Gradients
+        Each with exactly the shape and dtype of its input.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((3, 2))
+    >>> lse = cuflash.logsumexp(x, x)
+    >>> cuflash.logsumexp_backward(np.ones(3), x, x, lse).dq.shape
+    (3, 2)
+    """
+    chosen = resolve(options, score_options)
+    if "v" in gradient_names(wrt, chosen):
+        raise problem_with(
+            "wrt", ValueError, got=repr(wrt), expected="inputs of the call; v is not one"
+        )
+    dlse = native("dlse", dlse)
+    axes, v = _no_values(k, axes)
+    common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
+    common |= {"options": chosen, "workspace": workspace, "config": config}
+    nothing = _no_result(q, k, v, **common)
+    return attention_backward(
+        nothing, q, k, v, nothing, lse, dlse=dlse, wrt=wrt, grads_out=grads_out, **common
+    )
+
+
+@on_own_device
+def weights(
+    q: Array,
+    k: Array,
+    lse: Array,
+    /,
+    *,
+    rows: Any = None,
+    cols: Any = None,
+    options: Options | None = None,
+    axes: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Selected attention probabilities, ``exp(score - lse)``.
+
+    Parameters
+    ----------
+    q, k : array
+        As given to :func:`attention`.
+    lse : array, batch + (m,)
+        Logarithm of sums that :func:`attention` returned.
+    rows, cols : slice or 1-D integer array, optional
+        Queries and keys to select; ``None`` takes all of one side, but not of both: ask for the
+        whole matrix by ``rows=slice(None)``. Indices on a GPU are not read by the host: those out
+        of bounds are undefined.
+    options, axes, **score_options
+        As in :func:`attention`; of ``axes`` the first two pairs are used.
+
+    Returns
+    -------
+    array, batch + (number of rows, number of cols)
+        float32 (float64 for float64); 0 where invisible.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Notes
+    -----
+    A float32 ``lse`` is rounded at its own size: of n equal scores near -1e9, as a finite bias that
+    stands for a mask gives them to a row with no other keys, it loses log(n), and each weight is 1
+    and not 1/n; a bias of -inf, or ``mask``, hides such a row.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = np.eye(4)
+    >>> lse = cuflash.attention(q, k, k, return_lse=True).lse
+    >>> cuflash.weights(q, k, lse, rows=[0]).round(3)
+    array([[0.355, 0.215, 0.215, 0.215]])
+    """
+    chosen = resolve(options, score_options)
+    xp, q, k, _ = operands(q, k, k)
+    lse = native("lse", lse)
+    same_module(q=q, lse=lse)
+    refuse_captured(xp, "weights")
+    problem = describe(q, k, k, chosen, axes=axes_without_values(axes))
+    require_float("lse", lse)
+    require_shape("lse", lse, problem.lse_shape, "the lse of attention")
+    if rows is None and cols is None:
+        raise problem_with(
+            "rows", ValueError, got="neither rows nor cols", expected="a selection",
+            fix="rows=slice(None) asks for the whole matrix",
+        )  # fmt: skip
+    m = xp.arange(problem.seqlen_q)[_selection("rows", rows, problem.seqlen_q, xp)]
+    n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
+    dtype = arithmetic(problem.dtype)
+    scores = Scores(problem, chosen, (), xp)
+    tile = Tile(m, n, m[:, None], n[None, :])
+    q_rows = canonical_view(q, problem.q, keep_summed=True)[..., m, :].astype(dtype)
+    k_cols = canonical_view(k, problem.k, keep_summed=True)[..., n, :].astype(dtype)
+    with np.errstate(all="ignore"):
+        score, _, _ = scores.logits(q_rows, k_cols, tile)
+        lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
+        seen = scores.visible(tile) & ~xp.isneginf(lse_rows)
+        p = xp.where(seen, xp.exp(score - lse_rows), 0)
+    return p.reshape(*problem.batch_shape, m.size, n.size)
+
+
+def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = None) -> Array:
+    """Scores that dropout keeps in a call of :func:`attention`.
+
+    Parameters
+    ----------
+    shape : tuple of int, batch + (m, n)
+        Shape of the scores, heads last in batch.
+    p : float
+        ``dropout=`` of the call.
+    seed : int
+        ``seed=`` of the call.
+    like : array, optional
+        A CuPy array for a CuPy result; the bits are the same.
+
+    Returns
+    -------
+    bool array, shape
+        True where a score is kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a shape without two axes, a probability outside [0, 1] or a seed beyond 64 bits.
+
+    Notes
+    -----
+    Philox4x32-10; the layout of its counter is described in ``cuflash/_host/philox.py``.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> cuflash.dropout_mask((2, 4), 0.5, seed=1)
+    array([[False,  True, False,  True],
+           [ True,  True, False,  True]])
+    """
+    if not isinstance(shape, tuple | list) or len(shape) < 2:
+        raise problem_with("shape", ValueError, got=repr(shape), expected="a tuple batch + (m, n)")
+    kind = ValueError if all(map(is_integer, shape)) else TypeError
+    if kind is TypeError or min(shape) < 0:
+        raise problem_with("shape", kind, got=repr(shape), expected="extents >= 0")
+    xp = np if like is None else same_module(like=native("like", like))
+    refuse_captured(xp, "dropout_mask")
+    *batch, seqlen_q, seqlen_k = map(operator.index, shape)
+    rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
+    with on_device_of(like):
+        entries = xp.arange(math.prod(batch)).reshape(batch)
+        return philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)
+
+
+def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
+    """Axes of q, k, v and out, and values of width 0, for a call without values."""
+    k = native("k", k)
+    pairs = axes_without_values(axes)
+    width = [slice(None)] * k.ndim
+    if k.ndim:
+        width[pairs[1][1] if -k.ndim <= pairs[1][1] < k.ndim else -1] = slice(0)
+    return pairs, k[tuple(width)]
+
+
+def _no_result(
+    q: Any, k: Any, v: Array, *, options: Options, axes: Any, precision: Any, **_: Any
+) -> Array:
+    """The result of a call without values: an array of its shape, and no bytes."""
+    problem = describe(*operands(q, k, v)[1:], options, axes=axes, precision=precision)
+    return array_module(v).empty(problem.out_shape, problem.dtype)
+
+
+def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
+    if chosen is None:
+        return slice(None)
+    if isinstance(chosen, slice):
+        return chosen
+    array = chosen if hasattr(chosen, "strides") else np.asarray(chosen)
+    if array.shape == (0,):  # an empty list has no integers
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise problem_with(
+            name, TypeError, got=repr(chosen), expected="None, a slice or 1-D integers"
+        )
+    if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
+        low, high = int(array.min()), int(array.max())
+        if low < -extent or high >= extent:
+            raise problem_with(
+                name, ValueError, got=f"indices from {low} to {high}",
+                expected=f"indices from {-extent} to {extent - 1}",
+            )  # fmt: skip
+    return xp.asarray(array)

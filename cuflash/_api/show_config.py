@@ -1,0 +1,138 @@
+"""Which versions, which device and which kernel sources is this installation made of?
+
+What describes is imported where it is called: `import cuflash` needs none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any, Literal, overload
+
+import ml_dtypes
+import numpy as np
+
+
+@overload
+def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
+@overload
+def show_config(mode: Literal["dicts"]) -> dict[str, str]: ...
+def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] | None:
+    """Show the versions, the device and the folders that a bug report needs.
+
+    It works with nothing but NumPy installed; what is absent is named as absent.
+
+    Parameters
+    ----------
+    mode : {'stdout', 'dicts'}, default 'stdout'
+        Print the table, or return it, as in `numpy.show_config`.
+
+    Returns
+    -------
+    dict of str or None
+        For ``mode="dicts"``: name to description. None otherwise.
+
+    Raises
+    ------
+    ValueError
+        For any other `mode`.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> sorted(cuflash.show_config(mode="dicts"))[:3]
+    ['cuflash', 'cupy', 'device']
+    """
+    if mode not in ("stdout", "dicts"):
+        raise ValueError(f"mode: got {mode!r}, expected 'stdout' or 'dicts'")
+    table = {
+        "cuflash": f"{_version()} ({os.path.dirname(os.path.dirname(__file__))})",
+        "python": f"{platform.python_version()} ({platform.platform()})",
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        **_gpu_rows(),
+        "kernel sources": _kernel_sources(),
+        "kernel cache": _kernel_cache(),
+    }
+    if mode == "dicts":
+        return table
+    width = max(map(len, table))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in table.items()))  # noqa: T201
+    return None
+
+
+def _version() -> str:
+    from cuflash import __version__
+
+    return __version__
+
+
+def _gpu_rows() -> dict[str, str]:
+    """Describe CuPy, NVRTC, driver and device, each by itself: any of them can be missing."""
+    try:
+        import cupy
+    except (ImportError, OSError) as error:  # its folder of kernels may not be to be made
+        reason = "not installed" if isinstance(error, ModuleNotFoundError) else f"broken: {error}"
+        fix = 'pip install "cuflash[cuda12]" or "cuflash[cuda13]"'
+        absent = dict.fromkeys(("nvrtc", "driver", "device"), "unknown without CuPy")
+        return {"cupy": f"{reason} ({fix})", **absent}
+    return {
+        "cupy": f"{cupy.__version__} ({_distribution('cupy')})",
+        "nvrtc": _attempt(_nvrtc),
+        "driver": _attempt(_driver, cupy),
+        "device": _attempt(_device, cupy),
+    }
+
+
+def _attempt(describe: Any, *arguments: Any) -> str:
+    """Return a description, or why there is none; CuPy and the CUDA libraries raise many types."""
+    try:
+        return str(describe(*arguments))
+    except Exception as error:
+        return f"unavailable: {error}".splitlines()[0]
+
+
+def _distribution(module: str) -> str:
+    from importlib import metadata
+
+    return ", ".join(sorted(set(metadata.packages_distributions().get(module, ["not from pip"]))))
+
+
+def _nvrtc() -> str:
+    from cupy_backends.cuda.libs import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return f"{major}.{minor}"
+
+
+def _driver(cupy: Any) -> str:
+    version = cupy.cuda.runtime.driverGetVersion()
+    if version == 0:
+        return "none"
+    return f"serves CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _device(cupy: Any) -> str:
+    count = cupy.cuda.runtime.getDeviceCount()
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    major, minor = properties["major"], properties["minor"]
+    gigabytes = properties["totalGlobalMem"] / 2**30
+    name = properties["name"].decode()
+    return f"{device.id} of {count}: {name}, sm_{major}{minor}, {gigabytes:.0f} GiB"
+
+
+def _kernel_sources() -> str:
+    from cuflash._jit.source import kernels_dir
+
+    try:
+        return str(kernels_dir())
+    except FileNotFoundError as error:
+        return f"not found: {error}"
+
+
+def _kernel_cache() -> str:
+    from cuflash._jit.cubin_cache import folder
+
+    found = folder()
+    return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"

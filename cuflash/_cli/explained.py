@@ -1,0 +1,134 @@
+"""Which kernels run for a problem, why these, and what bounds their time?"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from cuflash._api.ahead import kernels_of
+from cuflash._bench import io_gradient, io_model
+from cuflash._bench.workload import ONE_PASS, Workload
+from cuflash._kernels.config import (
+    BackwardConvertConfig,
+    ForwardNarrowConfig,
+    KernelConfig,
+    TileConfig,
+)
+from cuflash._select import choose
+from cuflash._select import hardware as select_hardware
+from cuflash._select import measured as select_measured
+from cuflash.tuning._facts import Facts, compile_all
+from cuflash.tuning._kernels import kernel_name, tile_of
+
+
+def explain(
+    work: Workload, *, arch: str | None = None, backward: bool = False, compiled: bool = True
+) -> dict[str, Any]:
+    """Describe the kernels of one problem in values that JSON knows.
+
+    ``compiled``: with registers and what follows from them, for which NVRTC is needed.
+    """
+    hardware = select_hardware.wanted(arch)
+    configs = kernels_of(work, hardware, backward=backward)
+    facts = compile_all(configs, hardware) if compiled else {}
+    words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
+    words += ["unordered"] * (not work.deterministic)
+    return {
+        "problem": " ".join((f"{work}", *words)),
+        "workload": work.as_json(),
+        "device": hardware.name,
+        "arch": hardware.arch,
+        "kernels": [_described(work, config, hardware, facts.get(config)) for config in configs],
+    }
+
+
+def _described(
+    work: Workload, config: KernelConfig, hardware: select_hardware.Hardware, facts: Facts | None
+) -> dict[str, Any]:
+    name = kernel_name(config)
+    found: dict[str, Any] = {
+        "kernel": name,
+        "why": _why(work, config, hardware),
+        "tile": {},
+        "num_threads": config.num_threads,
+        "smem_bytes": config.smem_bytes,
+    }
+    if facts is not None:
+        found |= {
+            "registers": facts.registers,
+            "spill_bytes": facts.spill_bytes,
+            "blocks_per_multiprocessor": facts.blocks_per_multiprocessor,
+        }
+        if facts.error:
+            found["error"] = facts.error
+    if not isinstance(config, TileConfig) or isinstance(config, BackwardConvertConfig):
+        return found
+    found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
+    row = select_measured.row_behind(config, hardware.name)
+    measured = None if row is None else row.measured or "a table in use"
+    found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
+    grads = io_gradient.grads_of(config)
+    if len(grads) == 1:  # a pass of its own
+        found["gradient"] = f"d{grads}"
+    once = io_model.least_bytes(work, name, grads) + work.option_bytes()
+    flops = work.kernel_flops(name, grads)
+    found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
+    return found | _roofline(work, config, flops, once, hardware.peak)
+
+
+def _table_of(config: TileConfig, kernel: str) -> str:
+    """The module that has the table of a tile."""
+    if kernel in ONE_PASS:
+        return "_select/fused_backward"
+    if kernel == "forward_narrow":
+        return "_select/narrow"
+    if kernel.endswith("_tf32_sm90"):
+        return "_select/tf32_sm90"
+    if kernel.endswith("_sm90"):
+        return "_select/sm90"
+    wide = config.real_bytes == config.element_bytes or config.cuda_cores
+    return "_select/portable_tiles" if wide else "_select/portable"
+
+
+def _roofline(
+    work: Workload, config: TileConfig, flops: float, once: int, peak: select_hardware.Peak | None
+) -> dict[str, Any]:
+    """The least time by the data sheet, and what takes it; None where there is no data sheet.
+
+    Each pass computes an exponential for each pair, those of float64 by multiply-adds. Products of
+    CUDA cores are not counted.
+    """
+    if peak is None:
+        return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
+    least_ms = {"device memory": once / peak.gbytes / 1e6}
+    if not (config.cuda_cores or isinstance(config, ForwardNarrowConfig)):
+        tflops, products = select_hardware.peak_products(peak, work.dtype, work.precision)
+        least_ms[products] = flops / tflops / 1e9
+    if work.dtype != "float64":
+        pairs = work.batch * work.heads_q * work.visible_pairs()
+        least_ms["exponentials"] = pairs / peak.texp2 / 1e9
+    by, bound = max(least_ms.items(), key=operator.itemgetter(1))
+    return {
+        "bound_ms": bound,
+        "bound_by": by,
+        "bound_tflops": flops / bound / 1e9,
+        "least_ms": least_ms,
+    }
+
+
+def _why(work: Workload, config: KernelConfig, hardware: select_hardware.Hardware) -> str:
+    kernel = kernel_name(config)
+    if kernel == "segment_bounds":
+        return "the least and the largest id of every 64, by which blocks are left out"
+    if kernel == "backward_delta":
+        return "rowsum(dout * out), which the gradients' kernels read"
+    if kernel == "backward_convert":
+        return "scales and rounds the sums of dq, which tiles of keys add to"
+    problem = work.problem()
+    if kernel.startswith("forward"):
+        portable = choose.why_portable(problem, hardware)
+    else:
+        portable = choose.why_portable_gradient(problem, hardware)
+    if isinstance(config, TileConfig) and config.cuda_cores:
+        portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
+    return portable or "Hopper's instructions serve this problem"

@@ -1,0 +1,1 @@
+"""How is attention computed on the CPU?"""

@@ -1,0 +1,223 @@
+"""What does a score mean on the CPU path? The counterpart of kernels_cu/score.cuh.
+
+The only place of that path that knows scale, softcap, bias, ALiBi, formulas, causal, window, mask,
+segments and lengths. It speaks of query and key indices of one batch entry, and says which key
+blocks have anything visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array
+from cuflash._errors import problem_with
+from cuflash._host import philox
+from cuflash._problem.options import Options
+from cuflash._problem.problem import Operand, Problem, canonical_view
+
+Entry = tuple[int | slice, ...]
+
+
+def arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of scores and sums: float64 for float64, float32 for everything else."""
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys of one tile: selectors of array axes, and the indices that they select."""
+
+    rows: Any
+    cols: Any
+    m: Array  # (rows, 1)
+    n: Array  # (1, cols)
+
+    def of(self, matrix: Array) -> Array:
+        """The tile's part of an array (.., m, n)."""
+        return matrix[..., self.rows, :][..., self.cols]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """Keys [first, last) that some query of a block may see; all do in [full_first, full_last)."""
+
+    first: int
+    last: int
+    full_first: int
+    full_last: int
+
+    def full(self, keys: slice) -> bool:
+        """Whether every query of the block sees every one of ``keys``."""
+        return bool(self.full_first <= keys.start and keys.stop <= self.full_last)
+
+
+class Scores:
+    """Final scores and visibility of any tile of some batch entries.
+
+    Every per-entry value has shape (carried batch axes, 1, 1), ready to broadcast with a tile.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: Options,
+        entry: Entry,
+        xp: ModuleType,
+        first_entry: int = 0,
+    ) -> None:
+        self._xp = xp
+        self._problem = problem
+        self._dtype = arithmetic(problem.dtype)
+
+        def of_entry(name: str) -> Array | None:
+            operand: Operand | None = getattr(problem, name)
+            if operand is None:
+                return None
+            return xp.asarray(canonical_view(options.arrays[name], operand)[entry])
+
+        def integers(name: str, plain: int | None, default: Any) -> Any:
+            array = of_entry(name)
+            if array is None:
+                return default if plain is None else plain
+            return array.astype(np.int64)[..., None, None]
+
+        self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
+        self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
+        self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
+        self._mask = of_entry("mask")
+        self._bias = of_entry("bias")
+        self._slopes = of_entry("alibi_slopes")
+        self._ids_q = of_entry("segment_ids_q")
+        self._ids_k = of_entry("segment_ids_k")
+        sink = of_entry("sink")
+        self._entries = xp.asarray(first_entry + entry_indices(problem.batch, entry))
+        self._score_mod, self._mask_mod = options.score_mod, options.mask_mod
+        heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
+        place = (self._entries // heads, self._entries % heads)
+        self._place = tuple(i[..., None, None] for i in place)
+        self._dropout, self._seed = options.dropout, options.seed or 0
+        self.sink = None if sink is None else self._narrowed(sink)[..., None]
+
+    def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
+        """Scores of keys taken as visible, and the derivatives of softcap and score_mod or None."""
+        xp, problem = self._xp, self._problem
+        score = xp.matmul(q, xp.swapaxes(k, -1, -2))
+        score *= self._dtype.type(problem.scale)
+        slope = None
+        if problem.softcap is not None:
+            # 0 / 0 and 0 * inf are no scores; no score is large enough to tell max from more.
+            limits = np.finfo(self._dtype)
+            cap = self._dtype.type(min(max(problem.softcap, float(limits.tiny)), float(limits.max)))
+            score /= cap
+            xp.tanh(score, out=score)
+            slope = 1 - score * score
+            score *= cap
+        if self._bias is not None:
+            score += self._narrowed(tile.of(self._bias))
+        if self._slopes is not None:
+            score -= self._narrowed(self._slopes)[..., None, None] * self.distance(tile)
+        mod_slope = None
+        if self._score_mod is not None:
+            mod = self._score_mod
+            names = (*self._place, tile.m, tile.n)
+            mod_slope = mod.host_grad(score, *names, **mod.arrays)
+            mod_slope = self._of_formula("score_mod.host_grad", mod_slope, score.shape, "iuf")
+            changed = mod.host(score, *names, **mod.arrays)
+            score = self._of_formula("score_mod.host", changed, score.shape, "iuf")
+            score, mod_slope = (self._narrowed(a) for a in (score, mod_slope))
+        return score, slope, mod_slope
+
+    def _of_formula(self, name: str, result: Any, shape: tuple[int, ...], kinds: str) -> Array:
+        """What a user's formula returned, as an array of ``shape`` and of these dtype kinds."""
+        array = self._xp.asarray(result)
+        if array.dtype.kind not in kinds:
+            raise problem_with(
+                name, TypeError, got=f"an array of dtype {array.dtype}",
+                expected="booleans" if kinds == "b" else "numbers",
+            )  # fmt: skip
+        try:
+            return self._xp.broadcast_to(array, shape)
+        except ValueError:
+            raise problem_with(
+                name, ValueError, got=f"an array of shape {array.shape}",
+                expected=f"one that broadcasts to {shape}, entry by entry",
+            ) from None  # fmt: skip
+
+    def _narrowed(self, array: Array) -> Array:
+        """Copy in the dtype of scores; what is finite stays so: only -inf means invisible."""
+        if array.dtype.itemsize > self._dtype.itemsize:
+            limit = float(np.finfo(self._dtype).max)
+            clipped = self._xp.clip(array, -limit, limit)
+            array = self._xp.where(self._xp.isinf(array), array, clipped)
+        return array.astype(self._dtype)
+
+    def distance(self, tile: Tile) -> Array:
+        """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
+        return self._xp.abs(tile.m + self.offset - tile.n).astype(self._dtype)
+
+    def visible(self, tile: Tile) -> Array:
+        """Which pairs may see each other; a bias of -inf hides, whatever the score."""
+        problem = self._problem
+        seen = (tile.m < self.q_length) & (tile.n < self.kv_length)
+        if problem.window_left is not None:
+            seen = seen & (tile.n >= tile.m + (self.offset - problem.window_left))
+        if problem.window_right is not None:
+            seen = seen & (tile.n <= tile.m + (self.offset + problem.window_right))
+        if self._mask is not None:
+            seen = seen & tile.of(self._mask)
+        if self._bias is not None:
+            seen = seen & ~self._xp.isneginf(tile.of(self._bias))
+        if self._mask_mod is not None:
+            mod = self._mask_mod
+            allowed = mod.host(*self._place, tile.m, tile.n, **mod.arrays)
+            shape = np.broadcast_shapes(*(a.shape for a in (*self._place, tile.m, tile.n)))
+            seen = seen & self._of_formula("mask_mod.host", allowed, shape, "b")
+        if self._ids_q is not None and self._ids_k is not None:
+            ids_q = self._ids_q[..., tile.rows][..., :, None]
+            seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
+        return seen
+
+    def kept(self, tile: Tile) -> Array | None:
+        """Factor of each weight after dropout, or None without dropout."""
+        if not philox.threshold(self._dropout):
+            return None
+        kept = philox.kept(self._entries, tile.rows, tile.cols, self._dropout, self._seed, self._xp)
+        return kept * self._dtype.type(philox.kept_scale(self._dropout))
+
+    def key_range(self, rows: slice) -> KeyRange:
+        """Keys that the queries ``rows`` of any carried entry may see, by lengths and window."""
+        problem = self._problem
+        q_low, q_high = _extremes(self.q_length)
+        kv_low, kv_high = _extremes(self.kv_length)
+        offset_low, offset_high = _extremes(self.offset)
+        first, last, full_first, full_last = 0, kv_high, 0, kv_low
+        if problem.window_left is not None:
+            first = rows.start + offset_low - problem.window_left
+            full_first = rows.stop - 1 + offset_high - problem.window_left
+        if problem.window_right is not None:
+            last = rows.stop + offset_high + problem.window_right
+            full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
+        if rows.start >= q_high:
+            last = 0
+        pairwise = (self._mask, self._bias, self._ids_q, self._mask_mod)
+        if rows.stop > q_low or any(array is not None for array in pairwise):
+            full_last = 0
+        return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)
+
+
+def entry_indices(batch: tuple[int, ...], entry: Entry) -> Array:
+    """Flat index in the batch of each carried entry, with the carried axes."""
+    flat: Array = np.zeros((), np.int64)
+    whole = (slice(None),) * (len(batch) - len(entry))
+    for extent, chosen in zip(batch, (*entry, *whole), strict=True):
+        index = chosen if isinstance(chosen, int) else np.arange(extent)[chosen]
+        flat = (flat * extent)[..., None] + index if np.ndim(index) else flat * extent + index
+    return flat
+
+
+def _extremes(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value.min()), int(value.max()))

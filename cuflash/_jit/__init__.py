@@ -1,0 +1,1 @@
+"""How does CUDA text become a kernel that can be launched?"""

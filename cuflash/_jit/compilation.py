@@ -1,0 +1,273 @@
+"""How does a configuration become a kernel? The only file that compiles with NVRTC."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cuflash._errors import CompileError
+from cuflash._jit import compiler_id, cubin_cache
+from cuflash._jit.source import flatten
+from cuflash._kernels.config import (
+    BackwardSm90Config,
+    DeltaConfig,
+    ForwardConfig,
+    ForwardSm90Config,
+    KernelConfig,
+    SegmentBoundsConfig,
+    TileConfig,
+)
+from cuflash._kernels.params import STRUCTS, with_reals
+
+#: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are those written.
+#: Else products and sums are contracted in one register and not in another, and the bits of a row
+#: depend on its place in the tile.
+OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-fmad=false")
+_FIRST_WITH_GRID_CONSTANTS = 70  # elsewhere the word is an error, and parameters are copied
+_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+#: (source, options) -> (cubin, log); raises NvrtcError.
+Compiler = Callable[[str, tuple[str, ...]], tuple[bytes, str]]
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel on one device."""
+
+    pointer: int  # CUfunction
+    num_threads: int
+    smem_bytes: int
+    owner: Any  # keeps the module loaded
+
+
+class Report(NamedTuple):
+    """What the compiler says about one kernel, no device needed."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+    cubin: bytes
+
+
+def params_struct(config: KernelConfig) -> str:
+    """CUDA name of the parameter struct of a kernel."""
+    if isinstance(config, ForwardSm90Config):
+        return "ForwardSm90Params"
+    if isinstance(config, BackwardSm90Config):
+        return "BackwardSm90Params"
+    if isinstance(config, ForwardConfig):
+        return "ForwardParams"
+    if isinstance(config, SegmentBoundsConfig):
+        return "SegmentBoundsParams"
+    return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
+
+
+def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
+    """Self-contained source text of a kernel."""
+    struct = params_struct(config)
+    defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
+    size = with_reals(STRUCTS[struct], config.real_bytes).itemsize
+    pinned = (
+        f"static_assert(sizeof(cuflash::{struct}) == {size}, "
+        f'"cuflash/_kernels/params.py mirrors {struct}");\n'
+    )
+    texts = config.formulas if isinstance(config, TileConfig) else ()
+    text = f"{defines}{flatten(config.source, texts)}{pinned}"
+    if int(arch.removeprefix("sm_").removesuffix("a")) < _FIRST_WITH_GRID_CONSTANTS:
+        text = text.replace("__grid_constant__ ", "")
+    return text
+
+
+@functools.cache
+def compile_kernel(config: KernelConfig, device: int) -> Kernel:
+    """Compile for ``device``, or take what another process compiled; raise CompileError."""
+    import cupy
+    from cupy_backends.cuda.api import driver
+
+    from cuflash._jit import device as jit_device
+
+    with cupy.cuda.Device(device):
+        function, owner = _function(cupy, config)
+        limit = jit_device.smem_limit(device)
+        if config.smem_bytes > limit:
+            raise ValueError(
+                f"config: got {config.smem_bytes} bytes of shared memory, "
+                f"expected at most {limit} on this device"
+            )
+        driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SMEM, config.smem_bytes)
+    return Kernel(function.ptr, config.num_threads, config.smem_bytes, owner)
+
+
+def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
+    """The function of a kernel on the current device, and the module that holds it."""
+    arch = architecture(config, cupy.cuda.Device().compute_capability)
+    source = source_of(config, arch)
+    options = (*OPTIONS, f"-arch={arch}")
+    shared = None
+    if cubin_cache.shared_folders():
+        shared = cubin_cache.load_shared(cubin_cache.name_of(source, *options))
+    if shared is not None:
+        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):  # a driver too old for it
+            return _loaded(cupy, shared, config)
+    stored = functools.partial(_from_store, cupy, source, options, config)
+    noted = compiler_id.noted()
+    found = None if noted is None else stored(noted)
+    if found is None and compiler_id.identity() != noted:
+        found = stored(compiler_id.identity())
+    if found is not None:
+        return found
+    try:
+        cubin, _ = _nvrtc(source, options)
+    except NvrtcError as error:
+        raise _compile_error(config, error.log, source) from error
+    cubin_cache.save(_stored_name(source, options, compiler_id.identity(), cupy.__version__), cubin)
+    return _loaded(cupy, cubin, config)
+
+
+def _from_store(
+    cupy: Any, source: str, options: tuple[str, ...], config: KernelConfig, compiler: str
+) -> tuple[Any, Any] | None:
+    """The function and its module, as this compiler made them; None where they are not stored."""
+    cubin = cubin_cache.load(_stored_name(source, options, compiler, cupy.__version__))
+    if cubin is not None:
+        # The driver refuses what somebody else put there under our digest.
+        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
+            return _loaded(cupy, cubin, config)
+    return None
+
+
+def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
+    module = cupy.cuda.function.Module()
+    module.load(cubin)
+    return module.get_function(config.entry), module
+
+
+def architecture(config: KernelConfig, capability: str) -> str:
+    """What a kernel is compiled for on a device: wgmma and setmaxnreg need the "a"."""
+    if config.source.endswith("_sm90.cu"):
+        return "sm_90a"
+    return f"sm_{capability}"
+
+
+def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: str) -> str:
+    return cubin_cache.name_of(source, *options, compiler, version)
+
+
+def stored_name(config: KernelConfig, arch: str) -> str:
+    """Name under which the store keeps this kernel for a run."""
+    import cupy
+
+    options = (*OPTIONS, f"-arch={arch}")
+    return _stored_name(source_of(config, arch), options, compiler_id.identity(), cupy.__version__)
+
+
+def shared_name(config: KernelConfig, arch: str) -> str:
+    """Name of this kernel in a folder for others, whatever compiler they have."""
+    return cubin_cache.name_of(source_of(config, arch), *OPTIONS, f"-arch={arch}")
+
+
+def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
+    """Compile for devices of ``arch``, with or without one at hand, and store it for a run.
+
+    ``shared`` is a folder for others, instead of one's own store.
+    """
+    report = compile_static(config, arch)
+    if shared is None:
+        cubin_cache.save(stored_name(config, arch), report.cubin)
+    else:
+        cubin_cache.save_shared(shared, shared_name(config, arch), report.cubin)
+    return report
+
+
+def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
+    """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log.
+
+    ``compiler`` is another NVRTC than the one that CuPy has bound.
+    """
+    source = source_of(config, arch)
+    options = (*OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    try:
+        cubin, log = (compiler or _nvrtc)(source, options)
+    except NvrtcError as error:
+        raise _compile_error(config, error.log, source) from error
+
+    def numbers(pattern: str) -> list[int]:
+        """One for each function: the kernel, and what it calls."""
+        found = [int(n) for n in re.findall(pattern, log)]
+        if not found:
+            raise CompileError(
+                f"{config.entry}: no '{pattern}' in the log", config=config, log=log, source=None
+            )
+        return found
+
+    return Report(
+        registers=max(numbers(r"Used (\d+) registers")),
+        spill_bytes=sum(numbers(r"(\d+) bytes spill stores"))
+        + sum(numbers(r"(\d+) bytes spill loads")),
+        stack_bytes=sum(numbers(r"(\d+) bytes stack frame")),
+        warnings=tuple(
+            line for line in log.splitlines() if "warning" in line.lower() or "C75" in line
+        ),
+        cubin=cubin,
+    )
+
+
+def unconfigured(source: str, entry: str) -> Any:
+    """A kernel that has no configuration, for the current device, as CuPy launches it."""
+    import cupy
+
+    return cupy.RawModule(code=flatten(source), options=("--std=c++17",)).get_function(entry)
+
+
+class NvrtcError(Exception):
+    """A source that does not compile, with the compiler's log."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log)
+        self.log = log
+
+
+def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """Compile in memory: (cubin, log)."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source, "cuflash.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise NvrtcError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
+        # CuPy takes the last byte, a zero, for the end of a text.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _compile_error(config: KernelConfig, log: str, source: str) -> CompileError:
+    path = _dump(config, source)
+    where = f"the source is in {path}" if path else "the source could not be written"
+    return CompileError(
+        f"{config.entry} did not compile; {where}\n{config}\n{log}",
+        config=config,
+        log=log,
+        source=path,
+    )
+
+
+def _dump(config: KernelConfig, source: str) -> str | None:
+    """Write the source to CUFLASH_DUMP or the folder for temporary files; the path, or None."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    try:
+        folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
+        path = folder / f"{config.entry}-{digest}.cu"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    except OSError:
+        return None
+    return str(path)

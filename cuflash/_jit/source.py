@@ -1,0 +1,71 @@
+"""Where are the CUDA sources, and what is the whole text of one kernel?"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+#: A quoted include, or the line that keeps a header from being read twice.
+_DIRECTIVE = re.compile(r'^[ \t]*#(?:include[ \t]+"([^"\n]+)"|pragma once)[ \t]*$', re.MULTILINE)
+
+
+@functools.cache
+def kernels_dir() -> Path:
+    """Folder of the CUDA sources: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / "kernels_cu", package.parent / "kernels_cu")
+    for folder in candidates:
+        if (folder / "config.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"no kernel sources in {candidates[0]} or {candidates[1]}")
+
+
+def digest() -> str:
+    """Sha256 over names and contents of all CUDA sources: which state of them is this?"""
+    total = hashlib.sha256()
+    for path in sorted(p for p in kernels_dir().rglob("*") if p.is_file()):
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        name = path.relative_to(kernels_dir()).as_posix()
+        total.update(f"{name}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()
+
+
+def digest_of(name: str) -> str:
+    """Sha256 over the code of one kernel, whatever its comments and line breaks are."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/|#line [^\n]*", "", flatten(name), flags=re.DOTALL)
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+
+
+@functools.cache
+def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
+    """Text of a source with every quoted include in place, once each.
+
+    Stored kernels are found by this text: an edited header is another text and another kernel.
+    ``#line`` keeps compiler messages pointing at the real files.
+    ``replaced`` are files with another text.
+    """
+    seen: set[str] = set()
+    texts = dict(replaced)
+
+    def expand(relative: str) -> list[str]:
+        text = texts.get(relative)
+        if text is None:
+            text = (kernels_dir() / relative).read_text(encoding="utf-8")
+        parts = [f'#line 1 "{relative}"\n']
+        end, lines = 0, 1
+        for found in _DIRECTIVE.finditer(text):
+            parts.append(text[end : found.start()])
+            lines += text.count("\n", end, found.end())
+            end = found.end()
+            if found[1] is None:
+                continue
+            if found[1] not in seen:
+                seen.add(found[1])
+                parts += expand(found[1])
+            parts.append(f'#line {lines + 1} "{relative}"')
+        parts.append(text[end:] if text.endswith("\n") else f"{text[end:]}\n")
+        return parts
+
+    return "".join(expand(name))

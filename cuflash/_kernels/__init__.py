@@ -1,0 +1,1 @@
+"""What is each kernel? Its configuration, its parameters."""

@@ -1,0 +1,88 @@
+"""Where do the bounds of segment ids lie, of every 64 queries and every 64 keys?
+
+By them kernels leave out blocks of other segments: see ``kernels_cu/segments.cuh``. Each batch
+entry whose ids are its own has bounds of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from cuflash._kernels.config import Integers, SegmentBoundsConfig
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Operand, Problem
+
+#: That share a pair of bounds: ``bounded_ids`` of ``params.cuh``.
+IDS = 64
+_LARGEST = 8  # bytes of an id
+
+
+class Bounds(NamedTuple):
+    """Where the bounds of one problem lie: those of queries, then those of keys."""
+
+    batch: tuple[int, ...]  # sequences first where they are packed; 1 where ids are shared
+    pairs_q: int
+    pairs_k: int
+    itemsize: int  # of a pair
+
+    def layouts(self, packed: bool) -> dict[str, Layout]:
+        """Layouts by the names of the kernels' pointers."""
+        return {
+            "segment_bounds_q": self._layout(self.pairs_q, packed),
+            "segment_bounds_k": self._layout(self.pairs_k, packed),
+        }
+
+    def _layout(self, pairs: int, packed: bool) -> Layout:
+        batch = self.strides(pairs)
+        sequence = batch[0] if packed else 0
+        return Layout(self.itemsize, batch[1:] if packed else batch, sequence=sequence)
+
+    def strides(self, pairs: int) -> tuple[int, ...]:
+        """Bytes from one batch entry to the next, along each axis."""
+        steps = itertools.accumulate(self.batch[::-1], int.__mul__, initial=pairs * self.itemsize)
+        return tuple(
+            0 if n == 1 else step for n, step in zip(self.batch, tuple(steps)[-2::-1], strict=True)
+        )
+
+    @property
+    def first_k(self) -> int:
+        """Byte offset of the bounds of keys."""
+        return math.prod(self.batch) * self.pairs_q * self.itemsize
+
+
+def bounds_of(problem: Problem) -> Bounds:
+    """Where the bounds of a problem with segments lie."""
+    q, k = operands_of(problem)
+    batch = problem.batch
+    if problem.cu_seqlens_q is not None:
+        batch = (problem.cu_seqlens_q.shape[0] - 1, *batch)
+    own = tuple(n if q.strides[axis] or k.strides[axis] else 1 for axis, n in enumerate(batch))
+    pairs_q, pairs_k = (-(-operand.shape[-1] // IDS) for operand in (q, k))
+    return Bounds(own, pairs_q, pairs_k, 2 * q.dtype.itemsize)
+
+
+def config_of(problem: Problem) -> SegmentBoundsConfig:
+    """The kernel that finds the bounds of a problem with segments."""
+    q, _ = operands_of(problem)
+    dtype: Integers = "int32" if q.dtype == np.int32 else "int64"
+    return SegmentBoundsConfig(num_warps=8, segment_ids=dtype)
+
+
+def room_for(problem: Problem) -> int:
+    """Bytes of memory for the bounds, whatever integers the kernels take for ids."""
+    if problem.segment_ids_q is None:
+        return 0
+    bounds = bounds_of(problem)
+    return math.prod(bounds.batch) * (bounds.pairs_q + bounds.pairs_k) * 2 * _LARGEST
+
+
+def operands_of(problem: Problem) -> tuple[Operand, Operand]:
+    """Layouts of both arrays of ids, which are there."""
+    q, k = problem.segment_ids_q, problem.segment_ids_k
+    if q is None or k is None:
+        raise ValueError("a problem without segments has no bounds")
+    return q, k

@@ -1,0 +1,1 @@
+"""How do kernels run? Parameters, grids, workspaces, streams."""

@@ -1,0 +1,112 @@
+"""How are batch entries walked? Byte strides of operands, merged axes, what the host peels off."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cuflash._errors import problem_with
+from cuflash._kernels import params
+from cuflash._problem.problem import Operand
+
+_GRID_LIMIT = 2**31 - 1  # blocks of threads
+
+
+class Layout(NamedTuple):
+    """Byte strides of one operand in canonical order."""
+
+    itemsize: int
+    batch: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+    sequence: int = 0  # from one packed sequence to the next
+
+    @classmethod
+    def of(cls, operand: Operand) -> Layout:
+        """Layout of an operand with two core axes, or none."""
+        ndim = len(operand.summed)
+        return cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
+
+    def copy_bytes(self, columns: int, address_bits: int) -> int:
+        """Widest copy of neighbouring columns, aligned in every row, that divides a row."""
+        if self.column != self.itemsize:
+            return self.itemsize
+        bits = columns * self.itemsize | address_bits
+        for stride in (*self.batch, self.row):
+            bits |= abs(stride)
+        return min(16, bits & -bits or 16)
+
+
+class Grid(NamedTuple):
+    """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
+
+    axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
+    peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host
+    num_owners: int
+    entries_per_owner: int
+
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Byte offsets of each operand, one row per launch; an empty row moves nothing."""
+        steps = itertools.product(*(range(extent) for extent, _ in self.peeled))
+        strides = [strides for _, strides in self.peeled]
+        return tuple(
+            tuple(
+                sum(i * s for i, s in zip(index, column, strict=True))
+                for column in zip(*strides, strict=True)
+            )
+            for index in steps
+        )
+
+
+def even_sections(num_owners: int, limit: int) -> int:
+    """Owners of each section if none may have many more than ``limit``; see ``scheduler.cuh``."""
+    return num_owners // -(-num_owners // max(limit, 1))
+
+
+def plan_grid(
+    batch: tuple[int, ...],
+    strides: Sequence[tuple[int, ...]],
+    summed: tuple[bool, ...],
+    tiles_per_owner: int,
+    max_axes: int = params.MAX_BATCH_AXES,
+) -> Grid:
+    """Merge batch axes that all operands walk evenly; those of ``summed`` vary fastest."""
+    columns = list(zip(*strides, strict=True)) if batch else []
+    axes = list(zip(batch, columns, summed, strict=True))
+    owned = _merged([(extent, column) for extent, column, s in axes if not s])
+    looped = _merged([(extent, column) for extent, column, s in axes if s])
+    peeled = []
+    while owned and (
+        len(owned) + len(looped) > max_axes
+        or math.prod(extent for extent, _ in owned) * tiles_per_owner > _GRID_LIMIT
+    ):
+        peeled.append(owned.pop(0))
+    if len(looped) > max_axes:
+        raise problem_with(
+            "q, k, v", NotImplementedError,
+            got=f"{len(looped)} separate broadcast batch axes",
+            expected=f"at most {max_axes} that cannot be merged",
+            fix="copy the operands that are not broadcast to C order",
+        )  # fmt: skip
+    return Grid(
+        axes=(*owned, *looped),
+        peeled=tuple(peeled),
+        num_owners=math.prod(extent for extent, _ in owned),
+        entries_per_owner=math.prod(extent for extent, _ in looped),
+    )
+
+
+def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for extent, strides in axes:
+        if extent == 1:
+            continue
+        if merged and all(
+            outer == inner * extent for outer, inner in zip(merged[-1][1], strides, strict=True)
+        ):
+            merged[-1] = (merged[-1][0] * extent, strides)
+        else:
+            merged.append((extent, strides))
+    return merged

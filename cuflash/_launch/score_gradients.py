@@ -1,0 +1,172 @@
+"""How do kernels get the gradients of bias, slopes, sink and scale? By sums, which are added up."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import cupy
+import numpy as np
+
+from cuflash._arrays import Array
+from cuflash._kernels.config import GradOf, SumsTo
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Operand, Problem, canonical_view, option_operand
+
+#: Inputs whose gradients are sums of the scores' gradient.
+SUMMED: tuple[GradOf, ...] = ("bias", "alibi_slopes", "scale")
+_GROUP = 32  # rows that are added at once
+
+
+class ScoreSums(NamedTuple):
+    """What a kernel writes for one gradient: sums in the dtype of lse, C-contiguous.
+
+    Their axes are sequences, where they are packed and have a bias, batch, queries, keys; with
+    extent 1 where the input is broadcast.
+    """
+
+    sums_to: SumsTo
+    shape: tuple[int, ...]
+    summed: tuple[bool, ...]  # batch axes that the kernel adds up
+    sequences: int  # with sums of their own; 0: no such axis
+    itemsize: int
+
+    def layout(self) -> Layout:
+        """Where the sums of a batch entry lie."""
+        steps = [self.itemsize * math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        sequence = steps.pop(0) if self.sequences else 0
+        batch = tuple(0 if own else s for s, own in zip(steps, self.summed, strict=False))
+        row = steps[len(batch)] if self.sums_to != "keys" else 0
+        column = 0 if self.sums_to == "queries" else steps[-1]
+        return Layout(self.itemsize, batch, row, column, sequence if self.sequences > 1 else 0)
+
+    def tiles(self, problem: Problem, block_m: int, block_n: int) -> int:
+        """Tiles of one owner."""
+        if problem.cu_seqlens_q is not None and not self.sequences:  # of packed rows
+            return problem.seqlen_q // block_m + problem.cu_seqlens_q.shape[0] - 1
+        rows, columns = _extents(problem)
+        tiles_m, tiles_n = -(-rows // block_m), -(-columns // block_n)
+        own = {"pairs": tiles_m * tiles_n, "keys": tiles_n, "queries": tiles_m}[self.sums_to]
+        return own * max(self.sequences, 1)
+
+
+def score_sums(problem: Problem, name: GradOf, shape: tuple[int, ...]) -> ScoreSums:
+    """The sums for the gradient of an input of this ``shape``."""
+    packed, itemsize = problem.cu_seqlens_q is not None, problem.lse_dtype.itemsize
+    summed = (True,) * len(problem.batch)
+    if name != "scale":
+        summed = getattr(problem, name).summed[packed:]
+    kept = tuple(1 if own else n for n, own in zip(problem.batch, summed, strict=True))
+    if name != "bias":
+        return ScoreSums("queries", (*kept, problem.seqlen_q), summed, 0, itemsize)
+    rows, columns = _extents(problem)
+    sums_to: SumsTo = "queries"
+    extents: tuple[int, ...] = (rows,)
+    if shape[-1] != 1:
+        sums_to, extents = ("keys", (columns,)) if shape[-2] == 1 else ("pairs", (rows, columns))
+    if not packed:
+        return ScoreSums(sums_to, kept + extents, summed, 0, itemsize)
+    bias: Operand = getattr(problem, name)
+    sequences = 1 if bias.summed[0] else bias.shape[0]
+    return ScoreSums(sums_to, (sequences, *kept, *extents), summed, sequences, itemsize)
+
+
+def write(
+    problem: Problem, name: GradOf, own: ScoreSums, sums: Array, gradient: Array, ends: Array | None
+) -> None:
+    """Add up what is left to add, and write it as the gradient of the input ``name``.
+
+    ``ends`` says where packed sequences of queries end.
+    """
+    if name == "scale":
+        gradient[...] = sums.sum()
+        return
+    core: tuple[int, ...] = gradient.shape[-2:] if name == "bias" else ()
+    operand, view = _canonical(problem, gradient, core)
+    if name == "bias":
+        if own.sums_to == "queries":
+            sums = sums.sum(-1, keepdims=True) if core[0] == 1 else sums
+            sums = sums[..., None]
+        elif own.sums_to == "keys":
+            sums = sums[..., None, :]
+        rows, columns = sums.shape[-2:]
+        view[..., :rows, :columns] = sums
+    elif ends is None:
+        view[...] = sums.sum(-1)
+    else:
+        view[...] = _added(of_sequences(sums, ends), operand.summed[:1])
+
+
+def write_sink(
+    problem: Problem, rows: Array, lse: Array, sink: Array, gradient: Array, ends: Array | None
+) -> None:
+    """Write the gradient of the sink, from lse and delta of every query.
+
+    Of its statistics in ``rows`` a query that sees nothing has a delta of 0.
+    """
+    dtype = problem.lse_dtype
+    count = 2 * math.prod(problem.batch) * problem.seqlen_q
+    statistics = rows[: dtype.itemsize * count].view(dtype)
+    delta = statistics.reshape(*problem.batch, problem.seqlen_q, 2)[..., 1]
+    lse = lse.reshape(delta.shape)
+    lse = cupy.where(cupy.isneginf(lse), np.inf, lse)
+    if sink.dtype == np.float64 != dtype:  # what is finite stays so
+        limit = float(np.finfo(np.float32).max)
+        sink = cupy.where(cupy.isinf(sink), sink, cupy.clip(sink, -limit, limit))
+    score = _canonical(problem, sink, ())[1].astype(dtype)
+    operand, view = _canonical(problem, gradient, ())
+    if ends is None:
+        view[...] = _added(-(cupy.exp(score[..., None] - lse) * delta).sum(-1), operand.summed)
+        return
+    # Each sequence has its own sink: shares of a row are of its sequence's.
+    numbers = cupy.searchsorted(ends[1:-1], cupy.arange(problem.seqlen_q), side="right")
+    scores = cupy.moveaxis(cupy.broadcast_to(score, (ends.size - 1, *score.shape[1:])), 0, -1)
+    shares = cupy.exp(scores[..., numbers] - lse) * delta
+    view[...] = _added(of_sequences(-shares, ends), operand.summed)
+
+
+def of_sequences(rows: Array, ends: Array) -> Array:
+    """Sums over the rows (.., total) of each packed sequence: (sequences, ..), in float64.
+
+    Those of its rows before and behind whole groups, and of groups in the same way: what other
+    sequences hold has no part in a sum, and none in its rounding.
+    """
+    ends = cupy.clip(ends, 0, rows.shape[-1]).astype(np.int64)
+    begin, end = ends[:-1], ends[1:]
+    steps = cupy.arange(_GROUP)
+    sums = cupy.zeros((*rows.shape[:-1], begin.size), np.float64)
+    while rows.shape[-1]:
+        whole = cupy.minimum(-(-begin // _GROUP) * _GROUP, end)
+        rest = cupy.maximum(end // _GROUP * _GROUP, whole)
+        for first, last in ((begin, whole), (rest, end)):
+            at = first[:, None] + steps
+            own = cupy.where(at < last[:, None], rows[..., cupy.minimum(at, rows.shape[-1] - 1)], 0)
+            sums += own.sum(-1, dtype=np.float64)
+        begin, end = whole // _GROUP, rest // _GROUP
+        groups = rows.shape[-1] // _GROUP
+        grouped = rows[..., : groups * _GROUP].reshape(*rows.shape[:-1], groups, _GROUP)
+        rows = grouped.sum(-1, dtype=np.float64)
+    return cupy.moveaxis(sums, -1, 0)
+
+
+def _extents(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a bias; of packed sequences, those that kernels look at."""
+    if problem.cu_seqlens_q is None:
+        return problem.seqlen_q, problem.seqlen_k
+    return problem.q_length_value or 0, problem.kv_length_value or 0
+
+
+def _canonical(problem: Problem, array: Array, core: tuple[int, ...]) -> tuple[Operand, Array]:
+    """Layout and view of an option's array, sequences first; extent 1 where it is broadcast."""
+    batch = problem.batch
+    if problem.cu_seqlens_q is not None:
+        batch = (problem.cu_seqlens_q.shape[0] - 1, *batch)
+    grouped = len(problem.batch) != len(problem.batch_shape)
+    layout = (array.shape, array.strides, array.dtype)
+    operand = option_operand(layout, batch, core, problem.batch[-1] if grouped else None)
+    return operand, canonical_view(array, operand, keep_summed=True)
+
+
+def _added(full: Array, summed: tuple[bool, ...]) -> Array:
+    axes = tuple(i for i, own in enumerate(summed) if own)
+    return full.sum(axes, keepdims=True) if axes else full

@@ -1,0 +1,172 @@
+"""What do kernels get to know of the score options? Numbers, layouts, and where arrays lie."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuflash._arrays import Array, array_module, refuse_capture
+from cuflash._host import philox
+from cuflash._kernels import params, segment_bounds
+from cuflash._launch.grid import Layout
+from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
+from cuflash._problem.options import Options
+from cuflash._problem.problem import Operand, Problem, canonical_view
+
+#: Numbers among the addresses.
+NUMBERS = ("dropout_seed", "entry_number")
+_BOUNDS = (
+    "segment_bounds_q",
+    "segment_bounds_k",
+)  # found for each launch: _kernels/segment_bounds.py
+_ARRAYS = tuple(name for name in params.SCORE_POINTERS if name not in NUMBERS)
+_FORMULA_ARRAYS = tuple(f"formula_array{i}" for i in range(params.MAX_FORMULA_ARRAYS))
+_NO_ARRAYS = (0,) * len(_ARRAYS)
+#: What takes the place of addresses in a call with neither arrays nor dropout.
+NOTHING = (0,) * len(params.SCORE_POINTERS)
+_LENGTHS = ("offset", "q_lengths", "kv_lengths")
+_SEGMENTS = ("segment_ids_q", "segment_ids_k")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k")
+_INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
+_UNBOUNDED = 1 << 60  # of offsets and windows
+_DISTANCE = 1 << 30  # no key is that far from a query
+#: Caps that change no score of which tanh is to be taken, and whose inverse is a normal number.
+_NO_CAP = {"float32": 2.0**60, "float64": 2.0**900}
+
+
+def fill(score: Any, problem: Problem) -> None:
+    """Write the numbers of ``ScoreParams``."""
+    q_length = problem.seqlen_q if problem.q_length_value is None else problem.q_length_value
+    kv_length = problem.seqlen_k if problem.kv_length_value is None else problem.kv_length_value
+    offset = kv_length - q_length if problem.offset_value is None else problem.offset_value
+    score["offset_value"] = max(-_UNBOUNDED, min(offset, _UNBOUNDED))
+    left, right = (
+        0 if bound is None else min(bound, _UNBOUNDED)
+        for bound in (problem.window_left, problem.window_right)
+    )
+    score["window_left"], score["window_right"] = left, right
+    score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
+    score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
+    score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    score["num_heads"] = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
+    if problem.cu_seqlens_q is not None:
+        score["num_sequences"] = problem.cu_seqlens_q.shape[0] - 1
+    score["q_length"], score["kv_length"] = q_length, kv_length
+    score["scale"] = problem.scale
+    score["scale_log2"] = problem.scale * math.log2(math.e)
+    score["dropout_threshold"] = philox.threshold(problem.dropout)
+    score["kept_scale"] = philox.kept_scale(problem.dropout)
+    if problem.softcap is not None:
+        softcap = min(problem.softcap, _NO_CAP[problem.lse_dtype.name])
+        score["softcap"] = softcap
+        score["inverse_softcap"] = problem.scale / softcap
+
+
+def recomputes_far_rows(problem: Problem) -> bool:
+    """Whether kernels compute rows far from 0 pair by pair: ``Score`` in ``score.cuh`` says why."""
+    formula = problem.formulas is not None and problem.formulas.score_mod
+    return problem.dtype == np.float64 or (problem.bias is None and not formula)
+
+
+def layouts(problem: Problem) -> dict[str, Layout]:
+    """Layouts of the arrays that are there, by name."""
+    apart = (*_FORMULA_ARRAYS, *_BOUNDS)
+    named = {name: getattr(problem, name) for name in _ARRAYS if name not in apart}
+    found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
+    if problem.segment_ids_q is not None:
+        packed = problem.cu_seqlens_q is not None
+        found |= segment_bounds.bounds_of(problem).layouts(packed)
+    if philox.threshold(problem.dropout) or problem.formulas is not None:
+        steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
+        found["entry_number"] = Layout(1, steps[1:], sequence=steps[0])
+    return found
+
+
+def _layout(problem: Problem, name: str, operand: Operand) -> Layout:
+    if name in _PACKING:
+        return Layout(operand.dtype.itemsize, (0,) * len(problem.batch))
+    layout = Layout.of(operand)
+    if problem.cu_seqlens_q is None:
+        return layout
+    return layout._replace(batch=layout.batch[1:], sequence=layout.batch[0])
+
+
+def arrays_of(
+    problem: Problem, options: Options, q: Array, cu_seqlens: Mapping[str, Array]
+) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
+    """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
+
+    Lengths, offsets and segments of an unusual integer type, in host memory or, segments, not
+    contiguous, are copied, each in its own size. The caller holds the arrays until its last launch,
+    so that no other call gets their memory.
+    """
+    numbers = (options.seed or 0, 0)
+    formulas = formulas_of(options)
+    if not options.arrays and not cu_seqlens and formulas is None:
+        return problem, _NO_ARRAYS + numbers, {}
+    arrays = {**options.arrays, **cu_seqlens}
+    if formulas is not None:
+        problem = _with_formulas(problem, formulas)
+        arrays |= formula_arrays(options, q)
+    copied = [
+        name
+        for name in _LENGTHS
+        if name in arrays
+        and (isinstance(arrays[name], np.ndarray) or arrays[name].dtype not in _INTEGERS)
+    ]
+    for names in (_SEGMENTS, _PACKING):
+        if any(name in arrays for name in names) and not _alike(problem, names):
+            copied += names
+    of_ids = {arrays[name].dtype for name in _SEGMENTS if name in arrays}
+    for name in copied:
+        refuse_capture(name, "contiguous int32 or int64 arrays on the device")
+        view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
+        arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
+        problem = _with_copied(problem, name, arrays[name].strides)
+    pointers = []
+    for name in _ARRAYS:
+        array = arrays.get(name)
+        pointers.append(0 if array is None else array.data.ptr)
+    return problem, (*pointers, *numbers), arrays
+
+
+def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
+    """In C order, equal to arrays of ``others`` where they were: a uint64 is no negative number."""
+    xp, dtype = array_module(integers), integers.dtype
+    if dtype == np.uint64 and any(other.kind == "i" for other in others):
+        return xp.where(integers > np.iinfo(np.int64).max, -1, integers.astype(np.int64))
+    if dtype.kind == "i" and np.dtype(np.uint64) in others:
+        return xp.where(integers < 0, -2, integers.astype(np.int64))
+    return integers.astype(np.int64, order="C")
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_formulas(problem: Problem, formulas: Formulas) -> Problem:
+    return replace(problem, formulas=formulas)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_copied(problem: Problem, name: str, strides: tuple[int, ...]) -> Problem:
+    operand: Operand = getattr(problem, name)
+    summed = (*operand.summed, *(False for _ in strides[len(operand.summed) :]))
+    strides = tuple(0 if own else s for s, own in zip(strides, summed, strict=True))
+    copied = replace(operand, dtype=np.dtype(np.int64), strides=strides)
+    return replace(problem, **{name: copied})  # type: ignore[arg-type]
+
+
+def _alike(problem: Problem, names: tuple[str, ...]) -> bool:
+    """Whether integer arrays (.., n) are of one dtype that kernels read, and contiguous."""
+    operands: list[Operand] = [getattr(problem, name) for name in names]
+    dtypes = {operand.dtype for operand in operands}
+    return (
+        len(dtypes) == 1
+        and dtypes <= _INTEGERS
+        and all(o.shape[-1] == 1 or o.strides[-1] == o.dtype.itemsize for o in operands)
+    )

@@ -1,0 +1,300 @@
+"""How do Hopper's kernels run? Tensor maps, and tiles that persistent blocks of threads draw."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import NamedTuple
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import runtime
+
+from cuflash._errors import problem_with
+from cuflash._jit import device as jit_device
+from cuflash._jit.compilation import Kernel
+from cuflash._kernels import params as kernel_params
+from cuflash._kernels.config import (
+    BackwardKVSm90Config,
+    BackwardSm90Config,
+    ForwardSm90Config,
+    TileConfig,
+)
+from cuflash._launch import plan, tensor_map
+from cuflash._launch.grid import Grid, Layout, even_sections, plan_grid
+from cuflash._launch.kernel_launcher import Addresses, Starter
+from cuflash._launch.plan import num_tiles
+from cuflash._launch.tensor_map import Maps
+from cuflash._problem.problem import Problem
+from cuflash._select import eligibility, measured, portable
+
+_NAMES = kernel_params.pointer_names(kernel_params.FORWARD_SM90)
+_POINTERS = struct.Struct(f"<{len(_NAMES)}Q")
+_MAPPED = len(kernel_params.MAPPED)  # the first of the pointers
+_COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
+_COUNTER_BYTES = 4
+_NUM_COUNTERS = 4096
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
+_GRADIENT_NAMES = kernel_params.pointer_names(kernel_params.BACKWARD_SM90)
+_INDEX_LIMIT = 2**31 - 2**20  # a block of threads draws one index past the last tile
+_STORED_ROWS = 64  # of out: those of a warpgroup
+
+
+class TileCounters:
+    """From what the launches on the current device draw their tiles.
+
+    A counter is 0 between launches: the last draw of a launch wraps it. Launches on one stream
+    follow each other and share a counter, as they share memory of CuPy's pool. A launch that a
+    graph captures may be replayed on any stream, and owns one for ever.
+    """
+
+    def __init__(self) -> None:
+        self._memory = cupy.cuda.Memory(_NUM_COUNTERS * _COUNTER_BYTES)  # of no pool
+        stream = cupy.cuda.Stream(non_blocking=True)
+        runtime.memsetAsync(self._memory.ptr, 0, self._memory.size, stream.ptr)
+        stream.synchronize()
+        first = self._memory.ptr
+        self._free = iter(range(first, first + self._memory.size, _COUNTER_BYTES))
+        self._of_stream: dict[tuple[int, int], int] = {}
+
+    def for_launch(self, stream: int, captured: bool) -> int:
+        """Address of a counter, or 0 where none is left."""
+        if captured:
+            return next(self._free, 0)
+        key = (stream, threading.get_ident() if stream == _PER_THREAD_STREAM else 0)
+        found = self._of_stream.get(key)
+        if found is None:
+            found = self._of_stream[key] = next(self._free, 0)
+        return found
+
+
+_counters: dict[int, TileCounters] = {}  # by device
+
+
+class Sm90Launch(NamedTuple):
+    """One launch of persistent blocks of threads, with everything but its pointers."""
+
+    params: bytes  # between the pointers and the maps
+    maps: Maps
+    device: int
+    draws: bool  # there are more tiles than blocks of threads
+    starter: Starter
+
+    def run(self, pointers: Addresses, stream: int, captured: bool) -> None:
+        """Launch on ``stream`` with these addresses."""
+        if self.draws:
+            pointers = (*pointers, self._counter(stream, captured))
+        self.starter.start(pointers, self._pack, stream)
+
+    def _counter(self, stream: int, captured: bool) -> int:
+        """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
+        counters = _counters.get(self.device)
+        if counters is None:
+            if captured:  # no memory can be allocated
+                return 0
+            counters = _counters.setdefault(self.device, TileCounters())
+        return counters.for_launch(stream, captured)
+
+    def _pack(self, addresses: Addresses) -> bytes:
+        pointers, counter = addresses[: len(_NAMES)], addresses[len(_NAMES) :] or (0,)
+        maps = self.maps.at(pointers[:_MAPPED])
+        return _POINTERS.pack(*pointers) + self.params + maps + _COUNTER.pack(*counter)
+
+
+class MappedLaunch(NamedTuple):
+    """One launch with a block of threads for each tile, with everything but its pointers."""
+
+    params: bytes  # between the pointers and the maps
+    maps: Maps
+    starter: Starter
+
+    def run(self, pointers: Addresses, stream: int) -> None:
+        """Launch on ``stream`` with these addresses."""
+        self.starter.start(pointers, self._pack, stream)
+
+    def _pack(self, pointers: Addresses) -> bytes:
+        maps = self.maps.at(pointers[: len(kernel_params.BACKWARD_MAPPED)])
+        return struct.pack(f"<{len(pointers)}Q", *pointers) + self.params + maps
+
+
+def available(device: int) -> bool:
+    """Whether this device has what the kernel needs, and its maps can be encoded here."""
+    capability = cupy.cuda.Device(device).compute_capability
+    return tensor_map.available() and bool(capability == "90")
+
+
+def unservable(config: TileConfig, problem: Problem, device: int) -> Exception:
+    """The error of a caller's ``config`` that cannot serve the call."""
+    got, fix = type(config).__name__, "leave it out, and the portable kernels serve"
+    if not available(device):
+        arch = f"sm_{cupy.cuda.Device(device).compute_capability}"
+        return problem_with(
+            "config", ValueError, got=f"{got} on {measured.device_name(device)} ({arch})",
+            expected="a device of sm_90, with a driver of CUDA 12", fix=fix,
+        )  # fmt: skip
+    forward = isinstance(config, ForwardSm90Config)
+    refusals = eligibility
+    reason = refusals.against_forward(problem) if forward else refusals.against_gradient(problem)
+    return problem_with(
+        "config", ValueError, got=got + (f" where {reason}" if reason else ""),
+        expected="head sizes, options, strides and alignments that it can serve", fix=fix,
+    )  # fmt: skip
+
+
+def keys_to_load(problem: Problem) -> int:
+    """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
+    length = problem.kv_length_value
+    if length is None or problem.cu_seqlens_k is not None:
+        return problem.seqlen_k
+    return max(length, 1)
+
+
+def tensor_maps(
+    problem: Problem,
+    layouts: dict[str, Layout],
+    config: ForwardSm90Config,
+    pointers: tuple[int, ...],
+) -> Maps | None:
+    """Maps of q, k, v and out; None where the copy engine cannot address one of them."""
+    addresses = pointers[:_MAPPED]
+    absent = Layout(1, (0,) * len(problem.batch))
+    strides = [layouts.get(name, absent).batch for name in _NAMES]
+    num_blocks = num_tiles(problem, problem.seqlen_q, config.block_m)
+    grid = plan_grid(problem.batch, strides, (False,) * len(problem.batch), num_blocks)
+    if grid.peeled or grid.num_owners * num_blocks > _INDEX_LIMIT:
+        return None
+    shapes = {
+        "q": (problem.seqlen_q, problem.head_dim, config.block_m),
+        "k": (keys_to_load(problem), problem.head_dim, config.block_n),
+        "v": (keys_to_load(problem), problem.head_dim_v, config.block_n),
+        "out": (problem.seqlen_q, problem.head_dim_v, _STORED_ROWS),
+    }
+    return _encoded(problem, layouts, grid, shapes, addresses)
+
+
+def gradient_maps(
+    problem: Problem,
+    layouts: dict[str, Layout],
+    config: BackwardSm90Config,
+    addresses: tuple[int, ...],
+    summed: tuple[bool, ...],
+) -> Maps | None:
+    """Maps of dout, q, k and v; None where the copy engine cannot address one of them."""
+    absent = Layout(1, (0,) * len(problem.batch))
+    strides = [layouts.get(name, absent).batch for name in _GRADIENT_NAMES]
+    num_blocks = -(-max(problem.seqlen_q, problem.seqlen_k) // config.own_rows)
+    grid = plan_grid(problem.batch, strides, summed, num_blocks)
+    if grid.peeled:
+        return None
+    of_queries = problem.seqlen_q, config.block_m
+    of_keys = problem.seqlen_k, config.block_n
+    shapes = {
+        "dout": (of_queries[0], problem.head_dim_v, of_queries[1]),
+        "q": (of_queries[0], problem.head_dim, of_queries[1]),
+        "k": (of_keys[0], problem.head_dim, of_keys[1]),
+        "v": (of_keys[0], problem.head_dim_v, of_keys[1]),
+    }
+    return _encoded(problem, layouts, grid, shapes, addresses)
+
+
+def plan_gradient(
+    problem: Problem,
+    device: int,
+    layouts: dict[str, Layout],
+    addresses: dict[str, int],
+    chosen: BackwardSm90Config | None,
+    override: BackwardSm90Config | None,
+) -> MappedLaunch | None:
+    """Prepare one launch; None where the device, the problem or a layout is not for it."""
+    if chosen is None or not available(device):
+        return None
+    config = portable.overridden(chosen, override, device)
+    of_keys = isinstance(config, BackwardKVSm90Config)
+    owned = problem.q
+    if isinstance(config, BackwardKVSm90Config):
+        owned = problem.k if config.grad_k else problem.v
+    mapped = tuple(addresses[name] for name in kernel_params.BACKWARD_MAPPED)
+    maps = gradient_maps(problem, layouts, config, mapped, owned.summed)
+    if maps is None:
+        return None
+    rows, streamed = problem.seqlen_q, problem.seqlen_k
+    if of_keys:
+        rows, streamed = streamed, rows
+    launch = plan.plan_launch(
+        kernel_params.BACKWARD_SM90, config, problem, layouts, device,
+        num_blocks=plan.num_tiles(problem, rows, config.own_rows),
+        streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
+        summed=owned.summed,
+    )  # fmt: skip
+    end = kernel_params.maps_at(kernel_params.BACKWARD) - launch.pointers.size
+    return MappedLaunch(launch.params[:end], maps, launch.starter)
+
+
+def _encoded(
+    problem: Problem,
+    layouts: dict[str, Layout],
+    grid: Grid,
+    shapes: dict[str, tuple[int, int, int]],
+    addresses: tuple[int, ...],
+) -> Maps | None:
+    """Maps of the first pointers of a launch; ``shapes``: rows, columns, rows of a box."""
+    if any(address % tensor_map.ALIGNMENT for address in addresses):
+        return None
+    found = []
+    for operand, (name, (rows, columns, box_rows)) in enumerate(shapes.items()):
+        layout = layouts[name]
+        batch = tuple((extent, steps[operand]) for extent, steps in grid.axes)
+        encoded = tensor_map.map_layout(
+            problem.dtype, (rows, layout.row), (columns, layout.column), batch, box_rows
+        )
+        if encoded is None:
+            return None
+        found.append(encoded)
+    maps = Maps(tuple(found))
+    try:
+        maps.at(addresses)
+    except RuntimeError:  # the driver knows limits that it does not document
+        return None
+    return maps
+
+
+def _owners_side_by_side(
+    problem: Problem, config: ForwardSm90Config, num_blocks: int, processors: int
+) -> int:
+    """How many owners may start their heaviest tiles together: see docs/forward-sm90.md."""
+    if problem.cu_seqlens_q is not None:  # each of them leaves 16 tiles that share keys
+        return processors // 16
+    if not config.window_right:
+        return 1
+    # As many as 8 MiB hold, but 16 if 64 MiB hold them, and as many as give each processor a tile,
+    # or 16.
+    keys = problem.seqlen_k
+    if problem.window_keys is not None:
+        keys = min(keys, problem.window_keys)
+    streamed_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v)
+    fitting = max((8 << 20) // streamed_bytes, min(16, (64 << 20) // streamed_bytes))
+    return max(fitting, min(16, -(-processors // num_blocks)))
+
+
+def persistent(
+    kernel: Kernel,
+    params: bytes,
+    maps: Maps,
+    problem: Problem,
+    config: ForwardSm90Config,
+    device: int,
+) -> Sm90Launch:
+    """Prepare the launch from the parameters of one block of threads for each tile."""
+    processors = jit_device.multiprocessors(device)
+    filled = np.frombuffer(bytearray(params), kernel_params.FORWARD_SM90)[0]
+    filled["score"]["seqlen_k"] = keys_to_load(problem)
+    owners, num_blocks = int(filled["grid"]["num_owners"]), int(filled["grid"]["num_blocks"])
+    limit = _owners_side_by_side(problem, config, num_blocks, processors)
+    filled["grid"]["owners_per_section"] = even_sections(owners, limit)
+    return Sm90Launch(
+        params=filled.tobytes()[_POINTERS.size : kernel_params.maps_at(kernel_params.FORWARD)],
+        maps=maps,
+        device=device,
+        draws=owners * num_blocks > processors,
+        starter=Starter(kernel, min(owners * num_blocks, processors)),
+    )

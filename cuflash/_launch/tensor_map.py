@@ -1,0 +1,162 @@
+"""How does the copy engine of Hopper see an array? Tensor maps, encoded by the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash._kernels.params import MAP_ALIGNMENT, MAP_BYTES
+
+#: Batch axes that a map holds beside its rows and columns.
+BATCH_AXES = 3
+#: Columns of a box: 128 bytes, the span of the swizzle.
+BOX_COLUMNS = 64
+ALIGNMENT = 16
+_STRIDE_LIMIT = 1 << 40
+_EXTENT_LIMIT = 1 << 32
+_CACHED_MAPS = 4096
+
+# Values of the enumerations CU_TENSOR_MAP_... of cuda.h.
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTION_L2_256B = 3
+_FLOAT_OOB_FILL_NONE = 0
+
+_POINTER, _ENUM = ctypes.c_void_p, ctypes.c_int
+_SIGNATURES = {
+    "cuTensorMapEncodeTiled": (
+        _POINTER, _ENUM, ctypes.c_uint32, _POINTER,
+        _POINTER, _POINTER, _POINTER, _POINTER,
+        _ENUM, _ENUM, _ENUM, _ENUM,
+    ),
+    "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
+}  # fmt: skip
+
+
+class MapLayout(NamedTuple):
+    """Everything that a map encodes but the address. Innermost axis first; strides in bytes.
+
+    Boxes have ``BOX_COLUMNS`` columns of 16 bits and ``box_rows`` rows of one batch entry; what
+    lies outside the array is read as zeros and not written.
+    """
+
+    dtype: str
+    extents: tuple[int, ...]  # columns, rows, batch axes 2, 1 and 0 of the launch
+    strides: tuple[int, ...]  # of all but the columns
+    box_rows: int
+
+
+def map_layout(
+    dtype: np.dtype[Any],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    batch: tuple[tuple[int, int], ...],
+    box_rows: int,
+) -> MapLayout | None:
+    """Layout from pairs (extent, byte stride), ``batch`` slowest first; None where TMA cannot.
+
+    Axes along which an array is broadcast (stride 0) get extent 1; their coordinate has to be 0.
+    """
+    if len(batch) > BATCH_AXES:
+        return None
+    axes = [(extent if stride else 1, stride) for extent, stride in batch]
+    axes += [(1, 0)] * (BATCH_AXES - len(axes))
+    axes = [rows, *reversed(axes)]
+    strides = tuple(stride if extent > 1 else ALIGNMENT for extent, stride in axes)
+    extents = (columns[0], *(extent for extent, _ in axes))
+    if (
+        (columns[1] != dtype.itemsize and columns[0] > 1)
+        or any(s % ALIGNMENT or not 0 < s < _STRIDE_LIMIT for s in strides)
+        or max(extents) >= _EXTENT_LIMIT
+    ):
+        return None
+    return MapLayout(dtype.name, extents, strides, box_rows)
+
+
+def available() -> bool:
+    """Whether the driver can encode maps: it has been able to since CUDA 12.0."""
+    return all(_driver_function(name) is not None for name in _SIGNATURES)
+
+
+class Maps:
+    """The maps of a launch's operands: encoded once, and given the addresses of each call."""
+
+    def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
+        self.layouts = layouts
+        self._encoded = b""
+
+    def at(self, addresses: tuple[int, ...]) -> bytes:
+        """All maps, in order.
+
+        Addresses are all of a map that the layouts do not hold: none can be stale.
+        """
+        if not self._encoded:
+            self._encoded = b"".join(map(encode, self.layouts, addresses))
+        return with_addresses(self._encoded, addresses)
+
+
+def encode(layout: MapLayout, address: int) -> bytes:
+    """Encode the map of an array, where maps are ``available``."""
+    memory, offset = _room(MAP_BYTES)
+    before, after = _arguments(layout)
+    function = _driver_function("cuTensorMapEncodeTiled")
+    error = function(ctypes.addressof(memory) + offset, *before, address, *after)
+    if error:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
+    return memory.raw[offset : offset + MAP_BYTES]
+
+
+def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
+    """The same maps of arrays that lie at ``addresses``: that takes less time than encoding."""
+    memory, offset = _room(len(maps))
+    first = ctypes.addressof(memory) + offset
+    ctypes.memmove(first, maps, len(maps))
+    function = _driver_function("cuTensorMapReplaceAddress")
+    for number, address in enumerate(addresses):
+        error = function(first + MAP_BYTES * number, address)
+        if error:
+            raise RuntimeError(f"cuTensorMapReplaceAddress: error {error} for {address:#x}")
+    return memory.raw[offset : offset + len(maps)]
+
+
+def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Memory of one call, since threads share none, and where in it a map may begin."""
+    memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
+    return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
+
+
+@functools.cache
+def _driver_function(name: str) -> Any:
+    """A function of the driver that CuPy has loaded, or None."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        function = getattr(driver, name)
+    except (OSError, AttributeError):
+        return None
+    function.restype = ctypes.c_int
+    function.argtypes = _SIGNATURES[name]
+    return function
+
+
+@functools.lru_cache(maxsize=_CACHED_MAPS)
+def _arguments(layout: MapLayout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the driver is given before and after the address."""
+    rank = len(layout.extents)
+    box = (BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES)
+    before = (_DATA_TYPES[layout.dtype], rank)
+    after = (
+        (ctypes.c_uint64 * rank)(*layout.extents),
+        (ctypes.c_uint64 * (rank - 1))(*layout.strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_L2_256B,
+        _FLOAT_OOB_FILL_NONE,
+    )
+    return before, after

@@ -1,0 +1,1 @@
+"""Which kernels, with which tiles, serve a problem on a device?"""

@@ -1,0 +1,170 @@
+"""What does a GPU offer to a kernel: shared memory, registers, speed? Known without one at hand."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cuflash._errors import problem_with
+from cuflash._kernels.config import RESERVED_SMEM
+
+_KIB = 1024
+#: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
+_REGISTERS = 65_536
+_MOST_REGISTERS = 255  # of a thread
+_REGISTERS_OF_BOUND = 8  # a launch bound leaves a thread a multiple of this
+_REGISTERS_GRANTED = 256  # registers of a warp come in multiples of this
+
+
+class Limits(NamedTuple):
+    """What blocks of threads of one compute capability may have."""
+
+    block_smem: int
+    multiprocessor_smem: int
+    threads: int  # of a multiprocessor
+    blocks: int = 32  # of a multiprocessor
+
+
+class Peak(NamedTuple):
+    """What a data sheet promises: 16-bit products with float32 sums, dense, and device memory."""
+
+    tflops: float
+    gbytes: float  # a second
+    float64: float  # TFLOP/s, by tensor cores where they have it
+    texp2: float  # 10^12 exp2 a second, by 16 of a multiprocessor in a clock
+
+
+class Hardware(NamedTuple):
+    """A device, or what stands for one where there is none."""
+
+    name: str
+    arch: str  # "sm_90"
+    multiprocessors: int
+    limits: Limits
+    l2_bytes: int
+    peak: Peak | None
+
+    @property
+    def capability(self) -> str:
+        """As CuPy spells it: "90"."""
+        return self.arch.removeprefix("sm_")
+
+
+#: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+_LIMITS = {
+    "sm_50": Limits(48 * _KIB, 64 * _KIB, 2048),
+    "sm_52": Limits(48 * _KIB, 96 * _KIB, 2048),
+    "sm_60": Limits(48 * _KIB, 64 * _KIB, 2048),
+    "sm_61": Limits(48 * _KIB, 96 * _KIB, 2048),
+    "sm_70": Limits(96 * _KIB, 96 * _KIB, 2048),
+    "sm_75": Limits(64 * _KIB, 64 * _KIB, 1024, 16),
+    "sm_80": Limits(163 * _KIB, 164 * _KIB, 2048),
+    "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536, 16),
+    "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
+    "sm_90": Limits(227 * _KIB, 228 * _KIB, 2048),
+    "sm_100": Limits(227 * _KIB, 228 * _KIB, 2048),
+    "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
+}
+#: By words of the device's name, the first that fits: data sheets of NVIDIA. Exponentials are at
+#: the clock that their products are promised at.
+_PEAKS = (
+    ("H100 PCIe", Peak(756.5, 2039.0, 51.2, 114 * 16 * 1.62e-3)),
+    ("H100 NVL", Peak(835.5, 3938.0, 60.0, 132 * 16 * 1.545e-3)),
+    ("H100", Peak(989.4, 3352.0, 66.9, 132 * 16 * 1.83e-3)),
+    ("H200", Peak(989.4, 4814.0, 66.9, 132 * 16 * 1.83e-3)),
+    ("A100-SXM4-80GB", Peak(311.9, 2039.0, 19.5, 108 * 16 * 1.41e-3)),
+    ("A100", Peak(311.9, 1555.0, 19.5, 108 * 16 * 1.41e-3)),
+    ("RTX 4090", Peak(165.2, 1008.0, 1.3, 128 * 16 * 2.52e-3)),
+    ("L40S", Peak(362.1, 864.0, 1.4, 142 * 16 * 2.52e-3)),
+)
+#: What a call is planned for where no device is at hand.
+_TYPICAL = {
+    "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20),
+    "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20),
+    "sm_60": ("Tesla P100-SXM2-16GB", 56, 4 << 20),
+    "sm_61": ("NVIDIA GeForce GTX 1080", 20, 2 << 20),
+    "sm_70": ("Tesla V100-SXM2-16GB", 80, 6 << 20),
+    "sm_75": ("Tesla T4", 40, 4 << 20),
+    "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40 << 20),
+    "sm_86": ("an sm_86", 84, 6 << 20),
+    "sm_89": ("NVIDIA GeForce RTX 4090", 128, 72 << 20),
+    "sm_90": ("NVIDIA H100 80GB HBM3", 132, 50 << 20),
+    "sm_100": ("an sm_100", 148, 126 << 20),
+    "sm_120": ("an sm_120", 170, 96 << 20),
+}
+ARCHITECTURES = tuple(_LIMITS)
+
+
+def typical(arch: str) -> Hardware:
+    """The most common device of an architecture, "sm_90" or "sm_90a"."""
+    plain = arch.removesuffix("a") if isinstance(arch, str) else ""
+    if plain not in _LIMITS:
+        raise problem_with(
+            "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
+        )
+    name, multiprocessors, l2_bytes = _TYPICAL[plain]
+    return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))
+
+
+def present(device: int | None = None) -> Hardware | None:
+    """The device at hand, or None where CuPy finds none."""
+    try:
+        import cupy
+
+        chosen = cupy.cuda.Device(device)
+        attributes = chosen.attributes
+        name = cupy.cuda.runtime.getDeviceProperties(chosen.id)["name"].decode()
+    except (ImportError, RuntimeError, OSError):
+        return None
+    return _described(name, f"sm_{chosen.compute_capability}", attributes)
+
+
+def wanted(arch: str | None) -> Hardware:
+    """What a call is planned for: an architecture, else what is here, else an H100."""
+    found = present() if arch is None else typical(arch)
+    return found or typical("sm_90")
+
+
+def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
+    limits = Limits(
+        int(attributes["MaxSharedMemoryPerBlockOptin"]),
+        int(attributes["MaxSharedMemoryPerMultiprocessor"]),
+        int(attributes["MaxThreadsPerMultiProcessor"]),
+        int(attributes.get("MaxBlocksPerMultiprocessor", 32)),
+    )
+    processors, l2_bytes = attributes["MultiProcessorCount"], attributes["L2CacheSize"]
+    return Hardware(name, arch, int(processors), limits, int(l2_bytes), peak_of(name))
+
+
+def peak_of(name: str) -> Peak | None:
+    """Promised speed of a device by name; None where no data sheet is in the table."""
+    return next((peak for words, peak in _PEAKS if words in name), None)
+
+
+def peak_products(peak: Peak, dtype: str, precision: str) -> tuple[float, str]:
+    """TFLOP/s of products of a dtype as the kernels form them, and how that is."""
+    if dtype == "float64":
+        return peak.float64, "float64 products"
+    if dtype != "float32":
+        return peak.tflops, "16-bit products"
+    if precision == "tf32":
+        return peak.tflops / 2, "TF32 products"
+    # kernels_cu/tile/matmul_sm80.cuh; TF32 has half the rate of bfloat16.
+    return peak.tflops / 6, "three TF32 products for one of float32"
+
+
+def occupancy(limits: Limits, num_threads: int, smem_bytes: int, registers: int) -> int:
+    """Blocks of threads that share a multiprocessor."""
+    warps = num_threads // 32
+    granted = -(-registers * 32 // _REGISTERS_GRANTED) * _REGISTERS_GRANTED
+    return min(
+        limits.blocks,
+        limits.threads // num_threads,
+        limits.multiprocessor_smem // (smem_bytes + RESERVED_SMEM),
+        _REGISTERS // max(granted * warps, 1),
+    )
+
+
+def registers_of_thread(num_threads: int, blocks: int) -> int:
+    """Registers that a thread may have where so many blocks are to share a multiprocessor."""
+    share = _REGISTERS // (num_threads * blocks)
+    return min(share // _REGISTERS_OF_BOUND * _REGISTERS_OF_BOUND, _MOST_REGISTERS)

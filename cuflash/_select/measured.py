@@ -1,0 +1,318 @@
+"""Which measured tiles go before the tables of ``_select*.py``?
+
+Those of ``tiles.json``, which is shipped and made by tools/shipped_tiles.py from committed sweeps.
+Before them those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable
+CUFLASH_TILES, the path of a file or "user" for this user's table. A file is JSON,
+{"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
+options and device; where it says so, only instead of one tile of the tables, which may depend on
+lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cuflash._errors import problem_with
+from cuflash._kernels.config import (
+    BackwardKVConfig,
+    BackwardKVSm90Config,
+    BackwardOnePassConfig,
+    BackwardSm90Config,
+    ForwardConfig,
+    ForwardNarrowConfig,
+    ForwardSm90Config,
+    TileConfig,
+)
+
+FORMAT = "cuflash tiles 1"
+VARIABLE = "CUFLASH_TILES"
+AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
+
+
+class Key(NamedTuple):
+    """What a row holds for."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    options: str
+    device: str
+    replaces: str = ""  # the tile of the tables instead of which it is taken; any where empty
+
+
+class Row(NamedTuple):
+    """A tile for a key, and where it was found."""
+
+    key: Key
+    values: tuple[tuple[str, int], ...]
+    measured: str = ""
+
+
+#: Fields that say what a kernel computes, and the word that stands for each in a key.
+_WORDS = {
+    "window_left": "window",
+    "window_right": "causal",
+    "softcap": "softcap",
+    "bias": "bias",
+    "alibi_slopes": "alibi_slopes",
+    "mask": "mask",
+    "segment_ids": "segment_ids",
+    "q_lengths": "q_lengths",
+    "kv_lengths": "kv_lengths",
+    "score_mod": "score_mod",
+    "mask_mod": "mask_mod",
+    "dropout": "dropout",
+    "cu_seqlens": "packed",
+    "cuda_cores": "cores",
+    "sink": "sink",
+}
+
+
+_TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
+#: Fields that say how a kernel computes and not what: those that a row may hold.
+TILE_FIELDS = _TRUTH_VALUES | {
+    "block_m", "block_n", "num_warps", "blocks_per_sm", "num_stages", "num_q_stages",
+    "overlap_quarters",
+}  # fmt: skip
+
+
+def options_of(config: TileConfig) -> str:
+    """The options that are compiled into a kernel: "causal sink"; "plain" where there are none.
+
+    A measured tile is used for exactly the options that it was measured with: others take registers
+    of their own.
+    """
+    words = [
+        word for name, word in _WORDS.items() if getattr(config, name, False) not in (False, "none")
+    ]
+    plain = not {"softcap", "bias", "alibi_slopes", "score_mod"} & set(words)
+    if plain and not config.scale_in_exponent:
+        words.append("scaled")
+    if config.precision == "tf32":
+        words.append("tf32")
+    if config.offset in ("int32", "int64"):
+        words.append("offset")
+    if isinstance(config, BackwardKVConfig | BackwardKVSm90Config):
+        words += [] if config.grad_k and config.grad_v else ["dk" if config.grad_k else "dv"]
+    if config.copy_bytes < 16:
+        words.append("narrow")
+    if isinstance(config, BackwardOnePassConfig) and not config.ordered:
+        words.append("unordered")
+    if isinstance(config, ForwardNarrowConfig):
+        words.append(f"{config.width}x{config.width_v}")
+        words += ["shared"] if config.key_bias else []
+    if isinstance(config, ForwardConfig) and config.out_dtype != config.dtype:
+        words.append(config.out_dtype)
+    return " ".join(words) or "plain"
+
+
+def key_of(config: TileConfig, device: str) -> Key:
+    """What a configuration is looked up by."""
+    kernel = config.source.removesuffix(".cu")
+    sizes = (config.head_dim, config.head_dim_v)
+    return Key(kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
+
+
+def tile_text(config: TileConfig) -> str:
+    """A tile in words: "num_warps=12 block_m=128 ..."."""
+    names = [f.name for f in fields(config) if f.name in TILE_FIELDS]
+    return " ".join(f"{name}={int(getattr(config, name))}" for name in names)
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a file is that of a sweep, by its first line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return '"kind": "sweep"' in file.readline()
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; a ValueError that names the place where it is no table of tiles."""
+    import json
+
+    expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
+    if is_sweep(path):
+        raise problem_with(
+            str(path), ValueError, got="a sweep", expected=expected,
+            fix=f"unset {VARIABLE}; then cuflash.tuning.save(cuflash.tuning.load({str(path)!r}), "
+            f"'tiles.json') makes one of it, and python -m cuflash tune --file {path} --save, with "
+            f"the sweep's other arguments, keeps its best for {VARIABLE}=user",
+        )  # fmt: skip
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        got = f"no JSON ({error})"
+        raise problem_with(str(path), ValueError, got=got, expected=expected) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise problem_with(str(path), ValueError, got="another format", expected=expected)
+    tiles = content.get("tiles")
+    if not isinstance(tiles, list):
+        raise problem_with(str(path), ValueError, got='no list "tiles"', expected=expected)
+    return [_row(path, number, given) for number, given in enumerate(tiles)]
+
+
+def _row(path: Path, number: int, given: Any) -> Row:
+    where = f"{path}: tiles[{number}]"
+    kinds = {name: int if name.startswith("head") else str for name in Key._fields}
+    if isinstance(given, dict):
+        given = {"replaces": "", **given}
+    if not isinstance(given, dict) or not isinstance(given.get("values"), dict):
+        raise problem_with(where, ValueError, got=repr(given)[:80], expected='a row with "values"')
+    for name, kind in kinds.items():
+        if not isinstance(given.get(name), kind):
+            raise problem_with(
+                where, ValueError, got=f"{name} {given.get(name)!r}", expected=f"{kind.__name__}"
+            )
+    values = given["values"]
+    if not values or not all(isinstance(value, int) for value in values.values()):
+        raise problem_with(where, ValueError, got=f"values {values}", expected="integers by name")
+    key = Key(**{name: given[name] for name in Key._fields})
+    return Row(key, tuple(values.items()), str(given.get("measured", "")))
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write a file of tiles as a whole, in order of its keys."""
+    import json
+
+    ordered = sorted(rows, key=lambda row: row.key)
+    tiles = [
+        {name: value for name, value in row.key._asdict().items() if value != ""}
+        | {"values": dict(row.values), "measured": row.measured}
+        for row in ordered
+    ]
+    lines = ",\n".join(json.dumps(tile) for tile in tiles)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(f'{{"format": "{FORMAT}", "tiles": [\n{lines}\n]}}\n', encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def user_file() -> Path:
+    """Table of this user, in the platform's folder for caches."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+    elif sys.platform == "darwin":
+        base = os.path.expanduser("~/Library/Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "cuflash", "tiles.json")
+
+
+#: What is in use: None before the variable was looked at, empty where nothing is.
+_in_use: dict[Key, Row] | None = None
+
+
+@functools.cache
+def shipped() -> Mapping[Key, Row]:
+    """The rows that come with the library."""
+    return {row.key: row for row in read(Path(__file__).with_name("tiles.json"))}
+
+
+def in_use() -> Mapping[Key, Row]:
+    """The rows asked for, those of the variable unless :func:`replace_rows` was called."""
+    global _in_use
+    if _in_use is None:
+        named = os.environ.get(VARIABLE, "")
+        path = user_file() if named == "user" else Path(named)
+        if named not in ("", "user") and not path.is_file():
+            raise problem_with(
+                VARIABLE, FileNotFoundError, got=f"{named}, which is no file",
+                expected='a file of tiles, or "user" for this user\'s table',
+            )  # fmt: skip
+        rows = read(path) if named and (named != "user" or path.exists()) else []
+        _in_use = {row.key: row for row in rows}
+    return _in_use
+
+
+def replace_rows(rows: Mapping[Key, Row] | None) -> None:
+    """Use these rows from now on; None: those of the variable."""
+    global _in_use
+    _in_use = None if rows is None else dict(rows)
+
+
+def row_of(config: TileConfig, device: str) -> Row | None:
+    """The measured row for a choice of the tables; None where there is none."""
+    key = key_of(config, device)
+    for rows in (in_use(), shipped()):
+        row = rows.get(key) or rows.get(key._replace(replaces=""))
+        if row is not None:
+            return row
+    return None
+
+
+def row_behind(config: TileConfig, device: str) -> Row | None:
+    """The measured row that a configuration has its tile from; None where it is of the tables."""
+    key = key_of(config, device)._replace(replaces="")
+    for row in (*in_use().values(), *shipped().values()):
+        if row.key._replace(replaces="") != key:  # other kernels have other parameters
+            continue
+        if all(getattr(config, name, None) == value for name, value in row.values):
+            return row
+    return None
+
+
+def has_row(config: TileConfig) -> bool:
+    """Whether a row holds for a choice on some device: a name takes the driver long."""
+    own = key_of(config, "")
+    known = {key._replace(device="") for rows in (in_use(), shipped()) for key in rows}
+    return own in known or own._replace(replaces="") in known
+
+
+def applied(chosen: AnyTileConfig, device: str, smem_limit: int) -> AnyTileConfig:
+    """The configuration with the tile that was measured for it; as it is where there is none.
+
+    ``smem_limit`` is what one block of threads may ask for: rows may be written by hand.
+    """
+    row = row_of(chosen, device)
+    if row is None:
+        return chosen
+    try:
+        found = with_values(chosen, dict(row.values))
+        if found.smem_bytes > smem_limit:
+            raise ValueError(
+                f"{found.smem_bytes} bytes of shared memory, a block of threads has {smem_limit}"
+            )
+        return found
+    except ValueError as error:
+        raise problem_with(
+            f"{VARIABLE} or tuning.use", ValueError,
+            got=f"{row.key.kernel} for {device} with {dict(row.values)}",
+            expected="a legal tile", fix=str(error).replace("self.", ""),
+        ) from None  # fmt: skip
+
+
+def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConfig:
+    """The configuration with another tile; a ValueError for what is no field or not legal."""
+    known = [name for name in vars(config) if name in TILE_FIELDS]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise problem_with(
+            "parameter", ValueError, got=unknown[0],
+            expected=f"one of {', '.join(known)} of {type(config).__name__}",
+        )  # fmt: skip
+    changed: dict[str, Any] = dict(values)
+    for name in _TRUTH_VALUES & set(changed):
+        changed[name] = bool(changed[name])
+    if isinstance(config, ForwardSm90Config | BackwardSm90Config) and config.owned in changed:
+        changed["num_warps"] = _warps_of(config, changed[config.owned])
+    return type(config)(**vars(config) | changed)
+
+
+def _warps_of(config: ForwardSm90Config | BackwardSm90Config, rows: int) -> int:
+    """How many warps a kernel of Hopper has, which its tile decides; pairs of blocks own two."""
+    blocks = config.cluster_blocks if isinstance(config, BackwardOnePassConfig) else 1
+    return blocks * rows // 16 + config.other_warps
+
+
+@functools.cache
+def device_name(device: int) -> str:
+    """Name of a device by its number."""
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(device)["name"].decode())

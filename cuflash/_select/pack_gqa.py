@@ -1,0 +1,80 @@
+"""Which batch entries see the same keys alike, so that they are more rows of one matrix?
+
+The query heads of a group, or all heads over keys without a head axis. Few rows each (decoding has
+one) leave most of a tile empty and read the keys once for each head; together they fill a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuflash._launch.grid import Layout
+from cuflash._problem.problem import Problem
+
+_ROWS = ("q", "out", "lse")  # operands with a row for each query
+FEW = 64  # rows that one warpgroup, or half of a block's warps, takes
+
+
+def with_shared_rows(
+    problem: Problem, layouts: dict[str, Layout]
+) -> tuple[Problem, dict[str, Layout]]:
+    """The call with fewer entries of more rows, where rows are few; otherwise the same.
+
+    Of the problem that is returned, operands still describe the caller's arrays: ``layouts`` tells
+    where rows lie.
+    """
+    alike = _with_equal_rows(problem)
+    if alike is None:
+        return problem, layouts
+    shorter, moved = alike, layouts
+    while shorter.batch and shorter.seqlen_q <= FEW:
+        merged = _merged_last_axis(shorter, moved)
+        if merged is None:
+            break
+        shorter, moved = merged
+    return (problem, layouts) if moved is layouts else (shorter, moved)
+
+
+def _with_equal_rows(problem: Problem) -> Problem | None:
+    """The problem without bounds that depend on the row; None where something else does."""
+    differs = (
+        problem.bias, problem.mask, problem.alibi_slopes, problem.segment_ids_q, problem.formulas,
+        problem.q_lengths, problem.cu_seqlens_q,
+    )  # fmt: skip
+    whole = problem.q_length_value in (None, problem.seqlen_q)
+    if not whole or problem.dropout > 0 or any(x is not None for x in differs):
+        return None
+    if problem.window_left is None and problem.window_right is None:
+        return problem
+    if problem.seqlen_q > 1 or problem.window_left is not None or problem.offset is not None:
+        return None
+    # One row sees the keys up to a bound: by default, all that there are.
+    keys = problem.kv_length_value
+    if problem.offset_value is not None:
+        if problem.kv_lengths is not None:
+            return None
+        keys = problem.seqlen_k if keys is None else keys
+        keys = max(0, min(keys, problem.offset_value + (problem.window_right or 0) + 1))
+    return replace(problem, window_right=None, kv_length_value=keys)
+
+
+def _merged_last_axis(
+    problem: Problem, layouts: dict[str, Layout]
+) -> tuple[Problem, dict[str, Layout]] | None:
+    """The last batch axis as part of the rows; None where operands differ along it."""
+    extent, rows = problem.batch[-1], problem.seqlen_q
+    moved = {}
+    for name, layout in layouts.items():
+        *batch, step = layout.batch
+        row = layout.row
+        if name in _ROWS and extent > 1:
+            row = step if rows == 1 else row
+            if step != rows * row:
+                return None
+        elif step != 0 and extent > 1:
+            return None
+        moved[name] = layout._replace(batch=tuple(batch), row=row)
+    shorter = replace(
+        problem, batch=problem.batch[:-1], seqlen_q=extent * rows, q_length_value=None
+    )
+    return shorter, moved
