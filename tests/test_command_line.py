@@ -25,9 +25,11 @@ from cuflash._bench import io_model, machine
 from cuflash._cli import explained
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
-from cuflash._select import choose, measured, sm90, tf32_sm90
 from cuflash._select import hardware as select_hardware
+from cuflash._select import measured, sm90, tf32_sm90
+from cuflash._select.choose import why_portable
 from cuflash.tuning import _table
+from support.chosen import backward_of, forward_of
 from support.simulated_sweep import DEVICE
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -224,7 +226,7 @@ def test_explain_says_what_was_chosen(capsys):
     assert status == 0
     assert (own["kernel"], own["tile"]["block_m"]) == ("forward_sm90", 128)
     work = tuning.Workload.from_json(found["workload"])
-    config = choose.forward(work.problem(), H100)
+    config = forward_of(work.problem(), H100)
     assert own["smem_bytes"] == config.smem_bytes
     assert own["tile_from"]
     assert own["bound_by"] == "16-bit products"
@@ -275,10 +277,10 @@ def test_packed_sequences_are_explained(capsys):
 
 def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     decoding = tuning.Workload(8, 32, 8, 1, 4096, 128, 128, "bfloat16", causal=True)
-    config = choose.forward(decoding.problem(), H100)
+    config = forward_of(decoding.problem(), H100)
     assert not config.window_right  # one row sees all keys: no mask is compiled in
     apart = tuning.Workload(8, 8, 8, 65, 4096, 128, 128, "bfloat16", causal=True)
-    assert choose.forward(apart.problem(), H100).window_right
+    assert forward_of(apart.problem(), H100).window_right
 
 
 @pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, []), (0, ["--arrays", "key_bias"])])
@@ -453,14 +455,14 @@ def test_explain_says_what_does_not_compile(capsys, monkeypatch):
 )  # fmt: skip
 def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
     problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
-    forward = choose.forward(problem, H100).source.endswith("_sm90.cu")
-    assert forward == (choose.why_portable(problem, H100) == "")
+    forward = forward_of(problem, H100).source.endswith("_sm90.cu")
+    assert forward == (why_portable(problem, H100) == "")
     of_float32 = problem.dtype == np.float32 and tf32_sm90.forward_config(problem, 16)
     assert not forward or of_float32 or sm90.forward_config(problem) is not None
-    gradient = [c.source for c in choose.backward(problem, H100)][1:]
+    gradient = [c.source for c in backward_of(problem, H100)][1:]
     hopper = all(s.endswith("_sm90.cu") or s == "backward_convert.cu" for s in gradient)
-    assert hopper == (choose.why_portable_gradient(problem, H100) == "")
-    assert choose.why_portable(problem, select_hardware.typical("sm_80"))
+    assert hopper == (why_portable(problem, H100, backward=True) == "")
+    assert why_portable(problem, select_hardware.typical("sm_80"))
 
 
 def test_the_io_model_of_a_tile_counted_by_hand():

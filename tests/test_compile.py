@@ -20,7 +20,7 @@ from ml_dtypes import bfloat16
 
 from cuflash import CompileError, Options
 from cuflash._jit.compilation import OPTIONS as FLAGS
-from cuflash._jit.compilation import Report, compile_static, params_struct, source_of
+from cuflash._jit.compilation import Report, compile_static, source_of
 from cuflash._jit.source import flatten, kernels_dir
 from cuflash._kernels.config import (
     HEAD_DIMS,
@@ -625,5 +625,5 @@ def test_a_wrong_source_is_told_where_no_file_can_be_written(
 
 
 def test_every_kernel_has_its_parameters() -> None:
-    names = {params_struct(c) for c in configs_of(PLAIN, "sm_90")}
+    names = {c.params for c in configs_of(PLAIN, "sm_90")}
     assert names == {"ForwardParams", "DeltaParams", "BackwardParams"}

@@ -18,7 +18,7 @@ from ml_dtypes import bfloat16
 from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
-from cuflash._jit.compilation import compile_static, params_struct
+from cuflash._jit.compilation import compile_static
 from cuflash._kernels.config import (
     BackwardConvertConfig,
     BackwardOnePassConfig,
@@ -338,9 +338,9 @@ def test_wgmma_headers_are_fresh() -> None:
 
 
 def test_parameters_are_its_own() -> None:
-    assert params_struct(config_of(PLAIN)) == "ForwardSm90Params"
-    assert {params_struct(c) for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
+    assert config_of(PLAIN).params == "ForwardSm90Params"
+    assert {c.params for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
     together = fused_backward.config_of(problem_of(PLAIN), ordered=True)
     assert together is not None
-    assert params_struct(together) == "BackwardSm90Params"
-    assert params_struct(fused_backward.convert_config(together)) == "BackwardParams"
+    assert together.params == "BackwardSm90Params"
+    assert fused_backward.convert_config(together).params == "BackwardParams"

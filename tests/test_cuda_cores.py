@@ -25,8 +25,8 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 import test_compile
 from test_covering import check
 
-from cuflash._select import choose
 from cuflash._select import hardware as select_hardware
+from support.chosen import backward_of, forward_of
 from support.host_device import COMPILER, host_device
 from support.portable import kernels_of
 
@@ -49,7 +49,7 @@ SPILLS = {
 def chosen(arch: str, case: dict[str, Any]) -> list[KernelConfig]:
     hardware = select_hardware.typical(arch)
     problem = test_compile.problem_of(case)
-    return [choose.forward(problem, hardware), *choose.backward(problem, hardware)]
+    return [forward_of(problem, hardware), *backward_of(problem, hardware)]
 
 
 @pytest.mark.nvrtc
@@ -195,6 +195,6 @@ def test_by_a_compiler(dtype: Any, name: str, tmp_path: Any) -> None:
     # A mask so sparse that some queries see nothing.
     options = {"window": {"window": (20, 5)}, "mask": {"mask": rng.random((40, 70)) < 0.02}}[name]
     call = make_call("normal", 1, dtype, (40, 20), (70, 20), (70, 36), options=options)
-    with host_device(tmp_path, "75") as device:
+    with host_device(tmp_path, 75) as device:
         test_kernels_on_the_host.check(call, cuflash.Options(**call.options))
     assert "cuflash_forward_sm80" in device.launched

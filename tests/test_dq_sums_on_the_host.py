@@ -12,13 +12,13 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
-from cuflash._launch.grid import Layout
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._kernels import params
-from cuflash._launch import fused_backward, plan
+from cuflash._launch import dq_sums, plan
 from cuflash._select import fused_backward as select_fused_backward
 from support.host_device import COMPILER, host_device, on_device
 
@@ -46,9 +46,9 @@ def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -
     assert config is not None
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-        layouts |= {"dq": layouts["q"], "sums": fused_backward._sums_layout(problem)}
+        layouts |= {"dq": layouts["q"], "sums": dq_sums.layout(problem)}
         launch = plan.plan_launch(
-            params.BACKWARD, select_fused_backward.convert_config(config), problem, layouts, 0,
+            select_fused_backward.convert_config(config), problem, layouts, 0,
             num_blocks=-(-problem.seqlen_q // config.block_m),
         )  # fmt: skip
         given = {"dq": dq.ctypes.data, "sums": sums.ctypes.data}

@@ -116,7 +116,8 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     import cupy
 
     from cuflash._launch import run as launch_run
-    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch, available
+    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch
+    from cuflash._select import hardware
 
     call = call_of(kernel, name)
     launch_run.forget_plans()
@@ -124,7 +125,7 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     launches = [plan[1] for plan in launch_run._forward_plans.values()]
     if backward:
         launches = [launch for p in launch_run._backward_plans.values() for _, launch in p.steps]
-    if available(cupy.cuda.Device().id):
+    if hardware.present().hopper:
         served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
         assert served == ("hopper" in kernel)
     return call, result, Budget(call)

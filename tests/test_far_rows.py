@@ -169,7 +169,7 @@ def test_weights(compute: Compute, dtype: str, name: str) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weights_without_tensor_cores(dtype: str, tmp_path: Any) -> None:
-    with host_device(tmp_path, "75"):
+    with host_device(tmp_path, 75):
         check_sizes(dtype, "plain", on_the_host)
 
 

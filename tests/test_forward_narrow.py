@@ -16,9 +16,10 @@ import cuflash
 from cuflash import reference
 from cuflash._jit.compilation import compile_static
 from cuflash._problem.problem import describe
-from cuflash._select import choose, hardware, narrow
+from cuflash._select import hardware, narrow
 from cuflash._select import portable as select_portable
 from support.budget import Budget
+from support.chosen import forward_of
 from support.nvrtc import compiler_of
 from support.problems import Call, make_call, run
 
@@ -68,7 +69,7 @@ def test_it_is_chosen_for_narrow_heads_alone() -> None:
     def source(dtype: Any, head_dim: int, head_dim_v: int, **options: Any) -> str:
         call = make_call("normal", 1, dtype, (9, head_dim), (7, head_dim), (7, head_dim_v))
         problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
-        return choose.forward(problem, H100).source
+        return forward_of(problem, H100).source
 
     assert source(np.float32, 3, 0) == source(np.float64, 8, 8) == "forward_narrow.cu"
     assert source(np.float16, 3, 3) == source(np.float32, 9, 3) == "forward_sm80.cu"

@@ -14,9 +14,10 @@ from cuflash._bench import io_gradient, io_model, profiler
 from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
 from cuflash._cli import explained_io
 from cuflash._kernels.config import KernelConfig
-from cuflash._select import choose, hardware
+from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
 from cuflash.tuning._kernels import kernel_name
+from support.chosen import backward_of
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
 MASKS = {
@@ -60,7 +61,7 @@ SCHEMES = {
 
 def chosen(work: Workload, arch: str) -> list[KernelConfig]:
     """The kernels of a gradient."""
-    return choose.backward(work.problem(), hardware.typical(arch))
+    return backward_of(work.problem(), hardware.typical(arch))
 
 
 def visible(work: Workload) -> np.ndarray:

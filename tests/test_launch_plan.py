@@ -22,9 +22,9 @@ from cuflash._kernels.config import (
 )
 from cuflash._kernels.config_tf32_sm90 import BackwardKVTf32Sm90Config
 from cuflash._launch import grid as launch_grid
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Operand, Problem, describe
 from cuflash._select import (
-    choose,
     eligibility,
     fused_backward,
     portable,
@@ -39,8 +39,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._kernels import params
 from cuflash._launch import plan, run
-from cuflash._launch import sm90 as launch_sm90
-from cuflash._select import measured
+from support.chosen import backward_of, forward_of
 
 SMALLEST, AMPERE, HOPPER = SMEM_LIMITS = (99 * 1024, 163 * 1024, 227 * 1024)
 DTYPES = (bfloat16, np.float16, np.float32, np.float64)
@@ -138,7 +137,7 @@ def test_contiguous_operands_have_one_axis() -> None:
 def test_the_widest_legal_copy(
     strides: tuple[int, int], columns: int, bits: int, expected: int
 ) -> None:
-    assert launch_grid.Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
+    assert Layout(2, (4096,), *strides).copy_bytes(columns, bits) == expected
 
 
 def base_problem() -> Problem:
@@ -202,11 +201,13 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
     found: list[KernelConfig] = [
         portable.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
     ]
-    of_keys = portable_gradients.backward_kv_configs(*given, wanted)
+    of_keys: Any = portable_gradients.backward_kv_partners(*given, wanted, cuda_cores=False)
+    of_keys = of_keys or portable_gradients.backward_kv_configs(*given, wanted)
     scores = portable_gradients.backward_score_config(*given, *SUMS[number % 4])
     forward, of_queries = (
         portable.forward_config(*given),
-        portable_gradients.backward_q_config(*given),
+        portable_gradients.backward_q_partners(*given, cuda_cores=False)
+        or portable_gradients.backward_q_config(*given),
     )
     found += [forward, of_queries, *of_keys, scores]
     assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
@@ -315,14 +316,13 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     q = np.zeros((2, 3, 20, 64), np.float16)
     problem = describe(q, q, q, Options())
     monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
-    monkeypatch.setattr(measured, "device_name", lambda _: "simulated")
-    monkeypatch.setattr(launch_sm90, "available", lambda _: False)
-    assert run.workspace_size(problem, "forward") == 0
     statistics = 8 * 2 * 3 * 20
-    assert run.workspace_size(problem, "backward") == statistics
-    monkeypatch.setattr(launch_sm90, "available", lambda _: True)
+    with select_hardware.assumed(select_hardware.typical("sm_80")):
+        assert run.workspace_size(problem, "forward") == 0
+        assert run.workspace_size(problem, "backward") == statistics
     sums, turns = 4 * 2 * 3 * 32 * 64, 4 * (1 + 2 * 3)  # rows in slices of 16
-    assert run.workspace_size(problem, "backward") == statistics + sums + turns + 128
+    with select_hardware.assumed(select_hardware.typical("sm_90")):
+        assert run.workspace_size(problem, "backward") == statistics + sums + turns + 128
 
 
 def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None:
@@ -357,8 +357,8 @@ def test_no_architecture_refuses_a_problem() -> None:
             scores = portable_gradients.backward_score_config(
                 problem, smem, problem.dtype.itemsize, *SUMS[number % 4], cuda_cores=on_cores
             )
-            found = [choose.forward(problem, hardware), scores]
-            found += choose.backward(problem, hardware, WANTED[number % 3])
+            found = [forward_of(problem, hardware), scores]
+            found += backward_of(problem, hardware, WANTED[number % 3])
             assert all(c.smem_bytes <= smem for c in found)
             if any(isinstance(c, TileConfig) and c.cuda_cores for c in found):
                 cuda_cores.add((arch, problem.dtype.name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,18 @@ from ml_dtypes import bfloat16
 from cuflash import Options
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels.config import BackwardPairConfig
-from cuflash._launch.grid import Layout
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
-from cuflash._select import fused_backward, measured, override, portable_gradients, sm90
+from cuflash._select import fused_backward, hardware, override, portable_gradients, sm90
 from cuflash._select import portable as select_portable
+from cuflash._select.access import Access
+from cuflash._select.choose import Wanted, choose
 from cuflash._select.override import BackwardConfigs
+from cuflash.tuning import _kernels
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._jit import device as jit_device
-from cuflash._launch import fused_backward as launch_fused_backward
-from cuflash._launch import kernel_launcher, run, tensor_map
+from cuflash._launch import dq_sums, kernel_launcher, run, tensor_map
 from cuflash._launch import plan as launch_plan
 from cuflash._launch import sm90 as launch_sm90
 
@@ -43,29 +45,22 @@ class Recorder:
         self.cleared: list[tuple[int, int, int, int]] = []
         runtime = SimpleNamespace(memsetAsync=lambda *arguments: self.cleared.append(arguments))
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
-        device = SimpleNamespace(compute_capability="90")
-        attributes = {"MultiProcessorCount": 132, "L2CacheSize": 50 << 20,
-                      "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
-        monkeypatch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
-        monkeypatch.setattr(jit_device, "capability", lambda _: 90)
+        simulated = hardware.typical("sm_90")._replace(name="simulated")
+        monkeypatch.setattr(hardware, "_assumed", simulated)
         monkeypatch.setattr(launch_sm90, "_counters", {})
         monkeypatch.setattr(launch_sm90, "runtime", runtime)
-        monkeypatch.setattr(measured, "device_name", lambda device: "simulated")
         monkeypatch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
-            Device=lambda _: device,
             Memory=lambda size: SimpleNamespace(ptr=COUNTERS, size=size),
             Stream=lambda **_: stream,
         )
         cupy = SimpleNamespace(cuda=cuda)
         monkeypatch.setattr(launch_sm90, "cupy", cupy)
-        monkeypatch.setattr(launch_plan, "cupy", cupy)
         monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
         monkeypatch.setattr(
             tensor_map, "with_addresses",
             lambda _, addresses: b"".join(address.to_bytes(128, "big") for address in addresses),
         )  # fmt: skip
-        monkeypatch.setattr(tensor_map, "available", lambda: True)
         kernel = SimpleNamespace(pointer=5, num_threads=384, smem_bytes=1 << 16)
         monkeypatch.setattr(launch_plan, "compile_kernel", lambda *_: kernel)
 
@@ -176,23 +171,22 @@ def test_keys_past_one_length_are_past_the_end_of_the_maps(recorder: Recorder) -
 
 
 @pytest.mark.parametrize(
-    ("capability", "options", "message"),
+    ("arch", "options", "message"),
     [
-        ("80", {}, "got ForwardSm90Config on simulated (sm_80), expected a device of sm_90"),
+        ("sm_80", {}, "got ForwardSm90Config on simulated (sm_80), expected a device of sm_90"),
         (
-            "90",
+            "sm_90",
             {"bias": np.zeros((300, 400)), "softcap": 3.0},
             "where a bias spills beside options",
         ),
     ],
 )
 def test_a_configuration_that_cannot_serve_says_why(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, capability: str,
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, arch: str,
     options: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
     wanted = sm90.forward_config(problem_of(2))
-    device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(launch_sm90.cupy.cuda, "Device", lambda _: device)
+    monkeypatch.setattr(hardware, "_assumed", hardware.typical(arch)._replace(name="simulated"))
     with pytest.raises(ValueError, match="config: ") as error:
         run._plan_forward(problem_of(2, **options), 0, POINTERS, None, wanted)
     assert message in str(error.value)
@@ -242,6 +236,7 @@ GRADIENT_POINTERS = {
 
 
 WORKSPACE = 1 << 30
+IN_TWO_PASSES = frozenset(_kernels.KERNELS) - {"backward_sm90", "backward_pair_sm90"}
 
 
 def plan_gradient(
@@ -271,12 +266,18 @@ def gradient_steps(
     }
     addresses = GRADIENT_POINTERS | moved
     if one_pass is not None:
-        addresses |= launch_fused_backward.addresses(problem, one_pass, WORKSPACE)
-    steps = run._plan_backward(
-        problem, 0, layouts, problem.dtype, frozenset(wrt), addresses,
-        config or BackwardConfigs(), {}, one_pass,
+        addresses |= dq_sums.addresses(problem, one_pass, WORKSPACE)
+        config = BackwardConfigs(qkv=one_pass)
+    mapped = tuple(addresses[name] for name in kernel_params.BACKWARD_MAPPED)
+    maps = launch_sm90.MapsOf(mapped)
+    bits = functools.reduce(int.__or__, mapped) & 15
+    steps = choose(
+        problem, hardware.of_device(0), Access(layouts, maps, bits, bits),
+        wanted=Wanted.of("".join(wrt)), override=config, only=None if one_pass else IN_TWO_PASSES,
+        deterministic=one_pass is None or one_pass.ordered,
     )  # fmt: skip
-    return [({n: addresses[n] for n in names}, launch) for names, launch in steps]
+    launches = run._plan_backward(problem, 0, layouts, maps, steps)
+    return [({n: addresses[n] for n in names}, launch) for names, launch in launches]
 
 
 def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
@@ -312,7 +313,7 @@ def test_owners_that_start_together(
     config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
-    section = launch_plan._owners_per_section(config, 512, streamed, 0)
+    section = launch_plan._owners_per_section(config, 512, streamed, hardware.of_device(0))
     assert section == expected
 
 
@@ -328,7 +329,7 @@ def test_owners_of_pairs_that_start_together(
     problem = describe(array, array, array, Options(causal=causal))
     config = fused_backward.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
-    assert launch_plan._owners_per_section(config, 512, 1, 0) == expected
+    assert launch_plan._owners_per_section(config, 512, 1, hardware.of_device(0)) == expected
 
 
 def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
@@ -346,7 +347,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     delta, *steps = gradient_steps(problem, one_pass=config)
-    sums = launch_fused_backward.addresses(problem, config, WORKSPACE)["dq sums"]
+    sums = dq_sums.addresses(problem, config, WORKSPACE)["dq sums"]
     for addresses, launch in steps:
         recorder.struct = (
             kernel_params.BACKWARD_SM90 if isinstance(launch, launch_sm90.MappedLaunch)
@@ -358,7 +359,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
     assert sums % 128 == 0
     assert sums >= WORKSPACE + 4 * turns
-    assert sums + size <= WORKSPACE + launch_fused_backward.workspace_size(problem, config)
+    assert sums + size <= WORKSPACE + dq_sums.workspace_size(problem, config)
     (_, grid, params), (_, rows, converted), _ = recorder.launches
     assert (grid, rows) == (32, 24)  # tiles of 128 keys, blocks of 128 queries
     assert params["turns"] == WORKSPACE
@@ -468,8 +469,7 @@ def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Record
     together = fused_backward.config_of(problem, ordered=True)
     for found, expected in ((of_q, "ML"), (of_keys, "LM"), (together, "ML")):
         config = override.of_backward(found)
-        one_pass = launch_fused_backward.config_of(problem, 0, config=config)
-        assert (one_pass is not None) == (found is together)
+        one_pass = together if found is together else None
         launches = [launch for _, launch in plan_gradient(problem, (*"qkv",), config, one_pass)]
         assert "".join(type(launch).__name__[0] for launch in launches) == expected
 

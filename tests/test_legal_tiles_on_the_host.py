@@ -10,7 +10,7 @@ import pytest
 
 import cuflash
 from cuflash import tuning
-from cuflash._select import portable
+from cuflash._select import choose
 from cuflash.tuning import _kernels
 from support.problems import make_call
 
@@ -48,7 +48,7 @@ def test_drawn_tiles_compute_the_definition(tmp_path, monkeypatch, dtype, width,
         used.add(name)
         return _kernels.with_tile(chosen, tiles[name])
 
-    monkeypatch.setattr(portable, "overridden", overridden)
+    monkeypatch.setattr(choose, "with_override", overridden)
     generator = np.random.default_rng(seed)
     mask = generator.random((ROWS, KEYS)) < 0.9
     ids = tuple(np.sort(generator.integers(0, 3, (2, 1, n))) for n in (ROWS, KEYS))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cuflash import Options
-from cuflash._launch.grid import Layout
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")

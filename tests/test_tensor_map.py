@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+from cuflash._jit import driver
 from cuflash._launch import tensor_map
 from cuflash._launch.tensor_map import MapLayout, Maps, map_layout
 
@@ -122,21 +123,21 @@ def load(monkeypatch):
     """Return a function that puts a library in the driver's place."""
 
     def forget():
-        tensor_map._driver_function.cache_clear()
+        driver.function.cache_clear()
         tensor_map._arguments.cache_clear()
 
     def put(library):
         forget()
-        monkeypatch.setattr(tensor_map.ctypes, "CDLL", library)
+        monkeypatch.setattr(driver.ctypes, "CDLL", library)
 
     yield put
     forget()
 
 
 def test_what_the_driver_is_given(load):
-    driver = Driver()
-    load(lambda name: driver)
-    assert tensor_map.available()
+    own = Driver()
+    load(lambda name: own)
+    assert driver.encodes_tensor_maps()
     address = (1 << 47) + 256
     assert tensor_map.encode(layout(), address) == b"\x01" * 128
     assert tensor_map.encode(layout(rows=(100, 1 << 36), box_rows=64), 512) == b"\x02" * 128
@@ -144,12 +145,12 @@ def test_what_the_driver_is_given(load):
         "dtype": 6, "steps": [1] * 5, "interleave": 0, "swizzle": 3, "l2": 3, "fill": 0,
         "extents": [64, 100, 1, 1, 6],
     }  # fmt: skip
-    assert driver.calls == [
+    assert own.calls == [
         {**alike, "address": address, "strides": [128, 16, 16, 12800], "box": [64, 128, 1, 1, 1]},
         {**alike, "address": 512, "strides": [1 << 36, 16, 16, 12800], "box": [64, 64, 1, 1, 1]},
     ]
     tensor_map.encode(map_layout(np.dtype(bfloat16), **DENSE), 1024)
-    assert driver.calls[-1]["dtype"] == 9
+    assert own.calls[-1]["dtype"] == 9
 
 
 def test_what_the_driver_refuses(load):
@@ -159,21 +160,21 @@ def test_what_the_driver_refuses(load):
 
 
 def test_maps_are_encoded_once_and_follow_the_addresses(load):
-    driver = Driver()
-    load(lambda name: driver)
+    own = Driver()
+    load(lambda name: own)
     maps = Maps((layout(), layout(box_rows=64)))
     for addresses in ((256, 512), (256, 1024), ((1 << 47) + 16, 32), (256, 512)):
         first, second = (address.to_bytes(8, "big") for address in addresses)
         assert maps.at(addresses) == first + b"\x01" * 120 + second + b"\x02" * 120
-    assert [call["address"] for call in driver.calls] == [256, 512]
+    assert [call["address"] for call in own.calls] == [256, 512]
 
 
 def test_an_address_that_the_driver_refuses(load):
-    driver = Driver()
-    load(lambda name: driver)
+    own = Driver()
+    load(lambda name: own)
     maps = Maps((layout(),))
     maps.at((64,))
-    driver.error = 1
+    own.error = 1
     with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1 for 0x30"):
         maps.at((48,))
 
@@ -185,7 +186,7 @@ def without_library(name):
 @pytest.mark.parametrize("library", [without_library, lambda name: SimpleNamespace()])
 def test_without_a_driver_or_with_an_old_one(load, library):
     load(library)
-    assert not tensor_map.available()
+    assert not driver.encodes_tensor_maps()
 
 
 def test_enumerations_are_those_of_cuda_h():

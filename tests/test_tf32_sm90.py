@@ -14,10 +14,11 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
-from cuflash._select import choose, hardware, portable_gradients
+from cuflash._select import hardware, portable_gradients
 from cuflash._select import portable as select_portable
 from cuflash.tuning import BackwardConfigs
 from support.budget import Budget
+from support.chosen import backward_of, forward_of
 from support.families import FAMILIES
 from support.problems import Call, check_a_query_without_keys, make_call, probe, run
 
@@ -67,7 +68,7 @@ def call_of(head_dims: tuple[int, int], options: dict[str, Any]) -> Call:
 def test_they_are_chosen(head_dims: tuple[int, int], name: str) -> None:
     call = call_of(head_dims, OPTIONS[name])
     problem = describe(call.q, call.k, call.v, cuflash.Options(**OPTIONS[name]))
-    configs = [choose.forward(problem, H100), *choose.backward(problem, H100)]
+    configs = [forward_of(problem, H100), *backward_of(problem, H100)]
     sources = {config.source for config in configs}
     assert sources == {
         "forward_tf32_sm90.cu", "backward_delta.cu", "backward_dkv_tf32_sm90.cu",

@@ -168,7 +168,8 @@ def test_digits_without_scikit_learn_name_the_extra(
 def test_curves_agree_on_the_gpu(head_dim: int) -> None:
     """Rows of 6 columns are no multiples of 16 bytes; Hopper's own kernels take those of 64."""
     from cuflash._launch import run
-    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch, available
+    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch
+    from cuflash._select import hardware
 
     device = array_device.gpu()
     dtypes = [d for d in train_transformer.DTYPES if device.serves(np.dtype(d))]
@@ -180,4 +181,4 @@ def test_curves_agree_on_the_gpu(head_dim: int) -> None:
         assert found.agrees, found.dtype
     launches = [x for plan in run._backward_plans.values() for _, x in plan.steps]
     hopper = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
-    assert hopper == (head_dim == 64 and available(device.xp.cuda.Device().id))
+    assert hopper == (head_dim == 64 and hardware.present().hopper)

@@ -11,12 +11,13 @@ import sweep_tiles
 
 from cuflash import tuning
 from cuflash._jit.compilation import architecture, compile_static
-from cuflash._select import choose, fused_backward, measured, sm90
+from cuflash._select import fused_backward, measured, sm90
 from cuflash._select import hardware as select_hardware
-from cuflash._select import portable as select_portable
+from cuflash._select.override import with_override
 from cuflash.tuning import _kernels
 from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import best_rows
+from support.chosen import backward_of, forward_of
 from support.nvrtc import all_cores
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
@@ -59,7 +60,7 @@ def table_of(work=WORK):
 
 def chosen(work=WORK, device=H100.name):
     """What runs."""
-    return choose.forward(work.problem(), H100._replace(name=device))
+    return forward_of(work.problem(), H100._replace(name=device))
 
 
 def test_nothing_is_in_use_unless_asked_for(tmp_path):
@@ -86,8 +87,8 @@ def test_a_row_is_used_for_what_it_was_measured_with(tmp_path):
         work = replace(WORK, **other)
         assert chosen(work) == table_of(work), other
     assert chosen(device="another") == default
-    portable = choose.forward(WORK.problem(), H100, portable=True)
-    assert portable == choose.forward(WORK.problem(), H100._replace(name="x"), portable=True)
+    portable = forward_of(WORK.problem(), H100, portable=True)
+    assert portable == forward_of(WORK.problem(), H100._replace(name="x"), portable=True)
 
 
 def test_a_row_may_hold_instead_of_one_tile_of_the_tables_alone(tmp_path):
@@ -160,15 +161,8 @@ def test_a_row_for_more_shared_memory_than_the_device_has_is_named(tmp_path, mon
     ) as e:
         chosen()
     assert f"; {needed} bytes of shared memory, a block of threads has {limit}" in str(e.value)
-    pytest.importorskip("cupy", reason="CuPy is not installed")
-    from cuflash._jit import device as jit_device
-
-    monkeypatch.setattr(measured, "device_name", lambda device: H100.name)
-    monkeypatch.setattr(jit_device, "smem_limit", lambda device: limit)
-    with pytest.raises(ValueError, match=f"; {needed} bytes of shared memory"):
-        select_portable.overridden(table_of(), None, 0)
-    monkeypatch.setattr(jit_device, "smem_limit", lambda device: needed)
-    assert select_portable.overridden(table_of(), None, 0).num_stages == 4
+    larger = H100._replace(limits=H100.limits._replace(block_smem=needed))
+    assert with_override(table_of(), None, larger).num_stages == 4
 
 
 def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
@@ -203,7 +197,7 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
     tuning.use(written(tmp_path, row()))
     default = table_of()
     wanted = replace(default, block_n=64)
-    assert select_portable.overridden(default, wanted, 0) == wanted
+    assert with_override(default, wanted, H100) == wanted
 
 
 def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
@@ -215,7 +209,7 @@ def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
         for size in (64, 128)
     )
     with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
-        select_portable.overridden(wide, narrow, 0)
+        with_override(wide, narrow, H100)
     reason = "block_m=128 by head_dim=128 must be two parts of dq: 64 rows, 64 columns"
     assert str(error.value).endswith(f"expected a tile that is legal for this call; {reason}")
 
@@ -332,13 +326,13 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
             {"arrays": ("alibi_slopes",)}, {"arrays": ("segment_ids",)},
         )
     ]  # fmt: skip
-    configs = [choose.forward(w.problem(), H100, portable=True) for w in works]
+    configs = [forward_of(w.problem(), H100, portable=True) for w in works]
     keys = [measured.key_of(config, "x")._replace(replaces="") for config in configs]
     assert len(set(keys)) == len(keys)
     gradients = [
         measured.key_of(c, "x")
         for wanted in ("k", "v", "kv")
-        for c in choose.backward(WORK.problem(), H100, frozenset(wanted))[1:]
+        for c in backward_of(WORK.problem(), H100, frozenset(wanted))[1:]
     ]
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
 
@@ -522,7 +516,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
     """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     work = replace(WORK, head_dim=192, head_dim_v=192, **given)
-    own = [c for c in choose.backward(work.problem(), H100) if "dkv" in c.source]
+    own = [c for c in backward_of(work.problem(), H100) if "dkv" in c.source]
     assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
     found = simulated(tuning.space(work, _kernels.kernel_name(own[0]), arch="sm_90a"))
     other = next(c for c in found if c.key != found.default_key)
@@ -533,7 +527,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
         with tuning.use(source):
             tiles = [
                 ",".join(map(str, _kernels.tile_of(c).values()))
-                for c in choose.backward(work.problem(), H100)
+                for c in backward_of(work.problem(), H100)
                 if "dkv" in c.source
             ]
             assert tiles == [other.key] * 2
@@ -550,7 +544,7 @@ def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path, monkeypatch):
     result.finals[-1]["ms"][other.key] = 0.1
     with tuning.use(result):
         tiles = [
-            _kernels.tile_of(choose.backward(work.problem(), H100, ordered=ordered)[1])
+            _kernels.tile_of(backward_of(work.problem(), H100, ordered=ordered)[1])
             for ordered in (False, True)
         ]
     assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
@@ -563,7 +557,7 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     """Of the tables' tiles some are for launches that leave multiprocessors idle."""
     small = H100._replace(name="NVIDIA H100 PCIe", multiprocessors=114)
     work = replace(WORK, head_dim=64, head_dim_v=64)
-    tables = [choose.forward(work.problem(), hardware) for hardware in (H100, small)]
+    tables = [forward_of(work.problem(), hardware) for hardware in (H100, small)]
     assert tables[0] != tables[1]
     monkeypatch.setenv("SIMULATED_NAME", small.name)
     monkeypatch.setattr("cuflash.tuning._space.wanted", lambda arch: small)
@@ -576,7 +570,7 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     with tuning.use(tmp_path / "rows.jsonl"):
         assert tuning.load(tmp_path / "rows.jsonl").header["multiprocessors"] == 114
     with tuning.use(result):
-        used = choose.forward(work.problem(), small)
+        used = forward_of(work.problem(), small)
         assert _kernels.tile_of(used) == result.best["values"]
 
 
@@ -627,7 +621,7 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
     device = select_hardware.present()
     q = cupy.random.standard_normal((2, 300, 128), dtype=cupy.float32).astype(cupy.float16)
     work = tuning.Workload(1, 2, 2, 300, 300, 128, 128, "float16")
-    default = choose.forward(work.problem(), device)
+    default = forward_of(work.problem(), device)
     other = next(
         c.values for c in tuning.space(work) if c.config.block_n != default.block_n
     )  # fmt: skip

@@ -14,9 +14,10 @@ import cuflash
 from cuflash import reference, tuning
 from cuflash._api.ahead import kernels_of
 from cuflash._bench.clock import Measurement
-from cuflash._select import choose, measured
 from cuflash._select import hardware as select_hardware
+from cuflash._select import measured
 from cuflash.tuning import _checking, _kernels, _timing
+from support.chosen import backward_of, forward_of
 
 WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
 
@@ -73,9 +74,9 @@ def test_the_small_problem_has_the_kernels_and_options_of_the_large_one(dtype, a
             assert work.batch * work.heads_q * work.seqlen_q <= 2 * 2 * 700
             chains = []
             for own in (large, work):
-                steps = [choose.forward(own.problem(), hardware)]
+                steps = [forward_of(own.problem(), hardware)]
                 for wanted in ("q", "kv", "qkv"):
-                    steps += choose.backward(own.problem(), hardware, frozenset(wanted))
+                    steps += backward_of(own.problem(), hardware, frozenset(wanted))
                 chains.append([without_tile(config) for config in steps])
             assert chains[0] == chains[1]
 

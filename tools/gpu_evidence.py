@@ -40,14 +40,14 @@ GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
 PORTABLE = """
 import argparse, sys
 sys.path.insert(0, ".")
-from cuflash._launch import sm90
 from cuflash._bench import command
-sm90.available = lambda device: False
+from cuflash._select import hardware
 parser = argparse.ArgumentParser()
 command.add_arguments(parser, None)
 shown = " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
-shown += ", cuflash._launch.sm90.available returning False"
-sys.exit(command.measure(parser.parse_args(), shown))
+shown += ", in cuflash._select.hardware.assumed(present()._replace(tensor_maps=False))"
+with hardware.assumed(hardware.present()._replace(tensor_maps=False)):
+    sys.exit(command.measure(parser.parse_args(), shown))
 """
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -122,14 +122,11 @@ def _hardware_of(arch: str | None) -> Hardware:
 
 def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[KernelConfig]:
     """The kernels of one problem, in order of launch."""
-    from cuflash._kernels import segment_bounds
-    from cuflash._select import choose
+    from cuflash._select.choose import Wanted, choose
 
     problem = work.problem()
-    found: list[KernelConfig] = []
-    if problem.segment_ids_q is not None:
-        found.append(segment_bounds.config_of(problem))
-    found.append(choose.forward(problem, hardware))
+    steps = choose(problem, hardware)
     if backward:
-        found += choose.backward(problem, hardware, ordered=work.deterministic)
-    return found
+        wanted, deterministic = Wanted.of("qkv"), work.deterministic
+        steps += choose(problem, hardware, wanted=wanted, deterministic=deterministic)
+    return [*dict.fromkeys(step.config for step in steps)]  # bounds of segments are found by both

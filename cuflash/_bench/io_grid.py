@@ -8,7 +8,7 @@ from typing import Any
 from cuflash._bench import io_model, profiler
 from cuflash._bench.workload import Workload
 from cuflash._kernels.config import TileConfig
-from cuflash._select import choose
+from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
 from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
 
@@ -59,7 +59,7 @@ def configs(hardware: Hardware) -> list[TileConfig]:
     """The tiles that are compared on a device."""
     found = []
     for kernel, tiles in _TILES.items():
-        default = choose.forward(_WORK.problem(), hardware, portable=kernel == "forward_sm80")
+        default: Any = choose(_WORK.problem(), hardware, only=PORTABLE | {kernel})[-1].config
         if kernel_name(default) == kernel:
             found += [with_tile(default, tile) for tile in tiles]
     return found

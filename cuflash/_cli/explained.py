@@ -14,9 +14,9 @@ from cuflash._kernels.config import (
     KernelConfig,
     TileConfig,
 )
-from cuflash._select import choose
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
+from cuflash._select.choose import why_portable
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
 
@@ -125,10 +125,7 @@ def _why(work: Workload, config: KernelConfig, hardware: select_hardware.Hardwar
     if kernel == "backward_convert":
         return "scales and rounds the sums of dq, which tiles of keys add to"
     problem = work.problem()
-    if kernel.startswith("forward"):
-        portable = choose.why_portable(problem, hardware)
-    else:
-        portable = choose.why_portable_gradient(problem, hardware)
+    portable = why_portable(problem, hardware, backward=config.computes != "out")
     if isinstance(config, TileConfig) and config.cuda_cores:
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

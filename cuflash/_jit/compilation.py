@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 from cuflash._errors import CompileError
 from cuflash._jit import compiler_id, cubin_cache
 from cuflash._jit.source import flatten
-from cuflash._kernels.config import (
-    BackwardSm90Config,
-    DeltaConfig,
-    ForwardConfig,
-    ForwardSm90Config,
-    KernelConfig,
-    SegmentBoundsConfig,
-    TileConfig,
-)
+from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.params import STRUCTS, with_reals
 
 #: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are those written.
@@ -55,29 +47,16 @@ class Report(NamedTuple):
     cubin: bytes
 
 
-def params_struct(config: KernelConfig) -> str:
-    """CUDA name of the parameter struct of a kernel."""
-    if isinstance(config, ForwardSm90Config):
-        return "ForwardSm90Params"
-    if isinstance(config, BackwardSm90Config):
-        return "BackwardSm90Params"
-    if isinstance(config, ForwardConfig):
-        return "ForwardParams"
-    if isinstance(config, SegmentBoundsConfig):
-        return "SegmentBoundsParams"
-    return "DeltaParams" if isinstance(config, DeltaConfig) else "BackwardParams"
-
-
 def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
     """Self-contained source text of a kernel."""
-    struct = params_struct(config)
+    struct = config.params
     defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
     size = with_reals(STRUCTS[struct], config.real_bytes).itemsize
     pinned = (
         f"static_assert(sizeof(cuflash::{struct}) == {size}, "
         f'"cuflash/_kernels/params.py mirrors {struct}");\n'
     )
-    texts = config.formulas if isinstance(config, TileConfig) else ()
+    texts = getattr(config, "formulas", ())
     text = f"{defines}{flatten(config.source, texts)}{pinned}"
     if int(arch.removeprefix("sm_").removesuffix("a")) < _FIRST_WITH_GRID_CONSTANTS:
         text = text.replace("__grid_constant__ ", "")
@@ -106,7 +85,7 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     """The function of a kernel on the current device, and the module that holds it."""
-    arch = architecture(config, cupy.cuda.Device().compute_capability)
+    arch = architecture(config, int(cupy.cuda.Device().compute_capability))
     source = source_of(config, arch)
     options = (*OPTIONS, f"-arch={arch}")
     shared = None
@@ -148,7 +127,7 @@ def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
     return module.get_function(config.entry), module
 
 
-def architecture(config: KernelConfig, capability: str) -> str:
+def architecture(config: KernelConfig, capability: int) -> str:
     """What a kernel is compiled for on a device: wgmma and setmaxnreg need the "a"."""
     if config.source.endswith("_sm90.cu"):
         return "sm_90a"

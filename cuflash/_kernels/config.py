@@ -43,12 +43,21 @@ class KernelConfig(Frozen):
 
     source: ClassVar[str]
     entry: ClassVar[str]
+    params: ClassVar[str]  # CUDA name of its parameter struct
+    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums".
+    computes: ClassVar[str]
+    tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
 
     num_warps: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, the source without its suffix: "forward_sm90"."""
+        return self.source.removesuffix(".cu")
 
     @property
     def real_bytes(self) -> int:
@@ -77,6 +86,8 @@ class SegmentBoundsConfig(KernelConfig):
 
     source = "segment_bounds.cu"
     entry = "cuflash_segment_bounds"
+    params = "SegmentBoundsParams"
+    computes = "bounds"
 
     segment_ids: Integers
 
@@ -114,6 +125,8 @@ class DeltaConfig(OperandConfig):
 
     source = "backward_delta.cu"
     entry = "cuflash_backward_delta"
+    params = "DeltaParams"
+    computes = "delta"
 
     block_m: int
     grad_lse: bool
@@ -123,6 +136,7 @@ class TileConfig(OperandConfig):
     """A kernel that computes scores tile by tile."""
 
     owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
+    cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     #: Rows of the other side that a block may have: a lane has 32 bits for its columns of a row,
     #: ``ColumnBits`` of score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
@@ -175,6 +189,11 @@ class TileConfig(OperandConfig):
             )
 
     @property
+    def own_rows(self) -> int:
+        """Rows of a tile's results."""
+        return int(getattr(self, self.owned))
+
+    @property
     def rows(self) -> int:
         """Rows that the warps of a block divide among themselves."""
         return self.block_m
@@ -200,6 +219,8 @@ class ForwardConfig(TileConfig):
 
     source = "forward_sm80.cu"
     entry = "cuflash_forward_sm80"
+    params = "ForwardParams"
+    computes = "out"
 
     sink: Floats
     num_stages: int = 2  # buffers of k and of v
@@ -255,6 +276,9 @@ class ForwardSm90Config(TileConfig):
 
     source = "forward_sm90.cu"
     entry = "cuflash_forward_sm90"
+    params = "ForwardSm90Params"
+    computes = "out"
+    tensor_maps = True
     streams = WGMMA_WIDTHS
     other_warps: ClassVar[int] = 4  # that own no rows
 
@@ -292,6 +316,8 @@ class BackwardQConfig(TileConfig):
 
     source = "backward_dq_sm80.cu"
     entry = "cuflash_backward_dq_sm80"
+    params = "BackwardParams"
+    computes = "dq"
 
     @property
     def smem_bytes(self) -> int:
@@ -307,6 +333,8 @@ class BackwardKVConfig(TileConfig):
 
     source = "backward_dkv_sm80.cu"
     entry = "cuflash_backward_dkv_sm80"
+    params = "BackwardParams"
+    computes = "dkv"
     owned = "block_n"  # queries are streamed
     streams: ClassVar[Sequence[int]] = range(16, 65, 16)  # KeptBits of dropout.cuh
 
@@ -405,6 +433,8 @@ class BackwardScoreConfig(TileConfig):
 
     source = "backward_dscore_sm80.cu"
     entry = "cuflash_backward_dscore_sm80"
+    params = "BackwardParams"
+    computes = "sums"
 
     grad_of: GradOf
     sums_to: SumsTo
@@ -423,6 +453,8 @@ class BackwardScoreConfig(TileConfig):
 class BackwardSm90Config(TileConfig):
     """A gradient kernel of Hopper: warpgroups of 64 rows of results each, and one that loads."""
 
+    params = "BackwardSm90Params"
+    tensor_maps = True
     streams = WGMMA_WIDTHS
     other_warps: ClassVar[int] = 4  # that own no rows
 
@@ -434,11 +466,6 @@ class BackwardSm90Config(TileConfig):
         _check_warpgroups(self.owned, self.own_rows, self.other_warps, self.num_warps, blocks)
         if self.num_stages < 2:  # a buffer is released when the next one is in use
             raise ValueError(f"{self.num_stages=} must be at least 2")
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of a block's results."""
-        return int(getattr(self, self.owned))
 
     @property
     def rows(self) -> int:
@@ -455,6 +482,7 @@ class BackwardQSm90Config(BackwardSm90Config):
 
     source = "backward_dq_sm90.cu"
     entry = "cuflash_backward_dq_sm90"
+    computes = "dq"
 
     scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
 
@@ -478,6 +506,7 @@ class BackwardKVSm90Config(BackwardSm90Config):
 
     source = "backward_dkv_sm90.cu"
     entry = "cuflash_backward_dkv_sm90"
+    computes = "dkv"
     owned = "block_n"  # queries are streamed
 
     scores_ahead: bool  # as of BackwardQSm90Config
@@ -506,9 +535,9 @@ class BackwardOnePassConfig(BackwardSm90Config):
 
     source = "backward_sm90.cu"
     entry = "cuflash_backward_sm90"
+    computes = "dqkv"
     owned = "block_n"  # queries are streamed
     other_warps = 8  # four that load and write, a warpgroup that multiplies dq
-    cluster_blocks: ClassVar[int] = 1  # blocks of threads that share a tile
 
     keys_in_registers: bool  # are k and v of a tile?
     ordered: bool  # do tiles add one after the other?
@@ -567,6 +596,8 @@ class BackwardConvertConfig(TileConfig):
 
     source = "backward_convert.cu"
     entry = "cuflash_backward_convert"
+    params = "BackwardParams"
+    computes = "convert"
 
     @property
     def rows(self) -> int:

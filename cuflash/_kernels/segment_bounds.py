@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuflash._kernels.config import Integers, SegmentBoundsConfig
-from cuflash._launch.grid import Layout
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Operand, Problem
 
 #: That share a pair of bounds: ``bounded_ids`` of ``params.cuh``.

@@ -6,25 +6,19 @@ import itertools
 import struct
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash._jit import device as jit_device
 from cuflash._jit.compilation import Kernel, compile_kernel
 from cuflash._kernels import params as kernel_params
-from cuflash._kernels.config import (
-    BackwardKVSm90Config,
-    BackwardOnePassConfig,
-    BackwardPairConfig,
-    KernelConfig,
-    TileConfig,
-)
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import score_params
-from cuflash._launch.grid import Layout, even_sections, plan_grid
+from cuflash._launch.grid import even_sections, plan_grid
 from cuflash._launch.kernel_launcher import Addresses, Starter
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
-from cuflash._select import portable
+from cuflash._select import hardware
+from cuflash._select.hardware import Hardware
 
 
 class Launch(NamedTuple):
@@ -48,7 +42,6 @@ class Launch(NamedTuple):
 
 
 def plan_launch(
-    params: np.dtype[Any],
     config: KernelConfig,
     problem: Problem,
     layouts: dict[str, Layout],
@@ -59,14 +52,12 @@ def plan_launch(
     summed: tuple[bool, ...] | None = None,
 ) -> Launch:
     """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
-    capability = int(cupy.cuda.Device(device).compute_capability)
-    config = portable.for_architecture(config, capability)
-    params = kernel_params.with_reals(params, config.real_bytes)
+    params = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
     names = kernel_params.pointer_names(params)
     packed = problem.cu_seqlens_q is not None
     absent = Layout(1, (0,) * len(problem.batch))
     ordered = [layouts.get(name, absent) for name in names]
-    parts = config.column_parts if isinstance(config, TileConfig) else 1
+    parts = getattr(config, "column_parts", 1)
     grid = plan_grid(
         problem.batch,
         [layout.batch for layout in ordered],
@@ -75,9 +66,9 @@ def plan_launch(
         kernel_params.MAX_BATCH_AXES - packed,
     )
     section = 1
-    one_pass = isinstance(config, BackwardOnePassConfig)
-    if isinstance(config, TileConfig) and (config.window_right or one_pass):
-        section = _owners_per_section(config, grid.num_owners, streamed_bytes, device)
+    if config.computes == "dqkv" or getattr(config, "window_right", False):
+        own = hardware.of_device(device)
+        section = _owners_per_section(config, grid.num_owners, streamed_bytes, own)
     filled = np.zeros(1, params)[0]
     filled["batch"]["num_axes"] = len(grid.axes)
     filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
@@ -97,7 +88,7 @@ def plan_launch(
         if packed:
             strides["axis"][-1] = layout.sequence // layout.itemsize
     filled["head_dim_v"] = problem.head_dim_v
-    if isinstance(config, TileConfig):
+    if "score" in (params.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)
     else:
@@ -115,9 +106,7 @@ def plan_launch(
     )
 
 
-def _owners_per_section(
-    config: TileConfig, num_owners: int, streamed_bytes: int, device: int
-) -> int:
+def _owners_per_section(config: Any, num_owners: int, streamed_bytes: int, own: Hardware) -> int:
     """How many owners start their heaviest tiles together, before any starts a lighter one.
 
     As many as possible for balance, but no more than whose streamed operands fit half of the L2
@@ -133,21 +122,28 @@ def _owners_per_section(
     of the processors, as long as the L2 cache holds what they stream and keep and sum, thrice what
     is streamed; half of it without a causal bound, where all rows are under way.
     """
-    processors = jit_device.multiprocessors(device)
-    cache = jit_device.attribute("L2CacheSize", device)
-    if isinstance(config, BackwardPairConfig):
+    processors, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
+    if config.cluster_blocks > 1:
         waits_less = config.ordered and config.window_right
         return even_sections(num_owners, processors // (16 if waits_less else 32))
-    if isinstance(config, BackwardKVSm90Config | BackwardOnePassConfig):
+    if fused or (config.tensor_maps and config.computes == "dkv"):
         owners = processors // 8
-        if isinstance(config, BackwardOnePassConfig) and not config.ordered:
+        if fused and not config.ordered:
             owners = processors // 16
-        elif isinstance(config, BackwardOnePassConfig) and config.head_dim < 128:
+        elif fused and config.head_dim < 128:
             fitting = cache // (1 if config.window_right else 2) // max(3 * streamed_bytes, 1)
             owners = max(owners, min(fitting, processors // 2))
         return even_sections(num_owners, owners)
     fitting = cache // 2 // max(streamed_bytes, 1)
     return even_sections(num_owners, max(fitting, processors // 4))
+
+
+def summed_axes(problem: Problem, config: Any) -> tuple[bool, ...]:
+    """The batch axes over which the result of a gradient's kernel is summed."""
+    owned = problem.q
+    if config.computes != "dq":
+        owned = problem.k if getattr(config, "grad_k", True) else problem.v
+    return owned.summed
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:

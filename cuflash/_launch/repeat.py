@@ -11,7 +11,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from cuflash._api.recall import Repeat
-from cuflash._launch import fused_backward, score_params
+from cuflash._launch import dq_sums, score_params
 from cuflash._launch.fused_backward import Step
 from cuflash._launch.kernel_launcher import Addresses
 from cuflash._launch.plan import Launch
@@ -81,7 +81,7 @@ def backward(
         rows = workspace.data.ptr
         addresses = (
             q, k, v, dout, out, lse, dq.data.ptr, dk.data.ptr, dv.data.ptr,
-            rows, rows + turns, fused_backward.sums_behind(rows + turns_end), 0,
+            rows, rows + turns, dq_sums.sums_behind(rows + turns_end), 0,
         )  # fmt: skip
         for pick, launch in picked:
             launch.run(pick(addresses), stream)

@@ -20,19 +20,11 @@ from cupy_backends.cuda.api import runtime
 from cuflash._api.recall import Repeat
 from cuflash._arrays import Array, converted, refuse_capture
 from cuflash._errors import problem_with
-from cuflash._jit import device as jit_device
-from cuflash._kernels import params as kernel_params
+from cuflash._kernels import params
 from cuflash._kernels import segment_bounds as kernel_segment_bounds
-from cuflash._kernels.config import (
-    BackwardKVConfig,
-    BackwardOnePassConfig,
-    BackwardQConfig,
-    BackwardSm90Config,
-    ForwardConfig,
-    ForwardSm90Config,
-    GradOf,
-)
+from cuflash._kernels.config import TileConfig
 from cuflash._launch import (
+    dq_sums,
     fused_backward,
     repeat,
     score_gradients,
@@ -41,20 +33,21 @@ from cuflash._launch import (
     sm90,
 )
 from cuflash._launch import plan as launch_plan
-from cuflash._launch.grid import Layout
 from cuflash._launch.plan import Launch
-from cuflash._launch.score_gradients import ScoreSums
 from cuflash._launch.sm90 import MappedLaunch, Sm90Launch
+from cuflash._problem.layout import Layout
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, gradient_operand
-from cuflash._select import narrow, portable, portable_gradients, tf32_sm90
-from cuflash._select import sm90 as select_sm90
+from cuflash._select import hardware
+from cuflash._select.access import Access, of_any_arrays
+from cuflash._select.choose import LaunchStep, Wanted, choose
 from cuflash._select.override import BackwardConfigs
 from cuflash._select.pack_gqa import with_shared_rows
+from cuflash._select.score_sums import SUMMED, score_sums
 
 _PLAN_LIMIT = 4096
 _NOT_PACKED: Mapping[str, Array] = {}
-_FORWARD_POINTERS = kernel_params.pointer_names(kernel_params.FORWARD)
+_FORWARD_POINTERS = params.pointer_names(params.FORWARD)
 _ALIGNMENT = 16  # of the bounds of segments: a pair of the largest ids is read at once
 
 
@@ -75,7 +68,7 @@ def forward(
     lse: Array | None,
     *,
     workspace: Array | None = None,
-    config: ForwardConfig | ForwardSm90Config | None = None,
+    config: TileConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
@@ -147,59 +140,25 @@ def _plan_forward(
     device: int,
     pointers: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
-    config: ForwardConfig | ForwardSm90Config | None,
+    config: TileConfig | None,
 ) -> Launch | Sm90Launch:
     layouts = _forward_layouts(problem, lse_strides) | score_params.layouts(problem)
     problem, layouts = with_shared_rows(problem, layouts)
-    if not isinstance(config, ForwardConfig):
-        launch = _plan_forward_sm90(problem, device, pointers, layouts, config)
-        if launch is not None:
-            return launch
-    if isinstance(config, ForwardSm90Config):
-        raise sm90.unservable(config, problem, device)
-    address_bits = (pointers[0] | pointers[1] | pointers[2]) & 15
-    copy_bytes = launch_plan.copy_bytes(problem, layouts, ("q", "k", "v"), address_bits)
-    chosen: ForwardConfig | None = None
-    if type(config) is not ForwardConfig:
-        chosen = narrow.forward_config(problem, copy_bytes, jit_device.multiprocessors(device))
-    if type(config) is not ForwardConfig and chosen is None and sm90.available(device):
-        chosen = tf32_sm90.forward_config(problem, copy_bytes)
-    if chosen is None:
-        chosen = portable.forward_config(
-            problem, jit_device.smem_limit(device), copy_bytes,
-            cuda_cores=portable.on_cuda_cores(problem, jit_device.capability(device)),
-        )  # fmt: skip
-    config = portable.overridden(chosen, config, device)
-    return launch_plan.plan_launch(
-        kernel_params.FORWARD, config, problem, layouts, device,
-        num_blocks=launch_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
+    maps = sm90.MapsOf(pointers[: len(params.MAPPED)])
+    bits = (pointers[0] | pointers[1] | pointers[2]) & 15
+    steps = choose(
+        problem, hardware.of_device(device), Access(layouts, maps, bits), override=config
+    )
+    chosen: Any = steps[-1].config
+    launch = launch_plan.plan_launch(
+        chosen, problem, layouts, device,
+        num_blocks=launch_plan.num_tiles(problem, problem.seqlen_q, chosen.block_m),
         streamed_bytes=problem.seqlen_k * _row_bytes(problem),
     )  # fmt: skip
-
-
-def _plan_forward_sm90(
-    problem: Problem,
-    device: int,
-    pointers: tuple[int, ...],
-    layouts: dict[str, Layout],
-    override: ForwardSm90Config | None,
-) -> Sm90Launch | None:
-    """Prepare Hopper's forward; None where the device, the problem or a layout is not for it."""
-    if not sm90.available(device):
-        return None
-    chosen = select_sm90.forward_config(problem, jit_device.multiprocessors(device))
-    if chosen is None:
-        return None
-    config = portable.overridden(chosen, override, device)
-    maps = sm90.tensor_maps(problem, layouts, config, pointers)
-    if maps is None:
-        return None
-    launch = launch_plan.plan_launch(
-        kernel_params.FORWARD_SM90, config, problem, layouts, device,
-        num_blocks=launch_plan.num_tiles(problem, problem.seqlen_q, config.block_m),
-    )  # fmt: skip
-    params = bytes(launch.pointers.size) + launch.params
-    return sm90.persistent(launch.kernel, params, maps, problem, config, device)
+    if not chosen.tensor_maps:
+        return launch
+    filled = bytes(launch.pointers.size) + launch.params
+    return sm90.persistent(launch.kernel, filled, maps.of(chosen), problem, chosen, device)
 
 
 def statistics_bytes(problem: Problem) -> int:
@@ -222,8 +181,17 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
     size = _statistics_size(problem, pass_name) + kernel_segment_bounds.room_for(problem)
     if pass_name == "forward":
         return size
-    one_pass = fused_backward.config_of(problem, runtime.getDevice(), ordered=False)  # the most
-    return size if one_pass is None else size + fused_backward.workspace_size(problem, one_pass)
+    steps = choose(
+        problem, hardware.of_device(runtime.getDevice()), of_any_arrays(problem),
+        wanted=Wanted.of("qkv"), deterministic=False,
+    )  # fmt: skip
+    fused = fused_of(steps)
+    return size if fused is None else size + dq_sums.workspace_size(problem, fused)
+
+
+def fused_of(steps: tuple[LaunchStep, ...]) -> Any:
+    """The configuration of the kernel of all gradients in one pass, or None."""
+    return next((step.config for step in steps if step.config.computes == "dqkv"), None)
 
 
 def _statistics_size(problem: Problem, pass_name: str) -> int:
@@ -278,18 +246,18 @@ def backward(
             "out": out.data.ptr, "lse": lse.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
             "dq": 0, "dk": 0, "dv": 0, "sums": 0, "turns": 0,
-            **dict(zip(kernel_params.SCORE_POINTERS, score_pointers, strict=True)),
+            **dict(zip(params.SCORE_POINTERS, score_pointers, strict=True)),
             **{f"d{name}": array.data.ptr for name, array in gradients.items()},
         }  # fmt: skip
-        plans = {
-            name: score_gradients.score_sums(problem, name, gradients[name].shape)
-            for name in score_gradients.SUMMED
+        sums = {
+            name: score_sums(problem, name, gradients[name].shape)
+            for name in SUMMED
             if name in gradients
         }
-        if plans or "sink" in gradients:
+        if sums or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
-        sums = {name: cupy.zeros(plan.shape, real) for name, plan in plans.items()}
-        addresses |= {_sums_of(name): array.data.ptr for name, array in sums.items()}
+        sum_arrays = {name: cupy.zeros(own.shape, real) for name, own in sums.items()}
+        addresses |= {_sums_of(name): array.data.ptr for name, array in sum_arrays.items()}
         aligned = (a for name, a in addresses.items() if name not in score_params.NUMBERS)
         bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
         key = (
@@ -301,41 +269,37 @@ def backward(
         )  # fmt: skip
         plan = _backward_plans.get(key)
         if plan is not None:
-            one_pass = plan.one_pass
+            fused = plan.fused
         else:
-            wanted = frozenset(gradients)
-            one_pass = fused_backward.config_of(
-                problem, device, wanted, config, ordered=deterministic
-            )
-        beside = 0 if one_pass is None else fused_backward.workspace_size(problem, one_pass)
+            layouts = _gradient_layouts(problem, dout, out, lse, dlse, gradients)
+            layouts |= score_params.layouts(problem)
+            maps = sm90.MapsOf(tuple(addresses[name] for name in params.BACKWARD_MAPPED))
+            out_bits = (addresses["dout"] | addresses["out"]) & 15
+            steps = choose(
+                problem, hardware.of_device(device), Access(layouts, maps, bits & 15, out_bits),
+                wanted=Wanted(
+                    {name: array.shape for name, array in gradients.items()}, out.dtype,
+                    dlse is not None,
+                ),
+                override=config, deterministic=deterministic,
+            )  # fmt: skip
+            fused = fused_of(steps)
+        beside = 0 if fused is None else dq_sums.workspace_size(problem, fused)
         if rows is None:
             rows = _workspace(problem, "backward", workspace, beside)
         addresses["rows"] = rows.data.ptr
-        if one_pass is not None:
+        if fused is not None:
             end = rows.data.ptr + _statistics_size(problem, "backward")
-            addresses |= fused_backward.addresses(problem, one_pass, end)
+            addresses |= dq_sums.addresses(problem, fused, end)
         if plan is None:
-            layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-            layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
-            layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
-            layouts["lse"] = launch_plan.row_layout(problem, real.itemsize, lse.strides)
-            layouts["rows"] = launch_plan.row_layout(problem, statistics_bytes(problem), None)
-            if dlse is not None:
-                layouts["dlse"] = launch_plan.row_layout(problem, real.itemsize, dlse.strides)
-            for name in {"q", "k", "v"} & set(gradients):
-                operand = gradient_operand(problem, name, gradients[name])
-                layouts[f"d{name}"] = Layout.of(operand)
-            launch_plan.refuse_misaligned(layouts | score_params.layouts(problem), addresses)
-            steps = _plan_backward(
-                problem, device, layouts, out.dtype, frozenset(gradients), addresses,
-                config or BackwardConfigs(), plans, one_pass,
-            )  # fmt: skip
-            plan = _remember(_backward_plans, key, BackwardPlan(problem, steps, one_pass))
+            launch_plan.refuse_misaligned(layouts, addresses)
+            launches = _plan_backward(problem, device, layouts, maps, steps)
+            plan = _remember(_backward_plans, key, BackwardPlan(problem, launches, fused))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
         ends = held.get("cu_seqlens_q")
-        for name, own in plans.items():
-            score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
+        for name, own in sums.items():
+            score_gradients.write(problem, name, own, sum_arrays[name], gradients[name], ends)
         if "sink" in gradients:
             score_gradients.write_sink(problem, rows, lse, held["sink"], gradients["sink"], ends)
     del held  # no sooner: another thread could be given its memory on this stream
@@ -347,7 +311,7 @@ class BackwardPlan(NamedTuple):
 
     problem: Problem  # kept alive: the key holds its identity
     steps: tuple[fused_backward.Step, ...]
-    one_pass: BackwardOnePassConfig | None
+    fused: Any  # the configuration of the kernel of all gradients, or None
 
 
 _backward_plans: dict[Any, BackwardPlan] = {}
@@ -357,15 +321,15 @@ def repeated_backward(
     plan: BackwardPlan, q: Array, k: Array, v: Array, dout: Array, out: Array, lse: Array
 ) -> Repeat | None:
     """What repeats a call for the gradients of q, k and v; None where alignment may differ."""
-    problem, steps, one_pass = plan
+    problem, steps, fused = plan
     if (dout.data.ptr | out.data.ptr | lse.data.ptr) & 15:  # of the others a known call is sure
         return None
     turns = size = _statistics_size(problem, "backward")
-    if one_pass is not None:
-        size += fused_backward.workspace_size(problem, one_pass)
+    if fused is not None:
+        size += dq_sums.workspace_size(problem, fused)
     return repeat.backward(
         q.data.device_id, steps, (q.shape, k.shape, v.shape), problem.dtype, size,
-        turns, turns if one_pass is None else turns + fused_backward.turns_size(problem, one_pass),
+        turns, turns if fused is None else turns + dq_sums.turns_size(problem, fused),
     )  # fmt: skip
 
 
@@ -402,129 +366,78 @@ def _with_bounds(
         return segment_bounds.find(problem, score_pointers, address, device, stream)
 
 
+def _gradient_layouts(
+    problem: Problem,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    gradients: dict[str, Array],
+) -> dict[str, Layout]:
+    """Layouts of all that the kernels of a gradient read and write but score arrays and sums."""
+    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
+    layouts["dout"] = Layout.of(gradient_operand(problem, "dout", dout))
+    layouts["out"] = Layout.of(gradient_operand(problem, "dout", out))
+    itemsize = problem.lse_dtype.itemsize
+    layouts["lse"] = launch_plan.row_layout(problem, itemsize, lse.strides)
+    layouts["rows"] = launch_plan.row_layout(problem, statistics_bytes(problem), None)
+    if dlse is not None:
+        layouts["dlse"] = launch_plan.row_layout(problem, itemsize, dlse.strides)
+    for name in {"q", "k", "v"} & set(gradients):
+        layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, gradients[name]))
+    return layouts
+
+
 def _plan_backward(
     problem: Problem,
     device: int,
     layouts: dict[str, Layout],
-    out_dtype: np.dtype[Any],
-    wanted: frozenset[str],
-    addresses: dict[str, int],
-    config: BackwardConfigs,
-    sums: dict[GradOf, ScoreSums],
-    one_pass: BackwardOnePassConfig | None,
+    maps: sm90.MapsOf,
+    steps: tuple[LaunchStep, ...],
 ) -> tuple[fused_backward.Step, ...]:
-    """The launches of one backward call."""
-    cuda_cores = portable.on_cuda_cores(problem, jit_device.capability(device))
-    layouts = layouts | score_params.layouts(problem)
-    address_bits = functools.reduce(int.__or__, (addresses[n] for n in ("dout", "q", "k", "v")))
-    copy_bytes = launch_plan.copy_bytes(
-        problem, layouts, ("dout", "q", "k", "v"), address_bits & 15
-    )
-    given = problem, jit_device.smem_limit(device), copy_bytes
-    out_bits = (address_bits | addresses["out"]) & 15
-    delta = portable.delta_config(
-        problem, out_dtype, launch_plan.copy_bytes(problem, layouts, ("dout", "out"), out_bits),
-        grad_lse="dlse" in layouts,
-    )  # fmt: skip
+    """The launches of one backward call, in order."""
+    launches: list[fused_backward.Step] = []
+    names = params.pointer_names(params.BACKWARD)
+    for config, gradient, sums in steps:
+        chosen: Any = config
+        match config.computes:
+            case "delta":
+                delta = launch_plan.plan_launch(
+                    chosen, problem, layouts, device,
+                    num_blocks=-(-problem.seqlen_q // chosen.block_m),
+                )  # fmt: skip
+                launches.append((params.pointer_names(params.DELTA), delta))
+            case "dqkv":
+                launches = fused_backward.plan(problem, device, layouts, maps, chosen, delta)
+            case "sums" if sums is not None:
+                launch = launch_plan.plan_launch(
+                    chosen, problem, layouts | {"sums": sums.layout()}, device,
+                    num_blocks=sums.tiles(problem, chosen.block_m, chosen.block_n),
+                    summed=sums.summed,
+                )  # fmt: skip
+                own = tuple(_sums_of(gradient) if name == "sums" else name for name in names)
+                launches.append((own, launch))
+            case "dq" | "dkv":
+                launches.append((names, _plan_gradient(problem, device, layouts, maps, chosen)))
+    return tuple(launches)
+
+
+def _plan_gradient(
+    problem: Problem, device: int, layouts: dict[str, Layout], maps: sm90.MapsOf, config: Any
+) -> Launch | MappedLaunch:
+    """The launch of a kernel of dq, or of dk, dv or both."""
+    owned, streamed = problem.seqlen_q, problem.seqlen_k
+    if config.computes == "dkv":
+        owned, streamed = streamed, owned
     launch = launch_plan.plan_launch(
-        kernel_params.DELTA, delta, problem, layouts, device,
-        num_blocks=-(-problem.seqlen_q // delta.block_m),
+        config, problem, layouts, device,
+        num_blocks=launch_plan.num_tiles(problem, owned, config.own_rows),
+        streamed_bytes=streamed * _row_bytes(problem),
+        summed=launch_plan.summed_axes(problem, config),
     )  # fmt: skip
-    steps: list[fused_backward.Step] = [(kernel_params.pointer_names(kernel_params.DELTA), launch)]
-    names = kernel_params.pointer_names(kernel_params.BACKWARD)
-    of_keys = wanted & {"k", "v"} if problem.seqlen_k else frozenset[str]()  # they may be empty
-    together = None
-    if one_pass is not None:
-        together = fused_backward.plan(problem, device, layouts, addresses, one_pass, launch)
-        if together is None and config.qkv is not None:  # strides, or alignments
-            raise sm90.unservable(config.qkv, problem, device)
-    if together is not None:
-        steps = together
-        wanted, of_keys = wanted - fused_backward.ALL, frozenset()
-    hopper = _plan_backward_sm90(problem, device, layouts, of_keys, addresses, config)
-    if hopper is None:
-        passes: tuple[BackwardKVConfig, ...] | None = None
-        if type(config.kv) is not BackwardKVConfig and sm90.available(device):
-            passes = tf32_sm90.backward_kv_configs(problem, copy_bytes, of_keys)
-        if passes is None:
-            passes = portable_gradients.backward_kv_configs(
-                *given, of_keys, cuda_cores=cuda_cores,
-                partners=type(config.kv) is not BackwardKVConfig,
-            )  # fmt: skip
-        for chosen in passes:
-            kv_config = portable.overridden(chosen, config.kv, device)
-            launch = launch_plan.plan_launch(
-                kernel_params.BACKWARD, kv_config, problem, layouts, device,
-                num_blocks=launch_plan.num_tiles(problem, problem.seqlen_k, kv_config.block_n),
-                streamed_bytes=problem.seqlen_q * _row_bytes(problem),
-                summed=(problem.k if kv_config.grad_k else problem.v).summed,
-            )  # fmt: skip
-            steps.append((names, launch))
-    else:
-        steps += [(names, launch) for launch in hopper]
-    hopper = _plan_backward_sm90(problem, device, layouts, wanted & {"q"}, addresses, config)
-    if hopper is None:
-        chosen_q: BackwardQConfig | None = None
-        if type(config.q) is not BackwardQConfig and sm90.available(device):
-            chosen_q = tf32_sm90.backward_q_config(problem, copy_bytes)
-        if chosen_q is None:
-            chosen_q = portable_gradients.backward_q_config(
-                *given, cuda_cores=cuda_cores, partners=type(config.q) is not BackwardQConfig
-            )
-        q_config = portable.overridden(chosen_q, config.q, device)
-        launch = launch_plan.plan_launch(
-            kernel_params.BACKWARD, q_config, problem, layouts, device,
-            num_blocks=launch_plan.num_tiles(problem, problem.seqlen_q, q_config.block_m),
-            streamed_bytes=problem.seqlen_k * _row_bytes(problem),
-            summed=problem.q.summed,
-        )  # fmt: skip
-        steps.append((names, launch))
-    else:
-        steps += [(names, launch) for launch in hopper]
-    for name, own in sums.items() if problem.seqlen_k else ():
-        chosen_sums = portable_gradients.backward_score_config(
-            *given, name, own.sums_to, cuda_cores=cuda_cores
-        )
-        launch = launch_plan.plan_launch(
-            kernel_params.BACKWARD, chosen_sums, problem, layouts | {"sums": own.layout()}, device,
-            num_blocks=own.tiles(problem, chosen_sums.block_m, chosen_sums.block_n),
-            summed=own.summed,
-        )  # fmt: skip
-        steps.append((tuple(_sums_of(name) if n == "sums" else n for n in names), launch))
-    return tuple(steps)
+    return sm90.mapped(launch, maps.of(config)) if config.tensor_maps else launch
 
 
 def _sums_of(name: str) -> str:
     """Name of the address of the sums for one gradient."""
     return f"sums of {name}"
-
-
-def _plan_backward_sm90(
-    problem: Problem,
-    device: int,
-    layouts: dict[str, Layout],
-    wanted: frozenset[str],
-    addresses: dict[str, int],
-    override: BackwardConfigs,
-) -> list[MappedLaunch] | None:
-    """Launches of Hopper's kernels for dq, or for dk and dv; None where the portable ones serve."""
-    if not wanted:
-        return []
-    given = override.q if "q" in wanted else override.kv
-    if isinstance(given, BackwardQConfig | BackwardKVConfig):
-        return None
-    chosen: tuple[BackwardSm90Config | None, ...] | None
-    if "q" in wanted:
-        chosen = (select_sm90.backward_q_config(problem),)
-    else:
-        chosen = select_sm90.backward_kv_configs(problem, wanted)
-    launches = [
-        sm90.plan_gradient(problem, device, layouts, addresses, config, given)
-        for config in chosen or (None,)
-    ]
-    found = [launch for launch in launches if launch is not None]
-    if len(found) == len(launches):
-        return found
-    if given is not None:
-        raise sm90.unservable(given, problem, device)
-    return None

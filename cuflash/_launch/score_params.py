@@ -15,8 +15,8 @@ import numpy as np
 from cuflash._arrays import Array, array_module, refuse_capture
 from cuflash._host import philox
 from cuflash._kernels import params, segment_bounds
-from cuflash._launch.grid import Layout
 from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
+from cuflash._problem.layout import Layout
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Operand, Problem, canonical_view
 

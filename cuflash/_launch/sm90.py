@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import struct
 import threading
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash._errors import problem_with
-from cuflash._jit import device as jit_device
 from cuflash._jit.compilation import Kernel
 from cuflash._kernels import params as kernel_params
-from cuflash._kernels.config import (
-    BackwardKVSm90Config,
-    BackwardSm90Config,
-    ForwardSm90Config,
-    TileConfig,
-)
-from cuflash._launch import plan, tensor_map
-from cuflash._launch.grid import Grid, Layout, even_sections, plan_grid
+from cuflash._kernels.config import TileConfig
+from cuflash._launch import dq_sums, plan, tensor_map
+from cuflash._launch.grid import Grid, even_sections, plan_grid
 from cuflash._launch.kernel_launcher import Addresses, Starter
-from cuflash._launch.plan import num_tiles
+from cuflash._launch.plan import Launch, num_tiles
 from cuflash._launch.tensor_map import Maps
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
-from cuflash._select import eligibility, measured, portable
+from cuflash._select import hardware
 
 _NAMES = kernel_params.pointer_names(kernel_params.FORWARD_SM90)
 _POINTERS = struct.Struct(f"<{len(_NAMES)}Q")
@@ -117,30 +112,6 @@ class MappedLaunch(NamedTuple):
         return struct.pack(f"<{len(pointers)}Q", *pointers) + self.params + maps
 
 
-def available(device: int) -> bool:
-    """Whether this device has what the kernel needs, and its maps can be encoded here."""
-    capability = cupy.cuda.Device(device).compute_capability
-    return tensor_map.available() and bool(capability == "90")
-
-
-def unservable(config: TileConfig, problem: Problem, device: int) -> Exception:
-    """The error of a caller's ``config`` that cannot serve the call."""
-    got, fix = type(config).__name__, "leave it out, and the portable kernels serve"
-    if not available(device):
-        arch = f"sm_{cupy.cuda.Device(device).compute_capability}"
-        return problem_with(
-            "config", ValueError, got=f"{got} on {measured.device_name(device)} ({arch})",
-            expected="a device of sm_90, with a driver of CUDA 12", fix=fix,
-        )  # fmt: skip
-    forward = isinstance(config, ForwardSm90Config)
-    refusals = eligibility
-    reason = refusals.against_forward(problem) if forward else refusals.against_gradient(problem)
-    return problem_with(
-        "config", ValueError, got=got + (f" where {reason}" if reason else ""),
-        expected="head sizes, options, strides and alignments that it can serve", fix=fix,
-    )  # fmt: skip
-
-
 def keys_to_load(problem: Problem) -> int:
     """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
     length = problem.kv_length_value
@@ -149,14 +120,10 @@ def keys_to_load(problem: Problem) -> int:
     return max(length, 1)
 
 
-def tensor_maps(
-    problem: Problem,
-    layouts: dict[str, Layout],
-    config: ForwardSm90Config,
-    pointers: tuple[int, ...],
+def _forward_maps(
+    problem: Problem, layouts: Mapping[str, Layout], config: Any, addresses: Addresses
 ) -> Maps | None:
     """Maps of q, k, v and out; None where the copy engine cannot address one of them."""
-    addresses = pointers[:_MAPPED]
     absent = Layout(1, (0,) * len(problem.batch))
     strides = [layouts.get(name, absent).batch for name in _NAMES]
     num_blocks = num_tiles(problem, problem.seqlen_q, config.block_m)
@@ -172,14 +139,13 @@ def tensor_maps(
     return _encoded(problem, layouts, grid, shapes, addresses)
 
 
-def gradient_maps(
-    problem: Problem,
-    layouts: dict[str, Layout],
-    config: BackwardSm90Config,
-    addresses: tuple[int, ...],
-    summed: tuple[bool, ...],
+def _gradient_maps(
+    problem: Problem, layouts: Mapping[str, Layout], config: Any, addresses: Addresses
 ) -> Maps | None:
     """Maps of dout, q, k and v; None where the copy engine cannot address one of them."""
+    if config.computes == "dqkv":
+        layouts = {**layouts, "sums": dq_sums.layout(problem)}
+    summed = plan.summed_axes(problem, config)
     absent = Layout(1, (0,) * len(problem.batch))
     strides = [layouts.get(name, absent).batch for name in _GRADIENT_NAMES]
     num_blocks = -(-max(problem.seqlen_q, problem.seqlen_k) // config.own_rows)
@@ -197,42 +163,36 @@ def gradient_maps(
     return _encoded(problem, layouts, grid, shapes, addresses)
 
 
-def plan_gradient(
-    problem: Problem,
-    device: int,
-    layouts: dict[str, Layout],
-    addresses: dict[str, int],
-    chosen: BackwardSm90Config | None,
-    override: BackwardSm90Config | None,
-) -> MappedLaunch | None:
-    """Prepare one launch; None where the device, the problem or a layout is not for it."""
-    if chosen is None or not available(device):
-        return None
-    config = portable.overridden(chosen, override, device)
-    of_keys = isinstance(config, BackwardKVSm90Config)
-    owned = problem.q
-    if isinstance(config, BackwardKVSm90Config):
-        owned = problem.k if config.grad_k else problem.v
-    mapped = tuple(addresses[name] for name in kernel_params.BACKWARD_MAPPED)
-    maps = gradient_maps(problem, layouts, config, mapped, owned.summed)
-    if maps is None:
-        return None
-    rows, streamed = problem.seqlen_q, problem.seqlen_k
-    if of_keys:
-        rows, streamed = streamed, rows
-    launch = plan.plan_launch(
-        kernel_params.BACKWARD_SM90, config, problem, layouts, device,
-        num_blocks=plan.num_tiles(problem, rows, config.own_rows),
-        streamed_bytes=2 * streamed * (problem.head_dim + problem.head_dim_v),
-        summed=owned.summed,
-    )  # fmt: skip
+class MapsOf:
+    """Encodes the maps of a call's operands for one kernel and another, to see whether it can."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses  # of what the maps describe, in their order
+        self._found: dict[TileConfig, Maps] = {}
+
+    def __call__(self, problem: Problem, layouts: Mapping[str, Layout], config: TileConfig) -> bool:
+        """Whether the copy engine can address all operands."""
+        encode = _forward_maps if config.computes == "out" else _gradient_maps
+        maps = encode(problem, layouts, config, self._addresses)
+        if maps is not None:
+            self._found[config] = maps
+        return maps is not None
+
+    def of(self, config: TileConfig) -> Maps:
+        """The maps that were found for a kernel."""
+        return self._found[config]
+
+
+def mapped(launch: Launch, maps: Maps, grid: int | None = None) -> MappedLaunch:
+    """The launch of a gradient's kernel with its maps, of ``grid`` blocks where that differs."""
     end = kernel_params.maps_at(kernel_params.BACKWARD) - launch.pointers.size
-    return MappedLaunch(launch.params[:end], maps, launch.starter)
+    starter = launch.starter if grid is None else Starter(launch.kernel, grid)
+    return MappedLaunch(launch.params[:end], maps, starter)
 
 
 def _encoded(
     problem: Problem,
-    layouts: dict[str, Layout],
+    layouts: Mapping[str, Layout],
     grid: Grid,
     shapes: dict[str, tuple[int, int, int]],
     addresses: tuple[int, ...],
@@ -258,9 +218,7 @@ def _encoded(
     return maps
 
 
-def _owners_side_by_side(
-    problem: Problem, config: ForwardSm90Config, num_blocks: int, processors: int
-) -> int:
+def _owners_side_by_side(problem: Problem, config: Any, num_blocks: int, processors: int) -> int:
     """How many owners may start their heaviest tiles together: see docs/forward-sm90.md."""
     if problem.cu_seqlens_q is not None:  # each of them leaves 16 tiles that share keys
         return processors // 16
@@ -281,11 +239,11 @@ def persistent(
     params: bytes,
     maps: Maps,
     problem: Problem,
-    config: ForwardSm90Config,
+    config: Any,
     device: int,
 ) -> Sm90Launch:
     """Prepare the launch from the parameters of one block of threads for each tile."""
-    processors = jit_device.multiprocessors(device)
+    processors = hardware.of_device(device).multiprocessors
     filled = np.frombuffer(bytearray(params), kernel_params.FORWARD_SM90)[0]
     filled["score"]["seqlen_k"] = keys_to_load(problem)
     owners, num_blocks = int(filled["grid"]["num_owners"]), int(filled["grid"]["num_blocks"])

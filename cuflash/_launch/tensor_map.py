@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash._jit import driver
 from cuflash._kernels.params import MAP_ALIGNMENT, MAP_BYTES
 
 #: Batch axes that a map holds beside its rows and columns.
@@ -26,16 +26,6 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_L2_256B = 3
 _FLOAT_OOB_FILL_NONE = 0
-
-_POINTER, _ENUM = ctypes.c_void_p, ctypes.c_int
-_SIGNATURES = {
-    "cuTensorMapEncodeTiled": (
-        _POINTER, _ENUM, ctypes.c_uint32, _POINTER,
-        _POINTER, _POINTER, _POINTER, _POINTER,
-        _ENUM, _ENUM, _ENUM, _ENUM,
-    ),
-    "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
-}  # fmt: skip
 
 
 class MapLayout(NamedTuple):
@@ -78,11 +68,6 @@ def map_layout(
     return MapLayout(dtype.name, extents, strides, box_rows)
 
 
-def available() -> bool:
-    """Whether the driver can encode maps: it has been able to since CUDA 12.0."""
-    return all(_driver_function(name) is not None for name in _SIGNATURES)
-
-
 class Maps:
     """The maps of a launch's operands: encoded once, and given the addresses of each call."""
 
@@ -101,10 +86,10 @@ class Maps:
 
 
 def encode(layout: MapLayout, address: int) -> bytes:
-    """Encode the map of an array, where maps are ``available``."""
+    """Encode the map of an array."""
     memory, offset = _room(MAP_BYTES)
     before, after = _arguments(layout)
-    function = _driver_function("cuTensorMapEncodeTiled")
+    function = driver.function("cuTensorMapEncodeTiled")
     error = function(ctypes.addressof(memory) + offset, *before, address, *after)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
@@ -116,7 +101,7 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
     memory, offset = _room(len(maps))
     first = ctypes.addressof(memory) + offset
     ctypes.memmove(first, maps, len(maps))
-    function = _driver_function("cuTensorMapReplaceAddress")
+    function = driver.function("cuTensorMapReplaceAddress")
     for number, address in enumerate(addresses):
         error = function(first + MAP_BYTES * number, address)
         if error:
@@ -128,19 +113,6 @@ def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
     """Memory of one call, since threads share none, and where in it a map may begin."""
     memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
     return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
-
-
-@functools.cache
-def _driver_function(name: str) -> Any:
-    """A function of the driver that CuPy has loaded, or None."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        function = getattr(driver, name)
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_int
-    function.argtypes = _SIGNATURES[name]
-    return function
 
 
 @functools.lru_cache(maxsize=_CACHED_MAPS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from cuflash._errors import problem_with
 from cuflash._kernels.config import RESERVED_SMEM
@@ -42,11 +45,17 @@ class Hardware(NamedTuple):
     limits: Limits
     l2_bytes: int
     peak: Peak | None
+    tensor_maps: bool = True  # can its driver encode them, as CUDA 12 does?
 
     @property
-    def capability(self) -> str:
-        """As CuPy spells it: "90"."""
-        return self.arch.removeprefix("sm_")
+    def capability(self) -> int:
+        """Of compute: 90 for sm_90."""
+        return int(self.arch.removeprefix("sm_"))
+
+    @property
+    def hopper(self) -> bool:
+        """Whether Hopper's own kernels run."""
+        return self.arch == "sm_90" and self.tensor_maps
 
 
 #: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -105,34 +114,64 @@ def typical(arch: str) -> Hardware:
     return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))
 
 
-def present(device: int | None = None) -> Hardware | None:
-    """The device at hand, or None where CuPy finds none."""
+#: What every device is taken for inside :func:`assumed`.
+_assumed: Hardware | None = None
+
+
+def of_device(device: int) -> Hardware:
+    """The hardware that a call on ``device`` is planned for."""
+    return _assumed or _of_device(device)
+
+
+@contextmanager
+def assumed(hardware: Hardware) -> Iterator[None]:
+    """Plan calls for other hardware inside the block, as for an older device than is there.
+
+    Plans that are known stay: ``cuflash._launch.run.forget_plans`` makes calls choose anew.
+    """
+    global _assumed
+    before, _assumed = _assumed, hardware
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+@functools.cache
+def _of_device(device: int) -> Hardware:
+    from cuflash._jit import device as jit_device  # which imports CuPy
+    from cuflash._jit import driver
+
+    def has(name: str) -> int:
+        return jit_device.attribute(name, device)
+
+    limits = Limits(
+        has("MaxSharedMemoryPerBlockOptin"),
+        has("MaxSharedMemoryPerMultiprocessor"),
+        has("MaxThreadsPerMultiProcessor"),
+        has("MaxBlocksPerMultiprocessor"),
+    )
+    name = driver.device_name(device)
+    return Hardware(
+        name, f"sm_{jit_device.capability(device)}", has("MultiProcessorCount"), limits,
+        has("L2CacheSize"), peak_of(name), driver.encodes_tensor_maps(),
+    )  # fmt: skip
+
+
+def present() -> Hardware | None:
+    """The current device, or None where CuPy finds none."""
     try:
         import cupy
 
-        chosen = cupy.cuda.Device(device)
-        attributes = chosen.attributes
-        name = cupy.cuda.runtime.getDeviceProperties(chosen.id)["name"].decode()
+        return of_device(cupy.cuda.runtime.getDevice())
     except (ImportError, RuntimeError, OSError):
         return None
-    return _described(name, f"sm_{chosen.compute_capability}", attributes)
 
 
 def wanted(arch: str | None) -> Hardware:
     """What a call is planned for: an architecture, else what is here, else an H100."""
     found = present() if arch is None else typical(arch)
     return found or typical("sm_90")
-
-
-def _described(name: str, arch: str, attributes: dict[str, Any]) -> Hardware:
-    limits = Limits(
-        int(attributes["MaxSharedMemoryPerBlockOptin"]),
-        int(attributes["MaxSharedMemoryPerMultiprocessor"]),
-        int(attributes["MaxThreadsPerMultiProcessor"]),
-        int(attributes.get("MaxBlocksPerMultiprocessor", 32)),
-    )
-    processors, l2_bytes = attributes["MultiProcessorCount"], attributes["L2CacheSize"]
-    return Hardware(name, arch, int(processors), limits, int(l2_bytes), peak_of(name))
 
 
 def peak_of(name: str) -> Peak | None:

@@ -257,13 +257,6 @@ def row_behind(config: TileConfig, device: str) -> Row | None:
     return None
 
 
-def has_row(config: TileConfig) -> bool:
-    """Whether a row holds for a choice on some device: a name takes the driver long."""
-    own = key_of(config, "")
-    known = {key._replace(device="") for rows in (in_use(), shipped()) for key in rows}
-    return own in known or own._replace(replaces="") in known
-
-
 def applied(chosen: AnyTileConfig, device: str, smem_limit: int) -> AnyTileConfig:
     """The configuration with the tile that was measured for it; as it is where there is none.
 
@@ -308,11 +301,3 @@ def _warps_of(config: ForwardSm90Config | BackwardSm90Config, rows: int) -> int:
     """How many warps a kernel of Hopper has, which its tile decides; pairs of blocks own two."""
     blocks = config.cluster_blocks if isinstance(config, BackwardOnePassConfig) else 1
     return blocks * rows // 16 + config.other_warps
-
-
-@functools.cache
-def device_name(device: int) -> str:
-    """Name of a device by its number."""
-    import cupy
-
-    return str(cupy.cuda.runtime.getDeviceProperties(device)["name"].decode())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
 from cuflash._kernels.config import (
@@ -13,7 +14,12 @@ from cuflash._kernels.config import (
     BackwardQSm90Config,
     ForwardConfig,
     ForwardSm90Config,
+    TileConfig,
 )
+from cuflash._select import measured
+from cuflash._select.hardware import Hardware
+
+AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 
 
 class BackwardConfigs(NamedTuple):
@@ -69,3 +75,22 @@ def _refusal(argument: str, config: Any, expected: str, kinds: tuple[type, ...])
     return problem_with(
         argument, TypeError, got=type(config).__name__, expected=f"{expected} ({names})", fix=fix
     )
+
+
+def with_override(
+    chosen: AnyTileConfig, config: TileConfig | None, hardware: Hardware
+) -> AnyTileConfig:
+    """The tile that the caller, or else a table of what was measured, wants instead.
+
+    What follows from the problem stays. ``config`` is one of the same kernel.
+    """
+    if config is None:
+        return measured.applied(chosen, hardware.name, hardware.limits.block_smem)
+    names = measured.TILE_FIELDS & {f.name for f in fields(config)}
+    try:
+        return replace(chosen, **{name: getattr(config, name) for name in names})
+    except ValueError as error:
+        raise problem_with(
+            "config", ValueError, got=f"{type(config).__name__} with {measured.tile_text(config)}",
+            expected="a tile that is legal for this call", fix=str(error).replace("self.", ""),
+        ) from None  # fmt: skip

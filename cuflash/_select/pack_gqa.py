@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash._launch.grid import Layout
+from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
 _ROWS = ("q", "out", "lse")  # operands with a row for each query

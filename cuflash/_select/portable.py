@@ -6,7 +6,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +23,6 @@ from cuflash._kernels.config import (
     TileConfig,
 )
 from cuflash._problem.problem import HALVES, Operand, Problem
-from cuflash._select import measured
 from cuflash._select.portable_tiles import CUDA_CORES, FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
@@ -164,31 +163,6 @@ def _kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> l
     sums: list[str] = [name for name in ("k", "v") if name in wanted]
     together = together and problem.k.summed == problem.v.summed
     return [sums] if together and sums else [[name] for name in sums]
-
-
-def overridden(chosen: AnyTileConfig, config: Any, device: int) -> AnyTileConfig:
-    """The tile that the caller, or else a table of what was measured, wants instead.
-
-    What follows from the problem stays.
-    """
-    if config is None:
-        if not measured.has_row(chosen):
-            return chosen
-        from cuflash._jit import device as jit_device  # which imports CuPy
-
-        return measured.applied(chosen, measured.device_name(device), jit_device.smem_limit(device))
-    if type(config) is not type(chosen):
-        raise problem_with(
-            "config", TypeError, got=type(config).__name__, expected=type(chosen).__name__
-        )
-    names = measured.TILE_FIELDS & {f.name for f in fields(config)}
-    try:
-        return replace(chosen, **{name: getattr(config, name) for name in names})
-    except ValueError as error:
-        raise problem_with(
-            "config", ValueError, got=f"{type(config).__name__} with {measured.tile_text(config)}",
-            expected="a tile that is legal for this call", fix=str(error).replace("self.", ""),
-        ) from None  # fmt: skip
 
 
 def _tables(problem: Problem, cuda_cores: bool) -> Tables:

@@ -27,19 +27,14 @@ def backward_q_config(
     copy_bytes: int,
     *,
     cuda_cores: bool = False,
-    partners: bool = True,
 ) -> BackwardQConfig:
-    """Choose the kernel of dq; ``partners``: may be one in which warps share rows."""
+    """Choose the kernel of dq that every architecture has."""
     fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     tables = portable._tables(problem, cuda_cores)
-    configs: list[BackwardQConfig] = [
-        BackwardQPartnersConfig(**fields, **t, column_parts=1)
-        for t in _partner_rows(tables.partners_q if partners else None, problem, fields)
-    ]
     tiles = tables.backward_q_general if portable._is_general(problem) else tables.backward_q
     parts = portable._parts(fields["head_dim"], _own_columns(problem, tables))
     rows = portable._rows(tiles, fields)
-    configs += [BackwardQConfig(**fields, **t, column_parts=parts) for t in rows]
+    configs = [BackwardQConfig(**fields, **t, column_parts=parts) for t in rows]
     chosen = portable._fitting(configs, smem_limit)
     return chosen or backward_q_config(problem, smem_limit, copy_bytes, cuda_cores=True)
 
@@ -51,7 +46,6 @@ def backward_kv_configs(
     wanted: frozenset[str],
     *,
     cuda_cores: bool = False,
-    partners: bool = True,
 ) -> tuple[BackwardKVConfig, ...]:
     """Choose the passes that compute dk, dv or both.
 
@@ -61,14 +55,6 @@ def backward_kv_configs(
     fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     tables = portable._tables(problem, cuda_cores)
     widest = max(fields["head_dim"], fields["head_dim_v"])
-    for tile in _partner_rows(tables.partners_kv if partners else None, problem, fields):
-        passes = portable._kv_passes(problem, wanted, together=True)
-        own = fields | tile | {"column_parts": 1}
-        sharing = [
-            BackwardKVPartnersConfig(**own, **_kv_fields(problem, names)) for names in passes
-        ]
-        if all(portable._fits(config, smem_limit) for config in sharing):
-            return tuple(sharing)
     tiles = tables.backward_kv_general if portable._is_general(problem) else tables.backward_kv
     rows = portable._rows(tiles, fields)
     chosen: list[BackwardKVConfig] = []
@@ -82,6 +68,33 @@ def backward_kv_configs(
             return backward_kv_configs(problem, smem_limit, copy_bytes, wanted, cuda_cores=True)
         chosen.append(fitting)
     return tuple(chosen)
+
+
+def backward_q_partners(
+    problem: Problem, smem_limit: int, copy_bytes: int, *, cuda_cores: bool
+) -> BackwardQPartnersConfig | None:
+    """Choose the kernel of dq in which two warps share rows; None where it does not serve."""
+    fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
+    rows = _partner_rows(portable._tables(problem, cuda_cores).partners_q, problem, fields)
+    configs = [BackwardQPartnersConfig(**fields, **t, column_parts=1) for t in rows]
+    return next((config for config in configs if portable._fits(config, smem_limit)), None)
+
+
+def backward_kv_partners(
+    problem: Problem, smem_limit: int, copy_bytes: int, wanted: frozenset[str], *, cuda_cores: bool
+) -> tuple[BackwardKVPartnersConfig, ...] | None:
+    """Choose the passes for dk, dv or both in which two warps share keys; None as for dq."""
+    fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
+    passes = portable._kv_passes(problem, wanted, together=True)
+    rows = _partner_rows(portable._tables(problem, cuda_cores).partners_kv, problem, fields)
+    for tile in rows:
+        own = fields | tile | {"column_parts": 1}
+        configs = tuple(
+            BackwardKVPartnersConfig(**own, **_kv_fields(problem, names)) for names in passes
+        )
+        if all(portable._fits(config, smem_limit) for config in configs):
+            return configs
+    return None
 
 
 def _kv_fields(problem: Problem, names: list[str]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import Any
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
 from cuflash._kernels.config import RESERVED_SMEM, TileConfig
-from cuflash._select import choose
+from cuflash._problem.problem import Problem
+from cuflash._select.choose import PORTABLE, Wanted, choose
 from cuflash._select.hardware import Hardware, registers_of_thread, wanted
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
-    PARAMETERS,
+    KERNELS,
     kernel_name,
     kernel_type,
     tile_of,
@@ -201,29 +202,29 @@ def default_configs(
         )  # fmt: skip
     problem = workload.problem()
     if kernel is None:
-        chosen = choose.forward(problem, hardware)
-        tunable = type(chosen) in PARAMETERS
-        return (chosen if tunable else choose.forward(problem, hardware, portable=True),)
-    kind = kernel_type(kernel)
-    portable = kernel.endswith("_sm80")
-    calls: list[list[Any]] = [[choose.forward(problem, hardware, portable=portable)]]
-    if kernel.startswith("backward"):
-        calls = [
-            choose.backward(
-                problem, hardware, frozenset(wanted),
-                portable=portable, ordered=workload.deterministic,
-            )
-            for wanted in ("q", "kv", "qkv")  # all three at once may be one pass
-        ]  # fmt: skip
+        return (_configs(problem, hardware)[-1],)
+    kernel_type(kernel)  # or the error that lists the kernels
+    only = PORTABLE if kernel in PORTABLE else None
+    asked: list[Wanted | None] = [None]
+    if kernel.startswith("backward"):  # all three gradients at once may be one pass
+        asked = [Wanted.of(names) for names in ("q", "kv", "qkv")]
+    calls = [
+        _configs(problem, hardware, wanted=w, only=only, deterministic=workload.deterministic)
+        for w in asked
+    ]
     for configs in calls:
-        own = tuple(config for config in configs if type(config) is kind)
+        own = tuple(config for config in configs if config.kernel == kernel)
         if own:
             return own
-    serving = {kernel_name(c): None for configs in calls for c in configs if type(c) in PARAMETERS}
+    serving = {c.kernel: None for configs in calls for c in configs if c.kernel in KERNELS}
     raise problem_with(
         "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
         expected=f"a kernel that serves this problem there: {', '.join(serving)}",
     )  # fmt: skip
+
+
+def _configs(problem: Problem, hardware: Hardware, **given: Any) -> list[Any]:
+    return [step.config for step in choose(problem, hardware, **given)]
 
 
 def _candidates(

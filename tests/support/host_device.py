@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 
 from cuflash._jit import compilation
-from cuflash._jit import device as jit_device
 from cuflash._jit import source as jit_source
 from cuflash._kernels.config import KernelConfig, TileConfig
 from cuflash._launch import (
@@ -32,12 +31,11 @@ from cuflash._launch import (
     score_gradients,
     score_params,
     segment_bounds,
-    sm90,
 )
 from cuflash._launch import run as launch_run
 from cuflash._problem import formulas
 from cuflash._problem.options import Options
-from cuflash._select import measured
+from cuflash._select import hardware
 
 SUPPORT = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -89,7 +87,7 @@ class HostDevice:
         texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
         if isinstance(config, TileConfig):
             texts += config.formulas
-        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": compilation.params_struct(config)}
+        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
         macros = named | config.defines()
         text = "".join(
             (
@@ -118,16 +116,13 @@ class HostDevice:
 
 
 @contextmanager
-def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
+def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
     """Let launches run on the host, which stands for a device of a compute capability."""
     device = HostDevice(folder)
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
-    attributes = {"MultiProcessorCount": 4, "L2CacheSize": 1 << 20,
-                  "MaxSharedMemoryPerBlockOptin": 227 << 10}  # fmt: skip
-    cuda = SimpleNamespace(
-        get_current_stream=lambda: stream,
-        Device=lambda _: SimpleNamespace(compute_capability=capability),
-    )
+    limits = hardware.Limits(227 << 10, 228 << 10, 2048)
+    host = hardware.Hardware("host", f"sm_{capability}", 4, limits, 1 << 20, None, False)
+    cuda = SimpleNamespace(get_current_stream=lambda: stream)
     library = SimpleNamespace(
         cuda=cuda,
         empty=device.memory,
@@ -136,7 +131,7 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
         asarray=on_device,
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch_run, plan, repeat, score_params):
+        for module in (launch_run, repeat, score_params):
             patch.setattr(module, "cupy", library)
         runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
         patch.setattr(repeat, "runtime", runtime)
@@ -150,16 +145,13 @@ def host_device(folder: Path, capability: str = "80") -> Iterator[HostDevice]:
         for module in (launch_run, score_params, formulas):
             patch.setattr(module, "refuse_capture", lambda *_: None)
         patch.setattr(launch_run, "_on_device", lambda _: nullcontext())
-        patch.setattr(sm90, "available", lambda _: False)
-        patch.setattr(measured, "device_name", lambda _: "host")
-        patch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
-        patch.setattr(jit_device, "capability", lambda _: int(capability))
         for module in (plan, segment_bounds):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
         plans = (launch_run._forward_plans, launch_run._backward_plans, segment_bounds._plans)
         for own in plans:
             own.clear()
-        yield device
+        with hardware.assumed(host):
+            yield device
         for own in plans:
             own.clear()

@@ -17,11 +17,9 @@ import pytest
 
 from cuflash import _arrays
 from cuflash._jit import compilation
-from cuflash._jit import device as jit_device
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import kernel_launcher, plan, run, segment_bounds, sm90, tensor_map
 from cuflash._select import hardware as select_hardware
-from cuflash._select import measured
 from support.host_device import DeviceArray, host_device
 
 
@@ -32,11 +30,6 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
     Memory that nobody wrote is 0.
     """
     hardware = select_hardware.typical("sm_90")
-    attributes = {
-        "MultiProcessorCount": hardware.multiprocessors,
-        "L2CacheSize": hardware.l2_bytes,
-        "MaxSharedMemoryPerBlockOptin": hardware.limits.block_smem,
-    }
     compiled: list[KernelConfig] = []
     launched: list[KernelConfig] = []
 
@@ -49,16 +42,14 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         launched.append(compiled[number])
 
     with (
-        host_device(Path(), hardware.capability) as device,
+        host_device(Path()) as device,
+        select_hardware.assumed(hardware),
         pytest.MonkeyPatch.context() as patch,
     ):
         device.unwritten = 0
-        library = _standing_for_cupy(run.cupy, attributes, hardware.capability)
+        library = _standing_for_cupy(run.cupy)
         patch.setitem(sys.modules, "cupy", library)
         patch.setattr(_arrays, "_imported", lambda: library)
-        patch.setattr(jit_device, "attribute", lambda name, _: attributes[name])
-        patch.setattr(measured, "device_name", lambda _: hardware.name)
-        patch.setattr(sm90, "available", lambda _: True)
         patch.setattr(sm90.Sm90Launch, "_counter", lambda *_: 0)
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
@@ -68,10 +59,9 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         yield library, launched
 
 
-def _standing_for_cupy(library: Any, attributes: dict[str, int], capability: str) -> Any:
+def _standing_for_cupy(library: Any) -> Any:
     """The part of CuPy that calls look at by its name, beside what modules have imported."""
-    device = SimpleNamespace(attributes=attributes, compute_capability=capability)
-    cuda = {**vars(library.cuda), "Device": lambda *_: device}
+    cuda = dict(vars(library.cuda))
     cuda["runtime"] = SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=RuntimeError)
     own = {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": np.lib}
     return SimpleNamespace(**vars(library) | own)

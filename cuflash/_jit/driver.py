@@ -1,0 +1,47 @@
+"""Which functions of the NVIDIA driver are called that CuPy does not pass on?"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+_POINTER, _ENUM = ctypes.c_void_p, ctypes.c_int
+_SIGNATURES = {
+    "cuDeviceGet": (_POINTER, ctypes.c_int),
+    "cuDeviceGetName": (_POINTER, ctypes.c_int, ctypes.c_int),
+    "cuTensorMapEncodeTiled": (
+        _POINTER, _ENUM, ctypes.c_uint32, _POINTER,
+        _POINTER, _POINTER, _POINTER, _POINTER,
+        _ENUM, _ENUM, _ENUM, _ENUM,
+    ),
+    "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
+}  # fmt: skip
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """A function of the driver that CuPy has loaded, or None; it returns an error number."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        found = getattr(driver, name)
+    except (OSError, AttributeError):
+        return None
+    found.restype = ctypes.c_int
+    found.argtypes = _SIGNATURES[name]
+    return found
+
+
+def encodes_tensor_maps() -> bool:
+    """Whether the driver can encode tensor maps: it has been able to since CUDA 12.0."""
+    names = ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress")
+    return all(function(name) is not None for name in names)
+
+
+def device_name(device: int) -> str:
+    """Name of a device; CUDA's runtime asks for clocks, too, which takes milliseconds."""
+    handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    function("cuDeviceGet")(ctypes.byref(handle), device)
+    function("cuDeviceGetName")(name, len(name), handle)
+    return name.value.decode()

@@ -1,0 +1,32 @@
+"""Where does an operand lie? Byte strides in canonical order, and how wide its rows can be read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cuflash._problem.problem import Operand
+
+
+class Layout(NamedTuple):
+    """Byte strides of one operand in canonical order."""
+
+    itemsize: int
+    batch: tuple[int, ...]
+    row: int = 0
+    column: int = 0
+    sequence: int = 0  # from one packed sequence to the next
+
+    @classmethod
+    def of(cls, operand: Operand) -> Layout:
+        """Layout of an operand with two core axes, or none."""
+        ndim = len(operand.summed)
+        return cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
+
+    def copy_bytes(self, columns: int, address_bits: int) -> int:
+        """Widest copy of neighbouring columns, aligned in every row, that divides a row."""
+        if self.column != self.itemsize:
+            return self.itemsize
+        bits = columns * self.itemsize | address_bits
+        for stride in (*self.batch, self.row):
+            bits |= abs(stride)
+        return min(16, bits & -bits or 16)

@@ -1,0 +1,61 @@
+"""Where do the arrays of a call lie, as far as the choice of kernels depends on it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from cuflash._kernels.config import TileConfig
+from cuflash._problem.layout import Layout
+from cuflash._problem.problem import Problem
+
+_TMA_BYTES = 16  # what rows are multiples of that the copy engine loads
+_OPTIONS = ("offset", "kv_lengths", "sink")  # other options keep rows apart in any case
+Layouts = Mapping[str, Layout]
+
+
+class Access(NamedTuple):
+    """Layouts and alignment of a call's arrays, by the names of the kernels' pointers."""
+
+    layouts: Layouts
+    #: Whether Hopper's copy engine can load the operands of a kernel by tensor maps.
+    has_maps: Callable[[Problem, Layouts, TileConfig], bool]
+    address_bits: int = 0  # the last four bits of the addresses of q, k, v and dout, by or
+    out_bits: int = 0  # of those of dout and out
+
+    def copy_bytes(self, problem: Problem, *names: str, address_bits: int | None = None) -> int:
+        """Widest copy that the rows of these arrays allow."""
+        bits = self.address_bits if address_bits is None else address_bits
+        columns = {"q": problem.head_dim, "k": problem.head_dim}
+        return min(
+            self.layouts[name].copy_bytes(columns.get(name, problem.head_dim_v), bits)
+            for name in names
+        )
+
+
+def in_c_order(problem: Problem, *, backward: bool = False) -> Access:
+    """Access to aligned arrays as a problem lays them out: what is planned for without arrays."""
+    ndim = len(problem.batch)
+    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
+    if backward:
+        layouts["dout"] = layouts["out"] = layouts["v"]  # as wide, in C order like it
+    for name in _OPTIONS:
+        operand = getattr(problem, name)
+        if operand is not None:
+            layouts[name] = Layout(operand.dtype.itemsize, operand.strides[:ndim])
+    fit = rows_fit_tensor_maps(problem)
+    return Access(layouts, lambda *_: fit)
+
+
+def of_any_arrays(problem: Problem) -> Access:
+    """Access that lets every gradient kernel serve: what a workspace has to suffice for."""
+    return in_c_order(problem, backward=True)._replace(has_maps=lambda *_: True)
+
+
+def rows_fit_tensor_maps(problem: Problem) -> bool:
+    """Whether rows of q, k and v are multiples of what the copy engine loads."""
+    columns = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
+    return all(
+        Layout.of(getattr(problem, name)).copy_bytes(width, 0) == _TMA_BYTES
+        for name, width in columns.items()
+    )
