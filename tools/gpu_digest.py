@@ -1,31 +1,68 @@
-"""Which state of the sources does a GPU test report belong to?"""
+"""Which state of the code does a GPU test report belong to?
+
+The digest is of what runs: the flattened text of each kernel without comments and ``#line``, and
+the code of each Python module that a launch goes through without comments, docstrings and imports.
+A file that only moves leaves it as it is; a token that changes makes another one.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
+import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
+from cuflash._jit import source  # noqa: E402
 
-def source_files(root: Path = ROOT) -> Iterator[Path]:
-    """Yield the files that decide what runs on a GPU, sorted by relative path."""
-    package = [path for kind in ("*.py", "*.json") for path in (root / "cuflash").rglob(kind)]
-    kernels = [path for path in (root / "kernels_cu").rglob("*") if path.is_file()]
-    files = (path for path in package + kernels if path.is_file())
-    yield from sorted(files, key=lambda path: path.relative_to(root).as_posix())
+#: Packages that no launch goes through.
+APART = ("_bench", "_cli", "_timing", "tuning")
 
 
 def digest(root: Path = ROOT) -> str:
-    """Return the sha256 over the sorted relative paths and contents of those files."""
-    total = hashlib.sha256()
-    for path in source_files(root):
-        content = path.read_bytes().replace(b"\r\n", b"\n")
-        name = path.relative_to(root).as_posix()
-        total.update(f"{name}\0{len(content)}\0".encode())
-        total.update(content)
-    return total.hexdigest()
+    """Return the sha256 over the texts of :func:`texts`, in whatever files they lie."""
+    digests = sorted(hashlib.sha256(text.encode()).hexdigest() for text in texts(root))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def texts(root: Path = ROOT) -> Iterator[str]:
+    """Yield what decides a launch and its results: kernels, Python code, tables."""
+    kernels = root / "kernels_cu"
+    for path in kernels.rglob("*.cu"):
+        yield source.code_of(source.flatten(path.relative_to(kernels).as_posix(), folder=kernels))
+    package = root / "cuflash"
+    for path in package.rglob("*"):
+        if path.relative_to(package).parts[0] in APART:
+            continue
+        if path.suffix == ".py":
+            yield python_code(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".json":
+            yield path.read_text(encoding="utf-8")
+
+
+def python_code(text: str) -> str:
+    """Return Python code without comments, docstrings, imports and line breaks."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
+            for number in range(node.lineno - 1, node.end_lineno or 0):  # type: ignore[attr-defined]
+                lines[number] = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            number, column = token.start
+            lines[number - 1] = lines[number - 1][:column]
+    return " ".join(" ".join(lines).split())
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return False
+    return isinstance(node.value.value, str)
 
 
 if __name__ == "__main__":

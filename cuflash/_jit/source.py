@@ -34,17 +34,25 @@ def digest() -> str:
 
 def digest_of(name: str) -> str:
     """Sha256 over the code of one kernel, whatever its comments and line breaks are."""
-    text = re.sub(r"//[^\n]*|/\*.*?\*/|#line [^\n]*", "", flatten(name), flags=re.DOTALL)
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+    return hashlib.sha256(code_of(flatten(name)).encode()).hexdigest()
+
+
+def code_of(text: str) -> str:
+    """CUDA text without comments, ``#line`` and line breaks."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/|#line [^\n]*", "", text, flags=re.DOTALL)
+    return " ".join(code.split())
 
 
 @functools.cache
-def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
+def flatten(
+    name: str, replaced: tuple[tuple[str, str], ...] = (), *, folder: Path | None = None
+) -> str:
     """Text of a source with every quoted include in place, once each.
 
     Stored kernels are found by this text: an edited header is another text and another kernel.
     ``#line`` keeps compiler messages pointing at the real files.
-    ``replaced`` are files with another text.
+    ``replaced`` are files with another text. ``folder`` is that of the sources, by default
+    :func:`kernels_dir`.
     """
     seen: set[str] = set()
     texts = dict(replaced)
@@ -52,7 +60,7 @@ def flatten(name: str, replaced: tuple[tuple[str, str], ...] = ()) -> str:
     def expand(relative: str) -> list[str]:
         text = texts.get(relative)
         if text is None:
-            text = (kernels_dir() / relative).read_text(encoding="utf-8")
+            text = ((folder or kernels_dir()) / relative).read_text(encoding="utf-8")
         parts = [f'#line 1 "{relative}"\n']
         end, lines = 0, 1
         for found in _DIRECTIVE.finditer(text):

@@ -1,0 +1,70 @@
+"""Does the digest of the GPU report follow the code that runs, and nothing else?"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cuflash._jit import source
+from gpu_digest import ROOT, digest
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("cuflash", "kernels_cu"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    return tmp_path
+
+
+def digest_of(checkout: Path) -> str:
+    source.flatten.cache_clear()
+    return digest(checkout)
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
+    """So do its imports, its comments and its docstrings."""
+    before = digest_of(checkout)
+    assert before == digest()
+    moved = checkout / "cuflash" / "_launch" / "elsewhere"
+    moved.mkdir()
+    shutil.move(checkout / "cuflash" / "_launch" / "run.py", moved / "launches.py")
+    edited(moved / "launches.py", "from cuflash._launch import plan", "from cuflash.x import plan")
+    edited(moved / "launches.py", '"""How do kernels run?', '"""How do the kernels run?')
+    kernels = checkout / "kernels_cu"
+    (kernels / "score").mkdir()
+    shutil.move(kernels / "philox.cuh", kernels / "score" / "philox.cuh")
+    edited(kernels / "dropout.cuh", '#include "philox.cuh"', '#include "score/philox.cuh"')
+    assert digest_of(checkout) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("kernels_cu/philox.cuh", "0xD2511F53", "0xD2511F55"),
+        ("kernels_cu/forward_sm90.cu", "__launch_bounds__(", "__launch_bounds__(1 + "),
+        ("cuflash/_launch/run.py", "& 15", "& 7"),
+        ("cuflash/_select/sm90.py", "ForwardTile(192, 128", "ForwardTile(128, 128"),
+        ("cuflash/_select/tiles.json", '"block_m": 64', '"block_m": 80'),
+    ],
+)
+def test_a_token_of_a_kernel_or_a_launch_does_not(
+    checkout: Path, name: str, old: str, new: str
+) -> None:
+    before = digest_of(checkout)
+    edited(checkout / name, old, new)
+    assert digest_of(checkout) != before
+
+
+def test_what_no_launch_goes_through_is_apart(checkout: Path) -> None:
+    before = digest_of(checkout)
+    edited(checkout / "cuflash" / "tuning" / "_space.py", "20_000", "30_000")
+    assert digest_of(checkout) == before
