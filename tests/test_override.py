@@ -59,5 +59,5 @@ def test_anything_else_is_refused(check, wrong):
 
 def test_a_tile_in_the_field_of_other_gradients_is_refused():
     of_q = found_by_a_sweep("backward_dq_sm80")
-    with pytest.raises(TypeError, match=r"^config\.qkv: got BackwardQConfig, .*OnePass.*$"):
+    with pytest.raises(TypeError, match=r"^config\.qkv: got BackwardQConfig, .*computes dqkv.*$"):
         override.of_backward(tuning.BackwardConfigs(qkv=of_q))

@@ -9,8 +9,6 @@ from cuflash._api.ahead import kernels_of
 from cuflash._bench import io_gradient, io_model
 from cuflash._bench.workload import ONE_PASS, Workload
 from cuflash._kernels.config import (
-    BackwardConvertConfig,
-    ForwardNarrowConfig,
     KernelConfig,
     TileConfig,
 )
@@ -43,7 +41,7 @@ def explain(
 
 
 def _described(
-    work: Workload, config: KernelConfig, hardware: select_hardware.Hardware, facts: Facts | None
+    work: Workload, config: Any, hardware: select_hardware.Hardware, facts: Facts | None
 ) -> dict[str, Any]:
     name = kernel_name(config)
     found: dict[str, Any] = {
@@ -61,7 +59,7 @@ def _described(
         }
         if facts.error:
             found["error"] = facts.error
-    if not isinstance(config, TileConfig) or isinstance(config, BackwardConvertConfig):
+    if config.computes not in ("out", "dq", "dkv", "dqkv"):
         return found
     found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = select_measured.row_behind(config, hardware.name)
@@ -101,7 +99,7 @@ def _roofline(
     if peak is None:
         return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
     least_ms = {"device memory": once / peak.gbytes / 1e6}
-    if not (config.cuda_cores or isinstance(config, ForwardNarrowConfig)):
+    if not (config.cuda_cores or config.kernel == "forward_narrow"):
         tflops, products = select_hardware.peak_products(peak, work.dtype, work.precision)
         least_ms[products] = flops / tflops / 1e9
     if work.dtype != "float64":
@@ -126,6 +124,6 @@ def _why(work: Workload, config: KernelConfig, hardware: select_hardware.Hardwar
         return "scales and rounds the sums of dq, which tiles of keys add to"
     problem = work.problem()
     portable = why_portable(problem, hardware, backward=config.computes != "out")
-    if isinstance(config, TileConfig) and config.cuda_cores:
+    if getattr(config, "cuda_cores", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

@@ -7,7 +7,6 @@ from typing import Any
 from cuflash._api.ahead import kernels_of
 from cuflash._bench import io_gradient, io_model, profiler
 from cuflash._bench.workload import Workload
-from cuflash._kernels.config import TileConfig
 from cuflash._select.hardware import wanted
 from cuflash.tuning._kernels import kernel_name
 
@@ -17,7 +16,7 @@ _OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asympto
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
     """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
     configs = kernels_of(work, wanted(arch), backward=backward)
-    forward = next(config for config in configs if isinstance(config, TileConfig))
+    forward: Any = next(config for config in configs if config.computes == "out")
     io_gradient.refuse_cuda_cores(forward)
     model = io_model.forward(
         work, forward.block_m, forward.block_n, forward.smem_bytes,

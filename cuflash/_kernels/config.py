@@ -137,6 +137,7 @@ class TileConfig(OperandConfig):
 
     owned: ClassVar[str] = "block_m"  # the side whose rows the results of a block are
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
+    other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a block may have: a lane has 32 bits for its columns of a row,
     #: ``ColumnBits`` of score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
@@ -280,7 +281,7 @@ class ForwardSm90Config(TileConfig):
     computes = "out"
     tensor_maps = True
     streams = WGMMA_WIDTHS
-    other_warps: ClassVar[int] = 4  # that own no rows
+    other_warps = 4
 
     sink: Floats
     num_stages: int  # buffers of k and of v
@@ -456,7 +457,7 @@ class BackwardSm90Config(TileConfig):
     params = "BackwardSm90Params"
     tensor_maps = True
     streams = WGMMA_WIDTHS
-    other_warps: ClassVar[int] = 4  # that own no rows
+    other_warps = 4
 
     num_stages: int  # buffers of what is streamed
 

@@ -14,21 +14,12 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
-from cuflash._kernels.config import (
-    BackwardKVConfig,
-    BackwardKVSm90Config,
-    BackwardOnePassConfig,
-    BackwardSm90Config,
-    ForwardConfig,
-    ForwardNarrowConfig,
-    ForwardSm90Config,
-    TileConfig,
-)
+from cuflash._kernels.config import TileConfig
 
 FORMAT = "cuflash tiles 1"
 VARIABLE = "CUFLASH_TILES"
@@ -83,7 +74,7 @@ TILE_FIELDS = _TRUTH_VALUES | {
 }  # fmt: skip
 
 
-def options_of(config: TileConfig) -> str:
+def options_of(config: Any) -> str:
     """The options that are compiled into a kernel: "causal sink"; "plain" where there are none.
 
     A measured tile is used for exactly the options that it was measured with: others take registers
@@ -99,25 +90,24 @@ def options_of(config: TileConfig) -> str:
         words.append("tf32")
     if config.offset in ("int32", "int64"):
         words.append("offset")
-    if isinstance(config, BackwardKVConfig | BackwardKVSm90Config):
+    if config.computes == "dkv":
         words += [] if config.grad_k and config.grad_v else ["dk" if config.grad_k else "dv"]
     if config.copy_bytes < 16:
         words.append("narrow")
-    if isinstance(config, BackwardOnePassConfig) and not config.ordered:
+    if config.computes == "dqkv" and not config.ordered:
         words.append("unordered")
-    if isinstance(config, ForwardNarrowConfig):
+    if config.kernel == "forward_narrow":
         words.append(f"{config.width}x{config.width_v}")
         words += ["shared"] if config.key_bias else []
-    if isinstance(config, ForwardConfig) and config.out_dtype != config.dtype:
+    if config.computes == "out" and config.out_dtype != config.dtype:
         words.append(config.out_dtype)
     return " ".join(words) or "plain"
 
 
 def key_of(config: TileConfig, device: str) -> Key:
     """What a configuration is looked up by."""
-    kernel = config.source.removesuffix(".cu")
     sizes = (config.head_dim, config.head_dim_v)
-    return Key(kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
+    return Key(config.kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
 
 
 def tile_text(config: TileConfig) -> str:
@@ -292,12 +282,7 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
     changed: dict[str, Any] = dict(values)
     for name in _TRUTH_VALUES & set(changed):
         changed[name] = bool(changed[name])
-    if isinstance(config, ForwardSm90Config | BackwardSm90Config) and config.owned in changed:
-        changed["num_warps"] = _warps_of(config, changed[config.owned])
-    return type(config)(**vars(config) | changed)
-
-
-def _warps_of(config: ForwardSm90Config | BackwardSm90Config, rows: int) -> int:
-    """How many warps a kernel of Hopper has, which its tile decides; pairs of blocks own two."""
-    blocks = config.cluster_blocks if isinstance(config, BackwardOnePassConfig) else 1
-    return blocks * rows // 16 + config.other_warps
+    if config.other_warps and config.owned in changed:  # its tile decides how many warps there are
+        rows = config.cluster_blocks * changed[config.owned]
+        changed["num_warps"] = rows // 16 + config.other_warps
+    return replace(config, **changed)

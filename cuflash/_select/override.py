@@ -6,16 +6,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
-from cuflash._kernels.config import (
-    BackwardKVConfig,
-    BackwardKVSm90Config,
-    BackwardOnePassConfig,
-    BackwardQConfig,
-    BackwardQSm90Config,
-    ForwardConfig,
-    ForwardSm90Config,
-    TileConfig,
-)
+from cuflash._kernels.config import TileConfig
 from cuflash._select import measured
 from cuflash._select.hardware import Hardware
 
@@ -25,27 +16,19 @@ AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 class BackwardConfigs(NamedTuple):
     """Tiles that override the choice for the backward passes, and decide which kernels run.
 
-    ``qkv`` is one pass for all three gradients.
+    Each is a configuration of a kernel that computes dq, dk and dv, or all three in one pass.
     """
 
-    q: BackwardQConfig | BackwardQSm90Config | None = None
-    kv: BackwardKVConfig | BackwardKVSm90Config | None = None
-    qkv: BackwardOnePassConfig | None = None
+    q: TileConfig | None = None
+    kv: TileConfig | None = None
+    qkv: TileConfig | None = None
 
 
-_OF_FORWARD = (ForwardConfig, ForwardSm90Config)
-_OF_FIELD: dict[str, tuple[type, ...]] = {
-    "q": (BackwardQConfig, BackwardQSm90Config),
-    "kv": (BackwardKVConfig, BackwardKVSm90Config),
-    "qkv": (BackwardOnePassConfig,),
-}
-
-
-def of_forward(config: Any) -> ForwardConfig | ForwardSm90Config | None:
+def of_forward(config: Any) -> TileConfig | None:
     """The tile of a forward, or None; a TypeError for anything else."""
-    if config is None or isinstance(config, _OF_FORWARD):
-        return config
-    raise _refusal("config", config, "a configuration of a forward kernel", _OF_FORWARD)
+    if config is None or _result_of(config) == "out":
+        return config  # type: ignore[no-any-return]
+    raise _refusal("config", config, "a configuration of a forward kernel, as ForwardConfig")
 
 
 def of_backward(config: Any) -> BackwardConfigs | None:
@@ -53,28 +36,33 @@ def of_backward(config: Any) -> BackwardConfigs | None:
     if config is None:
         return None
     if not isinstance(config, BackwardConfigs):
-        for name, kinds in _OF_FIELD.items():
-            if isinstance(config, kinds):
-                given: dict[str, Any] = {name: config}
-                return BackwardConfigs(**given)
-        expected = "a configuration of a gradient's kernel, or a cuflash.tuning.BackwardConfigs"
-        raise _refusal("config", config, expected, sum(_OF_FIELD.values(), ()))
-    for name, own in config._asdict().items():
-        if own is not None and not isinstance(own, _OF_FIELD[name]):
-            raise _refusal(f"config.{name}", own, "None or a configuration", _OF_FIELD[name])
+        field = _result_of(config).removeprefix("d")
+        if field in BackwardConfigs._fields:
+            return BackwardConfigs(**{field: config})
+        raise _refusal(
+            "config", config, "a configuration of a gradient's kernel, as BackwardQConfig, or a "
+            "cuflash.tuning.BackwardConfigs",
+        )  # fmt: skip
+    for field, own in config._asdict().items():
+        if own is not None and _result_of(own) != f"d{field}":
+            expected = f"None or a configuration of a kernel that computes d{field}"
+            raise _refusal(f"config.{field}", own, expected)
     return config
 
 
-def _refusal(argument: str, config: Any, expected: str, kinds: tuple[type, ...]) -> Exception:
+def _result_of(config: Any) -> str:
+    """What the kernel of a configuration computes; empty for anything else."""
+    return str(getattr(config, "computes", ""))
+
+
+def _refusal(argument: str, config: Any, expected: str) -> Exception:
     fix = "the config of a candidate of cuflash.tuning.space is one"
-    if isinstance(config, _OF_FORWARD):
+    if _result_of(config) == "out":
         fix = "attention takes it"
-    elif isinstance(config, (BackwardConfigs, *sum(_OF_FIELD.values(), ()))):
+    elif isinstance(config, BackwardConfigs) or _result_of(config) in ("dq", "dkv", "dqkv"):
         fix = "attention_backward takes it"
-    names = ", ".join(kind.__name__ for kind in kinds)
-    return problem_with(
-        argument, TypeError, got=type(config).__name__, expected=f"{expected} ({names})", fix=fix
-    )
+    got = type(config).__name__
+    return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
 
 
 def with_override(

@@ -235,9 +235,9 @@ def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict
     }
 
 
-def for_architecture(config: AnyConfig, capability: int) -> AnyConfig:
+def for_architecture(config: Any, capability: int) -> Any:
     """The configuration with what the device decides, of compute capability 90 for sm_90."""
-    if not isinstance(config, TileConfig) or config.dtype != "float64":
+    if getattr(config, "dtype", "") != "float64" or not hasattr(config, "wide_float64"):
         return config
     return replace(config, wide_float64=capability >= 90)
 

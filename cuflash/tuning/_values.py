@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cuflash._kernels.config import (
-    BackwardKVConfig,
     BackwardKVPartnersConfig,
-    BackwardQConfig,
     BackwardQPartnersConfig,
     ForwardConfig,
     ForwardNarrowConfig,
@@ -60,26 +59,26 @@ def _warp_rows(kind: type[TileConfig]) -> int:
     return 8 if kind in _PARTNERS else 16
 
 
-def lane_registers(config: TileConfig) -> int:
+def lane_registers(config: Any) -> int:
     """Registers of a lane that a kernel's scores and results alone take; 0 where they always fit.
 
     The portable kernels keep scores of a block and sums of results of a warp's rows in registers
     at the same time.
     """
-    kind: type[TileConfig] = type(config)
+    kind: Any = type(config)
     if not _has_even_warps(kind):
         return 0
-    rows: int = getattr(config, kind.owned) // (_warp_rows(kind) * config.num_warps)
+    rows: int = config.own_rows // (_warp_rows(kind) * config.num_warps)
     words = config.real_bytes // 4
-    if isinstance(config, ForwardNarrowConfig):  # q, maxima, sums in a block and of all, a run
-        return rows * (config.width + 2 * (2 + config.width_v) + 8) * words
-    if isinstance(config, ForwardConfig):
+    if config.kernel == "forward_narrow":  # q, maxima, sums in a block and of all, a run
+        return int(rows * (config.width + 2 * (2 + config.width_v) + 8) * words)
+    if config.computes == "out":
         columns = config.block_n + config.head_dim_v // config.column_parts
-    elif isinstance(config, BackwardQConfig):
+    elif config.computes == "dq":
         columns = 2 * config.block_n + config.head_dim // config.column_parts
-    elif isinstance(config, BackwardKVConfig):
+    elif config.computes == "dkv":
         results = config.grad_k * config.head_dim + config.grad_v * config.head_dim_v
         columns = (1 + config.grad_k) * config.block_m + results // config.column_parts
     else:
         return 0
-    return rows * columns // 2 * words // (2 if kind in _PARTNERS else 1)
+    return int(rows * columns // 2 * words // (2 if kind in _PARTNERS else 1))
