@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import tracemalloc
 import weakref
@@ -127,11 +128,38 @@ def test_no_cache_keeps_the_arrays_of_a_call(name):
     assert alive() is None
 
 
-def test_options_with_another_formula_are_other_options():
-    one, two = (cuflash.MaskMod("true", host=lambda *_: np.array(True)) for _ in range(2))
-    assert cuflash.Options(mask_mod=one) == cuflash.Options(mask_mod=one)
-    assert cuflash.Options(mask_mod=one) != cuflash.Options(mask_mod=two)
-    assert hash(cuflash.Options(mask_mod=one)) == hash(cuflash.Options(mask_mod=one))
+#: Two values of each option that is no array of its own; formulas and arrays that hold the same are
+#: others all the same.
+TWO_VALUES = {
+    "causal": (True, "top_left"),
+    "offset": (1, 2),
+    "window": ((1, 2), (2, 1)),
+    "scale": (0.5, 0.25),
+    "softcap": (0.5, 0.25),
+    "score_mod": tuple(
+        cuflash.ScoreMod("score", grad="1.0f", host=min, host_grad=min, arrays={"a": np.zeros(2)})
+        for _ in range(2)
+    ),
+    "mask_mod": tuple(cuflash.MaskMod("true", host=lambda *_: np.array(True)) for _ in range(2)),
+    "segment_ids": tuple((np.zeros(3, int), np.zeros(4, int)) for _ in range(2)),
+    "q_lengths": (1, 2),
+    "kv_lengths": (1, 2),
+    "dropout": (0.25, 0.5),
+    "seed": (1, 2),
+    "enable_gqa": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", inspect.signature(cuflash.Options).parameters)
+def test_options_that_differ_in_one_value_are_others(name):
+    dtype = bool if name == "mask" else float
+    one, two = TWO_VALUES.get(name) or (np.zeros((3, 4), dtype) for _ in range(2))
+    rest = {"dropout": 0.125, "seed": 0}
+    first, again, second = (cuflash.Options(**{**rest, name: value}) for value in (one, one, two))
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != second
+    assert first != cuflash.Options(**rest)
 
 
 def test_many_short_sequences_are_carried_together():
