@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
-from cuflash import Options
+from cuflash import Options, _destinations
 
 
 def arrays() -> SimpleNamespace:
@@ -162,7 +165,7 @@ WRONG = {
     "kv_lengths of shape (B,)": (
         call(kv_lengths=np.array([3, 4])), ValueError, "kv_lengths", r"\(2, 1\).*heads"),
     "kv_lengths with one too long": (
-        call(kv_lengths=np.array([[3], [9]])), ValueError, "kv_lengths", "3 to 9.*0 to 7"),
+        call(kv_lengths=np.array([[3], [8]])), ValueError, "kv_lengths", "3 to 8.*0 to 7"),
     "q_lengths of floats": (
         call(q_lengths=np.array([[3.0], [4.0]])), TypeError, "q_lengths", "float64.*integer"),
     "q_lengths too long": (call(q_lengths=6), ValueError, "q_lengths", "from 0 to 5"),
@@ -250,6 +253,10 @@ WRONG = {
     "out overlapping itself": (
         lambda a: cuflash.attention(
             *a.qkv, out=np.lib.stride_tricks.as_strided(a.out, a.out.shape, (0, 120, 24, 4))),
+        ValueError, "out", "overlap"),
+    "out of rows that overlap in part": (
+        lambda a: cuflash.attention(
+            *a.qkv, out=np.lib.stride_tricks.as_strided(a.out, a.out.shape, (480, 120, 20, 4))),
         ValueError, "out", "overlap"),
     "out inside q": (
         lambda a: cuflash.attention(a.q, a.k, a.v, out=a.q[..., 1:7]), ValueError, "out",
@@ -360,6 +367,19 @@ def test_a_wrong_call_is_no_better_after_an_equal_one():
             cuflash.attention(q, k, v, **{**right, **wrong})
 
 
+@pytest.mark.parametrize("form", [int, np.array, lambda x: np.array([[x], [3]])])
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [("q_lengths", 0, 5), ("kv_lengths", 0, 7), ("offset", -(2**59), 2**59)],
+)
+def test_integers_are_legal_up_to_their_bounds(name, lowest, highest, form):
+    for legal in (lowest, highest):
+        call(**{name: form(legal)})(arrays())
+    for wrong in (lowest - 1, highest + 1):
+        with pytest.raises(ValueError, match=f"{name}: "):
+            call(**{name: form(wrong)})(arrays())
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_is_named(name):
     wrong, kind, argument, rest = WRONG[name]
@@ -407,6 +427,34 @@ def test_output_may_interleave_with_an_input():
     cuflash.attention(q, a.k, a.v, out=out)
     np.testing.assert_array_equal(out, cuflash.attention(a.q, a.k, a.v))
     np.testing.assert_array_equal(q, a.q)
+
+
+@given(
+    itemsize=st.sampled_from((1, 2, 4)),
+    axes=st.lists(st.tuples(st.integers(0, 4), st.integers(-13, 13)), max_size=3),
+)
+def test_no_overlap_of_elements_is_overlooked(itemsize, axes):
+    """Against the bytes of all elements; strides in bytes, some no multiples of an element."""
+    shape, strides = zip(*axes, strict=True) if axes else ((), ())
+    memory = np.zeros(512, np.uint8)[256:].view(f"u{itemsize}")
+    array = np.lib.stride_tricks.as_strided(memory, shape, strides)
+    elements = [sum(map(operator.mul, index, strides)) for index in np.ndindex(shape)]
+    touched = [first + byte for first in elements for byte in range(itemsize)]
+    if len(set(touched)) < len(touched):
+        assert _destinations._overlaps_itself(array)
+    elif sum(n > 1 for n in shape) <= 1:
+        assert not _destinations._overlaps_itself(array)
+
+
+def test_arrays_count_as_overlapping_where_it_takes_too_long_to_know():
+    """Interleaved in three axes each, as in the manual of numpy.shares_memory."""
+    memory = np.zeros(192_163_377, np.int8)  # nobody touches it
+    as_strided = np.lib.stride_tricks.as_strided
+    one = as_strided(memory, (1049, 1049, 1049), (36674, 61119, 85569))
+    other = as_strided(memory[64_023_025:], (1049, 1049, 1), (12223, 12224, 1))
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(one, other, max_work=_destinations._OVERLAP_WORK)
+    assert _destinations._share_memory(one, other)
 
 
 def test_destinations_and_workspace_are_of_the_inputs_library():
