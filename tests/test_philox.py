@@ -65,6 +65,14 @@ def test_a_tile_holds_the_documented_bits(entry, first, extent, seed, p):
     for i, q in enumerate(range(rows.start, rows.stop)):
         for j, k in enumerate(range(cols.start, cols.stop)):
             assert kept[i, j] == (bits(entry, q, k, seed) >= round(65536 * p))
+    if kept.size:  # of no p that is drawn above are a score's bits the threshold
+        edge = bits(entry, rows.start, cols.start, seed)
+        on_the_edge, beyond = (
+            _philox.kept(np.array([entry]), rows, cols, n / 65536, seed, np)[0, 0, 0]
+            for n in (edge, edge + 1)
+        )
+        assert on_the_edge
+        assert not beyond
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
