@@ -419,6 +419,34 @@ def test_the_legal_neighbour_of_every_wrong_call_passes():
     cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse, dlse=np.ones((2, 4, 5)))
 
 
+ARRAY_OPTIONS = {
+    "bias": lambda a: a[..., :1],
+    "alibi_slopes": lambda a: a[..., 0, 0],
+    "sink": lambda a: a[..., 0, 0],
+    "mask": lambda a: a.view(bool)[..., :1],
+    "offset": lambda a: a.view(np.int32)[..., 0, 0],
+    "q_lengths": lambda a: a.view(np.int32)[..., 0, 0],
+    "kv_lengths": lambda a: a.view(np.int32)[..., 0, 0],
+    "segment_ids": lambda a: (a.view(np.int32)[..., 0], np.zeros(7, np.int32)),
+}
+
+
+@pytest.mark.parametrize("result", ["out", "lse", "grads_out.dq"])
+@pytest.mark.parametrize("name", ARRAY_OPTIONS)
+def test_no_result_lies_on_the_memory_of_an_option(name, result):
+    a = arrays()
+    room = {"out": a.out, "lse": a.lse[..., None], "grads_out.dq": np.zeros_like(a.q)}[result]
+    options = {name: ARRAY_OPTIONS[name](room)}
+    wrong = {
+        "out": call(out=a.out, **options),
+        "lse": call(return_lse=True, out=(a.out, a.lse), **options),
+        "grads_out.dq": backward(grads_out=cuflash.Gradients(dq=room), **options),
+    }[result]
+    with pytest.raises(ValueError, match=f"{result}: got memory shared with {name}"):
+        wrong(a)
+    assert not room.any()
+
+
 def test_output_may_interleave_with_an_input():
     packed = np.zeros((2, 4, 5, 14), np.float32)
     packed[..., :8] = arrays().q
