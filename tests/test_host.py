@@ -14,7 +14,7 @@ import pytest
 import cuflash
 from cuflash import reference
 from support.budget import Budget
-from support.problems import Call
+from support.problems import FIELDS, Call
 
 
 def dense(q, k, v):
@@ -265,6 +265,10 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
     )  # fmt: skip
     q, k, v = normal(6, 5)
     _, pullback = module.attention_vjp(q, k, v, score_mod=mod, sink=sink)
+    if sink is None:
+        lse = module.logsumexp(q, k, score_mod=mod)
+        assert np.isneginf(lse[2])
+        assert not module.weights(q, k, lse, rows=[2], score_mod=mod).any()
     gradients = []
     for value in (0, np.nan):
         dout = v.copy()
@@ -273,6 +277,60 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
         gradients.append((results.dq, results.dk, results.dv))
     np.testing.assert_array_equal(*gradients)
     assert not gradients[0][0][2].any()
+
+
+def all_gradients(q, k, v, dout, options):
+    """Out, lse and every gradient that there is, by input name."""
+    out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    given = {name for name in ("bias", "alibi_slopes", "sink") if name in options.arrays}
+    wrt = tuple(name for name in FIELDS if name in ("q", "k", "v", "scale") or name in given)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, options=options)
+    return {"out": out, "lse": lse} | {n: np.asarray(getattr(gradients, FIELDS[n])) for n in wrt}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sink", [None, np.array([0.5, -1.0])])
+def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
+    """Not as an element, and not as what a formula makes of indices that are hidden."""
+    rng = np.random.default_rng(1)
+    q, dout = rng.standard_normal((2, 2, 40, 8))
+    k, v = rng.standard_normal((2, 2, 70, 8))
+    seen_rows, seen_keys = np.arange(40) < 30, np.arange(70) < 50
+    found = []
+    for hidden in (0.5, np.nan):
+
+        def factor(m, n, hidden=hidden):
+            return np.where(seen_rows[m] & seen_keys[n], 1 + m / 40, hidden)
+
+        mod = cuflash.ScoreMod(
+            "score * (1.0f + q / 40.0f)", grad="1.0f + q / 40.0f",
+            host=lambda score, b, h, m, n: score * factor(m, n),
+            host_grad=lambda score, b, h, m, n: factor(m, n),
+        )  # fmt: skip
+        options = cuflash.Options(
+            mask=seen_rows[:, None] & seen_keys, softcap=softcap, sink=sink, score_mod=mod,
+            bias=np.where(seen_rows[:, None] & seen_keys, 0.25, hidden),
+            alibi_slopes=np.array([0.1, 0.2]),
+        )  # fmt: skip
+        for array, seen in ((q, seen_rows), (dout, seen_rows), (k, seen_keys), (v, seen_keys)):
+            array[:, ~seen] = hidden
+        found.append(all_gradients(q, k, v, dout, options))
+    clean, poisoned = found
+    for name, result in clean.items():
+        assert poisoned[name].tobytes() == result.tobytes(), name
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    """Also beside one that is finite, and for a row that sees no key."""
+    q, k, v = normal(2, 6, 5)
+    mask = np.arange(6)[:, None] != 3
+    plain = all_gradients(q, k, v, v, cuflash.Options(mask=mask))
+    with_sink = cuflash.Options(mask=mask, sink=np.array([-np.inf, 0.5]))
+    found = all_gradients(q, k, v, v, with_sink)
+    for name in ("out", "lse", "q", "k", "v"):
+        np.testing.assert_array_equal(found[name][0], plain[name][0], name)
+    assert found["sink"][0] == 0
+    assert found["sink"][1] != 0
 
 
 def test_invisible_blocks_are_skipped():
