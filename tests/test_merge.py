@@ -192,6 +192,18 @@ def test_one_part_is_itself(p: Parts) -> None:
     np.testing.assert_array_equal(gradient.lse[0], np.where(seen, dlse, 0))
 
 
+@pytest.mark.parametrize("lse_dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_keep_the_digits_of_their_own_dtype(dtype: str, lse_dtype: type) -> None:
+    """Whatever their logarithms have: weights of 1/2 and of 1 are exact."""
+    rng = np.random.default_rng(3)
+    out, dout = rng.standard_normal((2, 5, 3)).astype(DTYPES[dtype])
+    outs, lses = np.stack([out, out]), np.zeros((2, 5), lse_dtype)
+    np.testing.assert_array_equal(cuflash.merge(outs, lses).out, out)
+    np.testing.assert_array_equal(cuflash.merge(outs, lses).lse, np.log(lse_dtype(2)))
+    np.testing.assert_array_equal(cuflash.merge_backward(dout, outs[:1], lses[:1]).out[0], dout)
+
+
 @given(p=parts(), data=st.data())
 def test_a_part_that_saw_nothing_is_neutral(p: Parts, data: st.DataObject) -> None:
     """Wherever it stands and whatever its out holds, which has the gradient 0."""
