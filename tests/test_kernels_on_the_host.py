@@ -193,9 +193,9 @@ def test_tf32_rounds_operands_and_nothing_else() -> None:
 def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
     """Of wide results each block of threads computes some columns, of a row of NaN too.
 
-    Rows that do not see the NaN are computed again pair by pair, with a sink as large as scores.
+    Rows that do not see the NaN are computed again pair by pair, with a sink like largest scores.
     """
-    options = {"causal": True, "sink": np.array(0.5)}
+    options = {"causal": True, "sink": np.array(1.8)}
     call = make_call(
         "normal", 0, np.dtype(dtype), (20, head_dim), (35, head_dim), (35, head_dim_v),
         options=options,
