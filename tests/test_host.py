@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import time
 import tracemalloc
 import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
+from cuflash._problem import describe
+from cuflash._scores import Scores, Tile
 from support.budget import Budget
 from support.problems import FIELDS, Call
 
@@ -184,7 +189,7 @@ def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
     """One entry alone, and beside another that sees keys of other blocks."""
     q, k, v = normal(2, 1, 7, 8)[0], *normal(2, 1, 1300, 8)[:2]
-    options = {"window": (700, 3), name: np.array([[650], [1200]])}
+    options = {"window": (700, 3), name: np.array([[650], [1290]])}
 
     def results(rows):
         q_rows, k_rows, v_rows = q[rows], k[rows], v[rows]
@@ -199,6 +204,32 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
     for i in range(2):
         for of_both, alone in zip(both, results(slice(i, i + 1)), strict=True):
             assert of_both[i].tobytes() == alone.tobytes()
+
+
+@given(data=st.data())
+def test_ranges_of_keys_are_those_of_what_is_visible(data):
+    """Of entries that are carried together: nothing visible lies outside, what is full is seen."""
+    entries, rows, keys = (data.draw(st.integers(1, most)) for most in (3, 6, 9))
+
+    def per_entry(low, high):
+        values = st.lists(st.integers(low, high), min_size=entries, max_size=entries)
+        return data.draw(st.none() | st.integers(low, high) | values.map(np.array))
+
+    sides = st.none() | st.integers(0, 4)
+    options = cuflash.Options(
+        q_lengths=per_entry(0, rows), kv_lengths=per_entry(0, keys), offset=per_entry(-5, 9),
+        window=data.draw(st.tuples(sides, sides)), causal=data.draw(st.booleans()),
+    )  # fmt: skip
+    q, k = np.zeros((entries, rows, 1)), np.zeros((entries, keys, 1))
+    scores = Scores(describe(q, k, k, options), options, (), np)
+    m, n = np.arange(rows)[:, None], np.arange(keys)[None, :]
+    visible = scores.visible(Tile(slice(None), slice(None), m, n))
+    visible = np.broadcast_to(visible, (entries, rows, keys))
+    for first, last in itertools.combinations(range(rows + 1), 2):
+        found, seen = scores.key_range(slice(first, last)), visible[:, first:last]
+        for key in range(keys):
+            assert found.first <= key < found.last or not seen[..., key].any()
+            assert seen[..., key].all() or not found.full(slice(key, key + 1))
 
 
 @pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])
