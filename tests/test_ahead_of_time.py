@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -216,6 +217,40 @@ def test_a_file_that_cannot_be_read_is_said(tmp_path, monkeypatch):
     (tmp_path / f"{'a' * 64}.cubin").mkdir()  # as unreadable to anybody, root too
     with pytest.warns(RuntimeWarning, match="cannot be read"):
         assert cubin_cache.load_shared("a" * 64) is None
+
+
+def absent(path):
+    path.unlink()
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def changed(path):
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+
+
+def unreadable(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("breaks", [absent, empty, cut, changed, unreadable])
+def test_a_broken_kernel_hides_none_of_a_later_folder(tmp_path, monkeypatch, breaks):
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    name = "a" * 64
+    for folder in folders:
+        cubin_cache.save_shared(folder, name, folder.name.encode())
+    monkeypatch.setenv("CUFLASH_KERNELS", os.pathsep.join(map(str, folders)))
+    assert cubin_cache.load_shared(name) == b"first"
+    breaks(folders[0] / f"{name}.cubin")
+    with nullcontext() if breaks is absent else pytest.warns(RuntimeWarning, match="first"):
+        assert cubin_cache.load_shared(name) == b"second"
 
 
 @pytest.mark.gpu

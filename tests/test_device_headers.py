@@ -40,6 +40,8 @@ FEATURES = [
 
 
 NUM_PROBLEMS = 15_000
+#: Integers of an array that no length can be; cut to 32 bits, some would be lengths.
+FAR = (-(1 << 62), 1 << 62, -(1 << 32) + 7, (1 << 32) + 7, -(1 << 31) - 1)
 
 
 def flattened(name: str, defines: dict[str, Any]) -> str:
@@ -52,14 +54,18 @@ def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], in
     """Parameters of many small problems, and the arrays that they point into."""
     n = NUM_PROBLEMS
     extents = rng.integers(1, 100, (n, 2))
-    lengths = rng.integers(-3, 110, (n, 2))
-    offsets = np.where(rng.random(n) < 0.05, rng.choice([-(1 << 62), 1 << 62], n),
-                       rng.integers(-120, 120, n))  # fmt: skip
+    far = rng.choice(FAR, (3, n))
+    near = [*rng.integers(-3, 110, (2, n)), rng.integers(-120, 120, n)]
+    *lengths, offsets = np.where(rng.random((3, n)) < 0.05, far, near)
+    lengths = np.stack(lengths, -1)
     windows = np.where(rng.random((n, 2)) < 0.1, 1 << 60, rng.integers(0, 60, (n, 2)))
-    arrays = [np.ascontiguousarray(a) for a in (lengths[:, 0], lengths[:, 1], offsets)]
+    # What the probed entry, 1, has to read lies one stride behind the pointer.
+    arrays = [np.pad(a, 8) for a in (*lengths.T, offsets)]
     problems = np.zeros(n, kernel_params.SCORE)
-    for name, array in zip(("q_lengths", "kv_lengths", "offset"), arrays, strict=True):
-        problems[name] = address(array) + 8 * np.arange(n)
+    strides = {"q_lengths": 2, "kv_lengths": 3, "offset": 5}
+    for (name, stride), array in zip(strides.items(), arrays, strict=True):
+        problems[name] = address(array) + 8 * (np.arange(n) + 8 - stride)
+        problems[f"{name}_strides"]["axis"][:, 0] = stride
     problems["seqlen_q"], problems["seqlen_k"] = extents.T
     problems["q_length"], problems["kv_length"] = np.clip(lengths, 0, extents).T
     problems["window_left"], problems["window_right"] = windows.T
@@ -170,6 +176,35 @@ def test_every_tile_has_one_turn_and_the_heaviest_of_a_section_start_first(tmp_p
         assert (np.diff(first_owners) >= 0).all(), "one section after another"
         within = np.diff(found[0])[np.diff(first_owners) == 0]
         assert (within >= 0).all(), "rank by rank within a section"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_every_tile_of_packed_sequences_has_one_rank(tmp_path: Path) -> None:
+    """Rows before the first sequence, none at all, and ends that lie outside or decrease."""
+    block, rng = 16, np.random.default_rng(0)
+    source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
+    text = flattened("schedule_probe.cu", {"CU_SEQLENS": "int32", "BLOCK_M": block})
+    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n' + text)
+    command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
+    subprocess.run(command, check=True)
+    places = ctypes.CDLL(str(library)).places
+    for trial in range(500):
+        lead, lengths = rng.integers(0, 70), rng.integers(0, 50, rng.integers(1, 7))
+        lengths[rng.random(lengths.size) < 0.2] = 0
+        ends = np.cumsum((lead, *lengths)).astype(np.int32)
+        total = int(ends[-1] + rng.integers(0, 40))
+        is_legal = trial % 5 > 0
+        if not is_legal:
+            ends = rng.integers(-50, total + 50, ends.size).astype(np.int32)
+        ranks = total // block + lengths.size
+        found = np.full((2, ranks), -1, np.int32)
+        places(ctypes.c_void_p(ends.ctypes.data), lengths.size, total, ranks,
+               *(ctypes.c_void_p(a.ctypes.data) for a in found))  # fmt: skip
+        assert (found >= 0).all()
+        assert (found[0] < lengths.size).all()
+        if is_legal:
+            owned = sorted((s, b) for s, b in found.T.tolist() if b * block < lengths[s])
+            assert owned == [(s, b) for s, n in enumerate(lengths) for b in range(-(-n // block))]
 
 
 FRAGMENT_CASES = list(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import Options
+from cuflash._problem import destinations
 
 
 def arrays() -> SimpleNamespace:
@@ -162,7 +166,7 @@ WRONG = {
     "kv_lengths of shape (B,)": (
         call(kv_lengths=np.array([3, 4])), ValueError, "kv_lengths", r"\(2, 1\).*heads"),
     "kv_lengths with one too long": (
-        call(kv_lengths=np.array([[3], [9]])), ValueError, "kv_lengths", "3 to 9.*0 to 7"),
+        call(kv_lengths=np.array([[3], [8]])), ValueError, "kv_lengths", "3 to 8.*0 to 7"),
     "q_lengths of floats": (
         call(q_lengths=np.array([[3.0], [4.0]])), TypeError, "q_lengths", "float64.*integer"),
     "q_lengths too long": (call(q_lengths=6), ValueError, "q_lengths", "from 0 to 5"),
@@ -250,6 +254,10 @@ WRONG = {
     "out overlapping itself": (
         lambda a: cuflash.attention(
             *a.qkv, out=np.lib.stride_tricks.as_strided(a.out, a.out.shape, (0, 120, 24, 4))),
+        ValueError, "out", "overlap"),
+    "out of rows that overlap in part": (
+        lambda a: cuflash.attention(
+            *a.qkv, out=np.lib.stride_tricks.as_strided(a.out, a.out.shape, (480, 120, 20, 4))),
         ValueError, "out", "overlap"),
     "out inside q": (
         lambda a: cuflash.attention(a.q, a.k, a.v, out=a.q[..., 1:7]), ValueError, "out",
@@ -360,6 +368,19 @@ def test_a_wrong_call_is_no_better_after_an_equal_one():
             cuflash.attention(q, k, v, **{**right, **wrong})
 
 
+@pytest.mark.parametrize("form", [int, np.array, lambda x: np.array([[x], [3]])])
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [("q_lengths", 0, 5), ("kv_lengths", 0, 7), ("offset", -(2**59), 2**59)],
+)
+def test_integers_are_legal_up_to_their_bounds(name, lowest, highest, form):
+    for legal in (lowest, highest):
+        call(**{name: form(legal)})(arrays())
+    for wrong in (lowest - 1, highest + 1):
+        with pytest.raises(ValueError, match=f"{name}: "):
+            call(**{name: form(wrong)})(arrays())
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_call_is_named(name):
     wrong, kind, argument, rest = WRONG[name]
@@ -399,6 +420,34 @@ def test_the_legal_neighbour_of_every_wrong_call_passes():
     cuflash.attention_backward(a.dout, *a.qkv, a.out, a.lse, dlse=np.ones((2, 4, 5)))
 
 
+ARRAY_OPTIONS = {
+    "bias": lambda a: a[..., :1],
+    "alibi_slopes": lambda a: a[..., 0, 0],
+    "sink": lambda a: a[..., 0, 0],
+    "mask": lambda a: a.view(bool)[..., :1],
+    "offset": lambda a: a.view(np.int32)[..., 0, 0],
+    "q_lengths": lambda a: a.view(np.int32)[..., 0, 0],
+    "kv_lengths": lambda a: a.view(np.int32)[..., 0, 0],
+    "segment_ids": lambda a: (a.view(np.int32)[..., 0], np.zeros(7, np.int32)),
+}
+
+
+@pytest.mark.parametrize("result", ["out", "lse", "grads_out.dq"])
+@pytest.mark.parametrize("name", ARRAY_OPTIONS)
+def test_no_result_lies_on_the_memory_of_an_option(name, result):
+    a = arrays()
+    room = {"out": a.out, "lse": a.lse[..., None], "grads_out.dq": np.zeros_like(a.q)}[result]
+    options = {name: ARRAY_OPTIONS[name](room)}
+    wrong = {
+        "out": call(out=a.out, **options),
+        "lse": call(return_lse=True, out=(a.out, a.lse), **options),
+        "grads_out.dq": backward(grads_out=cuflash.Gradients(dq=room), **options),
+    }[result]
+    with pytest.raises(ValueError, match=f"{result}: got memory shared with {name}"):
+        wrong(a)
+    assert not room.any()
+
+
 def test_output_may_interleave_with_an_input():
     packed = np.zeros((2, 4, 5, 14), np.float32)
     packed[..., :8] = arrays().q
@@ -407,6 +456,34 @@ def test_output_may_interleave_with_an_input():
     cuflash.attention(q, a.k, a.v, out=out)
     np.testing.assert_array_equal(out, cuflash.attention(a.q, a.k, a.v))
     np.testing.assert_array_equal(q, a.q)
+
+
+@given(
+    itemsize=st.sampled_from((1, 2, 4)),
+    axes=st.lists(st.tuples(st.integers(0, 4), st.integers(-13, 13)), max_size=3),
+)
+def test_no_overlap_of_elements_is_overlooked(itemsize, axes):
+    """Against the bytes of all elements; strides in bytes, some no multiples of an element."""
+    shape, strides = zip(*axes, strict=True) if axes else ((), ())
+    memory = np.zeros(512, np.uint8)[256:].view(f"u{itemsize}")
+    array = np.lib.stride_tricks.as_strided(memory, shape, strides)
+    elements = [sum(map(operator.mul, index, strides)) for index in np.ndindex(shape)]
+    touched = [first + byte for first in elements for byte in range(itemsize)]
+    if len(set(touched)) < len(touched):
+        assert destinations._overlaps_itself(array)
+    elif sum(n > 1 for n in shape) <= 1:
+        assert not destinations._overlaps_itself(array)
+
+
+def test_arrays_count_as_overlapping_where_it_takes_too_long_to_know():
+    """Interleaved in three axes each, as in the manual of numpy.shares_memory."""
+    memory = np.zeros(192_163_377, np.int8)  # nobody touches it
+    as_strided = np.lib.stride_tricks.as_strided
+    one = as_strided(memory, (1049, 1049, 1049), (36674, 61119, 85569))
+    other = as_strided(memory[64_023_025:], (1049, 1049, 1), (12223, 12224, 1))
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(one, other, max_work=destinations._OVERLAP_WORK)
+    assert destinations._share_memory(one, other)
 
 
 def test_destinations_and_workspace_are_of_the_inputs_library():

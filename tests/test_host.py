@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import itertools
 import time
 import tracemalloc
 import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
+from cuflash._host.scores import Scores, Tile
+from cuflash._problem.problem import describe
 from support.budget import Budget
-from support.problems import Call
+from support.problems import FIELDS, Call
 
 
 def dense(q, k, v):
@@ -127,11 +133,38 @@ def test_no_cache_keeps_the_arrays_of_a_call(name):
     assert alive() is None
 
 
-def test_options_with_another_formula_are_other_options():
-    one, two = (cuflash.MaskMod("true", host=lambda *_: np.array(True)) for _ in range(2))
-    assert cuflash.Options(mask_mod=one) == cuflash.Options(mask_mod=one)
-    assert cuflash.Options(mask_mod=one) != cuflash.Options(mask_mod=two)
-    assert hash(cuflash.Options(mask_mod=one)) == hash(cuflash.Options(mask_mod=one))
+#: Two values of each option that is no array of its own; formulas and arrays that hold the same are
+#: others all the same.
+TWO_VALUES = {
+    "causal": (True, "top_left"),
+    "offset": (1, 2),
+    "window": ((1, 2), (2, 1)),
+    "scale": (0.5, 0.25),
+    "softcap": (0.5, 0.25),
+    "score_mod": tuple(
+        cuflash.ScoreMod("score", grad="1.0f", host=min, host_grad=min, arrays={"a": np.zeros(2)})
+        for _ in range(2)
+    ),
+    "mask_mod": tuple(cuflash.MaskMod("true", host=lambda *_: np.array(True)) for _ in range(2)),
+    "segment_ids": tuple((np.zeros(3, int), np.zeros(4, int)) for _ in range(2)),
+    "q_lengths": (1, 2),
+    "kv_lengths": (1, 2),
+    "dropout": (0.25, 0.5),
+    "seed": (1, 2),
+    "enable_gqa": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", inspect.signature(cuflash.Options).parameters)
+def test_options_that_differ_in_one_value_are_others(name):
+    dtype = bool if name == "mask" else float
+    one, two = TWO_VALUES.get(name) or (np.zeros((3, 4), dtype) for _ in range(2))
+    rest = {"dropout": 0.125, "seed": 0}
+    first, again, second = (cuflash.Options(**{**rest, name: value}) for value in (one, one, two))
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != second
+    assert first != cuflash.Options(**rest)
 
 
 def test_many_short_sequences_are_carried_together():
@@ -156,7 +189,7 @@ def test_keys_shared_over_the_batch_are_widened_once(enable_gqa):
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
     """One entry alone, and beside another that sees keys of other blocks."""
     q, k, v = normal(2, 1, 7, 8)[0], *normal(2, 1, 1300, 8)[:2]
-    options = {"window": (700, 3), name: np.array([[650], [1200]])}
+    options = {"window": (700, 3), name: np.array([[650], [1290]])}
 
     def results(rows):
         q_rows, k_rows, v_rows = q[rows], k[rows], v[rows]
@@ -171,6 +204,32 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(name):
     for i in range(2):
         for of_both, alone in zip(both, results(slice(i, i + 1)), strict=True):
             assert of_both[i].tobytes() == alone.tobytes()
+
+
+@given(data=st.data())
+def test_ranges_of_keys_are_those_of_what_is_visible(data):
+    """Of entries that are carried together: nothing visible lies outside, what is full is seen."""
+    entries, rows, keys = (data.draw(st.integers(1, most)) for most in (3, 6, 9))
+
+    def per_entry(low, high):
+        values = st.lists(st.integers(low, high), min_size=entries, max_size=entries)
+        return data.draw(st.none() | st.integers(low, high) | values.map(np.array))
+
+    sides = st.none() | st.integers(0, 4)
+    options = cuflash.Options(
+        q_lengths=per_entry(0, rows), kv_lengths=per_entry(0, keys), offset=per_entry(-5, 9),
+        window=data.draw(st.tuples(sides, sides)), causal=data.draw(st.booleans()),
+    )  # fmt: skip
+    q, k = np.zeros((entries, rows, 1)), np.zeros((entries, keys, 1))
+    scores = Scores(describe(q, k, k, options), options, (), np)
+    m, n = np.arange(rows)[:, None], np.arange(keys)[None, :]
+    visible = scores.visible(Tile(slice(None), slice(None), m, n))
+    visible = np.broadcast_to(visible, (entries, rows, keys))
+    for first, last in itertools.combinations(range(rows + 1), 2):
+        found, seen = scores.key_range(slice(first, last)), visible[:, first:last]
+        for key in range(keys):
+            assert found.first <= key < found.last or not seen[..., key].any()
+            assert seen[..., key].all() or not found.full(slice(key, key + 1))
 
 
 @pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])
@@ -237,6 +296,10 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
     )  # fmt: skip
     q, k, v = normal(6, 5)
     _, pullback = module.attention_vjp(q, k, v, score_mod=mod, sink=sink)
+    if sink is None:
+        lse = module.logsumexp(q, k, score_mod=mod)
+        assert np.isneginf(lse[2])
+        assert not module.weights(q, k, lse, rows=[2], score_mod=mod).any()
     gradients = []
     for value in (0, np.nan):
         dout = v.copy()
@@ -245,6 +308,60 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
         gradients.append((results.dq, results.dk, results.dv))
     np.testing.assert_array_equal(*gradients)
     assert not gradients[0][0][2].any()
+
+
+def all_gradients(q, k, v, dout, options):
+    """Out, lse and every gradient that there is, by input name."""
+    out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+    given = {name for name in ("bias", "alibi_slopes", "sink") if name in options.arrays}
+    wrt = tuple(name for name in FIELDS if name in ("q", "k", "v", "scale") or name in given)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, options=options)
+    return {"out": out, "lse": lse} | {n: np.asarray(getattr(gradients, FIELDS[n])) for n in wrt}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sink", [None, np.array([0.5, -1.0])])
+def test_what_nobody_sees_reaches_no_gradient_of_an_option(softcap, sink):
+    """Not as an element, and not as what a formula makes of indices that are hidden."""
+    rng = np.random.default_rng(1)
+    q, dout = rng.standard_normal((2, 2, 40, 8))
+    k, v = rng.standard_normal((2, 2, 70, 8))
+    seen_rows, seen_keys = np.arange(40) < 30, np.arange(70) < 50
+    found = []
+    for hidden in (0.5, np.nan):
+
+        def factor(m, n, hidden=hidden):
+            return np.where(seen_rows[m] & seen_keys[n], 1 + m / 40, hidden)
+
+        mod = cuflash.ScoreMod(
+            "score * (1.0f + q / 40.0f)", grad="1.0f + q / 40.0f",
+            host=lambda score, b, h, m, n: score * factor(m, n),
+            host_grad=lambda score, b, h, m, n: factor(m, n),
+        )  # fmt: skip
+        options = cuflash.Options(
+            mask=seen_rows[:, None] & seen_keys, softcap=softcap, sink=sink, score_mod=mod,
+            bias=np.where(seen_rows[:, None] & seen_keys, 0.25, hidden),
+            alibi_slopes=np.array([0.1, 0.2]),
+        )  # fmt: skip
+        for array, seen in ((q, seen_rows), (dout, seen_rows), (k, seen_keys), (v, seen_keys)):
+            array[:, ~seen] = hidden
+        found.append(all_gradients(q, k, v, dout, options))
+    clean, poisoned = found
+    for name, result in clean.items():
+        assert poisoned[name].tobytes() == result.tobytes(), name
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    """Also beside one that is finite, and for a row that sees no key."""
+    q, k, v = normal(2, 6, 5)
+    mask = np.arange(6)[:, None] != 3
+    plain = all_gradients(q, k, v, v, cuflash.Options(mask=mask))
+    with_sink = cuflash.Options(mask=mask, sink=np.array([-np.inf, 0.5]))
+    found = all_gradients(q, k, v, v, with_sink)
+    for name in ("out", "lse", "q", "k", "v"):
+        np.testing.assert_array_equal(found[name][0], plain[name][0], name)
+    assert found["sink"][0] == 0
+    assert found["sink"][1] != 0
 
 
 def test_invisible_blocks_are_skipped():

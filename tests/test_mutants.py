@@ -15,13 +15,12 @@ import test_forward_sm90
 import test_tf32_sm90
 from readme_tables import MISTAKES
 
-ALL = mutants.mutants()
-KERNELS = Path(mutants.ROOT) / "kernels_cu"
+ALL, ON_THE_HOST = mutants.mutants(), mutants.mutants("host")
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", [*ALL, *ON_THE_HOST], ids=lambda m: m.name)
 def test_it_can_be_made_in_one_place(mutant: mutants.Mutant) -> None:
-    text = (KERNELS / mutant.file).read_text(encoding="utf-8")
+    text = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
     assert mutant.applied(text) != text
 
 
@@ -73,6 +72,40 @@ def test_their_tests_exist() -> None:
             assert case in known, test
 
 
+def test_tests_of_mistakes_on_the_host_exist_and_need_no_gpu() -> None:
+    assert len({m.name for m in ON_THE_HOST}) == len(ON_THE_HOST)
+    for mutant in ON_THE_HOST:
+        assert mutant.tests
+        for test in mutant.tests:
+            path, function = re.fullmatch(r"(tests/\w+\.py)::(\w+)(?:\[.+\])?", test).groups()
+            text = (mutants.ROOT / path).read_text(encoding="utf-8")
+            (decorators,) = re.findall(rf"((?:^[@ )].*\n)*)^def {function}\(", text, re.M)
+            assert "mark.gpu" not in decorators
+            assert "cupy" not in test
+
+
+@pytest.mark.parametrize("mutant", [ALL[0], ON_THE_HOST[0]], ids=lambda m: m.kind)
+def test_a_copy_of_the_project_has_the_mistake(tmp_path: Path, mutant: mutants.Mutant) -> None:
+    mutants.copy_project(tmp_path, mutant)
+    own = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
+    assert (tmp_path / mutant.path).read_text(encoding="utf-8") == mutant.applied(own)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "outcome"),
+    [
+        (0, "1 passed", "survived"), (1, "1 failed", "killed"), (None, "", "killed"),
+        (2, "1 error", "broken"), (1, "subprocess.CalledProcessError: g++", "broken"),
+        (0, "1 skipped", "broken"),
+    ],
+)  # fmt: skip
+def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, said, outcome) -> None:
+    monkeypatch.setattr(mutants, "copy_project", lambda folder, _: folder)
+    monkeypatch.setattr(mutants, "run_tests", lambda *_: (status, said))
+    found = mutants.judge(ON_THE_HOST[0], tmp_path, float("inf"))
+    assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
+
+
 def test_a_mistake_that_is_in_two_places_is_refused() -> None:
     twice = mutants.Mutant("twice", "a.cuh", "x", "y", ("test",))
     assert twice.applied("a x b") == "a y b"
@@ -102,7 +135,7 @@ def test_a_run_cut_short_goes_on_where_it_ended(tmp_path, monkeypatch):
         return mutants.Outcome(mutant.name, fate.get(mutant.name, "killed"), 0.1, "", "")
 
     monkeypatch.setattr(mutants, "judge", judge)
-    monkeypatch.setattr(mutants, "without_mistake", lambda test, kernels: "")
+    monkeypatch.setattr(mutants, "without_mistake", lambda *_: "")
     path = tmp_path / "outcomes.json"
     fate |= {names[1]: "not run", names[2]: "broken", names[3]: "survived"}
     assert mutants.main(["--json", str(path), "--jobs", "1"]) == 1
@@ -124,7 +157,7 @@ def test_a_test_that_fails_without_a_mistake_notices_none(tmp_path, monkeypatch)
     chosen = ALL[0]
     monkeypatch.setattr(mutants, "judge", lambda mutant, kernels, deadline: mutants.Outcome(
         mutant.name, "killed", 0.1, "", ""))  # fmt: skip
-    monkeypatch.setattr(mutants, "without_mistake", lambda test, kernels: f"{test} fails")
+    monkeypatch.setattr(mutants, "without_mistake", lambda test, *_: f"{test} fails")
     path = tmp_path / "outcomes.json"
     assert mutants.main([chosen.name, "--json", str(path), "--jobs", "1"]) == 2
     assert json.loads(path.read_text())["broken"] == [chosen.name]

@@ -65,6 +65,14 @@ def test_a_tile_holds_the_documented_bits(entry, first, extent, seed, p):
     for i, q in enumerate(range(rows.start, rows.stop)):
         for j, k in enumerate(range(cols.start, cols.stop)):
             assert kept[i, j] == (bits(entry, q, k, seed) >= round(65536 * p))
+    if kept.size:  # of no p that is drawn above are a score's bits the threshold
+        edge = bits(entry, rows.start, cols.start, seed)
+        on_the_edge, beyond = (
+            philox.kept(np.array([entry]), rows, cols, n / 65536, seed, np)[0, 0, 0]
+            for n in (edge, edge + 1)
+        )
+        assert on_the_edge
+        assert not beyond
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -86,17 +94,19 @@ def test_neighbours_entries_and_seeds_are_independent():
         assert abs((a * b).mean()) < 6.1 / math.sqrt(a.size)
 
 
-def test_attention_drops_what_the_mask_says():
+@pytest.mark.parametrize("dropout", [0.25, 0.3])
+def test_attention_drops_what_the_mask_says(dropout):
     """Hand-made from the undropped probabilities; the CPU path's tiles have other edges."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 3, 300, 8))
     lse = cuflash.logsumexp(q, k, causal=True)
     p = cuflash.weights(q, k, lse, rows=slice(None), causal=True)
-    mask = cuflash.dropout_mask((2, 3, 300, 300), 0.25, seed=9)
-    expected = (p * mask / 0.75) @ v
-    out, dropped = cuflash.attention(q, k, v, causal=True, dropout=0.25, seed=9, return_lse=True)
+    mask = cuflash.dropout_mask((2, 3, 300, 300), dropout, seed=9)
+    rate = 1 - round(65536 * dropout) / 65536
+    expected = (p * mask / rate) @ v
+    out, dropped = cuflash.attention(q, k, v, causal=True, dropout=dropout, seed=9, return_lse=True)
     np.testing.assert_array_max_ulp(dropped, lse, 8)
-    assert np.abs(out - expected).max() < 300 * np.finfo(float).eps * np.abs(v).max() / 0.75
+    assert np.abs(out - expected).max() < 300 * np.finfo(float).eps * np.abs(v).max() / rate
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 33), (2, 3, 16, 130), (1, 1), (0, 5)])

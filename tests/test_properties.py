@@ -713,13 +713,24 @@ def test_p24_equal_keys_have_no_gradient_in_q(xp: ModuleType) -> None:
 
 @given(data=st.data())
 def test_p25_what_is_hidden_has_gradient_zero(xp: ModuleType, data: st.DataObject) -> None:
+    """And what dout holds there is not read, whether or not the row has a sink."""
     call = data.draw(calls(limits_of(xp), batches=FULL_BATCHES, broadcast=False, group_sizes=(1,)))
-    visible = Budget(call).inputs.visible
-    gradients = run(xp, call).gradients
+    call = call.but(wrt=(*call.wrt, *(n for n in ("bias", "sink") if n in call.options)))
+    budget = Budget(call)
+    visible = budget.inputs.visible
+    result = run(xp, call)
     lonely_rows, lonely_keys = ~visible.any(-1), ~visible.any(-2)
-    assert not np.any(gradients["q"][lonely_rows])
-    assert not np.any(gradients["k"][lonely_keys])
-    assert not np.any(gradients["v"][lonely_keys])
+    assert not np.any(result.gradients["q"][lonely_rows])
+    assert not np.any(result.gradients["k"][lonely_keys])
+    assert not np.any(result.gradients["v"][lonely_keys])
+    dout = call.dout.copy()
+    dout[lonely_rows] = np.nan
+    poisoned = run(xp, call.but(dout=dout))
+    if xp is np:
+        for name, gradient in result.gradients.items():
+            assert poisoned.gradients[name].tobytes() == gradient.tobytes(), name
+    else:  # recomputed pair by pair: exact, in another order
+        budget.check_backward(poisoned.gradients, given=(poisoned.out, poisoned.lse))
 
 
 @given(data=st.data())

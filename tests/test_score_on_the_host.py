@@ -7,6 +7,8 @@ kernels ask for them: the same text, without a GPU and without attention.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import shutil
 import subprocess
 from dataclasses import replace
@@ -28,6 +30,8 @@ from cuflash._select import portable
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
+import test_philox
+
 from cuflash._launch import score_params
 
 SUPPORT = Path(__file__).parent / "support"
@@ -43,6 +47,14 @@ SQUARE = ScoreMod(
     host_grad=lambda score, b, h, q, k, amp: 2 * score * amp[h],
 )
 FIFTHS = MaskMod("(q + k) % 5 != h", host=lambda b, h, q, k: (q + k) % 5 != h)
+SEED = 2**40 + 7
+
+
+def on_the_edge(entry: int, q: int, k: int) -> float:
+    """The largest probability to drop a score with which this one is kept."""
+    return test_philox.bits(entry, q, k, SEED) / 65536
+
+
 #: Options; for those that are arrays, their dtype.
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -50,11 +62,12 @@ CASES: dict[str, dict[str, Any]] = {
     "alibi, far": {"alibi_slopes": bfloat16, "offset": np.array([[7], [-(1 << 40)]])},
     "segments": {"segment_ids": np.int64, "causal": True},
     "formulas": {"score_mod": SQUARE, "mask_mod": FIFTHS, "softcap": 4.0},
-    "dropout": {"dropout": 0.7, "sink": bfloat16},
+    "dropout": {"dropout": on_the_edge(4, 20, 33), "sink": bfloat16},
     "every": {
         "alibi_slopes": np.float64, "segment_ids": np.int32, "sink": np.float64, "dropout": 0.3,
         "bias": np.float32, "mask": np.bool_, "softcap": 4.0, "window": (9, 4),
         "score_mod": SQUARE, "mask_mod": FIFTHS, "kv_lengths": np.array([[20], [33]]),
+        "q_lengths": np.array([30, 37, 0]), "offset": np.array([[3], [-2]]),
     },
 }  # fmt: skip
 
@@ -76,7 +89,7 @@ def options_of(case: dict[str, Any]) -> Options:
     if "segment_ids" in given:
         ids = (rng.integers(0, 2, shape) for shape in ((BATCH, 1, ROWS), (KEYS,)))
         given["segment_ids"] = tuple(a.astype(given["segment_ids"]) for a in ids)
-    return Options(**given, seed=2**40 + 7)
+    return Options(**given, seed=SEED)
 
 
 class Probed(ctypes.Structure):
@@ -107,17 +120,21 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     params["dropout_seed"] = options.seed
     params["entry_number_strides"]["axis"][0] = 1
     held = []  # every array written out, entries first
-    for option in score_params.layouts(problem).keys() & options.arrays.keys():
+    present = sorted(score_params.layouts(problem).keys() & options.arrays.keys())
+    for room, option in enumerate(present, 2):  # of entries to each: no two have the same stride
         operand = getattr(problem, option)
         core = operand.shape[2:]
-        whole = np.ascontiguousarray(canonical_view(options.arrays[option], operand))
+        view = canonical_view(options.arrays[option], operand).reshape(BATCH * HEADS, *core)
+        whole = np.zeros((BATCH * HEADS * room, *core), view.dtype)
+        whole[::room] = view
         held.append(whole)
         params[option] = whole.ctypes.data
+        stride = room * math.prod(core)
         if len(core) == 2:
             layout = params[f"{option}_layout"]
-            layout["batch"]["axis"][0], layout["row"], layout["column"] = ROWS * KEYS, KEYS, 1
+            layout["batch"]["axis"][0], layout["row"], layout["column"] = stride, KEYS, 1
         else:
-            params[f"{option}_strides"]["axis"][0] = core[0] if core else 1
+            params[f"{option}_strides"]["axis"][0] = stride
     if options.score_mod is not None:
         params["formula_array0"] = AMP.ctypes.data
 
@@ -157,12 +174,15 @@ def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
     probe = ctypes.CDLL(str(library)).probe
-    seed, row, key = 2**40 + 7, 48, 256
-    for p in (1 / 65536, 0.3, 0.5, 0.5 + 1 / 65536, 0.9, 65535 / 65536, 1.0):
+    row, key = 48, 256
+    places = itertools.product((0, 5, 9, 15), (0, 9, 66, 127))
+    edges = [on_the_edge(0, row + i, key + j) for i, j in places]
+    assert min(edges) < 0.5 < max(edges)
+    for p in (1 / 65536, 0.3, 0.5, 0.5 + 1 / 65536, 0.9, 65535 / 65536, 1.0, *edges):
         params = np.zeros((), kernel_params.SCORE)
-        params["dropout_seed"] = seed
+        params["dropout_seed"] = SEED
         params["dropout_threshold"] = philox.threshold(p)
         kept = np.zeros((16, 128), bool)
         probe(ctypes.c_void_p(params.ctypes.data), row, key, ctypes.c_void_p(kept.ctypes.data))
-        bits = cuflash.dropout_mask((row + 16, key + 128), p, seed)
+        bits = cuflash.dropout_mask((row + 16, key + 128), p, SEED)
         np.testing.assert_array_equal(kept, bits[row:, key:], f"{p=}")

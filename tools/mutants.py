@@ -1,5 +1,8 @@
 """Do the GPU tests notice mistakes in the kernels? Those of `mutants.toml`, one at a time.
 
+With ``--host``: do tests without a GPU notice mistakes of the kernels and of the Python modules?
+Those of `host_mutants.toml`.
+
 Every mistake is made in a copy of the project, whose own selection of tests then has to fail. All
 copies compile into one folder, where tests of the project as it is, which have to pass, leave what
 a mistake does not touch. Each run is a process of its own, forked from one that has imported what
@@ -33,8 +36,13 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("cuflash", "kernels_cu", "tests", "tools", "pyproject.toml")
 CASES = "tests/test_every_kernel.py::test_{}[{}]"
 LEAST = 0.95
-#: A copy compiles its kernels and runs them in less; one that takes longer waits for ever.
-TIMEOUT = 40.0
+#: A copy compiles its kernels and runs them in less; one that takes longer waits for ever. So much
+#: on a GPU, and so much without, where a compiler may have to share its cores.
+TIMEOUT, HOST_TIMEOUT = 40.0, 240.0
+#: The tables of mistakes, and the folders that their files are counted from.
+TABLES = {"gpu": ("mutants.toml", "kernels_cu"), "host": ("host_mutants.toml", "")}
+#: What says of a test that fails that the mistake is no program.
+NO_PROGRAM = ("CompileError", "CalledProcessError")
 #: What takes long to import and is the same in all copies.
 PRELOADED = ("numpy", "ml_dtypes", "cupy", "cupy_backends.cuda.libs.nvrtc", "pytest")
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -51,6 +59,12 @@ class Mutant:
     wrong: str
     tests: tuple[str, ...]
     survives: str = ""  # why no test can notice it
+    kind: str = "gpu"  # of TABLES
+
+    @property
+    def path(self) -> Path:
+        """The file, from the root of the project."""
+        return Path(TABLES[self.kind][1], self.file)
 
     def applied(self, text: str) -> str:
         """The file's text with the mistake; a ValueError if ``right`` is not in it once."""
@@ -72,10 +86,10 @@ class Outcome:
     last_line: str
 
 
-def mutants() -> tuple[Mutant, ...]:
-    """All mistakes of ``mutants.toml``."""
-    text = (Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8")
-    return tuple(_mutant(**entry) for entry in tomllib.loads(text)["mutant"])
+def mutants(kind: str = "gpu") -> tuple[Mutant, ...]:
+    """All mistakes of ``mutants.toml``, or of the table for the host."""
+    text = (Path(__file__).parent / TABLES[kind][0]).read_text(encoding="utf-8")
+    return tuple(_mutant(kind=kind, **entry) for entry in tomllib.loads(text)["mutant"])
 
 
 def _mutant(
@@ -99,7 +113,7 @@ def copy_project(folder: Path, mutant: Mutant | None) -> Path:
         else:
             shutil.copy(source, folder / name)
     if mutant is not None:
-        path = folder / "kernels_cu" / mutant.file
+        path = folder / mutant.path
         path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
     return folder
 
@@ -124,17 +138,24 @@ def _leads_to_root(entry: str) -> bool:
     return Path(entry or ".").resolve() == ROOT
 
 
-def run_tests(folder: Path, tests: Iterable[str], kernels: Path) -> tuple[int | None, str]:
+def run_tests(
+    folder: Path, tests: Iterable[str], kernels: Path, timeout: float
+) -> tuple[int | None, str]:
     """Status of pytest, None if it ran out of time, and what it said."""
     said = folder / "said.txt"
     process = PROCESSES.Process(target=pytest_in, args=(folder, tuple(tests), kernels, said))
     process.start()
-    process.join(TIMEOUT)
+    process.join(timeout)
     status = process.exitcode
     if status is None:
         process.kill()
         process.join()
     return status, said.read_text(errors="replace") if said.exists() else ""
+
+
+def timeout_of(kind: str) -> float:
+    """Seconds that a copy may take."""
+    return HOST_TIMEOUT if kind == "host" else TIMEOUT
 
 
 def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
@@ -143,27 +164,28 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     if start > deadline:
         return Outcome(mutant.name, "not run", 0.0, mutant.survives, "")
     with tempfile.TemporaryDirectory() as name:
-        status, said = run_tests(copy_project(Path(name), mutant), mutant.tests, kernels)
+        copy = copy_project(Path(name), mutant)
+        status, said = run_tests(copy, mutant.tests, kernels, timeout_of(mutant.kind))
     outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
         status, "broken"
     )
-    if "CompileError" in said or " skipped" in said:
+    if any(word in said for word in NO_PROGRAM) or " skipped" in said:
         outcome = "broken"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     return Outcome(mutant.name, outcome, time.perf_counter() - start, mutant.survives, last[:200])
 
 
-def without_mistake(test: str, kernels: Path) -> str:
+def without_mistake(test: str, kernels: Path, timeout: float = TIMEOUT) -> str:
     """What is wrong with a test of the project as it is; nothing, if it passes."""
     with tempfile.TemporaryDirectory() as name:
-        status, said = run_tests(copy_project(Path(name), None), [test], kernels)
+        status, said = run_tests(copy_project(Path(name), None), [test], kernels, timeout)
     passed = status == 0 and " skipped" not in said
     return "" if passed else f"{test}: status {status}\n{said[-800:]}"
 
 
-def state() -> dict[str, str]:
+def state(kind: str = "gpu") -> dict[str, str]:
     """Which sources and mistakes outcomes belong to."""
-    mistakes = (Path(__file__).parent / "mutants.toml").read_bytes().replace(b"\r\n", b"\n")
+    mistakes = (Path(__file__).parent / TABLES[kind][0]).read_bytes().replace(b"\r\n", b"\n")
     return {"digest": gpu_digest.digest(), "mistakes": hashlib.sha256(mistakes).hexdigest()}
 
 
@@ -183,12 +205,12 @@ def device() -> str:
     return done.stdout.splitlines()[0].strip() if done and done.stdout else "no GPU"
 
 
-def report(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+def report(outcomes: Sequence[Outcome], seconds: float, kind: str = "gpu") -> dict[str, Any]:
     """The outcomes as JSON."""
     killed = sum(o.outcome == "killed" for o in outcomes)
     return {
-        **state(),
-        "device": device(),
+        **state(kind),
+        "device": device() if kind == "gpu" else "no GPU",
         "date": dt.date.today().isoformat(),
         "mutants": len(outcomes),
         "killed": killed,
@@ -205,6 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the mutants that the command line names, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names (default: all)")
+    parser.add_argument(
+        "--host", dest="kind", action="store_const", const="host", default="gpu",
+        help="try those of host_mutants.toml, without a GPU",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="where outcomes are kept")
     parser.add_argument(
         "--within", type=float, default=float("inf"), metavar="SECONDS",
@@ -212,21 +238,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(argv)
-    chosen = [
-        m for m in mutants() if not arguments.names or any(n in m.name for n in arguments.names)
-    ]
+    every, now = mutants(arguments.kind), state(arguments.kind)
+    chosen = [m for m in every if not arguments.names or any(n in m.name for n in arguments.names)]
     start = time.perf_counter()
     deadline = start + arguments.within
     said = {}
     if arguments.json and arguments.json.exists():
         said = json.loads(arguments.json.read_text(encoding="utf-8"))
-    known = {o.name: o for o in kept(said, state())}
+    known = {o.name: o for o in kept(said, now)}
     left = [m for m in chosen if m.name not in known]
     PROCESSES.set_forkserver_preload(list(PRELOADED))
     tests = sorted({test for mutant in left for test in mutant.tests})
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:
         kernels = Path(name)
-        healthy = pool.map(lambda test: without_mistake(test, kernels), tests)
+        limit = timeout_of(arguments.kind)
+        healthy = pool.map(lambda test: without_mistake(test, kernels, limit), tests)
         found = pool.map(lambda mutant: judge(mutant, kernels, deadline), left)
         known |= {outcome.name: outcome for outcome in found}
         wrong = {test: text for test, text in zip(tests, healthy, strict=True) if text}
@@ -235,9 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             known[mutant.name] = replace(known[mutant.name], outcome="broken")
     if wrong:
         print("without a mistake\n" + "\n".join(wrong.values()))
-    outcomes = [known[m.name] for m in mutants() if m.name in known]
+    outcomes = [known[m.name] for m in every if m.name in known]
     seconds = time.perf_counter() - start + (said.get("seconds", 0.0) if known else 0.0)
-    result = report(outcomes, seconds)
+    result = report(outcomes, seconds, arguments.kind)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for outcome in outcomes:

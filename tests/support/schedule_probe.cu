@@ -1,4 +1,4 @@
-// Calls scheduler.cuh for every tile of a grid, on the host.
+// Calls scheduler.cuh for all tiles of a grid, and for all ranks of packed sequences, on the host.
 #include "scheduler.cuh"
 
 extern "C" void probe(const cuflash::Grid* grid, int* block, int* owner) {
@@ -6,5 +6,15 @@ extern "C" void probe(const cuflash::Grid* grid, int* block, int* owner) {
     const cuflash::Tile tile = cuflash::tile_of(*grid, index);
     block[index] = tile.block;
     owner[index] = tile.owner;
+  }
+}
+
+extern "C" void places(const void* ends, int num_sequences, int total, int num_ranks, int* sequence,
+                       int* block) {
+  const cuflash::Packing packing{ends, num_sequences, total};
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const cuflash::Place place = cuflash::place_of<cuflash::Config::block_m>(packing, rank);
+    sequence[rank] = place.sequence;
+    block[rank] = place.block;
   }
 }

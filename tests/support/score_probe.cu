@@ -4,24 +4,32 @@
 
 namespace cuflash {
 
+constexpr int probed_entry = 1;
+
+__device__ int64_t probed_integer(const void* array, const BatchStrides& strides) {
+  return static_cast<const int64_t*>(array)[probed_entry * strides.axis[0]];
+}
+
 // The definition, in numbers that cannot overflow.
 struct Definition {
-  int64_t q_length, kv_length, lowest, highest;
+  int64_t q_length, kv_length, offset, lowest, highest;
 
   __device__ Definition(const ScoreParams& params) {
     q_length = params.q_length;
     kv_length = params.kv_length;
     if (Config::q_lengths != Dtype::none) {
-      const int64_t given = *static_cast<const int64_t*>(params.q_lengths);
+      const int64_t given = probed_integer(params.q_lengths, params.q_lengths_strides);
       q_length = given < 0 ? 0 : (given > params.seqlen_q ? params.seqlen_q : given);
     }
     if (Config::kv_lengths != Dtype::none) {
-      const int64_t given = *static_cast<const int64_t*>(params.kv_lengths);
+      const int64_t given = probed_integer(params.kv_lengths, params.kv_lengths_strides);
       kv_length = given < 0 ? 0 : (given > params.seqlen_k ? params.seqlen_k : given);
     }
-    int64_t offset = params.offset_value;
+    offset = params.offset_value;
     if (Config::offset == Offset::lengths) offset = kv_length - q_length;
-    if (Config::offset == Offset::int64) offset = *static_cast<const int64_t*>(params.offset);
+    if (Config::offset == Offset::int64) {
+      offset = probed_integer(params.offset, params.offset_strides);
+    }
     lowest = Config::window_left ? offset - params.window_left : -(1ll << 62);
     highest = Config::window_right ? offset + params.window_right : 1ll << 62;
   }
@@ -74,10 +82,13 @@ __device__ int check_columns(int begin) {
 }
 
 __device__ int count_wrong(const ScoreParams& params) {
-  const BatchAxes axes{0, {1, 1, 1, 1, 1, 1}};
-  const Score score(params, BatchIndex(axes, 0));
+  const BatchAxes axes{1, {probed_entry + 1, 1, 1, 1, 1, 1}};
+  const Score score(params, BatchIndex(axes, probed_entry));
   const Definition definition(params);
   int wrong = check_columns((31 * params.seqlen_q + params.seqlen_k) % 140 - 5);
+  wrong += score.seqlen.q != definition.q_length;
+  wrong += score.seqlen.k != definition.kv_length;
+  wrong += score.seqlen.offset != definition.offset;
   for (int m = 0; m < params.seqlen_q; ++m) {
     for (int n = 0; n < params.seqlen_k; ++n) {
       const int column = n % Config::block_n;
