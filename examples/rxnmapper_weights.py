@@ -3,7 +3,8 @@
 The PyPI package ``rxnmapper`` 0.4.3 (MIT) carries a trained ALBERT in its wheel. pip downloads the
 wheel into the user's cache folder; it is read as a zip archive and never installed, because
 installing it would bring torch and transformers along. The checkpoint inside is a legacy torch
-pickle. A pickle may call anything, so this one is read by an unpickler that knows three names.
+pickle. A pickle may call anything, so ``pickle`` does not read this one: its opcodes are followed
+here, those of a state dict alone, which make plain values and neither import nor call anything.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import json
 import math
 import os
 import pickle
+import pickletools
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import OrderedDict
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -33,6 +35,9 @@ DOWNLOAD_SECONDS = 60
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
+MOST_AXES = 4
+
+T = TypeVar("T")
 
 
 class WheelUnavailableError(RuntimeError):
@@ -110,65 +115,139 @@ def read_checkpoint(wheel: Path) -> Checkpoint:
     return Checkpoint(config, vocabulary, tensors)
 
 
-class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler to which three globals exist, none of which can run or reach foreign code.
+class Global(Enum):
+    """The globals of a state dict, as ``pickletools`` writes them; each stands for itself."""
 
-    A storage is announced in the pickle and filled afterwards; ``storages`` holds them by key.
+    ORDERED_DICT = "collections OrderedDict"
+    FLOAT_STORAGE = "torch FloatStorage"
+    TENSOR = "torch._utils _rebuild_tensor_v2"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Elements that follow later in the file, under a key."""
+
+    key: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A part of a storage; offset and strides count elements."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def typed(kind: type[T], value: Any) -> T:
+    """Return a value of exactly this type: True is no int."""
+    if type(value) is not kind:
+        found = type(value).__name__
+        raise pickle.UnpicklingError(f"{found} where {kind.__name__} is expected: refused")
+    return value
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """Return the plain values that a pickle describes: strings, ints, lists, dicts and tensors.
+
+    Time and memory are at most proportional to the file: values are shared and never compared,
+    hashed or printed, but for strings.
     """
-
-    def __init__(self, file: BinaryIO, byte_limit: int) -> None:
-        super().__init__(file)
-        self.byte_limit = byte_limit
-        self.storages: dict[str, np.ndarray] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for one of the three allowed globals."""
-        match module, name:
-            case "collections", "OrderedDict":
-                return OrderedDict
-            case "torch", "FloatStorage":
-                return "<f4"
-            case "torch._utils", "_rebuild_tensor_v2":
-                return self.rebuild_tensor
-        raise pickle.UnpicklingError(f"the checkpoint asks for {module}.{name}: refused")
-
-    def persistent_load(self, pid: Any) -> np.ndarray:
-        """Return the storage of that key; its elements follow later in the file."""
-        match pid:
-            case ("storage", "<f4", str(key), str(), int(length), None):
+    stack: list[Any] = []
+    below: list[list[Any]] = []  # what lay on the stack at each mark
+    memo: dict[int, Any] = {}
+    for opcode, argument, _ in pickletools.genops(file):
+        name = opcode.name
+        items: list[Any] = []
+        if name in ("TUPLE", "APPENDS", "SETITEMS"):
+            items, stack = stack, below.pop()
+        elif name in ("TUPLE1", "APPEND", "BINPERSID", "BUILD"):
+            items = [stack.pop()]
+        elif name in ("TUPLE2", "SETITEM", "REDUCE"):
+            items = [stack.pop(), stack.pop()][::-1]
+        match name:
+            case "PROTO" | "BUILD":  # which sets attributes: torch's metadata, which is not read
                 pass
+            case "STOP":
+                (value,) = stack
+                return value
+            case "MARK":
+                below.append(stack)
+                stack = []
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "NONE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE":
+                stack.append(argument)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(name == "NEWTRUE")
+            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2":
+                stack.append(tuple(items))
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND" | "APPENDS":
+                typed(list, stack[-1]).extend(items)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM" | "SETITEMS":
+                names = [typed(str, key) for key in items[::2]]
+                typed(dict, stack[-1]).update(zip(names, items[1::2], strict=True))
+            case "GLOBAL":
+                stack.append(Global(argument))
+            case "BINPERSID":
+                stack.append(storage_of(*items))
+            case "REDUCE":
+                stack.append(result_of(*items))
             case _:
-                raise pickle.UnpicklingError(f"unknown persistent object {pid!r}: refused")
-        if not 0 <= 4 * length <= self.byte_limit:
-            raise pickle.UnpicklingError(f"storage {key!r} is larger than its file: refused")
-        storage = self.storages.setdefault(key, np.zeros(length, dtype="<f4"))
-        if storage.size != length:
-            raise pickle.UnpicklingError(f"storage {key!r} has two different lengths: refused")
-        return storage
+                raise pickle.UnpicklingError(f"opcode {name}: refused")
+    raise pickle.UnpicklingError("a pickle without its end")
 
-    def rebuild_tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        *_requires_grad_and_hooks: Any,
-    ) -> np.ndarray:
-        """Return the view of ``storage`` that a tensor is; strides and offset count elements."""
-        counts = (offset, *shape, *strides)
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise pickle.UnpicklingError(f"tensor geometry {counts} is not made of counts: refused")
-        if not isinstance(storage, np.ndarray) or len(shape) != len(strides):
-            raise pickle.UnpicklingError("a tensor needs a storage and one stride per axis")
-        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if math.prod(shape) > storage.size or (0 not in shape and last >= storage.size):
-            raise pickle.UnpicklingError("a tensor reaches beyond its storage: refused")
-        byte_strides = [4 * step for step in strides]
-        return np.lib.stride_tricks.as_strided(storage[offset:], shape, byte_strides)
+
+def storage_of(identity: Any) -> Storage:
+    """Return what a persistent identity of torch says."""
+    match identity:
+        case ("storage", Global.FLOAT_STORAGE, str(key), str(), length, None):
+            return Storage(key, typed(int, length))
+    raise pickle.UnpicklingError("a persistent object that is no storage of floats: refused")
+
+
+def result_of(function: Any, arguments: Any) -> Any:
+    """Return what a call of one of the globals would make."""
+    match function, arguments:
+        case Global.ORDERED_DICT, ():
+            return {}
+        case Global.TENSOR, (
+            Storage() as storage,
+            offset,
+            tuple(shape),
+            tuple(strides),
+            bool(),
+            {},
+        ):
+            return Tensor(storage, offset, shape, strides)
+    raise pickle.UnpicklingError("a call that makes neither dict nor tensor: refused")
+
+
+def elements_of(tensor: Tensor, storages: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the elements of a tensor in C order, a view of its storage."""
+    storage, shape = storages.get(tensor.storage.key), tensor.shape
+    if storage is None or storage.size != tensor.storage.length:
+        raise pickle.UnpicklingError("a storage is absent, or of another length: refused")
+    if len(shape) > MOST_AXES or min(typed(int, n) for n in (*shape, 1)) < 1:
+        raise pickle.UnpicklingError(f"a tensor needs one to {MOST_AXES} positive sizes: refused")
+    end = typed(int, tensor.offset) + math.prod(shape)
+    if not 0 <= tensor.offset < end <= storage.size:
+        raise pickle.UnpicklingError("a tensor reaches beyond its storage: refused")
+    if tensor.strides != tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)):
+        raise pickle.UnpicklingError("the elements of a tensor are not in C order: refused")
+    return storage[tensor.offset : end].reshape(shape)
 
 
 def read_legacy_torch(data: bytes) -> dict[str, np.ndarray]:
-    """Read a state dict that torch wrote before version 1.6.
+    """Read a state dict of float32 that torch wrote before version 1.6; arrays are read-only.
 
     The file is a row of pickles: a magic number, a protocol number, facts about the machine, the
     state dict itself, the storage keys; then each storage, in the order of the keys, as a 64-bit
@@ -177,28 +256,27 @@ def read_legacy_torch(data: bytes) -> dict[str, np.ndarray]:
     Raises
     ------
     pickle.UnpicklingError
-        The file is something else, or asks for a global that is not on the list.
+        The file is anything else.
     """
     file = io.BytesIO(data)
-
-    def load() -> Any:
-        return RestrictedUnpickler(file, len(data)).load()
-
-    if load() != LEGACY_MAGIC or load() != LEGACY_PROTOCOL:
+    try:
+        magic, protocol, system, state, keys = (read_pickle(file) for _ in range(5))
+    except (ValueError, LookupError) as error:  # of pickletools, a bare stack, a name not known
+        raise pickle.UnpicklingError(f"not the pickles of a state dict, refused: {error}") from None
+    if type(magic) is not int or (magic, protocol) != (LEGACY_MAGIC, LEGACY_PROTOCOL):
         raise pickle.UnpicklingError("not a legacy torch checkpoint")
-    if not load()["little_endian"]:
+    if typed(dict, system).get("little_endian") is not True:
         raise pickle.UnpicklingError("big-endian checkpoint: refused")
-    unpickler = RestrictedUnpickler(file, len(data))
-    state = unpickler.load()
-    for key in load():
-        storage = unpickler.storages[key]
-        count = int.from_bytes(file.read(8), "little", signed=True)
-        values = file.read(storage.nbytes)
-        if count != storage.size or len(values) != storage.nbytes:
-            raise pickle.UnpicklingError(f"storage {key!r} is cut short")
-        storage[:] = np.frombuffer(values, "<f4")
+    storages = {}
+    for key in typed(list, keys):
+        count = file.read(8)
+        length = int.from_bytes(count, "little", signed=True)
+        if len(count) < 8 or not 0 <= 4 * length <= len(data) - file.tell():
+            raise pickle.UnpicklingError("a storage is cut short")
+        storages[typed(str, key)] = np.frombuffer(file.read(4 * length), "<f4")
     if file.read(1):
         raise pickle.UnpicklingError("the checkpoint goes on after its last storage")
-    if not all(isinstance(value, np.ndarray) for value in state.values()):
-        raise pickle.UnpicklingError("the checkpoint holds something that is not a tensor")
-    return dict(state)
+    return {
+        name: elements_of(typed(Tensor, value), storages)
+        for name, value in typed(dict, state).items()
+    }

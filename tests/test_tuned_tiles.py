@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -265,6 +268,54 @@ def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
     tuning.save(result, path)
     kept = {r.key.options: dict(r.values) for r in measured.read(path)}
     assert kept == {"causal": row()["values"], "plain": result.best["values"]}
+
+
+#: Saves one sweep for each of five devices that are named after its second argument.
+SAVER = """
+import sys
+from dataclasses import replace
+from cuflash import tuning
+sweep, name, table = sys.argv[1:]
+found = tuning.load(sweep)
+for number in range(5):
+    own = replace(found, header=found.header | {"device": f"{name} {number}"})
+    tuning.save(own, table)
+"""
+
+
+@pytest.mark.parametrize("of", ["processes", "threads"])
+def test_saves_at_the_same_time_keep_the_rows_of_all(tmp_path, of):
+    sweep = sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))[0]
+    table, names = tmp_path / "new" / "tiles.json", [f"saver {number}" for number in range(8)]
+    if of == "processes":
+        command = [sys.executable, "-c", SAVER, str(sweep)]
+        running = [subprocess.Popen([*command, name, str(table)]) for name in names]
+        assert [process.wait(120) for process in running] == [0] * len(names)
+    else:
+        found = tuning.load(sweep)
+
+        def save(name):
+            for number in range(5):
+                device = {"device": f"{name} {number}"}
+                tuning.save(replace(found, header=found.header | device), table)
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(save, names))
+    kept = {row.key.device for row in measured.read(table)}
+    assert kept == {f"{name} {number}" for name in names for number in range(5)}
+    assert {path.name for path in table.parent.iterdir()} == {"tiles.json", "tiles.json.lock"}
+
+
+@pytest.mark.parametrize("rows", [10**30, 100])
+def test_a_tile_that_is_not_legal_is_not_saved(tmp_path, rows):
+    found = tuning.load(sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))[0])
+    best = found.best | {"relative": 0.5}
+    best["values"] = best["values"] | {"block_m": rows}
+    table = written(tmp_path, row())
+    before = table.read_bytes()
+    with pytest.raises(ValueError, match=r"sweep: got .*, expected a legal tile"):
+        tuning.save(replace(found, rows=[best], finals=[]), table)
+    assert table.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from dataclasses import fields, replace
 
 import gen_wgmma
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import tuning
@@ -453,13 +455,43 @@ def test_illegal_tiles_are_named():
         ({"batch": 0}, "batch: got 0, expected a positive int"),
         ({"heads_kv": 3}, "heads_kv: got 3, expected a divisor of 8"),
         ({"dtype": "int8"}, "dtype: got 'int8', expected one of float16"),
-        ({"arrays": ("colour",)}, "arrays: got 'colour', expected names among bias"),
+        ({"arrays": ("colour",)}, "arrays: got ('colour',), expected a tuple of names among bias"),
+        ({"layout": "xxxx"}, "layout: got 'xxxx', expected \"bhsd\""),
+        ({"deterministic": "x"}, "deterministic: got 'x', expected a bool"),
+        ({"window": (1,)}, "window: got (1,), expected None or a tuple (left, right)"),
     ],
 )
 def test_wrong_workloads_are_named(change, message):
     with pytest.raises(ValueError, match="expected") as error:
         replace(WORK, **change)
     assert message in str(error.value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text()
+    | st.binary() | st.sampled_from(("causal", "bias", "float32", "ieee", "bhsd", WORK, int)),
+    lambda inner: st.tuples(inner, inner) | st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(tuning.Workload)])
+@settings(max_examples=40)
+@given(value=ANYTHING)
+def test_a_workload_takes_no_field_unchecked(field, value):
+    """What is taken is described and travels as JSON; anything else is an error of its field."""
+    sizes = {"heads_q", "heads_kv", "seqlen_q", "seqlen_k", "seqlens"}  # which depend on each other
+    error = None
+    try:
+        work = replace(WORK, **{field: value})
+    except ValueError as caught:
+        error = str(caught)
+    if error is None:
+        assert tuning.Workload.from_json(work.as_json()) == work
+        assert hash(work) == hash(replace(work))
+        assert str(work)
+    else:
+        assert error.split(":")[0] in ({field} | sizes if field in sizes else {field})
 
 
 def test_occupancy_is_the_scarcest_of_three():

@@ -21,7 +21,8 @@ def shape_text(row: dict[str, Any]) -> str:
 
 def workload_of(row: dict[str, Any]) -> Workload:
     """What a result row was measured on."""
-    return Workload(**{name: row[name] for name in Workload.__dataclass_fields__ if name in row})
+    fields = {name: row[name] for name in Workload.__dataclass_fields__ if name in row}
+    return Workload.from_json(fields)
 
 
 def first_line(error: BaseException) -> str:

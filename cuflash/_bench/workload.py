@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,54 @@ TOKENS = 16_384
 MODEL_WIDTH = 2048  # heads * head_dim
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_window(value: Any) -> bool:
+    if value is None:
+        return True
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(side is None or _is_count(side) for side in value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_among(*words: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in words
+
+
+def _is_tuple_of(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and all(map(right, value))
+
+
+#: What the fields beside the sizes may be, and the words for it.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "dtype": (_is_among(*DTYPES), f"one of {', '.join(DTYPES)}"),
+    "causal": (_is_bool, "a bool"),
+    "window": (_is_window, "None or a tuple (left, right), each None or an int from 0 on"),
+    "precision": (_is_among(*PRECISIONS), '"ieee" or "tf32"'),
+    "layout": (_is_among("bhsd"), '"bhsd"'),
+    "deterministic": (_is_bool, "a bool"),
+    "softcap": (
+        lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+        "None or a finite positive number",
+    ),
+    "dropout": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "arrays": (
+        _is_tuple_of(_is_among(*ARRAY_OPTIONS)),
+        f"a tuple of names among {', '.join(ARRAY_OPTIONS)}",
+    ),
+    "seqlens": (_is_tuple_of(_is_count), "a tuple of ints from 0 on"),
+}
+
+
 @dataclass(frozen=True)
 class Workload:
     """One shape with its options: all of a result row that is not a result."""
@@ -62,33 +111,23 @@ class Workload:
         sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
         for name in sizes:
             value, least = getattr(self, name), int(name != "head_dim_v")
-            if not isinstance(value, int) or value < least:
+            if not _is_count(value) or value < least:
                 expected = "a positive int" if least else "an int from 0 on"
+                raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        for name, (right, expected) in _KINDS.items():
+            value = getattr(self, name)
+            if not right(value):
                 raise problem_with(name, ValueError, got=repr(value), expected=expected)
         if self.heads_q % self.heads_kv:
             raise problem_with(
                 "heads_kv", ValueError, got=self.heads_kv, expected=f"a divisor of {self.heads_q}"
             )
-        if self.dtype not in DTYPES:
-            raise problem_with(
-                "dtype", ValueError, got=repr(self.dtype), expected=f"one of {', '.join(DTYPES)}"
-            )
-        if self.precision not in PRECISIONS:
-            raise problem_with(
-                "precision", ValueError, got=repr(self.precision), expected='"ieee" or "tf32"'
-            )
         whole = (self.seqlen_q, self.seqlen_k)
-        if self.seqlens and (min(self.seqlens) < 0 or whole != (sum(self.seqlens),) * 2):
+        if self.seqlens and whole != (sum(self.seqlens),) * 2:
             raise problem_with(
                 "seqlens", ValueError, got=f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys",
                 expected="lengths whose sum both are",
             )  # fmt: skip
-        for name in self.arrays:
-            if name not in ARRAY_OPTIONS:
-                raise problem_with(
-                    "arrays", ValueError, got=repr(name),
-                    expected=f"names among {', '.join(ARRAY_OPTIONS)}",
-                )  # fmt: skip
         if set(self.arrays) >= _BIASES:
             raise problem_with(
                 "arrays", ValueError, got="bias and key_bias", expected="one: a call has one bias"
@@ -260,7 +299,7 @@ class Workload:
             )  # fmt: skip
         given = dict(fields)
         for name in ("window", "arrays", "seqlens"):
-            if given.get(name) is not None:
+            if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         return cls(**given)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from cuflash._kernels.config import TileConfig
 
 FORMAT = "cuflash tiles 1"
 VARIABLE = "CUFLASH_TILES"
+_DEEPEST = 16  # more than twice as deep as any file of ours
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 
 
@@ -116,6 +118,25 @@ def tile_text(config: TileConfig) -> str:
     return " ".join(f"{name}={int(getattr(config, name))}" for name in names)
 
 
+def parse(text: str) -> Any:
+    """The value of a JSON text; a ValueError for what is none, or nested too deep to be printed."""
+    import json
+
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        ]
+        if not inner:
+            return value
+        level = [value for values in inner for value in values]
+    raise ValueError("nested too deep")
+
+
 def is_sweep(path: Path) -> bool:
     """Whether a file is that of a sweep, by its first line."""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -124,8 +145,6 @@ def is_sweep(path: Path) -> bool:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file; a ValueError that names the place where it is no table of tiles."""
-    import json
-
     expected = f'a file of tiles, {{"format": "{FORMAT}", "tiles": [...]}}'
     if is_sweep(path):
         raise problem_with(
@@ -135,8 +154,8 @@ def read(path: Path) -> list[Row]:
             f"the sweep's other arguments, keeps its best for {VARIABLE}=user",
         )  # fmt: skip
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        content = parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         got = f"no JSON ({error})"
         raise problem_with(str(path), ValueError, got=got, expected=expected) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -178,7 +197,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     ]
     lines = ",\n".join(json.dumps(tile) for tile in tiles)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     temporary.write_text(f'{{"format": "{FORMAT}", "tiles": [\n{lines}\n]}}\n', encoding="utf-8")
     os.replace(temporary, path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash.tuning._rows import FORMAT, Row, Sweep
+from cuflash._select.measured import parse
+from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
 from cuflash.tuning._space import Candidate, Space, space
 
 if TYPE_CHECKING:
@@ -214,33 +216,53 @@ def _entry(found: Sweep, row: Row) -> dict[str, Any]:
 
 
 def read_cache(path: str | os.PathLike[str]) -> Sweep:
-    """Read a cache file of kernel-tuner, of our kernels or of any other; also one cut off."""
+    """Read a cache file of kernel-tuner, of our kernels or of any other; also one cut off.
+
+    A ValueError that names the place for any other file.
+    """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    try:
+        content = _content(path.read_text(encoding="utf-8"))
+        ours = content.get("cuflash")
+        return _own_sweep(ours) if ours else _foreign_sweep(content)
+    except ValueError as error:
+        raise problem_with(
+            str(path), ValueError, got=f"something else ({error})",
+            expected=f"a cache file of kernel-tuner, with {', '.join(_REQUIRED)}",
+        ) from None  # fmt: skip
+
+
+def _content(text: str) -> dict[str, Any]:
+    """What a file holds, all that is required of it included; an interruption leaves it open."""
     content: Any = None
     for end in ("", "}\n}", "}}"):
-        try:
-            content = json.loads(text.rstrip().rstrip(",") + end if end else text)
+        with contextlib.suppress(ValueError):
+            content = parse(text.rstrip().rstrip(",") + end if end else text)
             break
-        except ValueError:
-            continue
-    if not isinstance(content, dict) or any(name not in content for name in _REQUIRED):
-        raise problem_with(
-            str(path), ValueError, got="something else",
-            expected=f"a cache file of kernel-tuner, with {', '.join(_REQUIRED)}",
-        )  # fmt: skip
-    ours = content.get("cuflash")
-    if ours:
-        return Sweep(ours["header"], ours["rows"], ours["finals"])
-    return _foreign_sweep(content)
+    kinds = {"tune_params_keys": list, "tune_params": dict, "cache": dict}
+    for name in _REQUIRED:
+        if not isinstance(content, dict) or name not in content:
+            raise ValueError(f"no {name}")
+        if not isinstance(content[name], kinds.get(name, str)):
+            raise ValueError(f"{name} {short(content[name])}")
+    return dict(content)
+
+
+def _own_sweep(ours: Any) -> Sweep:
+    """The sweep that :func:`write_cache` wrote."""
+    if not isinstance(ours, dict):
+        raise ValueError(f"cuflash {short(ours)}")
+    lists: list[Any] = [ours.get("rows"), ours.get("finals")]
+    if not all(isinstance(rows, list) for rows in lists):
+        raise ValueError("cuflash without lists of rows and finals")
+    return checked(itertools.chain([ours.get("header")], *lists), "row")
 
 
 def _foreign_sweep(content: dict[str, Any]) -> Sweep:
     """The rows of somebody else's kernel; times are relative to the fastest."""
     names = content["tune_params_keys"]
-    objective = content.get("objective", "time")
-    if isinstance(objective, list):
-        objective = objective[0]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"tune_params_keys {short(names)}")
     header: Row = {
         "kind": "sweep",
         "format": FORMAT,
@@ -253,23 +275,26 @@ def _foreign_sweep(content: dict[str, Any]) -> Sweep:
     }
     found = (_foreign_row(key, entry, names) for key, entry in content["cache"].items())
     rows = [row for row in found if row is not None]
-    timed = [row["ms"] for row in rows if row["status"] == "ok"]
+    fastest = min((row["ms"] for row in rows if row["status"] == "ok"), default=0.0)
     for row in rows:
         if row["status"] == "ok":
-            row["relative"] = row["ms"] / min(timed)
-    return Sweep(header, rows)
+            row["relative"] = row["ms"] / fastest
+    return checked([header, *rows], "row")
 
 
-def _foreign_row(key: str, entry: dict[str, Any], names: Sequence[str]) -> Row | None:
+def _foreign_row(key: str, entry: Any, names: Sequence[str]) -> Row | None:
+    if not isinstance(entry, dict):
+        raise ValueError(f"cache {key!r}: {short(entry)}")
     row: Row = {"kind": "config", "key": key, "values": {name: entry.get(name) for name in names}}
     error = entry.get("__error__")
-    time = entry.get("time")
+    time: Any = entry.get("time")
     if error is None and isinstance(time, str):
         error = time
-    if error is not None or not isinstance(time, int | float):
+    if error is not None:
         name = str(error)
         if _INVALID in name:
             return None
         state = next((s for known, s in _STATES.items() if known in name), "error")
         return row | {"status": state, "reason": name}
+    check_times(f"cache {key!r}", {"time": time})
     return row | {"status": "ok", "ms": float(time)}

@@ -6,9 +6,11 @@ configuration each, lines of kind "final" the comparison of the fastest at the e
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any
 
 from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
+from cuflash._select.measured import parse
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
 
 FORMAT = 1
@@ -139,105 +142,131 @@ def load(path: str | os.PathLike[str]) -> Sweep:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise _foreign(path, f"bytes that are no text ({error.reason})") from None
-    lines = text.split("\n")
+    lines = text.split("\n")[:-1]  # what follows the last end is cut off
+    try:
+        return checked(map(_parsed, itertools.count(1), lines), "line")
+    except ValueError as error:
+        raise _foreign(path, str(error)) from None
+
+
+def _parsed(number: int, line: str) -> Any:
+    try:
+        return parse(line)
+    except ValueError:
+        raise ValueError(f"line {number}: no JSON") from None
+
+
+def checked(given: Iterable[Any], each: str) -> Sweep:
+    """The sweep of these rows, the header first; a ValueError names one that holds something else.
+
+    ``each`` is the word for one of them: a line of a file.
+    """
+    header: Row | None = None
     rows: list[Row] = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last end is cut off
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise _foreign(path, f"line {number}: no JSON") from None
-        _check(path, number, row)
-        if rows and row["kind"] == "config":
-            _check_values(path, number, row, rows[0])
-        rows.append(row)
-    if not rows:
-        raise _foreign(path, "no complete line")
-    header, *rest = rows
-    found = Sweep(header)
-    for row in rest:
-        (found.finals if row["kind"] == "final" else found.rows).append(row)
-    return found
+    finals: list[Row] = []
+    for number, row in enumerate(given, start=1):
+        place = f"{each} {number}"
+        _check(place, row, first=header is None)
+        if header is None:
+            header = row
+        elif row["kind"] == "config":
+            _check_values(place, row, header)
+            rows.append(row)
+        else:
+            finals.append(row)
+    if header is None:
+        raise ValueError(f"no complete {each}")
+    return Sweep(header, rows, finals)
 
 
 _NUMBER = (int, float)
+#: Times are between these: products and quotients of two are finite.
+_LEAST, _MOST = 1e-100, 1e100
 _TIMES = ("ms", "relative", "default_ms")
-#: What a line of each kind, and of a configuration that was timed, holds at least.
+#: What a line of each kind holds at least; of our kernels; of a configuration that was timed.
 _HOLDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "sweep": {
         "format": int, "workload": (dict, type(None)), "kernel": str, "device": str, "arch": str,
-        "kernels": str, "date": str, "parameters": dict, "default": str,
+        "parameters": dict, "default": str,
     },
+    "ours": {"kernels": str, "date": str},
     "config": {"key": str, "values": dict, "status": str},
     "ok": {"ms": _NUMBER, "relative": _NUMBER},
     "final": {"ms": dict},
 }  # fmt: skip
 
 
-def _check(path: Path, number: int, row: Any) -> None:
+def _check(place: str, row: Any, *, first: bool) -> None:
     """Raise unless a line is one of its place, and holds what is read of it."""
 
     def require(kind: str) -> None:
         missing = [name for name in _HOLDS[kind] if name not in row]
         if missing:
-            raise _foreign(path, f"line {number}: no {', '.join(missing)}")
+            raise ValueError(f"{place}: no {', '.join(missing)}")
         for name, types in _HOLDS[kind].items():
             if not isinstance(row[name], types):
-                raise _foreign(path, f"line {number}: {name} {_short(row[name])}")
+                raise ValueError(f"{place}: {name} {short(row[name])}")
 
     kind = row.get("kind") if isinstance(row, dict) else None
-    if (kind == "sweep") != (number == 1) or kind not in ("sweep", "config", "final"):
-        what = 'an object of kind "sweep"' if number == 1 else 'kind "config" or "final"'
-        raise _foreign(path, f"line {number}: not {what}")
+    if (kind == "sweep") != first or kind not in ("sweep", "config", "final"):
+        what = 'an object of kind "sweep"' if first else 'kind "config" or "final"'
+        raise ValueError(f"{place}: not {what}")
     require(kind)
     if kind == "config" and row["status"] not in STATES:
-        raise _foreign(path, f"line {number}: status {row['status']!r}")
+        raise ValueError(f"{place}: status {row['status']!r}")
     if kind == "config" and row["status"] == "ok":
         require("ok")
-        _check_times(path, number, {name: row[name] for name in _TIMES if name in row})
+        check_times(place, {name: row[name] for name in _TIMES if name in row})
     if kind == "sweep" and row["format"] != FORMAT:
-        raise _foreign(path, f"format {row['format']!r}")
-    if kind == "sweep" and not _is_tile(row["default"], row["parameters"]):
-        raise _foreign(path, f"line {number}: default {_short(row['default'])}")
-    if kind == "sweep":
-        _check_problem(path, row)
+        raise ValueError(f"format {row['format']!r}")
+    if kind == "sweep" and not all(isinstance(v, list) for v in row["parameters"].values()):
+        raise ValueError(f"{place}: parameters {short(row['parameters'])}")
+    if kind == "sweep" and row["workload"] is not None:
+        require("ours")
+        if not _is_tile(row["default"], row["parameters"]):
+            raise ValueError(f"{place}: default {short(row['default'])}")
+        _check_problem(place, row)
     if kind == "final" and not isinstance(row.get("left_out", {}), dict):
-        raise _foreign(path, f"line {number}: left_out {_short(row['left_out'])}")
+        raise ValueError(f"{place}: left_out {short(row['left_out'])}")
     if kind == "final":
-        _check_times(path, number, row["ms"])
-        _check_times(path, number, {n: row[n] for n in ("default_ms",) if n in row})
+        check_times(place, row["ms"])
+        check_times(place, {n: row[n] for n in ("default_ms",) if n in row})
 
 
-def _check_times(path: Path, number: int, times: Row) -> None:
+def check_times(place: str, times: Row) -> None:
     """Raise unless all are times, or quotients of times."""
     for name, value in times.items():
-        if not isinstance(value, _NUMBER) or not 0 < value < math.inf:
-            raise _foreign(path, f"line {number}: {name} {_short(value)}")
+        if not isinstance(value, _NUMBER) or not _LEAST < value < _MOST:
+            raise ValueError(f"{place}: {name} {short(value)}")
 
 
-def _check_problem(path: Path, header: Row) -> None:
-    """Raise unless the problem is one, and the parameters are those of the kernel."""
+def _check_problem(place: str, header: Row) -> None:
+    """Raise unless the problem is one, and parameters and device are such as its kernel has."""
     try:
-        if header["workload"] is not None:
-            Workload.from_json(header["workload"])
+        Workload.from_json(header["workload"])
     except (TypeError, ValueError) as error:
-        raise _foreign(path, f"line 1: workload ({error})") from None
+        raise ValueError(f"{place}: workload ({error})") from None
+    processors = header.get("multiprocessors", 1)
+    if not isinstance(processors, int) or processors < 1:
+        raise ValueError(f"{place}: multiprocessors {short(processors)}")
     kernel, names = header["kernel"], list(header["parameters"])
     if kernel in KERNELS and names != list(PARAMETERS[KERNELS[kernel]]):
-        raise _foreign(path, f"line 1: parameters {', '.join(names)} of {kernel}")
+        raise ValueError(f"{place}: parameters {', '.join(names)} of {kernel}")
 
 
-def _check_values(path: Path, number: int, row: Row, header: Row) -> None:
-    """Raise unless a configuration has an int for each parameter of the sweep."""
+def _check_values(place: str, row: Row, header: Row) -> None:
+    """Raise unless a configuration has a value for each parameter: an int for our kernels."""
     values = row["values"]
-    whole = all(isinstance(value, int) for value in values.values())
+    kinds = int if header["workload"] is not None else (int, float, str)
+    whole = all(isinstance(value, kinds) for value in values.values())
     if list(values) != list(header["parameters"]) or not whole:
-        raise _foreign(path, f"line {number}: values {_short(values)}")
+        raise ValueError(f"{place}: values {short(values)}")
 
 
 def _is_tile(key: str, parameters: Row) -> bool:
     """Whether a key has a number for each parameter."""
     values = key.split(",")
-    return len(values) == len(parameters) and all(v.lstrip("-").isdigit() for v in values)
+    return len(values) == len(parameters) and all(re.fullmatch("-?[0-9]{1,9}", v) for v in values)
 
 
 def _foreign(path: Path, got: str) -> Exception:
@@ -271,8 +300,8 @@ class SweepFile:
             old, new = self.sweep.header.get(name), header.get(name)
             if old != new:
                 raise problem_with(
-                    str(self.path), ValueError, got=f"a sweep with {name} {_short(old)}",
-                    expected=f"{name} {_short(new)}, to go on with it", fix="name another file",
+                    str(self.path), ValueError, got=f"a sweep with {name} {short(old)}",
+                    expected=f"{name} {short(new)}, to go on with it", fix="name another file",
                 )  # fmt: skip
 
     def _cut(self) -> None:
@@ -289,6 +318,6 @@ class SweepFile:
             os.fsync(file.fileno())
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

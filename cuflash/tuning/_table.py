@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -170,9 +172,45 @@ def user_table() -> Path:
 
 
 def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
-    """Keep the best of a sweep in a file of tiles, this user's by default; return its path."""
+    """Keep the best of a sweep in a file of tiles, this user's by default; return its path.
+
+    Rows of other keys stay, those that other threads and processes save meanwhile, too. A
+    ValueError for a tile that is not legal.
+    """
     path = user_table() if file is None else Path(file)
-    rows = {row.key: row for row in (select_measured.read(path) if path.exists() else [])}
-    rows |= {row.key: row for row in best_rows(found)}
-    select_measured.write(path, rows.values())
+    own = {row.key: row for row in best_rows(found)}
+    for row in own.values():
+        _check(row, "sweep")
+    with _alone(path):
+        rows = {row.key: row for row in (select_measured.read(path) if path.exists() else [])}
+        select_measured.write(path, (rows | own).values())
     return path
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other threads and processes from changing a file: by a lock on one beside it.
+
+    The system frees the lock where its holder ends; the file ``*.lock`` stays, for whoever removed
+    it would take the lock of those who wait for it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            while True:
+                try:
+                    msvcrt.locking(lock, msvcrt.LK_LOCK, 1)
+                    break
+                except OSError as error:  # after ten seconds of waiting
+                    if error.errno != errno.EDEADLK:
+                        raise
+        else:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)  # which frees it
