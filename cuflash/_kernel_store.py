@@ -12,19 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
+import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _DIGEST_BYTES = 32
 _COMPILER = "compiler.json"
 _IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 _CACHE_DIR = "CUPY_CACHE_DIR"
-#: Not empty where it was cuflash that set the variable: what we can read of our own, we still read.
-_kept_out: set[str] = set()
+_importing = threading.Lock()
 
 
 def folder() -> Path:
@@ -160,31 +162,44 @@ def _write_note(path: Path, note: dict[str, Any]) -> None:
             _replace(path, json.dumps(note).encode())
 
 
-@contextlib.contextmanager
-def whatever_cupy_finds() -> Iterator[None]:
-    """CuPy, imported within this, compiles from then on, whatever state its folder is in.
+def import_cupy() -> ModuleType:
+    """CuPy, which compiles from then on, whatever state its folder is in.
 
     Its own kernels (fills, sums, conversions) go to the folder above ours, and it raises where it
-    cannot write there, or read what is there. The variable that keeps it out is read whenever it
-    compiles; where somebody has set it, that holds.
+    cannot write there, or read what is there. It is kept out of there by what it takes for the
+    value of a variable that nobody has set: where somebody has, that holds. The environment, which
+    all threads and child processes share, is not written.
     """
-    cupys = folder().parent
-    if not os.environ.get(_IN_MEMORY) and not _usable(cupys):
-        _warn_once(str(cupys))
-        os.environ[_IN_MEMORY] = "1"
-        _kept_out.add("CuPy")
-    if os.environ.get(_IN_MEMORY) != "1" or os.path.isdir(cupys):
-        yield
+    with _importing:
+        cupys = folder().parent
+        keeps_out = not os.environ.get(_IN_MEMORY) and not _usable(cupys)
+        if keeps_out:
+            _warn_once(str(cupys))
+        if (keeps_out or _in_memory()) and "cupy" not in sys.modules and not cupys.is_dir():
+            _import_without_a_folder()
+        import cupy
+
+        if keeps_out:
+            compiler = cupy.cuda.compiler
+            value_of = compiler._get_bool_env_variable
+            compiler._get_bool_env_variable = lambda name, default: value_of(
+                name, default or name == _IN_MEMORY
+            )
+    return cupy  # type: ignore[no-any-return]
+
+
+def _import_without_a_folder() -> None:
+    """Let CuPy 14.2 be imported; it makes its folder then, to be used or not, or raises."""
+    package = importlib.util.find_spec("cupy")
+    file = Path((package and package.origin) or "").parent / "cuda" / "_compiler_cache.py"
+    name = "cupy.cuda._compiler_cache"
+    spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
+    if spec is None or spec.loader is None:  # an earlier CuPy
         return
-    # Some versions make the folder when they are imported, to be used or not.
-    before = os.environ.get(_CACHE_DIR)
-    os.environ[_CACHE_DIR] = os.sep  # is there everywhere; nothing is written to it
-    try:
-        yield
-    finally:
-        del os.environ[_CACHE_DIR]
-        if before is not None:
-            os.environ[_CACHE_DIR] = before
+    store = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(store)
+    store.DiskKernelCacheBackend.__init__ = lambda *_: None  # nobody asks it for kernels
+    sys.modules[name] = store
 
 
 def _usable(cupys: Path) -> bool:
@@ -202,7 +217,7 @@ def _usable(cupys: Path) -> bool:
 
 
 def _in_memory() -> bool:
-    return os.environ.get(_IN_MEMORY) == "1" and not _kept_out
+    return os.environ.get(_IN_MEMORY) == "1"
 
 
 def _path(name: str) -> Path:
