@@ -2,7 +2,8 @@
 
 In the folder ``cuflash`` of CuPy's kernel cache, one file each: a cubin, then the digest of its
 name and of the cubin. What lacks that digest is no kernel: cut off, changed, or under the name of
-another. Files are only ever replaced as a whole, so that any number of processes share a folder.
+another. Anybody can compute it: where all users may write, files of others are not read. Files are
+only ever replaced as a whole, so that any number of processes share a folder.
 
 Nothing here raises: where a file cannot be read or written, every process compiles for itself.
 """
@@ -10,10 +11,12 @@ Nothing here raises: where a file cannot be read or written, every process compi
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -51,7 +54,7 @@ def load_shared(name: str) -> bytes | None:
     for shared in shared_folders():
         path = shared / f"{name}.cubin"
         try:
-            content = path.read_bytes()
+            content = read(path)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -64,6 +67,30 @@ def load_shared(name: str) -> bytes | None:
     return None
 
 
+def read(path: Path) -> bytes:
+    """Content of a file; an OSError for what is none, or what any user may have written.
+
+    Opening a FIFO to read it would wait for somebody who writes.
+    """
+    not_waiting = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | not_waiting)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if _anybodys(status, path.parent):
+            raise PermissionError(errno.EACCES, "any user may have written it", str(path))
+        return file.read()
+
+
+def _anybodys(status: os.stat_result, folder: Path) -> bool:
+    """Whether all may write the file, or the folder with its owner neither root nor this user."""
+    if sys.platform == "win32":  # has no such modes
+        return False
+    own = status.st_uid in (0, os.geteuid())
+    mode = status.st_mode if own else status.st_mode | folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH)
+
+
 def _checked(name: str, content: bytes) -> bytes | None:
     cubin, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return cubin if digest == _digest(name, cubin) else None
@@ -72,25 +99,28 @@ def _checked(name: str, content: bytes) -> bytes | None:
 def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
     """Put a cubin into a folder for others; an OSError where that cannot be written.
 
-    Whom the folder lets read and write, the file does, too.
+    Whom the folder lets read and write, the file does, too; but not all write.
     """
     path = shared / f"{name}.cubin"
     shared.mkdir(parents=True, exist_ok=True)
-    _replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o666)
+    replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o664)
     return path
 
 
 def verified(path: Path) -> bool:
-    """Whether a file of kernels is whole and has the name of what it holds."""
-    return _checked(path.stem, path.read_bytes()) is not None
+    """Whether a file of kernels can be read, is whole and has the name of what it holds."""
+    try:
+        return _checked(path.stem, read(path)) is not None
+    except OSError:
+        return False
 
 
 def load(name: str) -> bytes | None:
     """The cubin of this name, or None."""
-    if _in_memory():
+    if in_memory():
         return None
     try:
-        content = _path(name).read_bytes()
+        content = read(_path(name))
     except FileNotFoundError:
         return None
     except OSError:
@@ -101,19 +131,22 @@ def load(name: str) -> bytes | None:
 
 def save(name: str, cubin: bytes) -> None:
     """Keep a cubin; whatever was there before is replaced."""
-    if _in_memory():
+    if in_memory():
         return
     try:
-        _replace(_path(name), cubin + _digest(name, cubin))
+        replace(_path(name), cubin + _digest(name, cubin))
     except OSError:
         if load(name) is None:  # Windows refuses to replace what another process is reading
             _warn_once(str(folder().parent))
 
 
-def _replace(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Put a file in its place as a whole."""
+def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Put a file in its place as a whole; a link there is replaced, and not followed.
+
+    What a killed process leaves has the name of the file and more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.name}.", path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
@@ -136,7 +169,7 @@ def save_note(name: str, note: dict[str, Any]) -> None:
 
 def load_compiler() -> dict[str, Any] | None:
     """What was noted about the compiler."""
-    return None if _in_memory() else _read_note(folder() / _COMPILER)
+    return None if in_memory() else _read_note(folder() / _COMPILER)
 
 
 def save_compiler(note: dict[str, Any]) -> None:
@@ -148,8 +181,8 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     import json
 
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        note = json.loads(read(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) else None
 
@@ -157,9 +190,9 @@ def _read_note(path: Path) -> dict[str, Any] | None:
 def _write_note(path: Path, note: dict[str, Any]) -> None:
     import json
 
-    if not _in_memory():
+    if not in_memory():
         with contextlib.suppress(OSError):
-            _replace(path, json.dumps(note).encode())
+            replace(path, json.dumps(note).encode())
 
 
 def import_cupy() -> ModuleType:
@@ -175,7 +208,7 @@ def import_cupy() -> ModuleType:
         keeps_out = not os.environ.get(_IN_MEMORY) and not _usable(cupys)
         if keeps_out:
             _warn_once(str(cupys))
-        if (keeps_out or _in_memory()) and "cupy" not in sys.modules and not cupys.is_dir():
+        if (keeps_out or in_memory()) and "cupy" not in sys.modules and not cupys.is_dir():
             _import_without_a_folder()
         import cupy
 
@@ -206,9 +239,8 @@ def _usable(cupys: Path) -> bool:
     """Whether files can be made in a folder, and all kernels that lie there be read."""
     try:
         cupys.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=cupys)
-        os.close(descriptor)
-        os.unlink(temporary)
+        with tempfile.TemporaryFile(dir=cupys):  # has no name that a killed process could leave
+            pass
         with os.scandir(cupys) as entries:
             kernels = (entry for entry in entries if entry.name.endswith(".cubin"))
             return all(entry.is_file() and os.access(entry, os.R_OK) for entry in kernels)
@@ -216,7 +248,8 @@ def _usable(cupys: Path) -> bool:
         return False
 
 
-def _in_memory() -> bool:
+def in_memory() -> bool:
+    """Whether CuPy's settings say that kernels are not kept."""
     return os.environ.get(_IN_MEMORY) == "1"
 
 
@@ -231,8 +264,8 @@ def _digest(name: str, cubin: bytes) -> bytes:
 @functools.cache
 def _warn_once(where: str) -> None:
     warnings.warn(
-        f"the kernel cache {where} cannot be read or written, or holds something else: kernels "
-        "are compiled in memory",
+        f"the kernel cache {where} cannot be read or written, or holds something else, or what any "
+        "user may have written: kernels are compiled in memory",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     _kernel_store._warn_once.cache_clear()
 
 
-def flag(name: str, default: bool) -> bool:  # noqa: FBT001  as CuPy has it
+def flag(name: str, default: bool) -> bool:
     """What CuPy makes of a variable."""
     return os.environ.get(name, str(int(default))) == "1"
 
@@ -64,8 +64,8 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     assert found == [library] * 8
     assert not written, "threads share the environment, and processes that others start"
     assert all(warning.category is RuntimeWarning for warning in caught)
-    assert not compiler._get_bool_env_variable("CUPY_COMPILE_WITH_PTX", False)  # noqa: FBT003
-    in_memory = compiler._get_bool_env_variable("CUPY_CACHE_IN_MEMORY", False)  # noqa: FBT003
+    assert not compiler._get_bool_env_variable("CUPY_COMPILE_WITH_PTX", False)
+    in_memory = compiler._get_bool_env_variable("CUPY_CACHE_IN_MEMORY", False)
     return Look([str(warning.message) for warning in caught], in_memory)
 
 
@@ -114,7 +114,7 @@ def test_a_folder_of_no_use_is_left_alone(
     assert found.in_memory
 
 
-@pytest.mark.parametrize("step", ["mkstemp", "access"])
+@pytest.mark.parametrize("step", ["TemporaryFile", "access"])
 def test_a_full_disk_and_kernels_of_another_user(
     cache: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -122,11 +122,11 @@ def test_a_full_disk_and_kernels_of_another_user(
     filled(cache)
 
     def refuse(path: Any = None, *_: Any, **__: Any) -> bool:
-        if step == "mkstemp":
+        if step == "TemporaryFile":
             raise OSError(28, "No space left on device")
         return Path(path).suffix != ".cubin"
 
-    monkeypatch.setattr(_kernel_store.tempfile if step == "mkstemp" else os, step, refuse)
+    monkeypatch.setattr(_kernel_store.tempfile if step == "TemporaryFile" else os, step, refuse)
     found = look(monkeypatch)
     assert len(found.warnings) == 1
     assert found.in_memory
@@ -151,7 +151,7 @@ def test_our_kernels_are_read_where_nothing_can_be_written(
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(_kernel_store.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(_kernel_store.tempfile, "TemporaryFile", refuse)
     assert len(look(monkeypatch).warnings) == 1
     assert compiler.kernel(CONFIG) == right()
     assert compiler.compilations == 1

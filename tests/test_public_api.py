@@ -165,8 +165,9 @@ def calls_of_numpy_arrays():
     yield "attention", lambda: c.attention(q, q, q, bias=flat[:, :4], mask_mod=shift)
     yield "attention_backward", lambda: c.attention_backward(q, q, q, q, out, lse)
     yield "attention_varlen", lambda: c.attention_varlen(flat, flat, flat, ends, ends)
-    yield "attention_varlen_backward", lambda: c.attention_varlen_backward(
-        flat, flat, flat, flat, flat, rows, ends, ends
+    yield (
+        "attention_varlen_backward",
+        lambda: c.attention_varlen_backward(flat, flat, flat, flat, flat, rows, ends, ends),
     )
     yield "attention_vjp", lambda: c.attention_vjp(q, q, q)[1](q)
     yield "dropout_mask", lambda: c.dropout_mask((4, 4), 0.5, 1, like=q)
