@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuflash import _compiler, _kernel_store
+from cuflash import _arrays, _compiler, _kernel_store
 from cuflash._config import (
     BackwardSm90Config,
     DeltaConfig,
@@ -161,10 +161,9 @@ def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: 
 
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
-    import cupy
-
+    version = _arrays._imported().__version__
     options = (*OPTIONS, f"-arch={arch}")
-    return _stored_name(source_of(config, arch), options, _compiler.identity(), cupy.__version__)
+    return _stored_name(source_of(config, arch), options, _compiler.identity(), version)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
@@ -266,8 +265,7 @@ def _dump(config: KernelConfig, source: str) -> str | None:
     try:
         folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
         path = folder / f"{config.entry}-{digest}.cu"
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
+        _kernel_store.replace(path, source.encode())
     except OSError:
         return None
     return str(path)
