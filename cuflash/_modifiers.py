@@ -18,19 +18,18 @@ _RESERVED = ("score", "b", "h", "q", "k")
 #: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
 _IDENTIFIER = re.compile(r"(?!.*__|_[A-Z]|CUFLASH_|formula_)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 #: Of C++20, types and macros that are in scope, and names of kernels_cu/formulas.cuh.
-_WORDS = frozenset(
-    """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
-    char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
-    constinit continue decltype default delete do double dynamic_cast else enum explicit export
-    extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
-    nullptr operator or or_eq private protected public register reinterpret_cast requires return
-    short signed sizeof static static_assert static_cast struct switch template this thread_local
-    throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while
-    xor xor_eq int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t NULL
-    FormulaArrays Formulas Real ScoreParams
-    """.split()
-)
+_WORDS = frozenset(re.findall(r"\w+", """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
+    char32_t char8_t class co_await co_return co_yield compl concept const const_cast
+    consteval constexpr constinit continue decltype default delete do double dynamic_cast else
+    enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while xor xor_eq int8_t
+    int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t NULL FormulaArrays Formulas
+    Real ScoreParams
+"""))  # fmt: skip
 _STEP = 1e-4
 
 

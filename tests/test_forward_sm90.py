@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -478,14 +479,6 @@ def test_one_captured_call_replayed_one_after_the_other(head_dims):
     assert not differs
 
 
-#: Keeps one multiprocessor busy for so many clocks, where its block takes all shared memory.
-SPIN = """
-extern "C" __global__ void spin(long long clocks) {
-  for (long long start = clock64(); clock64() - start < clocks;) {}
-}
-"""
-
-
 def test_a_stream_that_has_the_handle_of_a_destroyed_one():
     """The driver gives a handle away while work of the destroyed stream is in flight.
 
@@ -496,7 +489,8 @@ def test_a_stream_that_has_the_handle_of_a_destroyed_one():
     q, k, v = (upload(call.array(name)) for name in "qkv")
     want = cuflash.attention(q, k, v)
     outs = [cupy.empty_like(want) for _ in range(2)]
-    spin = cupy.RawKernel(SPIN, "spin")
+    probe = Path(__file__).parent / "support" / "spin_probe.cu"
+    spin = cupy.RawKernel(probe.read_text(encoding="utf-8"), "cuflash_spin")
     spin.max_dynamic_shared_size_bytes = shared = 200_000
     busy, reused = cupy.cuda.Stream(non_blocking=True), 0
     for turn in range(60):
