@@ -72,6 +72,8 @@ C_ENCODE = ctypes.CFUNCTYPE(
 
 C_REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
 
+C_STREAM_ID = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64))
+
 
 class Driver:
     """Stands for the driver's library: takes arguments as C does, writes the number of the call.
@@ -84,6 +86,11 @@ class Driver:
         self.calls: list[dict[str, Any]] = []
         self.cuTensorMapEncodeTiled = C_ENCODE(self._encode)
         self.cuTensorMapReplaceAddress = C_REPLACE(self._replace)
+        self.cuStreamGetId = C_STREAM_ID(self._stream_id)
+
+    def _stream_id(self, stream, number):
+        number[0] = stream - (1 << 47)
+        return self.error
 
     def _replace(self, found, address):
         assert found % 64 == 0
@@ -122,7 +129,7 @@ def load(monkeypatch):
     """Return a function that puts a library in the driver's place."""
 
     def forget():
-        tensor_map._driver_function.cache_clear()
+        tensor_map.driver_function.cache_clear()
         tensor_map._arguments.cache_clear()
 
     def put(library):
@@ -176,6 +183,16 @@ def test_an_address_that_the_driver_refuses(load):
     driver.error = 1
     with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1 for 0x30"):
         maps.at((48,))
+
+
+def test_the_number_of_a_stream(load):
+    launches = pytest.importorskip("cuflash._launch.sm90", reason="CuPy is not installed")
+    driver = Driver()
+    load(lambda name: driver)
+    assert launches._stream_number((1 << 47) + 5) == 5
+    assert launches._stream_number((1 << 48) + 5) == (1 << 47) + 5
+    driver.error = 201
+    assert launches._stream_number((1 << 47) + 5) is None
 
 
 def without_library(name):

@@ -35,6 +35,7 @@ _SIGNATURES = {
         _ENUM, _ENUM, _ENUM, _ENUM,
     ),
     "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
+    "cuStreamGetId": (_POINTER, _POINTER),
 }  # fmt: skip
 
 
@@ -79,8 +80,8 @@ def map_layout(
 
 
 def available() -> bool:
-    """Whether the driver can encode maps: it has been able to since CUDA 12.0."""
-    return all(_driver_function(name) is not None for name in _SIGNATURES)
+    """Whether the driver can encode maps and number streams: it can since CUDA 12.0."""
+    return all(driver_function(name) is not None for name in _SIGNATURES)
 
 
 class Maps:
@@ -104,7 +105,7 @@ def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array, where maps are ``available``."""
     memory, offset = _room(MAP_BYTES)
     before, after = _arguments(layout)
-    function = _driver_function("cuTensorMapEncodeTiled")
+    function = driver_function("cuTensorMapEncodeTiled")
     error = function(ctypes.addressof(memory) + offset, *before, address, *after)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
@@ -116,7 +117,7 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
     memory, offset = _room(len(maps))
     first = ctypes.addressof(memory) + offset
     ctypes.memmove(first, maps, len(maps))
-    function = _driver_function("cuTensorMapReplaceAddress")
+    function = driver_function("cuTensorMapReplaceAddress")
     for number, address in enumerate(addresses):
         error = function(first + MAP_BYTES * number, address)
         if error:
@@ -131,7 +132,7 @@ def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
 
 
 @functools.cache
-def _driver_function(name: str) -> Any:
+def driver_function(name: str) -> Any:
     """A function of the driver that CuPy has loaded, or None."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
