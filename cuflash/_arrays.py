@@ -26,8 +26,8 @@ _EXPECTED = "a NumPy array, or a CuPy or other array on a GPU"
 
 def is_cupy(array: object) -> bool:
     """Whether ``array`` is a CuPy array, without importing CuPy."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(array, cupy.ndarray)
+    # Another thread may be importing it: a module without this class has made no array yet.
+    return isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ()))
 
 
 def array_module(array: Array) -> ModuleType:
@@ -188,9 +188,7 @@ def _imported() -> ModuleType:
     """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
     from cuflash._jit import cubin_cache
 
-    with cubin_cache.whatever_cupy_finds():
-        import cupy
-    return cupy  # type: ignore[no-any-return]
+    return cubin_cache.import_cupy()
 
 
 def _qualified_name(cls: type) -> str:

@@ -10,15 +10,17 @@ import shutil
 import stat
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import cuflash
-from cuflash import tuning
+from cuflash import _cli, tuning
 from cuflash._api.ahead import kernels_of
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import TileConfig
 from cuflash._select import hardware
+from cuflash.tuning import _facts
 
 WORK = tuning.Workload(8, 16, 16, 1024, 1024, 64, 64, "float16")
 H100 = hardware.typical("sm_90")
@@ -31,6 +33,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
     cubin_cache._warn_of_shared.cache_clear()
+    cubin_cache._warn_once.cache_clear()
 
 
 def test_kernels_of_a_gradient():
@@ -104,6 +107,64 @@ def test_without_a_folder_the_store_of_this_machine_is_filled():
     (config,) = kernels_of(WORK, H100, backward=False)
     assert path.parent == cubin_cache.folder()
     assert cubin_cache.load(compilation.stored_name(config, "sm_90a")) is not None
+
+
+def hindered(monkeypatch, folder, how):
+    """Let nothing be kept in the folder of the store, in this process and in those it starts."""
+    if how == "in memory":
+        monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    elif how == "read-only":  # to root, too
+        monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/sys")
+    else:
+        folder.parent.mkdir(parents=True)
+        folder.write_text("a file")
+    return cubin_cache.folder()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.skipif(not Path("/proc/sys").is_dir(), reason="this system has no such folder")
+@pytest.mark.parametrize("how", ["in memory", "read-only", "a file"])
+@pytest.mark.filterwarnings("ignore:the kernel cache:RuntimeWarning")
+def test_files_that_are_not_there_are_not_returned(monkeypatch, capsys, how):
+    folder = hindered(monkeypatch, cubin_cache.folder(), how)
+    with pytest.raises(OSError, match=rf"folder: got {folder}, which did not keep") as caught:
+        cuflash.compile(WORK, arch="sm_80", processes=1)
+    assert ("CUPY_CACHE_IN_MEMORY" in str(caught.value)) == (how == "in memory")
+    words = ["--arch", "sm_80", "--head-dims", "64", "--dtypes", "float16", "--processes", "2"]
+    assert _cli.main(["cache", "warm", *words]) == 1
+    told = capsys.readouterr()
+    assert "ready" not in told.out
+    assert f"cuflash: folder: got {folder}, which did not keep" in told.err
+
+
+GOOD = {"registers": 255, "spill_bytes": 0, "warnings": ["C7512"], "seconds": 1}
+BAD = [
+    {}, {"error": "planted"}, GOOD | {"error": "planted"}, GOOD | {"registers": 256},
+    GOOD | {"registers": 0}, GOOD | {"registers": True}, GOOD | {"registers": 10**30},
+    GOOD | {"registers": "168"}, GOOD | {"spill_bytes": -1}, GOOD | {"spill_bytes": 0.5},
+    GOOD | {"warnings": "C7512"}, GOOD | {"warnings": [1]}, GOOD | {"seconds": float("nan")},
+    GOOD | {"seconds": float("inf")}, GOOD | {"seconds": -1.0}, GOOD | {"seconds": None},
+]  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("note", [GOOD, *BAD], ids=str)
+def test_a_note_that_no_compilation_wrote_is_written_anew(monkeypatch, note):
+    """Whatever stands there: the kernel is compiled once more, and its facts are those found."""
+    (config,) = kernels_of(WORK, H100, backward=False)
+    name = compilation.stored_name(config, "sm_90a")
+    asked = []
+
+    def ask_many(command, requests, *_):
+        asked.extend(requests)
+        return [(i, GOOD | {"registers": 100}) for i in range(len(requests))]
+
+    monkeypatch.setattr(_facts, "ask_many", ask_many)
+    cubin_cache.save(name, b"a kernel")
+    cubin_cache.save_note(name, note)
+    found = _facts.compile_all([config], H100, processes=1)[config]
+    assert (found.error, found.registers) == ("", 255 if note is GOOD else 100)
+    assert len(asked) == (note is not GOOD)
 
 
 @pytest.fixture
@@ -202,7 +263,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
             cuflash.compile(WORK, arch="sm_90a", folder=folder)
 
 
-@pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o644), (0o770, 0o660)])
+@pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o644), (0o770, 0o660), (0o777, 0o664)])
 def test_whom_the_folder_lets_read_the_file_lets_too(tmp_path, folder_mode, mode):
     if os.name == "nt":
         pytest.skip("Windows has no such modes")
@@ -251,6 +312,21 @@ def test_a_broken_kernel_hides_none_of_a_later_folder(tmp_path, monkeypatch, bre
     breaks(folders[0] / f"{name}.cubin")
     with nullcontext() if breaks is absent else pytest.warns(RuntimeWarning, match="first"):
         assert cubin_cache.load_shared(name) == b"second"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_a_file_that_anybody_may_have_written_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path))
+    path = cubin_cache.save_shared(tmp_path, "a" * 64, b"a kernel")
+    assert cubin_cache.load_shared("a" * 64) == b"a kernel"
+    path.chmod(0o666)
+    with pytest.warns(RuntimeWarning, match=r"cannot be read \(any user may have written it\)"):
+        assert cubin_cache.load_shared("a" * 64) is None
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(RuntimeWarning, match=r"cannot be read \(not a regular file\)"):
+        assert cubin_cache.load_shared("a" * 64) is None
+    assert not cubin_cache.verified(path)
 
 
 @pytest.mark.gpu

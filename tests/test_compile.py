@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -607,6 +609,31 @@ def test_a_wrong_source_names_config_log_and_dump(
     assert "nonsense" in caught.value.log
     with open(caught.value.source) as dumped:
         assert dumped.read() == broken
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")
+@pytest.mark.parametrize("variable", ["CUFLASH_DUMP", "TMPDIR"])
+def test_a_wrong_source_does_not_go_where_a_link_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Anybody can compute the name, and put a link there in a folder that all may write."""
+    import cuflash._jit.compilation as module
+
+    monkeypatch.delenv("CUFLASH_DUMP", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "dump"))
+    monkeypatch.setattr(module.tempfile, "tempdir", None)
+    (tmp_path / "dump").mkdir()
+    config = next(configs_of(PLAIN, "sm_90"))
+    path = module._compile_error(config, "nonsense", "a source").source
+    assert path is not None
+    Path(path).unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("keys")
+    Path(path).symlink_to(victim)
+    assert module._compile_error(config, "nonsense", "a source").source == path
+    assert victim.read_text() == "keys"
+    assert Path(path).read_text() == "a source"
+    assert [file.name for file in (tmp_path / "dump").iterdir()] == [Path(path).name]
 
 
 def test_a_wrong_source_is_told_where_no_file_can_be_written(

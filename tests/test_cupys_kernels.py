@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from test_kernel_cache import CONFIG, NO_FILES, finish, right, start
@@ -30,18 +32,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     cubin_cache._warn_once.cache_clear()
     yield place
     cubin_cache._warn_once.cache_clear()
-    cubin_cache._kept_out.clear()
 
 
-def look() -> list[str]:
-    """Look at the folder as the first two calls of two processes do; return the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
+def flag(name: str, default: bool) -> bool:
+    """What CuPy makes of a variable."""
+    return os.environ.get(name, str(int(default))) == "1"
+
+
+class Look(NamedTuple):
+    """What came of looking at the folder."""
+
+    warnings: list[str]
+    in_memory: bool
+
+
+def look(monkeypatch: pytest.MonkeyPatch) -> Look:
+    """Look at the folder as several threads do, whose calls are the first; nothing is set."""
+    compiler = SimpleNamespace(_get_bool_env_variable=flag)
+    library = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    written: list[Any] = []
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        monkeypatch.context() as patch,
+        ThreadPoolExecutor(8) as pool,
+    ):
         warnings.simplefilter("always")
-        for _ in range(2):
-            with cubin_cache.whatever_cupy_finds():
-                assert os.environ["CUPY_CACHE_DIR"]
+        for function in ("putenv", "unsetenv"):  # of `os.environ`
+            patch.setattr(os, function, lambda *given: written.append(given))
+        found = list(pool.map(lambda _: cubin_cache.import_cupy(), range(8)))
+    assert found == [library] * 8
+    assert not written, "threads share the environment, and processes that others start"
     assert all(warning.category is RuntimeWarning for warning in caught)
-    return [str(warning.message) for warning in caught]
+    assert not compiler._get_bool_env_variable("CUPY_COMPILE_WITH_PTX", False)
+    in_memory = compiler._get_bool_env_variable("CUPY_CACHE_IN_MEMORY", False)
+    return Look([str(warning.message) for warning in caught], in_memory)
 
 
 def missing(cache: Path) -> None:
@@ -55,11 +80,12 @@ def filled(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [missing, filled], ids=lambda f: f.__name__)
-def test_a_folder_that_can_be_used_is_used(cache: Path, state: Any) -> None:
+def test_a_folder_that_can_be_used_is_used(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
     state(cache)
     before = sorted(cache.iterdir()) if cache.exists() else []
-    assert look() == []
-    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+    assert look(monkeypatch) == Look([], in_memory=False)
     assert sorted(cache.iterdir()) == before, "nothing is left of the attempt"
 
 
@@ -79,15 +105,16 @@ def a_folder_for_a_kernel(cache: Path) -> None:
 @pytest.mark.parametrize(
     "state", [a_file, below_a_file, a_folder_for_a_kernel], ids=lambda f: f.__name__
 )
-def test_a_folder_of_no_use_is_left_alone(cache: Path, state: Any) -> None:
+def test_a_folder_of_no_use_is_left_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
     state(cache)
-    (warning,) = look()
-    assert str(cache) in warning
-    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
-    assert os.environ["CUPY_CACHE_DIR"] == str(cache)
+    found = look(monkeypatch)
+    assert [str(cache) in warning for warning in found.warnings] == [True]
+    assert found.in_memory
 
 
-@pytest.mark.parametrize("step", ["mkstemp", "access"])
+@pytest.mark.parametrize("step", ["TemporaryFile", "access"])
 def test_a_full_disk_and_kernels_of_another_user(
     cache: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -95,13 +122,14 @@ def test_a_full_disk_and_kernels_of_another_user(
     filled(cache)
 
     def refuse(path: Any = None, *_: Any, **__: Any) -> bool:
-        if step == "mkstemp":
+        if step == "TemporaryFile":
             raise OSError(28, "No space left on device")
         return Path(path).suffix != ".cubin"
 
-    monkeypatch.setattr(cubin_cache.tempfile if step == "mkstemp" else os, step, refuse)
-    assert len(look()) == 1
-    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+    monkeypatch.setattr(cubin_cache.tempfile if step == "TemporaryFile" else os, step, refuse)
+    found = look(monkeypatch)
+    assert len(found.warnings) == 1
+    assert found.in_memory
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
@@ -110,8 +138,7 @@ def test_what_somebody_has_set_stays(
 ) -> None:
     a_file(cache)
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", value)
-    assert look() == []
-    assert os.environ["CUPY_CACHE_IN_MEMORY"] == value
+    assert look(monkeypatch) == Look([], in_memory=value == "1")
 
 
 def test_our_kernels_are_read_where_nothing_can_be_written(
@@ -124,26 +151,40 @@ def test_our_kernels_are_read_where_nothing_can_be_written(
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(cubin_cache.tempfile, "mkstemp", refuse)
-    assert len(look()) == 1
+    monkeypatch.setattr(cubin_cache.tempfile, "TemporaryFile", refuse)
+    assert len(look(monkeypatch).warnings) == 1
     assert compiler.kernel(CONFIG) == right()
     assert compiler.compilations == 1
 
 
-def test_a_folder_is_there_while_cupy_is_imported(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+#: Threads that need CuPy at once, where nobody has imported it.
+THREADS = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from cuflash import _arrays
+before = dict(os.environ)
+with ThreadPoolExecutor(8) as pool:
+    assert len(set(pool.map(_arrays._cupy, ["q"] * 8))) == 1
+assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"CUPY_CACHE_IN_MEMORY": "1"}], ids=str)
+@pytest.mark.parametrize("place", ["file/cache", "new/cache"])
+def test_cupy_is_imported_where_no_folder_can_be_made(
+    tmp_path: Path, place: str, given: dict[str, str]
 ) -> None:
-    """CuPy 14.2 makes it then, and raises where it cannot."""
-    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
-    with cubin_cache.whatever_cupy_finds():
-        assert os.environ["CUPY_CACHE_DIR"] == os.sep
-    assert not cache.exists()
-    assert os.environ["CUPY_CACHE_DIR"] == str(cache)
-    monkeypatch.setenv("CUPY_CACHE_DIR", "")
-    monkeypatch.setenv("HOME", str(cache))
-    with cubin_cache.whatever_cupy_finds():
-        assert os.environ["CUPY_CACHE_DIR"] == os.sep
-    assert os.environ["CUPY_CACHE_DIR"] == ""
+    """CuPy 14.2 makes one then, and raises where it cannot."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    (tmp_path / "file").write_text("")
+    own = {"CUPY_CACHE_DIR": str(tmp_path / place)}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **own, **given},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeWarning") == (place == "file/cache" and not given)
+    assert (tmp_path / place).exists() == (place == "new/cache" and not given)
 
 
 #: CuPy compiles for a device that is not there, and loads nothing.
@@ -219,7 +260,7 @@ with warnings.catch_warnings(record=True) as caught:
             assert got.dtype == wanted.dtype, n
             np.testing.assert_allclose(got.get(), wanted, rtol=1e-4, atol=1e-4, err_msg=str(n))
 ours = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
-print(json.dumps({"warnings": ours, "in memory": os.environ.get("CUPY_CACHE_IN_MEMORY")}))
+print(json.dumps({"warnings": ours, "set": os.environ.get("CUPY_CACHE_IN_MEMORY")}))
 """
 
 
@@ -227,7 +268,7 @@ def test_these_calls_are_legal_ones() -> None:
     """On the host, where no folder is needed."""
     script = CALLS.replace("ON_A_DEVICE", "False")
     assert finish(start(script, CUPY_CACHE_DIR=str(NO_FILES))) == {
-        "warnings": [], "in memory": None,
+        "warnings": [], "set": None,
     }  # fmt: skip
 
 
@@ -237,12 +278,12 @@ def test_calls_that_need_kernels_of_cupy() -> None:
     found = finish(start(CALLS.replace("ON_A_DEVICE", "True"), CUPY_CACHE_DIR=str(NO_FILES)))
     assert len(found["warnings"]) == 1, found
     assert str(NO_FILES) in found["warnings"][0]
-    assert found["in memory"] == "1"
+    assert found["set"] is None
 
 
 @pytest.mark.gpu
 def test_calls_that_find_their_folder(cache: Path) -> None:
     found = finish(start(CALLS.replace("ON_A_DEVICE", "True"), CUPY_CACHE_DIR=str(cache)))
-    assert found == {"warnings": [], "in memory": None}
+    assert found == {"warnings": [], "set": None}
     assert list(cache.glob("*.cubin")), "CuPy kept some of its own"
     assert list(cache.glob("cuflash/*.cubin"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -448,6 +449,69 @@ def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
         for stream, out in zip(streams, results, strict=True):
             stream.synchronize()
             assert_same_bits(out, (want, want_lse))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
+def test_one_captured_call_replayed_one_after_the_other(head_dims):
+    """By two instances of its graph, which share a counter, on one stream and in turn on two."""
+    q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    out = cupy.empty_like(want), cupy.empty_like(want_lse)
+    cupy.cuda.Device().synchronize()
+    graph = captured(
+        first, lambda: cuflash.attention(q, k, v, causal=True, return_lse=True, out=out)
+    )
+    runtime = cupy.cuda.runtime
+    instances = [runtime.graphInstantiate(graph.graph) for _ in range(2)]
+    differs = cupy.zeros((), np.bool_)
+    cupy.cuda.Device().synchronize()
+    for streams in ((first, first), (first, second)):
+        for i in range(200):
+            stream, other = streams[i % 2], streams[1 - i % 2]
+            with stream:
+                for array in out:
+                    array.fill(np.nan)
+                runtime.graphLaunch(instances[i % 2], stream.ptr)
+                for array, wanted in zip(out, (want, want_lse), strict=True):
+                    differs |= (array != wanted).any()
+                other.wait_event(stream.record())
+    cupy.cuda.Device().synchronize()
+    for instance in instances:
+        runtime.graphExecDestroy(instance)
+    assert not differs
+
+
+def test_a_stream_that_has_the_handle_of_a_destroyed_one():
+    """The driver gives a handle away while work of the destroyed stream is in flight.
+
+    Beside a kernel that holds most multiprocessors for a part of the time, blocks of threads of
+    both launches start together: with one counter, half of these rounds lost tiles.
+    """
+    call = make((64, 64), ((4, 16), 2048, 2048), {}, np.float16)
+    q, k, v = (upload(call.array(name)) for name in "qkv")
+    want = cuflash.attention(q, k, v)
+    outs = [cupy.empty_like(want) for _ in range(2)]
+    probe = Path(__file__).parent / "support" / "spin_probe.cu"
+    spin = cupy.RawKernel(probe.read_text(encoding="utf-8"), "cuflash_spin")
+    spin.max_dynamic_shared_size_bytes = shared = 200_000
+    busy, reused = cupy.cuda.Stream(non_blocking=True), 0
+    for turn in range(60):
+        for out in outs:
+            out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        with busy:
+            spin((120,), (32,), (42_500 * (turn + 1),), shared_mem=shared)
+        handles = []
+        for out in outs:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            handles.append(stream.ptr)
+            with stream:
+                cuflash.attention(q, k, v, out=out)
+            del stream  # which destroys it
+        reused += handles[0] == handles[1]
+        cupy.cuda.Device().synchronize()
+        assert all(bool((out == want).all()) for out in outs)
+    assert reused, "nothing was tried"
 
 
 def test_counters_are_zero_between_launches():

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import warnings
@@ -123,6 +124,16 @@ def directory(path):
     path.mkdir()
 
 
+def fifo(path):
+    """Opening it waits for somebody who writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def writable_by_all(path):
+    path.chmod(0o666)
+
+
 def dangling_link(path):
     path.unlink()
     path.symlink_to(path.with_name("nowhere"))
@@ -134,10 +145,13 @@ def removed_folder(path):
 
 FAULTS = (
     truncated, flipped, empty, digest_only, no_cubin, another_kernel, under_another_name, directory,
-    dangling_link, removed_folder,
+    fifo, writable_by_all, dangling_link, removed_folder,
 )  # fmt: skip
+#: What is no file of this user's costs a warning.
+TOLD = (directory, fifo, writable_by_all)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has none of some")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_broken_entry_is_compiled_again(compiler, folder, fault):
     compiler.kernel(CONFIG)
@@ -146,14 +160,12 @@ def test_broken_entry_is_compiled_again(compiler, folder, fault):
         warnings.simplefilter("always")
         for _ in range(3):
             assert compiler.kernel(CONFIG) == right()
+    told = [str(folder.parent) in str(warning.message) for warning in caught]
+    assert told == [True] * (fault in TOLD)
     if fault is directory:
         assert compiler.compilations == 4
-        (warning,) = caught
-        assert warning.category is RuntimeWarning
-        assert str(folder.parent) in str(warning.message)
     else:
         assert compiler.compilations == 2, "it was replaced"
-        assert not caught, [str(w.message) for w in caught]
         assert entry_of(folder).read_bytes() == stored(right(), entry_of(folder).stem)
 
 
@@ -176,17 +188,90 @@ def test_unwritable_folder_warns_once_for_all_kernels(monkeypatch):
 def test_unreadable_entry_of_another_user(compiler, folder, monkeypatch):
     """Files are readable by their owner alone, but nobody refuses root: the test does."""
     compiler.kernel(CONFIG)
-    entry, real = entry_of(folder), Path.read_bytes
+    entry, real = entry_of(folder), os.open
     assert entry.stat().st_mode & 0o077 == 0
 
-    def refusing(path):
-        if path == entry:
+    def refusing(path, flags, *given):
+        if Path(path) == entry:
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return real(path, flags, *given)
 
-    monkeypatch.setattr(Path, "read_bytes", refusing)
+    monkeypatch.setattr(os, "open", refusing)
     with pytest.warns(RuntimeWarning, match="cache"):
         assert compiler.kernel(CONFIG) == right()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("folder_mode", [0o700, 0o775, 0o777, 0o1777], ids=oct)
+@pytest.mark.parametrize("owner", ["this user", "root", "another"])
+def test_whose_files_are_read(compiler, folder, monkeypatch, owner, folder_mode):
+    """Those of another user only where not all may write: anybody can compute a digest."""
+    compiler.kernel(CONFIG)
+    real, user = os.fstat, os.geteuid() + 1000
+    owners = {"this user": user, "root": 0, "another": user + 1}
+
+    def fstat(descriptor):
+        status = list(real(descriptor))
+        status[stat.ST_UID] = owners[owner]
+        return os.stat_result(status)
+
+    folder.chmod(folder_mode)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "fstat", fstat)
+    refused = owner == "another" and folder_mode & 0o002
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert compiler.kernel(CONFIG) == right()
+    assert compiler.compilations == 1 + bool(refused)
+    assert ["any user may have written" in str(w.message) for w in caught] == [True] * bool(refused)
+
+
+NO_NOTES = [b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000, b'{"a":' * 100_000]
+
+
+@pytest.mark.parametrize("content", NO_NOTES, ids=lambda content: str(content[:8]))
+def test_what_is_no_note_is_none(folder, content):
+    cubin_cache.save("a" * 64, b"a kernel")
+    for name in ("a" * 64, "compiler"):
+        (folder / f"{name}.json").write_bytes(content)
+    assert cubin_cache.load_note("a" * 64) is None
+    assert cubin_cache.load_compiler() is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_notes_are_read_as_kernels_are(folder):
+    cubin_cache.save_compiler({"identity": "ours"})
+    assert cubin_cache.load_compiler() == {"identity": "ours"}
+    for fault in TOLD:
+        cubin_cache.save_compiler({"identity": "ours"})
+        fault(folder / "compiler.json")
+        assert cubin_cache.load_compiler() is None, fault.__name__
+        shutil.rmtree(folder)
+
+
+def test_a_killed_process_leaves_what_clearing_removes(folder, monkeypatch, capsys):
+    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
+    from cuflash import _cli
+
+    def killed(*_, **__):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        for step in ("replace", "unlink"):
+            patch.setattr(cubin_cache.os, step, killed)
+        for write in (
+            lambda: cubin_cache.save("a" * 64, b"a kernel"),
+            lambda: cubin_cache.save_note("a" * 64, {}),
+            lambda: cubin_cache.save_compiler({}),
+        ):
+            with pytest.raises(SystemExit):
+                write()
+    left = sorted(folder.iterdir())
+    assert len(left) == 3
+    (folder / "tmp_of_another").write_text("not ours")
+    assert _cli.main(["cache", "clear"]) == 0
+    assert [path.name for path in folder.iterdir()] == ["tmp_of_another"]
+    assert "0 kernels removed" in capsys.readouterr().out
 
 
 def test_a_file_in_the_place_of_the_folder(compiler, folder):

@@ -47,7 +47,9 @@ class Recorder:
         stream = SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
         simulated = hardware.typical("sm_90")._replace(name="simulated")
         monkeypatch.setattr(hardware, "_assumed", simulated)
+        self.streams: dict[int, int] = {}  # number of the stream that has a handle now
         monkeypatch.setattr(launch_sm90, "_counters", {})
+        monkeypatch.setattr(launch_sm90, "_stream_number", lambda s: self.streams.get(s, s))
         monkeypatch.setattr(launch_sm90, "runtime", runtime)
         monkeypatch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
@@ -138,16 +140,52 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
     assert side_by_side(window=(127, 0)) == 128
 
 
-def test_every_captured_launch_has_a_counter_of_its_own(recorder: Recorder) -> None:
+def test_every_captured_launch_has_a_counter_of_its_own(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_sm90, "_NUM_COUNTERS", 5)
+    launch_sm90._warn_once.cache_clear()
     launch = plan(problem_of(40))
     launch.run(POINTERS, STREAM, captured=False)
-    for _ in range(launch_sm90._NUM_COUNTERS):
+    for _ in range(4):
         launch.run(POINTERS, STREAM, captured=True)
+    with pytest.warns(RuntimeWarning, match="all 5 tile counters of a device are taken"):
+        launch.run(POINTERS, STREAM, captured=True)
+    launch.run(POINTERS, STREAM, captured=True)  # a second warning would be an error
+    launch.run(POINTERS, STREAM + 1, captured=False)
     launch.run(POINTERS, STREAM, captured=False)
-    first, *captured, dealt, last = recorder.counters()
+    first, *captured, last = recorder.counters()
     assert first == last == COUNTERS
-    assert captured == [COUNTERS + 4 * i for i in range(1, launch_sm90._NUM_COUNTERS)]
-    assert dealt == 0
+    assert captured == [COUNTERS + 4 * i for i in range(1, 5)] + [0, 0, 0]
+
+
+def test_a_million_launches_can_be_captured(recorder: Recorder) -> None:
+    """A program that captures graphs for ever new shapes does not get slower."""
+    counters = launch_sm90.TileCounters()
+    found = {counters.for_launch(STREAM, captured=True) for _ in range(10**6)}
+    assert len(found) == 10**6
+    assert 0 not in found
+    ((_, _, cleared, _),) = recorder.cleared
+    assert max(found) + 4 <= COUNTERS + cleared
+
+
+def test_a_stream_that_has_the_handle_of_a_destroyed_one_has_its_own_counter(
+    recorder: Recorder,
+) -> None:
+    """Work of the destroyed one may be in flight; the driver gives its handle away at once."""
+    launch = plan(problem_of(40))
+    for number in (1, 1, 2, 2, 3):
+        recorder.streams[STREAM] = number
+        launch.run(POINTERS, STREAM, captured=False)
+    assert recorder.counters() == [COUNTERS + 4 * i for i in (0, 0, 1, 1, 2)]
+
+
+def test_what_is_no_stream_has_no_counter(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_sm90, "_stream_number", lambda _: None)
+    plan(problem_of(40)).run(POINTERS, STREAM, captured=False)
+    assert recorder.counters() == [0]
 
 
 def test_threads_do_not_share_the_counter_of_the_stream_that_each_has(recorder: Recorder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 import cuflash
 from cuflash import MaskMod, ScoreMod, reference
-from cuflash._jit.compilation import compile_static
+from cuflash._jit import compilation
+from cuflash._jit.compilation import compile_static, source_of
+from cuflash._jit.source import kernels_dir
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
 from cuflash._select.portable import forward_config
@@ -212,6 +215,64 @@ def test_what_does_not_compile_is_shown_by_its_own_line():
         cuflash.CompileError, match=r"score_mod\.expression\(2\): error.*undefined_"
     ):
         compile_static(forward_config(problem, 99 << 10, 16), "sm_80")
+
+
+#: What C++, CUDA and their headers may have in scope, beside the words of our own sources.
+WORDS = """
+asm and bitor compl not_eq xor char8_t char16_t concept requires consteval constinit co_await
+export import module final override typeof restrict inline volatile union mutable thread_local
+signed wchar_t friend goto alignas decltype noexcept dim3 float2 float4 uint4 half __half
+blockDim gridDim warpSize clock64 printf assert malloc memcpy min max abs exp log sqrtf rsqrtf NULL
+INFINITY NAN INT_MAX FLT_MAX M_PI size_t ptrdiff_t int8_t uint8_t int64_t uint64_t intptr_t std
+cuda nv linux unix i386 defined main errno stdin EOF true false nullptr bool score_mod mask_mod x
+arrays value table seen weights _ _x x_ _X x__y __x
+"""
+
+
+def with_array(name):
+    return MaskMod("true", arrays={name: np.zeros(2)}, host=lambda *_, **__: True)
+
+
+def accepted(name):
+    try:
+        with_array(name)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.nvrtc
+def test_every_name_of_an_array_that_is_accepted_compiles():
+    """Beside another array, each in a copy of the class that formulas and their arrays are in."""
+    problem = describe(*inputs(np.float16)[:3], cuflash.Options(enable_gqa=True))
+    source = source_of(forward_config(problem, 99 << 10, 16))
+    words = sorted({*re.findall(r"[A-Za-z_]\w*", source), *WORDS.split()})
+    names = [word for word in words if accepted(word)]
+    assert {"x", "_x", "table", "warpSize"} <= set(names)
+    assert len(words) - len(names) > 100
+    text = (kernels_dir() / "formulas.cuh").read_text()
+    text = text[text.index("struct FormulaArrays") : text.rindex("}  // namespace")]
+    text = re.sub(r'#include "formulas/s.*', "score", text)
+    text = re.sub(r'#include "formulas/m.*', "true", text)
+    for i, name in enumerate(names):
+        arrays = formulas_of(cuflash.Options(mask_mod=MaskMod(
+            "true", arrays={name: np.zeros(2), "another_": np.zeros(2, np.int64)},
+            host=lambda *_, **__: True,
+        ))).texts[0]  # fmt: skip
+        assert arrays[0] == "formulas/arrays"
+        own = text.replace('#include "formulas/arrays"', arrays[1])
+        source += f'namespace cuflash::copy_{i} {{\n#line 1 "{name}"\n{own}}}\n'
+    compilation._nvrtc(source, (*compilation.OPTIONS, "-arch=sm_80"))
+
+
+@pytest.mark.parametrize(
+    "name", ["int", "class", "template", "xor", "__half", "_Bool", "a__b", "CUFLASH_DTYPE",
+             "int64_t", "Real", "formula_array", "NULL", "b", "score", "lambda", "1", "", "a b",
+             "ä"],
+)  # fmt: skip
+def test_words_of_the_compiler_name_no_array(name):
+    with pytest.raises(ValueError, match=f"arrays: got the name '{name}', expected an identifier"):
+        with_array(name)
 
 
 def test_formulas_share_the_names_of_their_arrays():

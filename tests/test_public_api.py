@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -153,6 +155,39 @@ def test_everything_but_kernels_works_without_cupy():
     rows = in_fresh_interpreter(WITHOUT_CUPY)
     assert re.search(r"^cupy +not installed .*cuflash\[cuda12\]", rows, flags=re.MULTILINE)
     assert re.search(r"^device +unknown without CuPy$", rows, flags=re.MULTILINE)
+
+
+def calls_of_numpy_arrays():
+    """Yield every public function and a call of it, by names."""
+    c, q, ends = cuflash, np.ones((2, 4, 8)), np.array([0, 1, 4])
+    flat, rows, both = q[0], np.ones(4), np.ones((2, 4))
+    out, lse = c.attention(q, q, q, return_lse=True)
+    shift = c.MaskMod("q < n[0]", arrays={"n": rows}, host=lambda b, h, q, k, n: q < n[0])
+    yield "attention", lambda: c.attention(q, q, q, bias=flat[:, :4], mask_mod=shift)
+    yield "attention_backward", lambda: c.attention_backward(q, q, q, q, out, lse)
+    yield "attention_varlen", lambda: c.attention_varlen(flat, flat, flat, ends, ends)
+    yield (
+        "attention_varlen_backward",
+        lambda: c.attention_varlen_backward(flat, flat, flat, flat, flat, rows, ends, ends),
+    )
+    yield "attention_vjp", lambda: c.attention_vjp(q, q, q)[1](q)
+    yield "dropout_mask", lambda: c.dropout_mask((4, 4), 0.5, 1, like=q)
+    yield "logsumexp", lambda: c.logsumexp(q, q)
+    yield "logsumexp_backward", lambda: c.logsumexp_backward(lse, q, q, lse)
+    yield "merge", lambda: c.merge(q, both)
+    yield "merge_backward", lambda: c.merge_backward(flat, q, both)
+    yield "weights", lambda: c.weights(q, q, lse, rows=[0])
+    yield "workspace_size", lambda: c.workspace_size(q, q, q)
+
+
+def test_calls_while_another_thread_imports_cupy(monkeypatch):
+    """Its module is in `sys.modules` long before it has classes."""
+    calls = dict(calls_of_numpy_arrays())
+    functions = {n for n in SIGNATURES if inspect.isfunction(getattr(cuflash, n))}
+    assert set(calls) == functions - {"compile", "show_config"}, "a new function needs a line"
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    for call in calls.values():
+        call()
 
 
 def test_show_config_returns_what_it_prints(capsys):

@@ -73,6 +73,8 @@ C_ENCODE = ctypes.CFUNCTYPE(
 
 C_REPLACE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
 
+C_STREAM_ID = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64))
+
 
 class Driver:
     """Stands for the driver's library: takes arguments as C does, writes the number of the call.
@@ -85,6 +87,11 @@ class Driver:
         self.calls: list[dict[str, Any]] = []
         self.cuTensorMapEncodeTiled = C_ENCODE(self._encode)
         self.cuTensorMapReplaceAddress = C_REPLACE(self._replace)
+        self.cuStreamGetId = C_STREAM_ID(self._stream_id)
+
+    def _stream_id(self, stream, number):
+        number[0] = stream - (1 << 47)
+        return self.error
 
     def _replace(self, found, address):
         assert found % 64 == 0
@@ -177,6 +184,16 @@ def test_an_address_that_the_driver_refuses(load):
     own.error = 1
     with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1 for 0x30"):
         maps.at((48,))
+
+
+def test_the_number_of_a_stream(load):
+    launches = pytest.importorskip("cuflash._launch.sm90", reason="CuPy is not installed")
+    driver = Driver()
+    load(lambda name: driver)
+    assert launches._stream_number((1 << 47) + 5) == 5
+    assert launches._stream_number((1 << 48) + 5) == (1 << 47) + 5
+    driver.error = 201
+    assert launches._stream_number((1 << 47) + 5) is None
 
 
 def without_library(name):

@@ -55,7 +55,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     ImportError
         Where CuPy or NVRTC is missing.
     OSError
-        For a folder that cannot be made.
+        For a folder that cannot be made, or does not keep what is written.
     CompileError
         For a kernel that does not compile, or a folder that cannot be written.
 
@@ -103,6 +103,13 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
             files.append(cubin_cache.folder() / f"{compilation.stored_name(config, own)}.cubin")
         else:
             files.append(shared / f"{compilation.shared_name(config, own)}.cubin")
+    lost = [path for path in files if not cubin_cache.verified(path)]
+    if lost:
+        raise problem_with(
+            "folder", OSError, got=f"{lost[0].parent}, which did not keep {lost[0].name}",
+            expected="a folder that can be written and has room",
+            fix="pass another, or unset CUPY_CACHE_IN_MEMORY" if cubin_cache.in_memory() else "",
+        )  # fmt: skip
     return tuple(files)
 
 

@@ -142,6 +142,10 @@ def attention(
     ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
     (Dao 2023, algorithm 1).
 
+    Replays of a call that a CUDA graph captured have to follow each other: it writes to one
+    ``out``, and may draw its tiles from one counter. A graph that was cloned or instantiated twice
+    must not be replayed beside itself.
+
     Examples
     --------
     >>> import numpy as np, cuflash

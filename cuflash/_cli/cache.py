@@ -23,7 +23,8 @@ of 16 with 16 heads and 4096 queries and keys runs. It leaves out what differs f
 small batches and of grouped heads, another head_dim_v, packed sequences, windows and other options
 of scores, precision="tf32", deterministic=False. cuflash.compile(workloads) compiles any problem.
 """
-_FILE = re.compile(r"[0-9a-f]{64}\.(cubin|json)|compiler\.json")
+#: What the store writes, and what a process that was killed while it wrote has left.
+_FILE = re.compile(r"([0-9a-f]{64}\.(cubin|json)|compiler\.json)(\.\w{8}\.tmp)?")
 _ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
 
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             for row in rows:
                 print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
         for row in wrong:
-            print(f"{row['name']}: cut off, changed, or under the name of another")
+            print(f"{row['name']}: cut off, changed, under the name of another, or of any user")
         total = sum(row["bytes"] for row in rows)
         print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} not whole")
     return 1 if wrong and arguments.action == "verify" else 0
@@ -75,14 +76,16 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     for path in files:
         if path.suffix != ".cubin" or not _FILE.fullmatch(path.name):
             continue
-        entry = _ENTRY.search(path.read_bytes())
-        changed = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.UTC)
+        whole = cubin_cache.verified(path)
+        entry = _ENTRY.search(cubin_cache.read(path)) if whole else None
+        status = path.lstat()
+        changed = dt.datetime.fromtimestamp(status.st_mtime, dt.UTC)
         rows.append({
             "name": path.stem,
             "entry": entry[1].decode() if entry else "unknown",
-            "bytes": path.stat().st_size,
+            "bytes": status.st_size,
             "date": changed.isoformat(sep=" ", timespec="minutes"),
-            "whole": cubin_cache.verified(path),
+            "whole": whole,
         })  # fmt: skip
     return rows
 
@@ -90,7 +93,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> int:
     """Remove our files, and no others."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _FILE.fullmatch(path.name):
+        if _FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
             path.unlink(missing_ok=True)
     if arguments.json:
         print(json.dumps({"folder": str(folder), "removed": len(rows)}))

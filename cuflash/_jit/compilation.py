@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cuflash import _arrays
 from cuflash._errors import CompileError
 from cuflash._jit import compiler_id, cubin_cache
 from cuflash._jit.source import flatten
@@ -140,10 +141,9 @@ def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: 
 
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
-    import cupy
-
+    version = _arrays._imported().__version__
     options = (*OPTIONS, f"-arch={arch}")
-    return _stored_name(source_of(config, arch), options, compiler_id.identity(), cupy.__version__)
+    return _stored_name(source_of(config, arch), options, compiler_id.identity(), version)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
@@ -245,8 +245,7 @@ def _dump(config: KernelConfig, source: str) -> str | None:
     try:
         folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
         path = folder / f"{config.entry}-{digest}.cu"
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
+        cubin_cache.replace(path, source.encode())
     except OSError:
         return None
     return str(path)

@@ -2,7 +2,8 @@
 
 In the folder ``cuflash`` of CuPy's kernel cache, one file each: a cubin, then the digest of its
 name and of the cubin. What lacks that digest is no kernel: cut off, changed, or under the name of
-another. Files are only ever replaced as a whole, so that any number of processes share a folder.
+another. Anybody can compute it: where all users may write, files of others are not read. Files are
+only ever replaced as a whole, so that any number of processes share a folder.
 
 Nothing here raises: where a file cannot be read or written, every process compiles for itself.
 """
@@ -10,21 +11,25 @@ Nothing here raises: where a file cannot be read or written, every process compi
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
+import importlib.util
 import os
+import stat
+import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _DIGEST_BYTES = 32
 _COMPILER = "compiler.json"
 _IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 _CACHE_DIR = "CUPY_CACHE_DIR"
-#: Not empty where it was cuflash that set the variable: what we can read of our own, we still read.
-_kept_out: set[str] = set()
+_importing = threading.Lock()
 
 
 def folder() -> Path:
@@ -49,7 +54,7 @@ def load_shared(name: str) -> bytes | None:
     for shared in shared_folders():
         path = shared / f"{name}.cubin"
         try:
-            content = path.read_bytes()
+            content = read(path)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -62,6 +67,30 @@ def load_shared(name: str) -> bytes | None:
     return None
 
 
+def read(path: Path) -> bytes:
+    """Content of a file; an OSError for what is none, or what any user may have written.
+
+    Opening a FIFO to read it would wait for somebody who writes.
+    """
+    not_waiting = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | not_waiting)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if _anybodys(status, path.parent):
+            raise PermissionError(errno.EACCES, "any user may have written it", str(path))
+        return file.read()
+
+
+def _anybodys(status: os.stat_result, folder: Path) -> bool:
+    """Whether all may write the file, or the folder with its owner neither root nor this user."""
+    if sys.platform == "win32":  # has no such modes
+        return False
+    own = status.st_uid in (0, os.geteuid())
+    mode = status.st_mode if own else status.st_mode | folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH)
+
+
 def _checked(name: str, content: bytes) -> bytes | None:
     cubin, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return cubin if digest == _digest(name, cubin) else None
@@ -70,25 +99,28 @@ def _checked(name: str, content: bytes) -> bytes | None:
 def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
     """Put a cubin into a folder for others; an OSError where that cannot be written.
 
-    Whom the folder lets read and write, the file does, too.
+    Whom the folder lets read and write, the file does, too; but not all write.
     """
     path = shared / f"{name}.cubin"
     shared.mkdir(parents=True, exist_ok=True)
-    _replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o666)
+    replace(path, cubin + _digest(name, cubin), shared.stat().st_mode & 0o664)
     return path
 
 
 def verified(path: Path) -> bool:
-    """Whether a file of kernels is whole and has the name of what it holds."""
-    return _checked(path.stem, path.read_bytes()) is not None
+    """Whether a file of kernels can be read, is whole and has the name of what it holds."""
+    try:
+        return _checked(path.stem, read(path)) is not None
+    except OSError:
+        return False
 
 
 def load(name: str) -> bytes | None:
     """The cubin of this name, or None."""
-    if _in_memory():
+    if in_memory():
         return None
     try:
-        content = _path(name).read_bytes()
+        content = read(_path(name))
     except FileNotFoundError:
         return None
     except OSError:
@@ -99,19 +131,22 @@ def load(name: str) -> bytes | None:
 
 def save(name: str, cubin: bytes) -> None:
     """Keep a cubin; whatever was there before is replaced."""
-    if _in_memory():
+    if in_memory():
         return
     try:
-        _replace(_path(name), cubin + _digest(name, cubin))
+        replace(_path(name), cubin + _digest(name, cubin))
     except OSError:
         if load(name) is None:  # Windows refuses to replace what another process is reading
             _warn_once(str(folder().parent))
 
 
-def _replace(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Put a file in its place as a whole."""
+def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Put a file in its place as a whole; a link there is replaced, and not followed.
+
+    What a killed process leaves has the name of the file and more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.name}.", path.parent)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
@@ -134,7 +169,7 @@ def save_note(name: str, note: dict[str, Any]) -> None:
 
 def load_compiler() -> dict[str, Any] | None:
     """What was noted about the compiler."""
-    return None if _in_memory() else _read_note(folder() / _COMPILER)
+    return None if in_memory() else _read_note(folder() / _COMPILER)
 
 
 def save_compiler(note: dict[str, Any]) -> None:
@@ -146,8 +181,8 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     import json
 
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        note = json.loads(read(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) else None
 
@@ -155,45 +190,57 @@ def _read_note(path: Path) -> dict[str, Any] | None:
 def _write_note(path: Path, note: dict[str, Any]) -> None:
     import json
 
-    if not _in_memory():
+    if not in_memory():
         with contextlib.suppress(OSError):
-            _replace(path, json.dumps(note).encode())
+            replace(path, json.dumps(note).encode())
 
 
-@contextlib.contextmanager
-def whatever_cupy_finds() -> Iterator[None]:
-    """CuPy, imported within this, compiles from then on, whatever state its folder is in.
+def import_cupy() -> ModuleType:
+    """CuPy, which compiles from then on, whatever state its folder is in.
 
     Its own kernels (fills, sums, conversions) go to the folder above ours, and it raises where it
-    cannot write there, or read what is there. The variable that keeps it out is read whenever it
-    compiles; where somebody has set it, that holds.
+    cannot write there, or read what is there. It is kept out of there by what it takes for the
+    value of a variable that nobody has set: where somebody has, that holds. The environment, which
+    all threads and child processes share, is not written.
     """
-    cupys = folder().parent
-    if not os.environ.get(_IN_MEMORY) and not _usable(cupys):
-        _warn_once(str(cupys))
-        os.environ[_IN_MEMORY] = "1"
-        _kept_out.add("CuPy")
-    if os.environ.get(_IN_MEMORY) != "1" or os.path.isdir(cupys):
-        yield
+    with _importing:
+        cupys = folder().parent
+        keeps_out = not os.environ.get(_IN_MEMORY) and not _usable(cupys)
+        if keeps_out:
+            _warn_once(str(cupys))
+        if (keeps_out or in_memory()) and "cupy" not in sys.modules and not cupys.is_dir():
+            _import_without_a_folder()
+        import cupy
+
+        if keeps_out:
+            compiler = cupy.cuda.compiler
+            value_of = compiler._get_bool_env_variable
+            compiler._get_bool_env_variable = lambda name, default: value_of(
+                name, default or name == _IN_MEMORY
+            )
+    return cupy  # type: ignore[no-any-return]
+
+
+def _import_without_a_folder() -> None:
+    """Let CuPy 14.2 be imported; it makes its folder then, to be used or not, or raises."""
+    package = importlib.util.find_spec("cupy")
+    file = Path((package and package.origin) or "").parent / "cuda" / "_compiler_cache.py"
+    name = "cupy.cuda._compiler_cache"
+    spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
+    if spec is None or spec.loader is None:  # an earlier CuPy
         return
-    # Some versions make the folder when they are imported, to be used or not.
-    before = os.environ.get(_CACHE_DIR)
-    os.environ[_CACHE_DIR] = os.sep  # is there everywhere; nothing is written to it
-    try:
-        yield
-    finally:
-        del os.environ[_CACHE_DIR]
-        if before is not None:
-            os.environ[_CACHE_DIR] = before
+    store = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(store)
+    store.DiskKernelCacheBackend.__init__ = lambda *_: None  # nobody asks it for kernels
+    sys.modules[name] = store
 
 
 def _usable(cupys: Path) -> bool:
     """Whether files can be made in a folder, and all kernels that lie there be read."""
     try:
         cupys.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=cupys)
-        os.close(descriptor)
-        os.unlink(temporary)
+        with tempfile.TemporaryFile(dir=cupys):  # has no name that a killed process could leave
+            pass
         with os.scandir(cupys) as entries:
             kernels = (entry for entry in entries if entry.name.endswith(".cubin"))
             return all(entry.is_file() and os.access(entry, os.R_OK) for entry in kernels)
@@ -201,8 +248,9 @@ def _usable(cupys: Path) -> bool:
         return False
 
 
-def _in_memory() -> bool:
-    return os.environ.get(_IN_MEMORY) == "1" and not _kept_out
+def in_memory() -> bool:
+    """Whether CuPy's settings say that kernels are not kept."""
+    return os.environ.get(_IN_MEMORY) == "1"
 
 
 def _path(name: str) -> Path:
@@ -216,8 +264,8 @@ def _digest(name: str, cubin: bytes) -> bytes:
 @functools.cache
 def _warn_once(where: str) -> None:
     warnings.warn(
-        f"the kernel cache {where} cannot be read or written, or holds something else: kernels "
-        "are compiled in memory",
+        f"the kernel cache {where} cannot be read or written, or holds something else, or what any "
+        "user may have written: kernels are compiled in memory",
         RuntimeWarning,
         stacklevel=2,
     )

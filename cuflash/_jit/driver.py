@@ -17,6 +17,7 @@ _SIGNATURES = {
         _ENUM, _ENUM, _ENUM, _ENUM,
     ),
     "cuTensorMapReplaceAddress": (_POINTER, _POINTER),
+    "cuStreamGetId": (_POINTER, _POINTER),
 }  # fmt: skip
 
 
@@ -34,8 +35,8 @@ def function(name: str) -> Any:
 
 
 def encodes_tensor_maps() -> bool:
-    """Whether the driver can encode tensor maps: it has been able to since CUDA 12.0."""
-    names = ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress")
+    """Whether the driver can encode maps and number streams, as Hopper's kernels need: CUDA 12."""
+    names = ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress", "cuStreamGetId")
     return all(function(name) is not None for name in names)
 
 

@@ -15,7 +15,21 @@ from cuflash._arrays import Array, native
 from cuflash._errors import problem_with
 
 _RESERVED = ("score", "b", "h", "q", "k")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
+_IDENTIFIER = re.compile(r"(?!.*__|_[A-Z]|CUFLASH_|formula_)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+#: Of C++20, types and macros that are in scope, and names of kernels_cu/formulas.cuh.
+_WORDS = frozenset(re.findall(r"\w+", """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
+    char32_t char8_t class co_await co_return co_yield compl concept const const_cast
+    consteval constexpr constinit continue decltype default delete do double dynamic_cast else
+    enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+    register reinterpret_cast requires return short signed sizeof static static_assert
+    static_cast struct switch template this thread_local throw true try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while xor xor_eq int8_t
+    int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t NULL FormulaArrays Formulas
+    Real ScoreParams
+"""))  # fmt: skip
 _STEP = 1e-4
 
 
@@ -37,10 +51,11 @@ class _Modifier:
         checked = {}
         for name, array in self.arrays.items():
             usable = isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
-            if not usable or name in _RESERVED or keyword.iskeyword(name):
+            if not usable or name in _RESERVED or name in _WORDS or keyword.iskeyword(name):
                 raise problem_with(
                     "arrays", ValueError, got=f"the name {name!r}",
-                    expected=f"an identifier other than {', '.join(_RESERVED)}",
+                    expected=f"an identifier other than {', '.join(_RESERVED)}, words of Python "
+                    "and C++, and what these reserve",
                 )  # fmt: skip
             checked[name] = native(f"arrays[{name!r}]", array)
         object.__setattr__(self, "arrays", MappingProxyType(checked))

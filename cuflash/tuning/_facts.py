@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from cuflash.tuning._processes import Failure, ask_many
 _COMMAND = (sys.executable, "-m", "cuflash.tuning._compiling")
 #: Seconds for one kernel: the slowest takes ten of a busy core.
 TIME_LIMIT = 120.0
+_MAX_REGISTERS = 255  # of a thread
 #: Called with how many of how many kernels are ready.
 Counted = Callable[[int, int], None]
 
@@ -70,7 +72,7 @@ def compile_all(
     for config in ordered:
         arch = compilation.architecture(config, hardware.capability)
         name = None if shared else compilation.stored_name(config, arch)
-        note = None if name is None else cubin_cache.load_note(name)
+        note = None if name is None else _noted(name)
         if note is None:
             missing.append((config, arch))
         else:
@@ -88,6 +90,25 @@ def compile_all(
         found[config] = _facts(config, answer, hardware)
         tell()
     return {config: found[config] for config in ordered}
+
+
+def _noted(name: str) -> dict[str, Any] | None:
+    """What a compilation noted beside a stored kernel; None where that is not what is there."""
+    note = cubin_cache.load_note(name)
+    if note is None or set(note) != {"registers", "spill_bytes", "warnings", "seconds"}:
+        return None
+    registers, spill_bytes, seconds = note["registers"], note["spill_bytes"], note["seconds"]
+    warnings = note["warnings"]
+    usable = (
+        type(registers) is type(spill_bytes) is int
+        and 0 < registers <= _MAX_REGISTERS
+        and spill_bytes >= 0
+        and type(seconds) in (int, float)
+        and 0 <= seconds < math.inf
+        and isinstance(warnings, list)
+        and all(isinstance(warning, str) for warning in warnings)
+    )
+    return note if usable else None
 
 
 def _facts(config: KernelConfig, note: dict[str, Any], hardware: Hardware) -> Facts:
