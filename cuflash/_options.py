@@ -79,6 +79,7 @@ class Options:
     Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
     entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
     two options are equal when their plain values are equal and their arrays are the same objects.
+    Numbers are read once, when the options are built: by keywords, that is in each call.
 
     Examples
     --------
@@ -174,6 +175,11 @@ class Options:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> Any:
+        """Made anew where it is unpickled: hashes of texts differ between processes."""
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
+        return functools.partial(type(self), **values), ()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
             return NotImplemented
@@ -222,29 +228,37 @@ _NEAR = 0.61
 OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options) if f.init)
 #: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
 _APART = ("seed", "score_mod", "mask_mod")
+#: Types of objects that never change, and hash by value: options of these alone are cached.
+_VALUES = frozenset(
+    {int, float, bool, str, type(None), np.float64, np.float32, np.int64, np.int32, np.bool_}
+)
 #: Options with every array replaced by its layout.
 OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _of_plain_values(
+def _of_values(
     names: tuple[str, ...],
-    _sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
+    sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
     *values: Any,
 ) -> Options:
+    kinds = [*map(type, values)]
+    if sides:
+        kinds.remove(tuple)
+        kinds += sides
+    if not _VALUES.issuperset(kinds):
+        raise TypeError("no values alone")  # an exception is not cached
     return Options(**dict(zip(names, values, strict=True)))
 
 
 def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
     if options is None:
-        if "score_mod" in keywords or "mask_mod" in keywords:  # a cache would hold their arrays
-            return _of_keywords(keywords)
         window = keywords.get("window")
-        sides = tuple(map(type, window)) if isinstance(window, tuple) else ()
+        sides = tuple(map(type, window)) if type(window) is tuple else ()
         try:
-            return _of_plain_values(tuple(keywords), sides, *keywords.values())
-        except TypeError:  # an array or a list is not hashable; a genuine error comes again
+            return _of_values(tuple(keywords), sides, *keywords.values())
+        except TypeError:  # something may change or is not hashable; a genuine error comes again
             return _of_keywords(keywords)
     if not isinstance(options, Options):
         raise problem_with(
@@ -304,7 +318,7 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
     for side in value:
         if side is not None and not is_integer(side):
             raise problem_with("window", TypeError, got=repr(value), expected=expected)
-        if side is not None and side < 0:
+        if side is not None and operator.index(side) < 0:
             raise problem_with(
                 "window", ValueError, got=repr(value), expected=expected, fix="None is unbounded"
             )
