@@ -148,6 +148,10 @@ def attention_varlen(
             out.fill(0)
             lse.fill(-np.inf)
         return AttentionResult(out, lse) if return_lse else out
+    destinations = out, lse
+    if chosen.score_mod is not None or chosen.mask_mod is not None:
+        # A formula may raise in any sequence, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
     calls = _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v, out=out)
     out.fill(0)
     lse.fill(-np.inf)
@@ -157,6 +161,10 @@ def attention_varlen(
             call.problem, parts["q"], parts["k"], parts["v"], call.options, parts["out"],
             lse[..., s.q], workspace, config, first_entry=s.index * math.prod(whole.batch),
         )  # fmt: skip
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
+    out, lse = destinations
     return AttentionResult(out, lse) if return_lse else out
 
 
