@@ -12,8 +12,8 @@ from cuflash import _override
 from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
 from cuflash._destinations import check_destination
 from cuflash._dispatch import check_common, launch, operands, run_backward, run_forward
-from cuflash._errors import problem_with
-from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._errors import problem_with, shown
+from cuflash._options import Options, ScoreOptions, flag, resolve
 from cuflash._problem import describe, require_float, require_shape
 from cuflash._recall import may_be_known, recall, remember
 from cuflash._results import AttentionResult, Gradients
@@ -151,8 +151,9 @@ def attention(
     (2, 8, 128, 64)
     """
     chosen = resolve(options, score_options)
+    return_lse = flag("return_lse", return_lse)
     plain = out is axes is precision is workspace is config is None and deterministic is True
-    if plain and (known := recall(chosen, bool(return_lse), (q, k, v))) is not None:
+    if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
     with on_device_of(q):
         given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
@@ -181,7 +182,7 @@ def attention(
         if plain and xp is not np and may_be_known(chosen):
             repeat = launch().repeated_forward(problem, q, k, v, lse)
             if repeat is not None:
-                remember(repeat, chosen, bool(return_lse), (q, k, v))
+                remember(repeat, chosen, return_lse, (q, k, v))
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -273,7 +274,7 @@ def attention_backward(
     """
     chosen = resolve(options, score_options)
     plain = dlse is grads_out is axes is precision is workspace is config is None
-    plain = plain and isinstance(deterministic, bool) and isinstance(wrt, tuple) and wrt == _WRT
+    plain = plain and isinstance(deterministic, bool) and (wrt is _WRT or _is_qkv(wrt))
     if plain:
         known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
         if known is not None:
@@ -354,6 +355,7 @@ def attention_vjp(
     (16, 4)
     """
     chosen = resolve(options, score_options)
+    return_lse = flag("return_lse", return_lse)
     common: dict[str, Any] = {"options": chosen, "axes": axes, "precision": precision}
     common["deterministic"] = deterministic
     result = attention(q, k, v, return_lse=True, **common)
@@ -407,6 +409,7 @@ def workspace_size(
     0
     """
     chosen = resolve(options, score_options)
+    backward = flag("backward", backward)
     xp, q, k, v = operands(q, k, v)
     problem = describe(q, k, v, chosen, axes=axes, precision=precision)
     if xp is np:
@@ -436,15 +439,20 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
     """The inputs whose gradients are asked for, in the order of FIELDS."""
     expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
     if not isinstance(wrt, tuple | list):
-        raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
+        raise problem_with("wrt", TypeError, got=shown(wrt), expected=expected)
     for name in wrt:
         if not isinstance(name, str) or name not in FIELDS:
-            raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
+            raise problem_with("wrt", ValueError, got=shown(wrt), expected=expected)
         if name not in (*_WRT, "scale") and name not in options.arrays:
             raise problem_with(
-                "wrt", ValueError, got=repr(wrt), expected=f"inputs of the call; {name} is not one"
+                "wrt", ValueError, got=shown(wrt), expected=f"inputs of the call; {name} is not one"
             )
     return tuple(name for name in FIELDS if name in wrt)
+
+
+def _is_qkv(wrt: Any) -> bool:
+    """Whether it is a tuple that names q, k and v in order: arrays are not compared with names."""
+    return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == _WRT
 
 
 def gradient_buffers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cuflash._config import RESERVED_SMEM
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 
 _KIB = 1024
 #: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
@@ -99,7 +99,7 @@ def typical(arch: str) -> Hardware:
     plain = arch.removesuffix("a") if isinstance(arch, str) else ""
     if plain not in _LIMITS:
         raise problem_with(
-            "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
+            "arch", ValueError, got=shown(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
         )
     name, multiprocessors, l2_bytes = _TYPICAL[plain]
     return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))

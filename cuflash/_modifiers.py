@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 
 _RESERVED = ("score", "b", "h", "q", "k")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -40,7 +40,7 @@ class _Modifier:
             usable = isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
             if not usable or name in _RESERVED or keyword.iskeyword(name):
                 raise problem_with(
-                    "arrays", ValueError, got=f"the name {name!r}",
+                    "arrays", ValueError, got=f"the name {shown(name)}",
                     expected=f"an identifier other than {', '.join(_RESERVED)}",
                 )  # fmt: skip
             checked[name] = native(f"arrays[{name!r}]", array)
@@ -103,13 +103,16 @@ class ScoreMod(_Modifier):
         Compared with fourth-order central differences at entry 0, query 0 and key 0. ``host`` has
         to be a number there or -inf, which hides a key, and ``host_grad`` finite.
         """
-        numbers = all(isinstance(end, int | float) for end in (low, high))
-        if not numbers or not -math.inf < low < high < math.inf:
+        try:
+            first, last = float(low), float(high)
+        except Exception:  # of an object of the caller's
+            first = last = math.nan
+        if not -math.inf < first < last < math.inf:
             raise problem_with(
-                "low, high", ValueError if numbers else TypeError, got=f"{low!r} and {high!r}",
+                "low, high", ValueError, got=f"{shown(low)} and {shown(high)}",
                 expected="two finite numbers, low below high",
             )  # fmt: skip
-        score = np.linspace(low, high, 201)
+        score = np.linspace(first, last, 201)
         zero = np.zeros((), np.int64)
 
         def of(name: str, shift: float = 0.0) -> Array:
@@ -190,7 +193,7 @@ def result_of(
     try:
         array = xp.asarray(result)
     except (TypeError, ValueError) as error:  # a ragged list
-        raise problem_with(name, TypeError, got=error, expected="an array") from None
+        raise problem_with(name, TypeError, got=str(error), expected="an array") from None
     if array.dtype.kind not in kinds:
         raise problem_with(
             name, TypeError, got=f"an array of dtype {array.dtype}",
@@ -209,18 +212,18 @@ def _require_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise problem_with(name, TypeError, got=type(value).__name__, expected="an expression")
     if not value.strip():
-        raise problem_with(name, ValueError, got=repr(value), expected="an expression")
+        raise problem_with(name, ValueError, got=shown(value), expected="an expression")
     spliced = value.replace("\\\r\n", "").replace("\\\n", "")
     if any(wrong in spliced for wrong in ("#", "%:", "??=", "\0")):
         raise problem_with(
-            name, ValueError, got=repr(value),
+            name, ValueError, got=shown(value),
             expected="an expression, without #include or another line for the preprocessor",
         )  # fmt: skip
     try:
         value.encode()
     except UnicodeEncodeError:
         raise problem_with(
-            name, ValueError, got=repr(value), expected="an expression in Unicode"
+            name, ValueError, got=shown(value), expected="an expression in Unicode"
         ) from None
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._modifiers import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
@@ -129,7 +129,7 @@ class Options:
             raise problem_with(
                 "offset",
                 ValueError,
-                got=f"offset={self.offset!r} with causal={self.causal!r}",
+                got=f"offset={shown(self.offset)} with causal={self.causal!r}",
                 expected="an alignment word or an offset, not both",
                 fix="write causal=True with offset=",
             )
@@ -161,10 +161,7 @@ class Options:
                 expected="dtype bool, True where the query may attend",
                 fix="additive masks go to bias=",
             )
-        if not isinstance(self.enable_gqa, bool | np.bool_):
-            raise problem_with(
-                "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
-            )
+        set_("enable_gqa", flag("enable_gqa", self.enable_gqa))
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         set_("signature", OptionLayout(*map(_part, (values | dict.fromkeys(_APART)).values())))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
@@ -304,7 +301,7 @@ def _causal(value: Any) -> bool | str:
         return value
     kind = ValueError if isinstance(value, str) else TypeError
     raise problem_with(
-        "causal", kind, got=repr(value), expected='True, False, "top_left" or "bottom_right"'
+        "causal", kind, got=shown(value), expected='True, False, "top_left" or "bottom_right"'
     )
 
 
@@ -313,17 +310,20 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
-        fix = f"for both sides alike write ({value}, {value})" if isinstance(value, int) else ""
-        raise problem_with("window", TypeError, got=repr(value), expected=expected, fix=fix)
+        plain = isinstance(value, int)
+        fix = f"for both sides alike write ({shown(value)}, {shown(value)})" if plain else ""
+        raise problem_with("window", TypeError, got=shown(value), expected=expected, fix=fix)
+    sides: list[int | None] = []
     for side in value:
         if side is not None and not is_integer(side):
-            raise problem_with("window", TypeError, got=repr(value), expected=expected)
-        if side is not None and operator.index(side) < 0:
+            raise problem_with("window", TypeError, got=shown(value), expected=expected)
+        number = None if side is None else integer_value("window", side, expected)
+        if number is not None and number < 0:
             raise problem_with(
-                "window", ValueError, got=repr(value), expected=expected, fix="None is unbounded"
+                "window", ValueError, got=shown(value), expected=expected, fix="None is unbounded"
             )
-    left, right = (None if side is None else min(operator.index(side), _WIDEST) for side in value)
-    return (left, right)
+        sides.append(None if number is None else min(number, _WIDEST))
+    return (sides[0], sides[1])
 
 
 def is_integer(value: Any) -> bool:
@@ -332,21 +332,44 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
 
 
+def integer_value(name: str, value: Any, expected: str) -> int:
+    """The int of what :func:`is_integer`; an object of the caller's may refuse it."""
+    try:
+        return operator.index(value)
+    except Exception as error:
+        raise _refused(name, value, error, expected) from error
+
+
+def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
+    got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
+    return problem_with(name, TypeError, got=got, expected=expected)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that is only like one of them."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
+        raise problem_with(name, TypeError, got=shown(value), expected="True or False")
+    return bool(value)
+
+
 def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
     if value is None:
         return None
     expected = f"None or a finite{' positive' if positive else ''} number"
     number = _finite(name, value, expected)
     if positive and number <= 0:
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
 def _finite(name: str, value: Any, expected: str) -> float:
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    wrong = isinstance(value, bool | str | complex) or kind not in "iufV"  # V: bfloat16
+    wrong = isinstance(value, bool | str | complex | np.void)
+    wrong = wrong or kind not in ("i", "u", "f", "V")  # V: bfloat16
     if wrong or not hasattr(type(value), "__float__"):
-        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+        raise problem_with(name, TypeError, got=shown(value), expected=expected)
     if getattr(value, "shape", ()) != ():
         raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)
     if hasattr(value, "__cuda_array_interface__"):
@@ -359,8 +382,10 @@ def _finite(name: str, value: Any, expected: str) -> float:
         raise problem_with(
             name, ValueError, got="an int beyond the range of float", expected=expected
         ) from None
+    except Exception as error:  # a tensor without memory
+        raise _refused(name, value, error, expected) from error
     if not math.isfinite(number):
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
@@ -368,7 +393,7 @@ def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
     expected = "a finite number from 0 to 1"
     if value is None or not 0 <= (number := _finite(name, value, expected)) <= 1:
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
@@ -376,9 +401,9 @@ def seed_value(value: Any) -> int:
     """An int of 64 bits."""
     expected = "an int from 0 to 2^64 - 1"
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise problem_with("seed", TypeError, got=repr(value), expected=expected)
+        raise problem_with("seed", TypeError, got=shown(value), expected=expected)
     if not 0 <= value < 2**64:
-        raise problem_with("seed", ValueError, got=repr(value), expected=expected)
+        raise problem_with("seed", ValueError, got=shown(value), expected=expected)
     return int(value)
 
 
@@ -387,9 +412,9 @@ def _integers(name: str, value: Any) -> Array | int | None:
     if value is None:
         return None
     if is_integer(value):
-        return operator.index(value)
+        return integer_value(name, value, expected)
     if isinstance(value, bool | float):
-        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+        raise problem_with(name, TypeError, got=shown(value), expected=expected)
     array = native(name, value)
     if array.dtype.kind not in "iu":
         raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected=expected)

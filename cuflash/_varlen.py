@@ -26,7 +26,7 @@ from cuflash._dispatch import (
     run_forward,
 )
 from cuflash._errors import problem_with
-from cuflash._options import Options, ScoreOptions, resolve
+from cuflash._options import Options, ScoreOptions, flag, resolve
 from cuflash._packing import describe_packed
 from cuflash._problem import Problem, describe, require_float, require_shape
 from cuflash._results import AttentionResult, Gradients
@@ -122,7 +122,7 @@ def attention_varlen(
     xp, q, k, v = operands(**given)
     check_common(xp, deterministic, workspace, config)
     config = _override.of_forward(config)
-    out, lse = result_pair(out, return_lse)
+    out, lse = result_pair(out, flag("return_lse", return_lse))
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
