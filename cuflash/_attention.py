@@ -98,7 +98,8 @@ def attention(
         (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
         ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` permits TF32 products for float32; the CPU path ignores the permission.
+        ``"tf32"`` permits TF32 products for float32, which keep 11 bits of a factor: scores far
+        from 0, as near 60000, are then wrong. The CPU path ignores the permission.
     deterministic : bool
         Same bits every run on one device. The forward always is.
     return_lse : bool
@@ -141,6 +142,10 @@ def attention(
 
     ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
     (Dao 2023, algorithm 1).
+
+    Scores and lse are float32 (float64 for float64) and rounded at their own size: where all scores
+    of a row lie near -1e9, lse has no digits left for the logarithm of the number of keys. Scores
+    beyond 2e38 (1.2e308) overflow: such a row is NaN or sees nothing.
 
     Examples
     --------
@@ -260,6 +265,8 @@ def attention_backward(
     dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
     from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
+    Where values have a large part in common, delta loses the digits that dq and dk are made of:
+    take that part out of v, which moves out by it and leaves the gradients as they are.
 
     Examples
     --------

@@ -40,6 +40,8 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     ------
     TypeError, ValueError
         For parts of different libraries, shapes or dtypes, or for no parts.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Examples
     --------
@@ -107,7 +109,7 @@ def merge_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, RuntimeError
         As :func:`merge`, and for cotangents that are not of the merged shapes.
 
     Examples

@@ -41,7 +41,7 @@ class Options:
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
     offset : int or integer array, core shape (), optional
         Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
-        that batch entry.
+        that batch entry. Far from the keys ``alibi_slopes`` lose their digits.
     window : (left, right), optional
         Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
         ``causal`` caps ``right`` at 0.
@@ -50,7 +50,8 @@ class Options:
     softcap : float, optional
         ``score = softcap * tanh(score / softcap)``; finite and positive.
     bias : floating array, core shape (m, n), optional
-        Added to the score after softcap, in natural units. ``-inf`` means invisible.
+        Added to the score after softcap, in natural units. ``-inf`` means invisible; a finite
+        number such as -1e9 does not, and leaves a row of such scores without digits for a gradient.
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
     q_lengths, kv_lengths : int or integer array, core shape (), optional
@@ -58,7 +59,9 @@ class Options:
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
     alibi_slopes : floating array, core shape (), optional
-        ``- slope * |m + offset - n|`` is added to the score, per head as a rule.
+        ``- slope * |m + offset - n|`` is added to the score, per head as a rule. The distance is
+        float32 (float64 for float64): from 2^24 (2^53) on neighbouring keys are equally far, as
+        under an offset of 2^40 in bfloat16.
     segment_ids : (integer array (.., m), integer array (.., n)), optional
         A query sees a key only if their numbers are equal.
     sink : floating array, core shape (), optional
@@ -79,7 +82,9 @@ class Options:
     Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
     entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
     two options are equal when their plain values are equal and their arrays are the same objects.
-    Numbers are read once, when the options are built: by keywords, that is in each call.
+    Numbers are read once, when the options are built: by keywords, that is in each call. Lengths
+    and offsets in arrays on a GPU are not read by the host: one out of range counts as the nearest
+    that is in range.
 
     Examples
     --------

@@ -196,6 +196,8 @@ def weights(
     ------
     TypeError, ValueError, NotImplementedError
         As :func:`attention`.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Notes
     -----
@@ -261,7 +263,10 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     Raises
     ------
     TypeError, ValueError
-        For a shape without two axes, a probability outside [0, 1] or a seed beyond 64 bits.
+        For a shape without two axes or too large for memory, a probability outside [0, 1] or a
+        seed beyond 64 bits.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Notes
     -----
