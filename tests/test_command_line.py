@@ -120,6 +120,18 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
     assert tried >= 12
 
 
+@pytest.mark.parametrize("side", [10**30, 2**63])
+def test_a_window_wider_than_arrays_sees_all(capsys, side):
+    words = ("explain", "--seqlen", "700", "--no-compile", "--io", "--backward", "--json")
+    status, _, error = command(capsys, *words, "--window", f"{side},{side}")
+    assert (status, error) == (0, "")
+    work = tuning.Workload(1, 1, 1, 700, 70, 32, 32, "bfloat16")
+    whole = io_model.seen_by(work, 64)
+    for window in ((side, side), (None, side), (side, None)):
+        seen = io_model.seen_by(replace(work, window=window), 64)
+        np.testing.assert_array_equal((seen.low, seen.high), (whole.low, whole.high))
+
+
 def test_help_names_results_that_are_committed(capsys):
     committed = {path.name for path in RESULTS.parent.rglob("*")}
     named = set()
@@ -155,6 +167,10 @@ def test_help_names_results_that_are_committed(capsys):
         (
             ["tune", "--parameters", "block_n=1", "block_n=2", "--list"],
             "parameters: got block_n twice",
+        ),
+        (
+            ["tune", "--list", "--arch", "sm_80", "--parameters", "blocks_per_sm=0"],
+            "blocks_per_sm = 0 must be positive",
         ),
         (["tune", "--list", "--strategy", "nonsense"], "strategy: got 'nonsense', expected one of"),
         (
@@ -366,17 +382,14 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
 @pytest.mark.parametrize(
     ("words", "tables"),
     [
-        ([], ["_select/sm90", "_select/fused_backward"]),
-        (["--arrays", "bias"], ["_select/sm90"] * 3),
-        (["--dtype", "float32"], ["_select/tf32_sm90"] * 4),
-        (["--dtype", "float32", "--head-dim", "256"], ["_select/portable_tiles"] * 4),
-        (["--dtype", "float64"], ["_select/portable_tiles"] * 3),
-        (
-            ["--dtype", "float64", "--head-dim", "3"],
-            ["_select/narrow", *["_select/portable_tiles"] * 2],
-        ),
-        (["--arch", "sm_75"], ["_select/portable_tiles"] * 4),
-        (["--arch", "sm_80"], ["_select/portable"] * 3),
+        ([], ["_select", "_select_one_pass"]),
+        (["--arrays", "bias"], ["_select"] * 3),
+        (["--dtype", "float32"], ["_select_tf32"] * 4),
+        (["--dtype", "float32", "--head-dim", "256"], ["_tiles"] * 4),
+        (["--dtype", "float64"], ["_tiles"] * 3),
+        (["--dtype", "float64", "--head-dim", "3"], ["_select_narrow", "_tiles", "_tiles"]),
+        (["--arch", "sm_75"], ["_tiles"] * 4),
+        (["--arch", "sm_80"], ["_select"] * 3),
     ],
 )
 def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):
