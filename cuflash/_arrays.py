@@ -45,17 +45,18 @@ def native(name: str, array: object) -> Array:
         )
     if isinstance(array, np.ndarray):
         return array.view(np.ndarray)
-    device = getattr(array, "__dlpack_device__", None)
-    if device is not None and device()[0] == _DLPACK_CUDA:
-        return _cupy(name).from_dlpack(array)
-    if hasattr(array, "__cuda_array_interface__"):
-        return _from_cuda_array_interface(_cupy(name), array)
+    got, (kind, _) = _qualified_name(type(array)), _dlpack_device(array)
+    try:
+        if kind == _DLPACK_CUDA:
+            return _cupy(name).from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return _from_cuda_array_interface(_cupy(name), array)
+    except (BufferError, KeyError, TypeError, ValueError) as error:  # it needs its gradient
+        got += f" that is not handed out ({type(error).__name__}: {error})"
     fix = "wrap it in np.asarray" if isinstance(array, list | tuple | int | float) else ""
-    if device is not None:
+    if kind not in (None, _DLPACK_CUDA):
         fix = "for an array in host memory write np.from_dlpack(array)"
-    raise problem_with(
-        name, TypeError, got=_qualified_name(type(array)), expected=_EXPECTED, fix=fix
-    )
+    raise problem_with(name, TypeError, got=got, expected=_EXPECTED, fix=fix)
 
 
 def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
@@ -64,12 +65,11 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
     Memory is taken and kernels run on the current device. Free of charge where it is that one.
     """
     if isinstance(array, list | tuple) and array:
-        return on_device_of(array[0])
+        array = array[0]
     if is_cupy(array):
         device = array.data.device_id  # type: ignore[attr-defined]
     else:
-        of_foreign = getattr(array, "__dlpack_device__", None)
-        kind, device = (None, 0) if of_foreign is None else of_foreign()
+        kind, device = _dlpack_device(array)
         if kind != _DLPACK_CUDA:
             return contextlib.nullcontext()
     cuda = _cupy("device").cuda
@@ -78,6 +78,15 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
     except cuda.runtime.CUDARuntimeError:  # no driver: the call itself finds what is wrong
         return contextlib.nullcontext()
     return cuda.Device(device) if elsewhere else contextlib.nullcontext()
+
+
+def _dlpack_device(array: object) -> tuple[Any, Any]:
+    """Kind and number of a foreign array's device; (None, 0) of what lies nowhere, as a class."""
+    try:
+        kind, number = array.__dlpack_device__()  # type: ignore[attr-defined]
+    except Exception:  # of what a tensor without memory raises there is no list
+        return None, 0
+    return kind, number
 
 
 def on_own_device(function: Callable[P, R]) -> Callable[P, R]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SHOWN = 200  # characters of a value in a message
+
 
 class CompileError(RuntimeError):
     """A kernel could not be compiled.
@@ -27,8 +29,18 @@ def problem_with(
     argument: str, kind: type[Exception], *, got: object, expected: str, fix: str = ""
 ) -> Exception:
     """Build the exception for one bad argument; every user error has this one form."""
-    message = f"{argument}: got {got}, expected {expected}"
+    text = got if isinstance(got, str) else shown(got)
+    message = f"{argument}: got {text}, expected {expected}"
     return kind(f"{message}; {fix}" if fix else message)
+
+
+def shown(value: object) -> str:
+    """A caller's value in a message: its repr in one line, the ends of a long one."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an int of more digits than Python writes
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def not_yet(argument: str, when: str, instead: str = "") -> NotImplementedError:

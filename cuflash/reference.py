@@ -30,6 +30,7 @@ from cuflash._arrays import native
 from cuflash._errors import problem_with
 from cuflash._host import philox
 from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.score_mod import lent
 from cuflash._results import AttentionResult, Gradients
 
 Array = Any
@@ -370,7 +371,7 @@ def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: i
         result = result & options.mask
     if options.mask_mod is not None:
         mod = options.mask_mod
-        result = result & mod.host(*_places((*batch, seqlen_q, seqlen_k)), **mod.arrays)
+        result = result & mod.host(*_places((*batch, seqlen_q, seqlen_k)), **lent(mod.arrays))
     if options.segment_ids is not None:
         ids_q, ids_k = options.segment_ids
         result = result & (ids_q[..., :, None] == ids_k[..., None, :])
@@ -530,9 +531,10 @@ def _scores(q: Array, k: Array, options: Options, dtype: Any) -> tuple[Array, ..
         score = score - slopes * _distance(options, score.shape)
     mod_slope = np.ones((), dtype)
     if options.score_mod is not None:
-        mod, names = options.score_mod, _places(score.shape)
-        mod_slope = np.asarray(mod.host_grad(score, *names, **mod.arrays)).astype(dtype)
-        score = mod.host(score, *names, **mod.arrays)
+        mod, arrays = options.score_mod, lent(options.score_mod.arrays)
+        mod_slope = mod.host_grad(score.copy(), *_places(score.shape), **arrays)
+        mod_slope = np.asarray(mod_slope).astype(dtype)
+        score = mod.host(score, *_places(score.shape), **arrays)
     return np.where(seen, score, -np.inf).astype(dtype), seen, slope, mod_slope
 
 

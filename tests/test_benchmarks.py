@@ -57,6 +57,8 @@ def visible(work) -> np.ndarray:
         {"window": (3, 2)},
         {"window": (7, None), "causal": True},
         {"window": (None, 4), "seqlen_k": 9},
+        {"window": (10**30, 2**63)},
+        {"window": (3, 10**30), "seqlen_k": 9},
     ],
 )
 def test_pairs_are_those_that_are_visible(changes):

@@ -122,6 +122,18 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
     assert tried >= 12
 
 
+@pytest.mark.parametrize("side", [10**30, 2**63])
+def test_a_window_wider_than_arrays_sees_all(capsys, side):
+    words = ("explain", "--seqlen", "700", "--no-compile", "--io", "--backward", "--json")
+    status, _, error = command(capsys, *words, "--window", f"{side},{side}")
+    assert (status, error) == (0, "")
+    work = tuning.Workload(1, 1, 1, 700, 70, 32, 32, "bfloat16")
+    whole = io_model.seen_by(work, 64)
+    for window in ((side, side), (None, side), (side, None)):
+        seen = io_model.seen_by(replace(work, window=window), 64)
+        np.testing.assert_array_equal((seen.low, seen.high), (whole.low, whole.high))
+
+
 def test_help_names_results_that_are_committed(capsys):
     committed = {path.name for path in RESULTS.parent.rglob("*")}
     named = set()
@@ -157,6 +169,10 @@ def test_help_names_results_that_are_committed(capsys):
         (
             ["tune", "--parameters", "block_n=1", "block_n=2", "--list"],
             "parameters: got block_n twice",
+        ),
+        (
+            ["tune", "--list", "--arch", "sm_80", "--parameters", "blocks_per_sm=0"],
+            "blocks_per_sm = 0 must be positive",
         ),
         (["tune", "--list", "--strategy", "nonsense"], "strategy: got 'nonsense', expected one of"),
         (

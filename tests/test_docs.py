@@ -95,3 +95,58 @@ def test_the_readme_tells_of_every_function():
     table = text[text.index("## The functions") : text.index("## Accuracy")]
     told = set(re.findall(r"`(\w+)", table)) | {"show_config"}  # under Installation
     assert set(PUBLIC) <= told
+
+
+def says(function: object, *texts: str) -> None:
+    """Check that a docstring tells of a limit."""
+    written = " ".join(str(inspect.getdoc(function)).split())
+    for text in texts:
+        assert text in written, text
+
+
+def test_alibi_far_from_the_keys_says_that_it_has_no_digits():
+    says(cuflash.Options, "from 2^24 (2^53) on neighbouring keys are equally far", "offset of 2^40")
+    q = k = np.zeros((1, 2))
+    options = {"alibi_slopes": np.ones(()), "kv_lengths": 1}
+    for dtype, first in ((np.float32, 2**24), (np.float64, 2**53)):
+        far, near = (
+            [
+                cuflash.logsumexp(q.astype(dtype), k.astype(dtype), offset=n, **options)[0]
+                for n in (start, start + 1)
+            ]
+            for start in (first, first // 2)
+        )
+        assert far[0] == far[1]
+        assert near[0] != near[1]
+
+
+def test_scores_far_from_0_say_that_lse_has_no_digits():
+    says(cuflash.attention, "near -1e9, lse has no digits left", "beyond 2e38 (1.2e308) overflow")
+    says(cuflash.Options, "a finite number such as -1e9 does not")
+    says(cuflash.attention_backward, "lse has no digits left for the logarithm")
+    says(cuflash.weights, "it loses log(n), and each weight is 1 and not 1/n")
+    for dtype, bias, weight in ((np.float32, -1e9, 1), (np.float64, -1e9, 0.25)):
+        q, k, v = np.zeros((1, 2), dtype), np.zeros((4, 2), dtype), np.eye(4, dtype=dtype)
+        options = {"bias": np.full((1, 4), bias, dtype)}
+        out, pullback = cuflash.attention_vjp(q, k, v, **options)
+        np.testing.assert_allclose(out, 0.25)  # right at any size
+        gradient = pullback(np.ones_like(out)).dv
+        np.testing.assert_allclose(gradient, weight, rtol=1e-6)
+    for dtype, size in ((np.float32, 2e38), (np.float64, 1.2e308)):
+        q = k = np.full((2, 1), np.sqrt(size), dtype)
+        for factor, finite in ((1.0, True), (2.0, False)):
+            out = cuflash.attention(q, k, np.ones((2, 1), dtype), scale=factor)
+            assert np.isfinite(out).all() == finite
+
+
+def test_values_with_a_common_part_say_what_a_gradient_loses():
+    says(cuflash.attention_backward, "take that part out of v")
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 64, 16))
+    _, exact = cuflash.attention_vjp(q, k, v)
+    q32, k32, v32, moved = (a.astype(np.float32) for a in (q, k, v, v + 1e4))
+    errors = []
+    for values in (v32, moved):
+        pullback = cuflash.attention_vjp(q32, k32, values)[1]
+        got = pullback(dout.astype(np.float32)).dq
+        errors.append(np.abs(got - exact(dout).dq).max())
+    assert errors[1] > 100 * errors[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
+from dataclasses import fields
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -93,6 +94,15 @@ WRONG = {
     "k and v heads differ under GQA": (
         lambda a: cuflash.attention(a.q, a.k[:, :2], a.v[:, :1], enable_gqa=True), ValueError, "v",
         "2 heads"),
+    "more axes than NumPy broadcasts": (
+        lambda a: cuflash.attention(*[np.ones((1,) * 31 + (2, 2))] * 3), ValueError, "q",
+        "31 batch axes.*at most 30"),
+    "more axes of groups": (
+        lambda a: cuflash.attention(*[np.ones((1,) * 30 + (2, 2))] * 3, enable_gqa=True),
+        ValueError, "q", "30 batch axes.*at most 29"),
+    "parts of more axes than can be stacked": (
+        lambda a: cuflash.merge([np.ones((1,) * 64)], [np.ones((1,) * 63)]), ValueError,
+        r"outs\[0\]", "64 axes.*fewer than 64"),
     "GQA without heads": (
         lambda a: cuflash.attention(a.q[0, 0], a.k[0, 0], a.v[0, 0], enable_gqa=True), ValueError,
         "q", "heads axis"),
@@ -405,6 +415,33 @@ def test_a_selection_may_be_empty_and_count_from_the_end():
         assert cuflash.weights(a.q, a.k, a.lse, rows=nothing).shape == (2, 4, 0, 7)
     last = cuflash.weights(a.q, a.k, a.lse, rows=[-1, 4, -5])
     np.testing.assert_array_equal(last, cuflash.weights(a.q, a.k, a.lse, rows=[4, 4, 0]))
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_as_many_axes_as_are_served(enable_gqa):
+    """With every option that broadcasts."""
+    few = arrays()
+    lead = (1,) * (27 if enable_gqa else 28)
+    q, k, v = (a.reshape(*lead, *a.shape) for a in few.qkv)
+    rng = np.random.default_rng(1)
+    options = {
+        "bias": rng.standard_normal((2, 4, 5, 7)), "sink": np.ones((2, 4)), "dropout": 0.5,
+        "seed": 3, "alibi_slopes": np.ones(4), "kv_lengths": np.full((2, 1), 6), "causal": True,
+        "mask": rng.random((2, 4, 5, 7)) < 0.9, "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    mask = cuflash.MaskMod("q != k", host=lambda b, h, q, k: q != k)
+    score = cuflash.ScoreMod(
+        "score / 2", grad="0.5", host=lambda s, *_: s / 2, host_grad=lambda s, *_: 0.5
+    )
+    options |= {"mask_mod": mask, "score_mod": score}
+    out, pullback = cuflash.attention_vjp(q, k, v, **options)
+    expected, of_few = cuflash.attention_vjp(*few.qkv, **options)
+    np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+    wrt = ("q", "k", "v", "bias", "alibi_slopes", "sink", "scale")
+    found, expected = pullback(np.ones_like(out), wrt=wrt), of_few(np.ones_like(few.out), wrt=wrt)
+    for field in fields(found):
+        own, other = getattr(found, field.name), getattr(expected, field.name)
+        np.testing.assert_array_equal(own.reshape(other.shape), other, err_msg=field.name)
 
 
 def test_the_table_is_long_enough():

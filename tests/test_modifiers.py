@@ -310,6 +310,164 @@ def test_a_wrong_slope_is_found():
 
 
 @pytest.mark.parametrize(
+    ("host", "host_grad", "message"),
+    [
+        (lambda s, *_: s, lambda s, *_: np.where(s > 9, np.nan, 1), "host_grad: got nan at score"),
+        (lambda s, *_: s, lambda s, *_: np.full_like(s, np.nan), "host_grad: got nan at score"),
+        (lambda s, *_: s, lambda s, *_: np.full_like(s, np.inf), "host_grad: got inf at score"),
+        (lambda s, *_: np.sqrt(s), lambda s, *_: 0.5 / np.sqrt(s), "host: got nan at score -10"),
+        (lambda s, *_: np.where(s < 0, np.inf, s), lambda s, *_: np.ones_like(s),
+         "host: got inf at score -10"),
+        (lambda s, *_: np.where(s < 0, -np.inf, s), lambda s, *_: np.where(s < 0, np.nan, 1.0),
+         "host_grad: got nan at score .*any number"),
+        (lambda s, *_: s, lambda s, *_: np.ones(3), r"host_grad: got an array of shape \(3,\)"),
+        (lambda s, *_: s[:7], lambda s, *_: 1.0, r"host: got an array of shape \(7,\)"),
+    ],
+)  # fmt: skip
+def test_a_slope_that_is_no_number_is_found(host, host_grad, message):
+    with np.errstate(invalid="ignore"), pytest.raises(ValueError, match=f"^{message}"):
+        score_mod(host, host_grad).check()
+
+
+@pytest.mark.parametrize(
+    ("host", "host_grad", "ends"),
+    [
+        (lambda s, *_: 3.0, lambda s, *_: 0.0, (-10, 10)),  # constants broadcast
+        (lambda s, *_: np.where(s < 0, -np.inf, s), lambda s, *_: 1.0, (-10, 10)),
+        (lambda s, *_: np.sqrt(s), lambda s, *_: 0.5 / np.sqrt(s), (0.5, 10)),
+    ],
+)
+def test_a_right_slope_passes(host, host_grad, ends):
+    score_mod(host, host_grad).check(*ends)
+
+
+@pytest.mark.parametrize("ends", [(1, 1), (2, 1), (np.nan, 1), (0, np.inf), ("a", 1), (None, 1)])
+def test_ends_between_which_nothing_can_be_checked_are_named(ends):
+    with pytest.raises((TypeError, ValueError), match=r"^low, high: got .* expected two "):
+        score_mod(lambda s, *_: s).check(*ends)
+
+
+def overwriting(formula):
+    """The formula in place: in all that it is given it leaves other values."""
+
+    def in_place(*given, **arrays):
+        result = np.array(formula(*given, **arrays))
+        for array in (*given, *arrays.values()):
+            if array.flags.writeable:
+                array[...] = 7
+        return result
+
+    return in_place
+
+
+@pytest.mark.parametrize("library", [cuflash, reference], ids=["cuflash", "reference"])
+@pytest.mark.parametrize("name", SAME)
+def test_formulas_that_overwrite_what_they_get_change_nothing_else(library, name, request):
+    """Neither the other formula, nor other tiles, nor the caller's arrays."""
+    if library is cuflash:
+        request.getfixturevalue("small_host_tiles")
+    options = SAME[name][0]
+    ((kind, mod),) = options.items()
+    names = ("host", "host_grad") if kind == "score_mod" else ("host",)
+    rude = replace(mod, **{n: overwriting(getattr(mod, n)) for n in names})
+    given = inputs(np.float64)
+    arrays = {n: a.copy() for n, a in mod.arrays.items()}
+    expected = results(library, given, options)
+    got = results(library, given, {kind: rude})
+    for result, array in got.items():
+        np.testing.assert_array_equal(array, expected[result], err_msg=result)
+    for n, array in mod.arrays.items():
+        np.testing.assert_array_equal(array, arrays[n])
+
+
+def test_no_formula_writes_into_the_callers_arrays():
+    def host(score, b, h, q, k, slopes):
+        slopes *= 2
+        return score
+
+    q, k, v, _ = inputs(np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        cuflash.attention(q, k, v, enable_gqa=True, score_mod=score_mod(host, slopes=SLOPES))
+    assert SLOPES.flags.writeable  # to the caller
+
+
+def failing_at(call: int, formula):
+    """The formula, which fails the given time that it is called."""
+    calls = []
+
+    def counted(*given):
+        calls.append(0)
+        if len(calls) == call:
+            raise ZeroDivisionError("late")
+        return formula(*given)
+
+    return counted
+
+
+@pytest.mark.usefixtures("small_host_tiles")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+def test_a_formula_that_fails_late_leaves_results_as_they_were(kind, packed):
+    q, k, v, dout = (a[0] for a in inputs(np.float32))
+    ends = [np.array([0, 20, 37]), np.array([0, 20, 51])] if packed else []
+    forward = cuflash.attention_varlen if packed else cuflash.attention
+    backward = cuflash.attention_varlen_backward if packed else cuflash.attention_backward
+
+    def options(call):
+        if kind == "score_mod":
+            return {kind: score_mod(failing_at(call, lambda s, *_: s)), "enable_gqa": True}
+        host = failing_at(call, lambda b, h, q, k: q >= k)
+        return {kind: MaskMod("q >= k", host=host), "enable_gqa": True}
+
+    failed = 0
+    for call in range(1, 100):
+        out, lse = np.full(q.shape, 3, np.float32), np.full(q.shape[:2], 3, np.float32)
+        given = cuflash.Gradients(*(np.full(a.shape, 3, np.float32) for a in (q, k, v)))
+        own = options(call)
+        try:
+            forward(q, k, v, *ends, out=(out, lse), return_lse=True, **own)
+            backward(dout, q, k, v, out.copy(), lse.copy(), *ends, grads_out=given, **own)
+        except ZeroDivisionError:
+            failed += 1
+        else:
+            break
+        written = not np.all(out == 3), not np.all(lse == 3)
+        assert written in ((False, False), (True, True))
+        assert all(np.all(a == 3) for a in (given.dq, given.dk, given.dv))
+        if written[0]:
+            np.testing.assert_array_equal(out, forward(q, k, v, *ends, **options(0)))
+    assert failed > 8
+    assert not any(np.any(a == 3) for a in (out, lse, given.dq, given.dk, given.dv))
+
+
+TEXTS = {
+    "an include": '#include "/etc/passwd"', "of a library": "#include <cstdio>",
+    "with blanks": '\n #  include "x"', "a digraph": '\n%:include "x"',
+    "a spliced digraph": '\n%\\\n:include "x"', "a trigraph": '\n??=include "x"',
+    "another directive": "\n#define q k", "a comment before": '/* */ #/* */include "x"',
+    "no Unicode": "score + \ud800", "a zero byte": "score\0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", ["expression", "grad", "of a mask"])
+def test_a_text_that_is_more_than_an_expression_is_refused(name, text):
+    make = {
+        "of a mask": lambda: MaskMod(text, host=min),
+        "expression": lambda: score_mod(min, expression=text),
+        "grad": lambda: score_mod(min, grad=text),
+    }[name]
+    argument = "grad" if name == "grad" else "expression"
+    with pytest.raises(ValueError, match=f"^{argument}: got .*expected an expression"):
+        make()
+
+
+def test_expressions_may_have_what_looks_like_a_directive():
+    for text in ("q % 3 == 0", "q % ::abs(k)", "q ? k : h", "/* include */ q > k", "a\\\n b"):
+        MaskMod(text, host=min)
+
+
+@pytest.mark.parametrize(
     ("options", "kind", "argument"),
     [
         ({"score_mod": score_mod(lambda s, *_: s[..., :-1])}, ValueError, "score_mod.host"),
@@ -319,9 +477,11 @@ def test_a_wrong_slope_is_found():
         ({"mask_mod": MaskMod("k", host=lambda b, h, q, k: k)}, TypeError, "mask_mod.host"),
         ({"mask_mod": MaskMod("k", host=lambda *_: np.ones((2, 3), bool))}, ValueError,
          "mask_mod.host"),
+        ({"mask_mod": MaskMod("k", host=lambda *_: [[True], [True, False]])}, TypeError,
+         "mask_mod.host"),
     ],
 )  # fmt: skip
 def test_formula_of_a_wrong_result_is_named(options, kind, argument):
     q, k, v, _ = inputs(np.float32)
-    with pytest.raises(kind, match=f"^{argument}: got an array of"):
+    with pytest.raises(kind, match=f"^{argument}: got "):
         cuflash.attention(q, k, v, enable_gqa=True, **options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 import cuflash
+from cuflash._api import probabilities
 from cuflash._host import philox
 from support import memory
 
@@ -171,3 +172,18 @@ def test_edges_of_p(xp, dtype, head_dim):
 
 def vars_of(gradients):
     return (gradients.dq, gradients.dk, gradients.dv)
+
+
+@pytest.mark.parametrize("elements", [1, 100, 400, 10**6])
+def test_a_mask_that_is_made_in_parts_is_the_same(monkeypatch, elements):
+    expected = cuflash.dropout_mask((3, 5, 17, 9), 0.4, seed=11)
+    entries = np.arange(15).reshape(3, 5)
+    whole = philox.kept(entries, slice(0, 17), slice(0, 9), 0.4, 11, np)
+    np.testing.assert_array_equal(expected, whole)
+    monkeypatch.setattr(probabilities, "_MASK_ELEMENTS", elements)
+    np.testing.assert_array_equal(cuflash.dropout_mask((3, 5, 17, 9), 0.4, seed=11), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 2**40, 2**20), (2**40, 0)])
+def test_a_mask_of_nothing_takes_no_time(shape):
+    assert cuflash.dropout_mask(shape, 0.5, seed=1).shape == shape

@@ -118,22 +118,23 @@ OTHERS = [
 BEYOND = {
     "block_m": range(8, 1025, 8),
     "block_n": range(8, 1025, 8),
-    "num_warps": range(1, 35),
-    "blocks_per_sm": range(1, 35),
-    "num_stages": range(34),
+    "num_warps": range(-1, 35),
+    "blocks_per_sm": range(-1, 35),
+    "num_stages": range(-1, 34),
     "num_q_stages": range(4),
     "overlap_quarters": range(-1, 7),
-    "scores_ahead": (0, 1),
-    "keys_in_registers": (0, 1),
+    "scores_ahead": (-1, 0, 1, 2),
+    "keys_in_registers": (-1, 0, 1, 2),
 }
 
 
 def fits(config, limits) -> bool:
     """Whether a multiprocessor holds the blocks that are asked for."""
     blocks, threads = config.blocks_per_sm, config.num_threads
-    granted = min(255, 65_536 // (blocks * threads) // 8 * 8)
+    granted = min(255, 65_536 // max(blocks * threads, 1) // 8 * 8)
     return (
         config.smem_bytes <= limits.block_smem
+        and blocks >= 1
         and blocks * (config.smem_bytes + 1024) <= limits.multiprocessor_smem
         and blocks * threads <= limits.threads
         and blocks <= limits.blocks
@@ -197,6 +198,16 @@ def test_what_is_no_problem_is_named(wrong):
 def test_values_to_try_are_lists_by_name(wrong):
     with pytest.raises(TypeError, match=r"parameters: got .*, expected "):
         tuning.space(WORK, arch="sm_90a", parameters=wrong)
+
+
+@pytest.mark.parametrize("kernel", _kernels.KERNELS)
+def test_values_beyond_any_kernel_are_refused(kernel):
+    for name in tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a").parameters:
+        of_rows = name in ("block_m", "block_n", "num_warps", "blocks_per_sm")
+        for value in (-(2**70), -1, 2**70, *[0] * of_rows):
+            asked = {"arch": "sm_90a", "parameters": {name: [value]}}
+            with pytest.raises(ValueError, match=r"^parameters: got .*, none of them legal"):
+                tuning.space(PROBLEMS[kernel], kernel, **asked)
 
 
 def test_a_value_that_is_named_twice_is_tried_once():

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuflash._errors import CompileError, problem_with
+from cuflash._errors import CompileError, problem_with, shown
+from cuflash._problem.options import flag
 
 if TYPE_CHECKING:
     from cuflash._bench.workload import Workload
@@ -72,21 +73,28 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
 
     hardware = _hardware_of(arch)
     several = isinstance(workloads, Iterable) and not isinstance(workloads, str)
-    given: list[Any] = [*workloads] if several else [workloads]  # type: ignore[misc]
+    backward = flag("backward", backward)
+    try:
+        given: list[Any] = [*workloads] if several else [workloads]  # type: ignore[misc]
+    except TypeError:  # an array without axes
+        given = [workloads]
     for work in given:
         if not isinstance(work, Workload):
             raise problem_with(
                 "workloads", TypeError, got=type(work).__name__,
                 expected="a cuflash.tuning.Workload, or several",
             )  # fmt: skip
+    if not isinstance(folder, str | os.PathLike | None):
+        raise problem_with("folder", TypeError, got=shown(folder), expected="a path")
     configs = [c for work in given for c in kernels_of(work, hardware, backward=backward)]
     shared = None if folder is None else Path(folder)
     if shared is not None:
         try:
             shared.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a zero byte
+            kind = type(error) if isinstance(error, OSError) else ValueError
             raise problem_with(
-                "folder", type(error), got=f"{shared} ({error.strerror})",
+                "folder", kind, got=f"{shown(shared)} ({getattr(error, 'strerror', error)})",
                 expected="a folder that can be made and written",
             ) from None  # fmt: skip
     facts = compile_all(configs, hardware, processes=processes, shared=shared)

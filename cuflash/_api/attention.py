@@ -11,9 +11,9 @@ import numpy as np
 from cuflash._api.dispatch import check_common, launch, operands, run_backward, run_forward
 from cuflash._api.recall import may_be_known, recall, remember
 from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._problem.destinations import check_destination
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import Options, ScoreOptions, flag, resolve
 from cuflash._problem.problem import describe, require_float, require_shape
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import override
@@ -98,7 +98,8 @@ def attention(
         (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
         ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` permits TF32 products for float32; the CPU path ignores the permission.
+        ``"tf32"`` permits TF32 products for float32, which keep 11 bits of a factor: scores far
+        from 0, as near 60000, are then wrong. The CPU path ignores the permission.
     deterministic : bool
         Same bits every run on one device. The forward always is.
     return_lse : bool
@@ -146,6 +147,10 @@ def attention(
     ``out``, and may draw its tiles from one counter. A graph that was cloned or instantiated twice
     must not be replayed beside itself.
 
+    Scores and lse are float32 (float64 for float64) and rounded at their own size: where all scores
+    of a row lie near -1e9, lse has no digits left for the logarithm of the number of keys. Scores
+    beyond 2e38 (1.2e308) overflow: such a row is NaN or sees nothing.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -155,8 +160,9 @@ def attention(
     (2, 8, 128, 64)
     """
     chosen = resolve(options, score_options)
+    return_lse = flag("return_lse", return_lse)
     plain = out is axes is precision is workspace is config is None and deterministic is True
-    if plain and (known := recall(chosen, bool(return_lse), (q, k, v))) is not None:
+    if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
     with on_device_of(q):
         given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
@@ -185,7 +191,7 @@ def attention(
         if plain and xp is not np and may_be_known(chosen):
             repeat = launch().repeated_forward(problem, q, k, v, lse)
             if repeat is not None:
-                remember(repeat, chosen, bool(return_lse), (q, k, v))
+                remember(repeat, chosen, return_lse, (q, k, v))
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -263,6 +269,8 @@ def attention_backward(
     dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
     from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
+    Where values have a large part in common, delta loses the digits that dq and dk are made of:
+    take that part out of v, which moves out by it and leaves the gradients as they are.
 
     Examples
     --------
@@ -277,7 +285,7 @@ def attention_backward(
     """
     chosen = resolve(options, score_options)
     plain = dlse is grads_out is axes is precision is workspace is config is None
-    plain = plain and isinstance(deterministic, bool) and isinstance(wrt, tuple) and wrt == _WRT
+    plain = plain and isinstance(deterministic, bool) and (wrt is _WRT or _is_qkv(wrt))
     if plain:
         known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
         if known is not None:
@@ -358,6 +366,7 @@ def attention_vjp(
     (16, 4)
     """
     chosen = resolve(options, score_options)
+    return_lse = flag("return_lse", return_lse)
     common: dict[str, Any] = {"options": chosen, "axes": axes, "precision": precision}
     common["deterministic"] = deterministic
     result = attention(q, k, v, return_lse=True, **common)
@@ -411,6 +420,7 @@ def workspace_size(
     0
     """
     chosen = resolve(options, score_options)
+    backward = flag("backward", backward)
     xp, q, k, v = operands(q, k, v)
     problem = describe(q, k, v, chosen, axes=axes, precision=precision)
     if xp is np:
@@ -440,15 +450,20 @@ def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
     """The inputs whose gradients are asked for, in the order of FIELDS."""
     expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
     if not isinstance(wrt, tuple | list):
-        raise problem_with("wrt", TypeError, got=repr(wrt), expected=expected)
+        raise problem_with("wrt", TypeError, got=shown(wrt), expected=expected)
     for name in wrt:
         if not isinstance(name, str) or name not in FIELDS:
-            raise problem_with("wrt", ValueError, got=repr(wrt), expected=expected)
+            raise problem_with("wrt", ValueError, got=shown(wrt), expected=expected)
         if name not in (*_WRT, "scale") and name not in options.arrays:
             raise problem_with(
-                "wrt", ValueError, got=repr(wrt), expected=f"inputs of the call; {name} is not one"
+                "wrt", ValueError, got=shown(wrt), expected=f"inputs of the call; {name} is not one"
             )
     return tuple(name for name in FIELDS if name in wrt)
+
+
+def _is_qkv(wrt: Any) -> bool:
+    """Whether it is a tuple that names q, k and v in order: arrays are not compared with names."""
+    return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == _WRT
 
 
 def gradient_buffers(

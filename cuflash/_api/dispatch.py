@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, array_module, converted, is_cupy, native, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._host import attention
-from cuflash._problem.options import Options
+from cuflash._problem.options import Options, flag
 from cuflash._problem.problem import Problem, common_dtype
 
 
@@ -26,15 +26,12 @@ def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, Array, Array, Array]:
 
 def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
     """Raise for a wrong value of what says how to compute."""
-    if not isinstance(deterministic, bool | np.bool_):
+    flag("deterministic", deterministic)
+    if workspace is not None and native("workspace", workspace).dtype != np.uint8:
         raise problem_with(
-            "deterministic", TypeError, got=repr(deterministic), expected="True or False"
-        )
-    if workspace is not None and getattr(workspace, "dtype", None) != np.uint8:
-        got = getattr(workspace, "dtype", type(workspace).__name__)
-        raise problem_with(
-            "workspace", TypeError, got=got, expected="a uint8 array of workspace_size(...) bytes"
-        )
+            "workspace", TypeError, got=f"dtype {workspace.dtype}",
+            expected="a uint8 array of workspace_size(...) bytes",
+        )  # fmt: skip
     if workspace is not None and array_module(workspace) is not xp:
         raise problem_with(
             "workspace", TypeError, got=f"a {array_module(workspace).__name__} array",
@@ -42,7 +39,7 @@ def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any
         )  # fmt: skip
     if xp is np and config is not None:
         raise problem_with(
-            "config", TypeError, got=repr(config), expected="None for NumPy arrays",
+            "config", TypeError, got=shown(config), expected="None for NumPy arrays",
             fix="it selects the tiles of a GPU kernel",
         )  # fmt: skip
 

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._host.scores import arithmetic
+from cuflash._problem.options import integer_value, is_integer
 from cuflash._problem.problem import require_float, require_shape
 from cuflash._results import AttentionResult
+
+_MAX_AXES = 64  # of NumPy's and CuPy's arrays
 
 
 @on_own_device
@@ -37,6 +40,8 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     ------
     TypeError, ValueError
         For parts of different libraries, shapes or dtypes, or for no parts.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Examples
     --------
@@ -48,13 +53,16 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     >>> np.allclose(whole.out, cuflash.attention(q, k, v))
     True
     """
+    if not is_integer(axis):
+        raise problem_with("axis", TypeError, got=shown(axis), expected="an int")
+    axis = integer_value("axis", axis, "an int")
     outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
     xp = same_module(outs=outs, lses=lses)
     for name, array in (("outs", outs), ("lses", lses)):
         require_float(name, array)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < lses.ndim:
+    if not 0 <= axis < lses.ndim:
         raise problem_with(
-            "axis", ValueError, got=repr(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
+            "axis", ValueError, got=shown(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
         )
     require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
     refuse_captured(xp, "merge")
@@ -101,7 +109,7 @@ def merge_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, RuntimeError
         As :func:`merge`, and for cotangents that are not of the merged shapes.
 
     Examples
@@ -143,12 +151,19 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
     if not isinstance(parts, list | tuple):
         return native(name, parts)
     if axis != 0:
-        raise problem_with("axis", ValueError, got=repr(axis), expected="0 for a sequence of parts")
+        raise problem_with(
+            "axis", ValueError, got=shown(axis), expected="0 for a sequence of parts"
+        )
     if not parts:
         raise problem_with(name, ValueError, got="no parts", expected="at least one part")
     arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     xp = same_module(**{f"{name}[{i}]": array for i, array in enumerate(arrays)})
     for i, array in enumerate(arrays):
+        if array.ndim >= _MAX_AXES:
+            raise problem_with(
+                f"{name}[{i}]", ValueError, got=f"{array.ndim} axes",
+                expected=f"fewer than {_MAX_AXES}", fix="reshape some into one",
+            )  # fmt: skip
         require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
         if array.dtype != arrays[0].dtype:
             raise problem_with(

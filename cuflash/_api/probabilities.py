@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from types import ModuleType
 from typing import Any, Unpack
 
@@ -14,18 +12,20 @@ from cuflash._api.dispatch import operands
 from cuflash._arrays import (
     Array,
     array_module,
+    is_cupy,
     native,
     on_device_of,
     on_own_device,
     refuse_captured,
     same_module,
 )
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._host import philox
 from cuflash._host.scores import Scores, Tile, arithmetic
 from cuflash._problem.options import (
     Options,
     ScoreOptions,
+    integer_value,
     is_integer,
     probability,
     resolve,
@@ -39,6 +39,8 @@ from cuflash._problem.problem import (
     require_shape,
 )
 from cuflash._results import Gradients
+
+_MASK_ELEMENTS = 1 << 24  # of a dropout mask at once
 
 
 @on_own_device
@@ -145,7 +147,7 @@ def logsumexp_backward(
     chosen = resolve(options, score_options)
     if "v" in gradient_names(wrt, chosen):
         raise problem_with(
-            "wrt", ValueError, got=repr(wrt), expected="inputs of the call; v is not one"
+            "wrt", ValueError, got=shown(wrt), expected="inputs of the call; v is not one"
         )
     dlse = native("dlse", dlse)
     axes, v = _no_values(k, axes)
@@ -194,6 +196,8 @@ def weights(
     ------
     TypeError, ValueError, NotImplementedError
         As :func:`attention`.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Notes
     -----
@@ -259,7 +263,10 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     Raises
     ------
     TypeError, ValueError
-        For a shape without two axes, a probability outside [0, 1] or a seed beyond 64 bits.
+        For a shape without two axes or too large for memory, a probability outside [0, 1] or a
+        seed beyond 64 bits.
+    RuntimeError
+        While a CUDA graph is captured.
 
     Notes
     -----
@@ -273,17 +280,33 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
            [ True,  True, False,  True]])
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
-        raise problem_with("shape", ValueError, got=repr(shape), expected="a tuple batch + (m, n)")
-    kind = ValueError if all(map(is_integer, shape)) else TypeError
-    if kind is TypeError or min(shape) < 0:
-        raise problem_with("shape", kind, got=repr(shape), expected="extents >= 0")
+        raise problem_with("shape", ValueError, got=shown(shape), expected="a tuple batch + (m, n)")
+    if not all(map(is_integer, shape)):
+        raise problem_with("shape", TypeError, got=shown(shape), expected="extents >= 0")
+    extents = tuple(integer_value("shape", extent, "extents >= 0") for extent in shape)
+    if min(extents) < 0:
+        raise problem_with("shape", ValueError, got=shown(shape), expected="extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
     refuse_captured(xp, "dropout_mask")
-    *batch, seqlen_q, seqlen_k = map(operator.index, shape)
-    rows, cols = slice(0, seqlen_q), slice(0, seqlen_k)
+    p, seed = probability("p", p), seed_value(seed)
     with on_device_of(like):
-        entries = xp.arange(math.prod(batch)).reshape(batch)
-        return philox.kept(entries, rows, cols, probability("p", p), seed_value(seed), xp)
+        try:
+            mask = xp.empty(extents, bool)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise problem_with(
+                "shape", ValueError, got=shown(shape),
+                expected=f"that of an array that fits into memory ({error})",
+            ) from None  # fmt: skip
+        if not mask.size:
+            return mask
+        entries = mask.reshape(-1, *extents[-2:])
+        rows, cols = (slice(0, extent) for extent in extents[-2:])
+        step = max(1, _MASK_ELEMENTS // entries[0].size)  # what is computed is some times as large
+        for first in range(0, len(entries), step):
+            part = entries[first : first + step]
+            numbers = xp.arange(first, first + len(part))
+            part[...] = philox.kept(numbers, rows, cols, p, seed, xp)
+        return mask
 
 
 def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
@@ -307,15 +330,21 @@ def _no_result(
 def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
     if chosen is None:
         return slice(None)
-    if isinstance(chosen, slice):
-        return chosen
-    array = chosen if hasattr(chosen, "strides") else np.asarray(chosen)
+    expected = "None, a slice or 1-D integers"
+    try:
+        if isinstance(chosen, slice):
+            chosen.indices(extent)
+            return chosen
+        array = chosen if is_cupy(chosen) else np.asarray(chosen)
+    except Exception as error:  # a ragged list, a step of 0, what an object of the caller's raises
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise problem_with(
+            name, kind, got=f"{shown(chosen)} ({error})", expected=expected
+        ) from error
     if array.shape == (0,):  # an empty list has no integers
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise problem_with(
-            name, TypeError, got=repr(chosen), expected="None, a slice or 1-D integers"
-        )
+        raise problem_with(name, TypeError, got=shown(chosen), expected=expected)
     if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
         low, high = int(array.min()), int(array.max())
         if low < -extent or high >= extent:

@@ -12,6 +12,8 @@ from typing import Any, Literal, overload
 import ml_dtypes
 import numpy as np
 
+from cuflash._errors import problem_with, shown
+
 
 @overload
 def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
@@ -43,10 +45,10 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     >>> sorted(cuflash.show_config(mode="dicts"))[:3]
     ['cuflash', 'cupy', 'device']
     """
-    if mode not in ("stdout", "dicts"):
-        raise ValueError(f"mode: got {mode!r}, expected 'stdout' or 'dicts'")
+    if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
+        raise problem_with("mode", ValueError, got=shown(mode), expected="'stdout' or 'dicts'")
     table = {
-        "cuflash": f"{_version()} ({os.path.dirname(os.path.dirname(__file__))})",
+        "cuflash": f"{_version()} ({os.path.dirname(__file__)})",
         "python": f"{platform.python_version()} ({platform.platform()})",
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,

@@ -26,7 +26,7 @@ from cuflash._arrays import Array, allocate, native, on_own_device, same_module
 from cuflash._errors import problem_with
 from cuflash._host.scores import arithmetic
 from cuflash._problem.destinations import check_destination
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import Options, ScoreOptions, flag, resolve
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe, require_float, require_shape
 from cuflash._results import AttentionResult, Gradients
@@ -122,7 +122,7 @@ def attention_varlen(
     xp, q, k, v = operands(**given)
     check_common(xp, deterministic, workspace, config)
     config = override.of_forward(config)
-    out, lse = result_pair(out, return_lse)
+    out, lse = result_pair(out, flag("return_lse", return_lse))
     whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
@@ -148,6 +148,10 @@ def attention_varlen(
             out.fill(0)
             lse.fill(-np.inf)
         return AttentionResult(out, lse) if return_lse else out
+    destinations = out, lse
+    if chosen.score_mod is not None or chosen.mask_mod is not None:
+        # A formula may raise in any sequence, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
     calls = _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v, out=out)
     out.fill(0)
     lse.fill(-np.inf)
@@ -157,6 +161,10 @@ def attention_varlen(
             call.problem, parts["q"], parts["k"], parts["v"], call.options, parts["out"],
             lse[..., s.q], workspace, config, first_entry=s.index * math.prod(whole.batch),
         )  # fmt: skip
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
+    out, lse = destinations
     return AttentionResult(out, lse) if return_lse else out
 
 

@@ -156,8 +156,7 @@ class Seen(NamedTuple):
 def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
     """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
     rows, others = work.seqlen_q, work.seqlen_k
-    left, right = work.window or (None, None)
-    right = 0 if work.causal else right
+    left, right = work.bounds()
     if keys:  # a key sees queries as far ahead as a query sees keys behind
         rows, others, left, right = others, rows, right, left
     first = np.arange(0, rows, own)

@@ -137,6 +137,15 @@ class Workload:
         """Every packed sequence as a call of its own."""
         return [dataclasses.replace(self, seqlen_q=n, seqlen_k=n, seqlens=()) for n in self.seqlens]
 
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Sides of the window that ``causal`` caps, no wider than arrays are long."""
+        left, right = self.window or (None, None)
+        longest = max(self.seqlen_q, self.seqlen_k)
+        return (
+            None if left is None else min(left, longest),
+            0 if self.causal else None if right is None else min(right, longest),
+        )
+
     def visible_pairs(self) -> float:
         """Query-key pairs that the call has to look at, per head.
 
@@ -149,8 +158,7 @@ class Workload:
             return float(self.seqlen_q * self.seqlen_k)
         if self.window is None and self.seqlen_q == self.seqlen_k:
             return self.seqlen_q * self.seqlen_k / 2
-        left, right = self.window or (None, None)
-        right = 0 if self.causal else right
+        left, right = self.bounds()
         diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
         last = np.full(self.seqlen_q, self.seqlen_k - 1) if right is None else diagonal + right
         first = np.zeros(self.seqlen_q, int) if left is None else diagonal - left

@@ -43,6 +43,10 @@ def forward(
     dtype = arithmetic(problem.dtype)
     out = canonical_view(out, problem.out)
     lse = _rows_view(problem, lse)
+    destinations = out, lse
+    if options.score_mod is not None or options.mask_mod is not None:
+        # A formula may raise at any tile, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
     q, k, v = _views(problem, q, k, v)
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
@@ -77,6 +81,9 @@ def forward(
             lse[entry][..., rows] = np.where(
                 empty, -np.inf, np.log(row_sum) + np.where(empty, 0, row_max)
             )
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
 
 
 @np.errstate(all="ignore")

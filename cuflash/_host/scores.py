@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array
-from cuflash._errors import problem_with
 from cuflash._host import philox
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Operand, Problem, canonical_view
+from cuflash._problem.score_mod import lent, result_of
 
 Entry = tuple[int | slice, ...]
 
@@ -122,30 +122,13 @@ class Scores:
             score -= self._narrowed(self._slopes)[..., None, None] * self.distance(tile)
         mod_slope = None
         if self._score_mod is not None:
-            mod = self._score_mod
-            names = (*self._place, tile.m, tile.n)
-            mod_slope = mod.host_grad(score, *names, **mod.arrays)
-            mod_slope = self._of_formula("score_mod.host_grad", mod_slope, score.shape, "iuf")
-            changed = mod.host(score, *names, **mod.arrays)
-            score = self._of_formula("score_mod.host", changed, score.shape, "iuf")
+            mod, shape = self._score_mod, score.shape
+            mod_slope = mod.host_grad(score.copy(), *self._names(tile), **lent(mod.arrays))
+            mod_slope = result_of("score_mod.host_grad", mod_slope, shape, "iuf", xp)
+            changed = mod.host(score, *self._names(tile), **lent(mod.arrays))
+            score = result_of("score_mod.host", changed, shape, "iuf", xp)
             score, mod_slope = (self._narrowed(a) for a in (score, mod_slope))
         return score, slope, mod_slope
-
-    def _of_formula(self, name: str, result: Any, shape: tuple[int, ...], kinds: str) -> Array:
-        """What a user's formula returned, as an array of ``shape`` and of these dtype kinds."""
-        array = self._xp.asarray(result)
-        if array.dtype.kind not in kinds:
-            raise problem_with(
-                name, TypeError, got=f"an array of dtype {array.dtype}",
-                expected="booleans" if kinds == "b" else "numbers",
-            )  # fmt: skip
-        try:
-            return self._xp.broadcast_to(array, shape)
-        except ValueError:
-            raise problem_with(
-                name, ValueError, got=f"an array of shape {array.shape}",
-                expected=f"one that broadcasts to {shape}, entry by entry",
-            ) from None  # fmt: skip
 
     def _narrowed(self, array: Array) -> Array:
         """Copy in the dtype of scores; what is finite stays so: only -inf means invisible."""
@@ -154,6 +137,10 @@ class Scores:
             clipped = self._xp.clip(array, -limit, limit)
             array = self._xp.where(self._xp.isinf(array), array, clipped)
         return array.astype(self._dtype)
+
+    def _names(self, tile: Tile) -> tuple[Array, ...]:
+        """Entry, head, query and key as formulas get them: copies, which they may overwrite."""
+        return tuple(a.copy() for a in (*self._place, tile.m, tile.n))
 
     def distance(self, tile: Tile) -> Array:
         """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
@@ -173,9 +160,10 @@ class Scores:
             seen = seen & ~self._xp.isneginf(tile.of(self._bias))
         if self._mask_mod is not None:
             mod = self._mask_mod
-            allowed = mod.host(*self._place, tile.m, tile.n, **mod.arrays)
-            shape = np.broadcast_shapes(*(a.shape for a in (*self._place, tile.m, tile.n)))
-            seen = seen & self._of_formula("mask_mod.host", allowed, shape, "b")
+            names = self._names(tile)
+            allowed = mod.host(*names, **lent(mod.arrays))
+            shape = np.broadcast_shapes(*(a.shape for a in names))
+            seen = seen & result_of("mask_mod.host", allowed, shape, "b", self._xp)
         if self._ids_q is not None and self._ids_k is not None:
             ids_q = self._ids_q[..., tile.rows][..., :, None]
             seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])

@@ -179,6 +179,10 @@ class TileConfig(OperandConfig):
                 raise ValueError(f"{name} = {value} must be one of {(*self.streams,)}")
             if name == self.owned and self.cuda_cores and value > self.most_on_cuda_cores:
                 raise ValueError(f"{name} = {value} must be at most {self.most_on_cuda_cores}")
+        for name, value in (("blocks_per_sm", self.blocks_per_sm),
+                            ("column_parts", self.column_parts)):  # fmt: skip
+            if value < 1:
+                raise ValueError(f"{name} = {value} must be positive")
         if self.result_columns % (16 * self.column_parts):
             raise ValueError(f"{self.result_columns} columns, {self.column_parts=}: not by 16")
         if self.rows % (16 * self.num_warps):

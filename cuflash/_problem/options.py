@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
@@ -41,7 +41,7 @@ class Options:
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
     offset : int or integer array, core shape (), optional
         Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
-        that batch entry.
+        that batch entry. Far from the keys ``alibi_slopes`` lose their digits.
     window : (left, right), optional
         Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
         ``causal`` caps ``right`` at 0.
@@ -50,7 +50,8 @@ class Options:
     softcap : float, optional
         ``score = softcap * tanh(score / softcap)``; finite and positive.
     bias : floating array, core shape (m, n), optional
-        Added to the score after softcap, in natural units. ``-inf`` means invisible.
+        Added to the score after softcap, in natural units. ``-inf`` means invisible; a finite
+        number such as -1e9 does not, and leaves a row of such scores without digits for a gradient.
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
     q_lengths, kv_lengths : int or integer array, core shape (), optional
@@ -58,7 +59,9 @@ class Options:
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
     alibi_slopes : floating array, core shape (), optional
-        ``- slope * |m + offset - n|`` is added to the score, per head as a rule.
+        ``- slope * |m + offset - n|`` is added to the score, per head as a rule. The distance is
+        float32 (float64 for float64): from 2^24 (2^53) on neighbouring keys are equally far, as
+        under an offset of 2^40 in bfloat16.
     segment_ids : (integer array (.., m), integer array (.., n)), optional
         A query sees a key only if their numbers are equal.
     sink : floating array, core shape (), optional
@@ -79,6 +82,9 @@ class Options:
     Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
     entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
     two options are equal when their plain values are equal and their arrays are the same objects.
+    Numbers are read once, when the options are built: by keywords, that is in each call. Lengths
+    and offsets in arrays on a GPU are not read by the host: one out of range counts as the nearest
+    that is in range.
 
     Examples
     --------
@@ -128,7 +134,7 @@ class Options:
             raise problem_with(
                 "offset",
                 ValueError,
-                got=f"offset={self.offset!r} with causal={self.causal!r}",
+                got=f"offset={shown(self.offset)} with causal={self.causal!r}",
                 expected="an alignment word or an offset, not both",
                 fix="write causal=True with offset=",
             )
@@ -160,10 +166,7 @@ class Options:
                 expected="dtype bool, True where the query may attend",
                 fix="additive masks go to bias=",
             )
-        if not isinstance(self.enable_gqa, bool | np.bool_):
-            raise problem_with(
-                "enable_gqa", TypeError, got=repr(self.enable_gqa), expected="True or False"
-            )
+        set_("enable_gqa", flag("enable_gqa", self.enable_gqa))
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         set_("signature", OptionLayout(*map(_part, (values | dict.fromkeys(_APART)).values())))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
@@ -173,6 +176,11 @@ class Options:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> Any:
+        """Made anew where it is unpickled: hashes of texts differ between processes."""
+        values = {name: getattr(self, name) for name in OPTION_NAMES}
+        return functools.partial(type(self), **values), ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Options):
@@ -222,29 +230,37 @@ _NEAR = 0.61
 OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options) if f.init)
 #: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
 _APART = ("seed", "score_mod", "mask_mod")
+#: Types of objects that never change, and hash by value: options of these alone are cached.
+_VALUES = frozenset(
+    {int, float, bool, str, type(None), np.float64, np.float32, np.int64, np.int32, np.bool_}
+)
 #: Options with every array replaced by its layout.
 OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _of_plain_values(
+def _of_values(
     names: tuple[str, ...],
-    _sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
+    sides: tuple[type, ...],  # of the window: (True, 0) is none, but equals (1, 0)
     *values: Any,
 ) -> Options:
+    kinds = [*map(type, values)]
+    if sides:
+        kinds.remove(tuple)
+        kinds += sides
+    if not _VALUES.issuperset(kinds):
+        raise TypeError("no values alone")  # an exception is not cached
     return Options(**dict(zip(names, values, strict=True)))
 
 
 def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
     """Return ``options``, or the Options of ``keywords``; both at once is a TypeError."""
     if options is None:
-        if "score_mod" in keywords or "mask_mod" in keywords:  # a cache would hold their arrays
-            return _of_keywords(keywords)
         window = keywords.get("window")
-        sides = tuple(map(type, window)) if isinstance(window, tuple) else ()
+        sides = tuple(map(type, window)) if type(window) is tuple else ()
         try:
-            return _of_plain_values(tuple(keywords), sides, *keywords.values())
-        except TypeError:  # an array or a list is not hashable; a genuine error comes again
+            return _of_values(tuple(keywords), sides, *keywords.values())
+        except TypeError:  # something may change or is not hashable; a genuine error comes again
             return _of_keywords(keywords)
     if not isinstance(options, Options):
         raise problem_with(
@@ -290,7 +306,7 @@ def _causal(value: Any) -> bool | str:
         return value
     kind = ValueError if isinstance(value, str) else TypeError
     raise problem_with(
-        "causal", kind, got=repr(value), expected='True, False, "top_left" or "bottom_right"'
+        "causal", kind, got=shown(value), expected='True, False, "top_left" or "bottom_right"'
     )
 
 
@@ -299,17 +315,20 @@ def _window(value: Any) -> tuple[int | None, int | None] | None:
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
-        fix = f"for both sides alike write ({value}, {value})" if isinstance(value, int) else ""
-        raise problem_with("window", TypeError, got=repr(value), expected=expected, fix=fix)
+        plain = isinstance(value, int)
+        fix = f"for both sides alike write ({shown(value)}, {shown(value)})" if plain else ""
+        raise problem_with("window", TypeError, got=shown(value), expected=expected, fix=fix)
+    sides: list[int | None] = []
     for side in value:
         if side is not None and not is_integer(side):
-            raise problem_with("window", TypeError, got=repr(value), expected=expected)
-        if side is not None and side < 0:
+            raise problem_with("window", TypeError, got=shown(value), expected=expected)
+        number = None if side is None else integer_value("window", side, expected)
+        if number is not None and number < 0:
             raise problem_with(
-                "window", ValueError, got=repr(value), expected=expected, fix="None is unbounded"
+                "window", ValueError, got=shown(value), expected=expected, fix="None is unbounded"
             )
-    left, right = (None if side is None else min(operator.index(side), _WIDEST) for side in value)
-    return (left, right)
+        sides.append(None if number is None else min(number, _WIDEST))
+    return (sides[0], sides[1])
 
 
 def is_integer(value: Any) -> bool:
@@ -318,21 +337,44 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
 
 
+def integer_value(name: str, value: Any, expected: str) -> int:
+    """The int of what :func:`is_integer`; an object of the caller's may refuse it."""
+    try:
+        return operator.index(value)
+    except Exception as error:
+        raise _refused(name, value, error, expected) from error
+
+
+def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
+    got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
+    return problem_with(name, TypeError, got=got, expected=expected)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that is only like one of them."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
+        raise problem_with(name, TypeError, got=shown(value), expected="True or False")
+    return bool(value)
+
+
 def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
     if value is None:
         return None
     expected = f"None or a finite{' positive' if positive else ''} number"
     number = _finite(name, value, expected)
     if positive and number <= 0:
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
 def _finite(name: str, value: Any, expected: str) -> float:
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    wrong = isinstance(value, bool | str | complex) or kind not in "iufV"  # V: bfloat16
+    wrong = isinstance(value, bool | str | complex | np.void)
+    wrong = wrong or kind not in ("i", "u", "f", "V")  # V: bfloat16
     if wrong or not hasattr(type(value), "__float__"):
-        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+        raise problem_with(name, TypeError, got=shown(value), expected=expected)
     if getattr(value, "shape", ()) != ():
         raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)
     if hasattr(value, "__cuda_array_interface__"):
@@ -345,8 +387,10 @@ def _finite(name: str, value: Any, expected: str) -> float:
         raise problem_with(
             name, ValueError, got="an int beyond the range of float", expected=expected
         ) from None
+    except Exception as error:  # a tensor without memory
+        raise _refused(name, value, error, expected) from error
     if not math.isfinite(number):
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
@@ -354,7 +398,7 @@ def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
     expected = "a finite number from 0 to 1"
     if value is None or not 0 <= (number := _finite(name, value, expected)) <= 1:
-        raise problem_with(name, ValueError, got=repr(value), expected=expected)
+        raise problem_with(name, ValueError, got=shown(value), expected=expected)
     return number
 
 
@@ -362,9 +406,9 @@ def seed_value(value: Any) -> int:
     """An int of 64 bits."""
     expected = "an int from 0 to 2^64 - 1"
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise problem_with("seed", TypeError, got=repr(value), expected=expected)
+        raise problem_with("seed", TypeError, got=shown(value), expected=expected)
     if not 0 <= value < 2**64:
-        raise problem_with("seed", ValueError, got=repr(value), expected=expected)
+        raise problem_with("seed", ValueError, got=shown(value), expected=expected)
     return int(value)
 
 
@@ -373,9 +417,9 @@ def _integers(name: str, value: Any) -> Array | int | None:
     if value is None:
         return None
     if is_integer(value):
-        return operator.index(value)
+        return integer_value(name, value, expected)
     if isinstance(value, bool | float):
-        raise problem_with(name, TypeError, got=repr(value), expected=expected)
+        raise problem_with(name, TypeError, got=shown(value), expected=expected)
     array = native(name, value)
     if array.dtype.kind not in "iu":
         raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected=expected)

@@ -15,7 +15,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from cuflash._arrays import Array, array_module, is_cupy, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._problem.destinations import check_destination
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.options import FARTHEST, Options, Signature, signature
@@ -25,6 +25,7 @@ HALVES = FLOATS[:2]
 PRECISIONS = (None, "ieee", "tf32")
 _MATRICES = ("q", "k", "v", "dout")
 Axes = tuple[tuple[int, int], ...]
+_MAX_BATCH_AXES = 30  # with both of the core, as many as NumPy broadcasts
 CANONICAL: Axes = ((-2, -1),) * 4
 
 
@@ -123,7 +124,7 @@ def describe(
         check_module(name, options.arrays[name], q)
     if precision is not None and not isinstance(precision, str):
         raise problem_with(
-            "precision", TypeError, got=repr(precision), expected='None, "ieee" or "tf32"'
+            "precision", TypeError, got=shown(precision), expected='None, "ieee" or "tf32"'
         )
     checked = CANONICAL if axes is None else _axes(axes)
     problem = _describe(
@@ -148,7 +149,7 @@ def _describe(
 ) -> Problem:
     if precision not in PRECISIONS:
         raise problem_with(
-            "precision", ValueError, got=repr(precision), expected='None, "ieee" or "tf32"'
+            "precision", ValueError, got=shown(precision), expected='None, "ieee" or "tf32"'
         )
     dtype = common_dtype({"q": q[2], "k": k[2], "v": v[2]})
     arrays = {"q": q, "k": k, "v": v}
@@ -326,11 +327,11 @@ def _axes(axes: Any) -> Axes:
     expected = "four pairs (sequence axis, feature axis), for q, k, v and out"
     fix = "(batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4"
     if not isinstance(axes, list | tuple) or not all(isinstance(p, list | tuple) for p in axes):
-        raise problem_with("axes", TypeError, got=repr(axes), expected=expected, fix=fix)
+        raise problem_with("axes", TypeError, got=shown(axes), expected=expected, fix=fix)
     if len(axes) != 4 or any(len(p) != 2 for p in axes):
-        raise problem_with("axes", ValueError, got=repr(axes), expected=expected, fix=fix)
+        raise problem_with("axes", ValueError, got=shown(axes), expected=expected, fix=fix)
     if not all(isinstance(a, int) and not isinstance(a, bool) for p in axes for a in p):
-        raise problem_with("axes", TypeError, got=repr(axes), expected=expected, fix=fix)
+        raise problem_with("axes", TypeError, got=shown(axes), expected=expected, fix=fix)
     return tuple((p[0], p[1]) for p in axes)
 
 
@@ -384,6 +385,13 @@ def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
 def _batch_shape(own: dict[str, tuple[int, ...]], enable_gqa: bool) -> tuple[tuple[int, ...], int]:
     """The caller's batch shape, and the number of query heads per key/value head."""
     shapes, group_size = dict(own), 1
+    most = _MAX_BATCH_AXES - int(enable_gqa)  # groups have an axis of their own
+    for name, shape in own.items():
+        if len(shape) > most:
+            raise problem_with(
+                name, ValueError, got=f"{len(shape)} batch axes", expected=f"at most {most}",
+                fix="reshape some into one",
+            )  # fmt: skip
     if enable_gqa:
         for name, shape in own.items():
             if not shape:

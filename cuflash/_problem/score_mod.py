@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 
 _RESERVED = ("score", "b", "h", "q", "k")
 #: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
@@ -53,7 +54,7 @@ class _Modifier:
             usable = isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
             if not usable or name in _RESERVED or name in _WORDS or keyword.iskeyword(name):
                 raise problem_with(
-                    "arrays", ValueError, got=f"the name {name!r}",
+                    "arrays", ValueError, got=f"the name {shown(name)}",
                     expected=f"an identifier other than {', '.join(_RESERVED)}, words of Python "
                     "and C++, and what these reserve",
                 )  # fmt: skip
@@ -70,14 +71,15 @@ class ScoreMod(_Modifier):
     expression : str
         CUDA C++ expression of ``score`` (float, or double for float64), ``b``, ``h``, ``q``, ``k``
         (int: batch entry, head, query, key) and the names in ``arrays``, as in
-        :class:`cupy.ElementwiseKernel`.
+        :class:`cupy.ElementwiseKernel`; without ``#include`` and its like.
     grad : str
         Its derivative with respect to ``score``, of the same names.
     arrays : mapping of str to array, optional
         Named arrays that the formulas index, of the library of q. To the CUDA formulas each is a
         pointer to its elements in C order (16-bit floats as float); at most 6.
     host : callable
-        ``host(score, b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast.
+        ``host(score, b, h, q, k, **arrays)``: the formula on NumPy arrays that broadcast; it may
+        overwrite them, but not ``arrays``. Where it raises, nothing has been written.
     host_grad : callable
         Its derivative with respect to ``score``.
 
@@ -113,28 +115,50 @@ class ScoreMod(_Modifier):
     def check(self, low: float = -10.0, high: float = 10.0) -> None:
         """Raise ValueError unless ``host_grad`` is the slope of ``host`` from ``low`` to ``high``.
 
-        Compared with fourth-order central differences at entry 0, query 0 and key 0.
+        Compared with fourth-order central differences at entry 0, query 0 and key 0. ``host`` has
+        to be a number there or -inf, which hides a key, and ``host_grad`` finite.
         """
-        score = np.linspace(low, high, 201)
+        try:
+            first, last = float(low), float(high)
+        except Exception:  # of an object of the caller's
+            first = last = math.nan
+        if not -math.inf < first < last < math.inf:
+            raise problem_with(
+                "low, high", ValueError, got=f"{shown(low)} and {shown(high)}",
+                expected="two finite numbers, low below high",
+            )  # fmt: skip
+        score = np.linspace(first, last, 201)
         zero = np.zeros((), np.int64)
 
-        def at(shift: float) -> Array:
-            return np.asarray(
-                self.host(score + shift, zero, zero, zero, zero, **self.arrays), np.float64
-            )
+        def of(name: str, shift: float = 0.0) -> Array:
+            formula = getattr(self, name)
+            found = formula(score + shift, zero, zero, zero, zero, **lent(self.arrays))
+            return result_of(name, found, score.shape, "iuf").astype(np.float64)
 
-        slope = (8 * (at(_STEP) - at(-_STEP)) - (at(2 * _STEP) - at(-2 * _STEP))) / (12 * _STEP)
-        given = np.broadcast_to(
-            self.host_grad(score, zero, zero, zero, zero, **self.arrays), slope.shape
-        )
-        # Rounding of the difference quotient: 2 values of size |f| over 12 steps, 18 in weight.
-        rounding = 1.5 * np.finfo(float).eps * (np.abs(at(0)) + np.abs(score)) / _STEP
-        wrong = np.abs(given - slope) > 8 * rounding + 1e-6 * np.abs(slope)
-        if wrong.any():
-            i = int(np.argmax(np.abs(given - slope)))
+        value = of("host")
+        with np.errstate(all="ignore"):
+            slope = 8 * (of("host", _STEP) - of("host", -_STEP))
+            slope = (slope - (of("host", 2 * _STEP) - of("host", -2 * _STEP))) / (12 * _STEP)
+            given = of("host_grad")
+            # Rounding of the quotient: 2 values of size |f| over 12 steps, 18 in weight.
+            rounding = 1.5 * np.finfo(float).eps * (np.abs(value) + np.abs(score)) / _STEP
+            right = np.abs(given - slope) <= 8 * rounding + 1e-6 * np.abs(slope)
+        undefined = np.isnan(value) | np.isposinf(value)
+        if undefined.any():
+            i = int(np.argmax(undefined))
+            raise problem_with(
+                "host", ValueError, got=f"{value[i]} at score {score[i]:.6g}",
+                expected="a number or -inf", fix="low and high say where the formula has values",
+            )  # fmt: skip
+        # Beside a key that is hidden there is no slope, but 0 times it has to be 0.
+        right = np.where(np.isfinite(slope), right, np.isfinite(given))
+        if not right.all():
+            error = np.where(right, -1, np.nan_to_num(np.abs(given - slope), nan=np.inf))
+            i = int(np.argmax(error))
+            known = f"{slope[i]:.6g}, the slope of host" if np.isfinite(slope[i]) else "any number"
             raise problem_with(
                 "host_grad", ValueError, got=f"{given[i]:.6g} at score {score[i]:.6g}",
-                expected=f"{slope[i]:.6g}, the slope of host",
+                expected=known,
             )  # fmt: skip
 
 
@@ -168,11 +192,54 @@ class MaskMod(_Modifier):
     """
 
 
+def lent(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Arrays as formulas get them: NumPy lets them write nothing there."""
+    views = {name: array[...] for name, array in arrays.items()}
+    for view in views.values():
+        if isinstance(view, np.ndarray):
+            view.flags.writeable = False
+    return views
+
+
+def result_of(
+    name: str, result: Any, shape: tuple[int, ...], kinds: str, xp: ModuleType = np
+) -> Array:
+    """What a formula returned, as an array of ``shape`` and of these dtype kinds."""
+    try:
+        array = xp.asarray(result)
+    except (TypeError, ValueError) as error:  # a ragged list
+        raise problem_with(name, TypeError, got=str(error), expected="an array") from None
+    if array.dtype.kind not in kinds:
+        raise problem_with(
+            name, TypeError, got=f"an array of dtype {array.dtype}",
+            expected="booleans" if kinds == "b" else "numbers",
+        )  # fmt: skip
+    try:
+        return xp.broadcast_to(array, shape)
+    except ValueError:
+        raise problem_with(
+            name, ValueError, got=f"an array of shape {array.shape}",
+            expected=f"one that broadcasts to {shape}, entry by entry",
+        ) from None  # fmt: skip
+
+
 def _require_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise problem_with(name, TypeError, got=type(value).__name__, expected="an expression")
     if not value.strip():
-        raise problem_with(name, ValueError, got=repr(value), expected="an expression")
+        raise problem_with(name, ValueError, got=shown(value), expected="an expression")
+    spliced = value.replace("\\\r\n", "").replace("\\\n", "")
+    if any(wrong in spliced for wrong in ("#", "%:", "??=", "\0")):
+        raise problem_with(
+            name, ValueError, got=shown(value),
+            expected="an expression, without #include or another line for the preprocessor",
+        )  # fmt: skip
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise problem_with(
+            name, ValueError, got=shown(value), expected="an expression in Unicode"
+        ) from None
 
 
 def _require_callable(name: str, value: Any) -> None:

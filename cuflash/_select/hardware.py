@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._kernels.config import RESERVED_SMEM
 
 _KIB = 1024
@@ -108,7 +108,7 @@ def typical(arch: str) -> Hardware:
     plain = arch.removesuffix("a") if isinstance(arch, str) else ""
     if plain not in _LIMITS:
         raise problem_with(
-            "arch", ValueError, got=repr(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
+            "arch", ValueError, got=shown(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
         )
     name, multiprocessors, l2_bytes = _TYPICAL[plain]
     return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))

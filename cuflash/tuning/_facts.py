@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, shown
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import KernelConfig
+from cuflash._problem.options import integer_value, is_integer
 from cuflash._select.hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Failure, ask_many
@@ -57,8 +58,12 @@ def compile_all(
     Into the folder ``shared``, where there is one, everything is compiled anew. An ImportError that
     names the extras where nothing can be compiled.
     """
-    if processes is not None and processes < 1:
-        raise problem_with("processes", ValueError, got=processes, expected="a positive int")
+    if processes is not None:
+        if not is_integer(processes):
+            raise problem_with("processes", TypeError, got=shown(processes), expected="an int")
+        processes = integer_value("processes", processes, "an int")
+        if processes < 1:
+            raise problem_with("processes", ValueError, got=processes, expected="a positive int")
     compiler_id.version()
     ordered = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}

@@ -100,6 +100,8 @@ def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:
             )  # fmt: skip
         if not isinstance(value, int):
             raise problem_with(name, ValueError, got=repr(value), expected="an int")
+        if isinstance(getattr(config, name), bool) and value not in (0, 1):
+            raise problem_with(name, ValueError, got=repr(value), expected="0 or 1")
     return with_values(config, values)
 
 
