@@ -51,8 +51,7 @@ def forward(
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block = q[entry][..., rows, :].astype(dtype, copy=False)
             shape = q_block.shape[:-1]
-            sink = -np.inf if scores.sink is None else scores.sink
-            row_max = np.broadcast_to(np.asarray(sink, dtype), shape)
+            row_max = np.full(shape, scores.sink(rows), dtype)
             row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             acc = np.zeros((*shape, problem.head_dim_v), dtype)
             for tile, seen in _tiles(scores, rows, problem.seqlen_k):
@@ -130,10 +129,13 @@ def backward(
                 a[entry][..., rows, :].astype(dtype, copy=False) for a in (q, dout, out)
             )
             lse_block = lse[entry][..., rows]
-            empty = np.isneginf(lse_block)
+            # Of a row that is no query nothing is read, whatever it holds.
+            empty = np.isneginf(lse_block) | ~scores.are_queries(rows)
             # dout of a row that sees nothing is not read; with a sink only its out = 0 tells.
             if empty.any():
-                dout_block = np.where(empty[..., None], 0, dout_block)
+                dout_block, out_block = (
+                    np.where(empty[..., None], 0, a) for a in (dout_block, out_block)
+                )
             delta = np.where(out_block == 0, 0, dout_block * out_block).sum(-1)
             if dlse is not None:
                 delta -= np.where(empty, 0, dlse[entry][..., rows])
@@ -177,8 +179,8 @@ def backward(
                     add("v", entry, part, tile.cols, everything)
             if "q" in sums:
                 add("q", entry, dq, rows, everything)
-            if "sink" in sums and scores.sink is not None:
-                share = np.where(empty, 0, np.exp(scores.sink - lse_block))
+            if "sink" in sums:
+                share = np.where(empty, 0, np.exp(scores.sink(rows) - lse_block))
                 add("sink", entry, -(share * delta).sum(-1))
     for name, view in results.items():
         view[...] = sums[name]

@@ -334,11 +334,12 @@ def backward(
             plan = _remember(_backward_plans, key, BackwardPlan(problem, steps, one_pass))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
-        ends = held.get("cu_seqlens_q")
+        ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
         for name, own in plans.items():
             _score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
         if "sink" in gradients:
-            _score_gradients.write_sink(problem, rows, lse, held["sink"], gradients["sink"], ends)
+            own = held["sink"], gradients["sink"]
+            _score_gradients.write_sink(problem, rows, lse, *own, lengths, ends)
     del held  # no sooner: another thread could be given its memory on this stream
     return plan if given == (id(dout), id(out), id(lse)) else None
 

@@ -202,7 +202,7 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
   if (writes_lse && params.lse != nullptr && lane_index() == 0) {
     params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row] =
-        row_sum == 0 ? score.sink(entry) : end.lse;
+        row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   }
 }
 

@@ -226,7 +226,7 @@ __device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& 
   }
 }
 
-// out and lse of a row; one that saw nothing becomes +0 and the sink, or -inf. Returns whether they
+// out and lse of a row; one that saw nothing becomes +0 and lse_without_keys. Returns whether they
 // are not to be relied on.
 __device__ __forceinline__ bool store(const ForwardParams& params, const Work& work,
                                       const Score& score, const Row& row, int q_idx) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ bool store(const ForwardParams& params, const Work& w
   if (params.lse != nullptr) {
     const int64_t offset = work.entry * params.lse_layout.batch;
     params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
-        hidden ? score.sink(work.entry) : end.lse;
+        hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
   }
   return q_idx < score.seqlen.q &&
          is_unsure(score, score.reference(row.all.maximum), row.all.weights);
