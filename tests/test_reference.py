@@ -371,7 +371,7 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
                 if not hidden:
                     scores.append(score)
                     values.append(vector(call.v, kv, n) / (1 - p) if kept[(*index, m, n)] else 0)
-            sink = float(entry(options.get("sink", -inf), index))
+            sink = float(entry(options.get("sink", -inf), index)) if m < q_length else -inf
             if scores or sink > -inf:
                 top = max([*scores, sink])
                 weights = [exp(s - top) for s in scores]

@@ -151,7 +151,6 @@ def by_kernels_on_the_host(
     [
         ("float16", (24, 40), "causal", "80", False),
         ("float32", (72, 24), "window", "80", True),
-        ("float32", (180, 40), "everything", "80", False),
         ("float32", (3, 5), "everything", "80", True),
         ("float64", (24, 24), "dropout", "80", False),
         ("float32", (24, 24), "causal", "75", True),
