@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
@@ -245,6 +246,41 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
         gradients.append((results.dq, results.dk, results.dv))
     np.testing.assert_array_equal(*gradients)
     assert not gradients[0][0][2].any()
+
+
+def every_function(dtype):
+    """Call every public function that computes, with values that overflow and underflow."""
+    largest, tiny = float(finfo(dtype).max), float(finfo(dtype).smallest_subnormal)
+    values = [largest, -largest, tiny, 0.0, 1.0, -0.125]
+    rng = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        q, k, v, dout = rng.choice(values, (4, 9, 5)).astype(dtype)
+    chosen = cuflash.Options(
+        sink=np.array(1e-300), bias=rng.choice([1e300, 1e-300, 0.0, -np.inf], (9, 9)),
+        alibi_slopes=np.array(1e-200), softcap=1e30, dropout=0.25, seed=1,
+    )  # fmt: skip
+    wrt = ("q", "k", "v", "bias", "sink", "alibi_slopes", "scale")
+    ends = np.array([0, 4, 9])
+    result = cuflash.attention(q, k, v, options=chosen, return_lse=True)
+    rest = (dout, q, k, v, *result)
+    dlse = dout[:, 0].astype(result.lse.dtype)
+    cuflash.attention_backward(*rest, dlse=dlse, wrt=wrt, options=chosen)
+    result = cuflash.attention_varlen(q, k, v, ends, ends, options=chosen, return_lse=True)
+    rest = (dout, q, k, v, *result, ends, ends)
+    cuflash.attention_varlen_backward(*rest, dlse=dlse, wrt=wrt, options=chosen)
+    whole = cuflash.Options(sink=chosen.sink, bias=chosen.bias)
+    lse = cuflash.logsumexp(q, k, options=whole)
+    cuflash.logsumexp_backward(dlse, q, k, lse, options=whole)
+    cuflash.weights(q, k, lse.astype(np.float64) + 1e-300, rows=slice(None), options=whole)
+    outs, lses = np.stack([v, dout]), np.stack([v, dout])[..., 0].astype(lse.dtype)
+    cuflash.merge(outs, lses)
+    cuflash.merge_backward(dout, outs, lses, dlse=dlse)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
+def test_nothing_depends_on_how_numpy_treats_floating_point_errors(dtype):
+    with np.errstate(all="raise"):
+        every_function(dtype)
 
 
 def test_invisible_blocks_are_skipped():
