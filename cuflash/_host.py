@@ -189,12 +189,15 @@ def backward(
 def _product(a: Array, b: Array, seen: Array | None, finite: bool) -> Array:
     """``a @ b`` with ``a`` 0 outside ``seen`` (None: all is seen).
 
-    A non-finite element of ``b`` reaches exactly the rows that see it.
+    A non-finite element of ``b`` makes NaN of exactly the rows that see it.
     """
-    if finite or seen is None:
+    if finite:
         return np.matmul(a, b)
     b_finite = np.isfinite(b)
-    poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
+    if seen is None:
+        poisoned = ~b_finite.all(-2, keepdims=True)
+    else:
+        poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
     return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
 
 

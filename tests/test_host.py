@@ -248,6 +248,22 @@ def test_dout_of_a_row_that_a_formula_hides_is_not_read(module, sink):
     assert not gradients[0][0][2].any()
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_is_nan_wherever_it_is_seen(value):
+    """In tiles that are full, in masked ones, and where its weight is 0."""
+    q, k, v = normal(1, 600, 8)
+    q, v = q[:, :300], v.copy()
+    v[:, 100, 2] = v[:, 550, 5] = value
+    k[:, 100] *= 1e3  # many a row gives all its weight to another key, or to this one
+    out = cuflash.attention(q, k, v, causal=True)
+    truth = reference.attention(q, k, v, causal=True)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
+    assert np.isfinite(out[~np.isnan(out)]).all()
+    sees = np.arange(300) + 300 >= 550
+    assert np.isnan(out[0, :, 2]).all()
+    np.testing.assert_array_equal(np.isnan(out[0, :, 5]), sees)
+
+
 def every_function(dtype):
     """Call every public function that computes, with values that overflow and underflow."""
     largest, tiny = float(finfo(dtype).max), float(finfo(dtype).smallest_subnormal)
