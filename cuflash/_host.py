@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cuflash import _philox
 from cuflash._arrays import Array
 from cuflash._options import Options
 from cuflash._problem import Problem, canonical_view, gradient_operand
@@ -47,6 +48,7 @@ def forward(
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
         k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
+        v_entry, unit = _within_range(v_entry, options.dropout)
         finite = bool(np.isfinite(v_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block = q[entry][..., rows, :].astype(dtype, copy=False)
@@ -71,7 +73,7 @@ def forward(
                 acc += _product(p, v_entry[..., tile.cols, :], seen, finite)
                 row_max = highest
             empty = row_sum == 0
-            acc /= np.where(empty, 1, row_sum)[..., None]
+            acc /= np.where(empty, 1, row_sum)[..., None] * unit
             out[entry][..., rows, :] = acc
             lse[entry][..., rows] = np.where(
                 empty, -np.inf, np.log(row_sum) + np.where(empty, 0, row_max)
@@ -184,6 +186,15 @@ def backward(
                 add("sink", entry, -(share * delta).sum(-1))
     for name, view in results.items():
         view[...] = sums[name]
+
+
+def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:
+    """Values in powers of two, by column, of which no sum over keys overflows, and those powers."""
+    most = max(v.shape[-2], 1) * max(_philox.kept_scale(dropout), 1.0)
+    largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
+    overflows = largest > np.finfo(v.dtype).max / (2 * most)
+    unit = np.where(overflows, 0.5 ** math.ceil(math.log2(2 * most)), 1).astype(v.dtype)
+    return v * unit if overflows.any() else v, unit
 
 
 def _product(a: Array, b: Array, seen: Array | None, finite: bool) -> Array:

@@ -264,6 +264,32 @@ def test_a_value_that_is_not_finite_is_nan_wherever_it_is_seen(value):
     np.testing.assert_array_equal(np.isnan(out[0, :, 5]), sees)
 
 
+def large_values(dtype, rows, width, width_v, **options):
+    """Values of which sums overflow and means do not, and small ones beside them."""
+    q, k = np.zeros((2, rows, width), dtype)
+    v, largest = np.zeros((rows, width_v)), float(finfo(dtype).max)
+    v[:, 0], v[:, 1] = 0.4 * largest, -0.4 * largest
+    v[:, 2], v[: rows // 2, 3] = float(finfo(dtype).tiny), 1
+    v[-rows // 8 :, 3] = 0.4 * largest
+    options["causal"] = True
+    return Call(q, k, v.astype(dtype), np.zeros((rows, width_v), dtype), options=options, wrt=())
+
+
+def check_large_values(call, out):
+    exact = [a.astype(np.longdouble) for a in (call.q, call.k, call.v)]
+    truth = reference.attention(*exact, dtype=np.longdouble, **call.options)
+    # A mean of equal numbers, of which every step rounds three times, rounded to the dtype.
+    bound = 3 * len(call.k) * np.finfo(call.lse_dtype).eps + float(finfo(call.dtype).eps)
+    assert (np.abs(out.astype(np.longdouble) - truth) <= bound * np.abs(truth)).all()
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "seed": 2}], ids=str)
+def test_sums_of_values_stay_within_the_range(dtype, options):
+    call = large_values(dtype, 700, 4, 4, **options)
+    check_large_values(call, cuflash.attention(call.q, call.k, call.v, **call.options))
+
+
 def every_function(dtype):
     """Call every public function that computes, with values that overflow and underflow."""
     largest, tiny = float(finfo(dtype).max), float(finfo(dtype).smallest_subnormal)
