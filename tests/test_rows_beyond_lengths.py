@@ -6,6 +6,7 @@ gradient. Arrays have blocks that are full, some of them beyond a length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import cuflash
 from cuflash._packing import describe_packed
 from cuflash._problem import describe
 from support.budget import Budget
+from support.memory import Placement
 from support.problems import DTYPES, Call, Results, make_call, packed, run, unpacked
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -103,7 +105,7 @@ def check(
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_on_a_cpu(dtype: str, position: str, sink: bool, is_packed: bool) -> None:
     call = call_of(dtype, (8, 5), position, sizes=(70, 90), sink=sink)
-    check(call, lambda *a, **b: run(np, *a, **b), is_packed=is_packed)
+    check(call, functools.partial(run, np), is_packed=is_packed)
 
 
 def by_kernels_on_the_host(
@@ -164,3 +166,53 @@ def test_kernels_on_the_host(
     call = call_of(dtype, head_dims, position, sizes=(100, 140))
     with host_device(tmp_path, capability):
         check(call, by_kernels_on_the_host, is_packed=is_packed, left_overs=(np.nan, 3.0))
+
+
+#: Beside whole tiles head sizes between them, which other kernels serve; k and v of batch axes of
+#: their own, shared, or in strides that are odd.
+WIDTHS = ((40, 40), (64, 64), (72, 72), (80, 96), (112, 112), (128, 128), (160, 160), (176, 176),
+          (192, 128), (256, 256))  # fmt: skip
+FORMS = ("own", "shared", "repeated", "room between rows", "odd")
+
+
+def in_form(call: Call, form: str) -> Call:
+    """The call with k, v and their gradients laid out so."""
+    ndim = call.k.ndim
+    order, plain = tuple(range(ndim)), (False,) * ndim
+    zeros = (form == "repeated", *plain[1:])
+    width = {"room between rows": 2, "odd": 3}.get(form, 1)
+    gaps = (1, 1, width, 2 if form == "odd" else 1)
+    given = Placement(order, gaps, plain, zeros, lead=1 if form == "odd" else 64)
+    changes: dict[str, Any] = {}
+    if form == "repeated":
+        changes = {n: np.repeat(call.array(n)[:1], 2, 0) for n in ("k", "v")}
+    results = Placement(order, gaps, plain, plain, lead=given.lead)
+    placements = {"k": given, "v": given, "dk": results, "dv": results}
+    return call.but(**changes, placements=placements)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("number", "head_dims"), list(enumerate(WIDTHS)), ids=str)
+@pytest.mark.parametrize("form", (*FORMS, "packed"))
+def test_on_a_gpu(form: str, number: int, head_dims: tuple[int, int]) -> None:
+    """Every form and head size; positions and dtypes take turns."""
+    import cupy
+
+    turn = number + (*FORMS, "packed").index(form)
+    dtype = ("float16", "bfloat16", "float16", "bfloat16", "float32", "float64")[turn % 6]
+    position = list(POSITIONS)[turn % len(POSITIONS)]
+    call = call_of(dtype, head_dims, position, shared=(1, 2) if form == "shared" else (2, 2))
+    is_packed = form == "packed"
+    check(
+        call if is_packed else in_form(call, form),
+        functools.partial(run, cupy),
+        is_packed=is_packed,
+    )
+
+
+@pytest.mark.usefixtures("small_host_tiles")
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_on_a_cpu(form: str) -> None:
+    shared = (1, 2) if form == "shared" else (2, 2)
+    call = call_of("float32", (8, 5), "window", sizes=(70, 90), shared=shared)
+    check(in_form(call, form), functools.partial(run, np))
