@@ -338,8 +338,9 @@ def backward(
         for name, own in plans.items():
             _score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
         if "sink" in gradients:
-            own = held["sink"], gradients["sink"]
-            _score_gradients.write_sink(problem, rows, lse, *own, lengths, ends)
+            _score_gradients.write_sink(
+                problem, rows, lse, held["sink"], gradients["sink"], lengths, ends
+            )
     del held  # no sooner: another thread could be given its memory on this stream
     return plan if given == (id(dout), id(out), id(lse)) else None
 

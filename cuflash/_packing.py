@@ -11,8 +11,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cuflash._arrays import Array
 from cuflash._errors import problem_with
 from cuflash._options import OPTION_NAMES, Options, signature

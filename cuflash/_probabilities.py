@@ -61,7 +61,8 @@ def logsumexp(
     Returns
     -------
     array, batch + (m,)
-        float32 (float64 for float64); -inf for a query that sees no key.
+        float32 (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows
+        beyond ``q_lengths``, which are no queries.
 
     Raises
     ------

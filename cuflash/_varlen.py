@@ -401,4 +401,3 @@ def _own_options(whole: Problem, options: Options, s: Sequence) -> Options:
     if "segment_ids_q" in own:
         own["segment_ids"] = (own.pop("segment_ids_q"), own.pop("segment_ids_k"))
     return replace(options, **own) if own else options
-

@@ -90,8 +90,8 @@ def check(
 
     for value in left_overs:
         inputs = {n: left(getattr(call, n), beyond, value) for n in ("q", "dout", "dlse")}
-        saved = (left(a, beyond_as_run, value) for a in (result.lse, result.out))
-        again = compute(as_run(call.but(**inputs)), **dict(zip(("lse", "saved_out"), saved)))
+        lse, out = (left(a, beyond_as_run, value) for a in (result.lse, result.out))
+        again = compute(as_run(call.but(**inputs)), lse=lse, saved_out=out)
         np.testing.assert_array_equal(again.out, result.out)
         np.testing.assert_array_equal(again.lse, result.lse)
         for name, gradient in result.gradients.items():
@@ -140,9 +140,7 @@ def by_kernels_on_the_host(
         for n in call.wrt
     }
     dlse = None if call.dlse is None else on_device(call.dlse)
-    _launch.backward(
-        problem, dout, q, k, v, *saved, dlse, options, gradients, cu_seqlens=ends
-    )
+    _launch.backward(problem, dout, q, k, v, *saved, dlse, options, gradients, cu_seqlens=ends)
     plain = {name: np.asarray(gradient) for name, gradient in gradients.items()}
     return Results(np.asarray(out), np.asarray(own_lse), plain)
 
@@ -193,7 +191,7 @@ def in_form(call: Call, form: str) -> Call:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("number", "head_dims"), list(enumerate(WIDTHS)), ids=str)
-@pytest.mark.parametrize("form", (*FORMS, "packed"))
+@pytest.mark.parametrize("form", [*FORMS, "packed"])
 def test_on_a_gpu(form: str, number: int, head_dims: tuple[int, int]) -> None:
     """Every form and head size; positions and dtypes take turns."""
     import cupy

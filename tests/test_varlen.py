@@ -68,9 +68,7 @@ SHAPES = (
 def check_against_the_definition(rng, q, k, v, ends_q, ends_k, chosen, on_device=lambda a: a):
     """A padded batch: a law that no tile or slice knows; with every gradient."""
     given = (q, k, v, ends_q, ends_k)
-    options = {
-        name: value for name in OPTION_NAMES if (value := getattr(chosen, name)) is not None
-    }
+    options = {name: value for name in OPTION_NAMES if (value := getattr(chosen, name)) is not None}
     placed = {name: on_device(value) for name, value in options.items()}
     packed = [on_device(a) for a in given]
     ours = cuflash.attention_varlen(*packed, return_lse=True, **placed)

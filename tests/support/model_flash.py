@@ -31,7 +31,8 @@ class Expanded:
 
     q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
     bias, distance (what a slope multiplies), visible and kept (batch, m, n), slopes (batch, 1, 1),
-    sink (batch, m, 1), -inf where there is none or no query. Dropout multiplies a kept weight by kept_scale.
+    sink (batch, m, 1), -inf where there is none or no query. Dropout multiplies a kept weight by
+    kept_scale.
     A formula makes sign * score + shift (batch, m, n) of a score, with a sign of 1 or -1.
     Rows that see a non-finite value are not compared, so 0 serves.
     """
