@@ -127,8 +127,9 @@ def write_sink(
     shares = cupy.exp(of_rows(score) - lse) * delta
     if problem.q_length_value is not None:
         shares = cupy.where(places < problem.q_length_value, shares, 0)
-    if lengths is not None:
-        shares = cupy.where(places < of_rows(_canonical(problem, lengths, ())[1]), shares, 0)
+    if lengths is not None and problem.q_lengths is not None:
+        own = of_rows(canonical_view(lengths, problem.q_lengths))  # it may be a copy of few numbers
+        shares = cupy.where(places < own, shares, 0)
     sums = -shares.sum(-1) if ends is None else of_sequences(-shares, ends)
     view[...] = _added(sums, operand.summed)
 
