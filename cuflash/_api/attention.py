@@ -117,10 +117,12 @@ def attention(
     Returns
     -------
     out : array, batch + (m, d_v)
-        In the dtype of the inputs. A query that sees no key gives 0.
+        In the dtype of the inputs. A query that sees no key gives 0, and so do rows beyond
+        ``q_lengths``.
     lse : array, batch + (m,)
         Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
-        (float64 for float64); -inf for a query that sees no key.
+        (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows beyond
+        ``q_lengths``, which are no queries.
 
     Raises
     ------
@@ -141,6 +143,10 @@ def attention(
 
     ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
     (Dao 2023, algorithm 1).
+
+    A NaN or an infinity in a key or a value makes exactly the rows that see it non-finite: which
+    of the two they become is not specified. Means of values near the end of the range are finite;
+    gradients are where products ``dout . v`` are.
 
     Examples
     --------
@@ -216,7 +222,7 @@ def attention_backward(
     ----------
     dout : array, batch + (m, d_v)
         Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
-        queries that see no key are not read.
+        queries that see no key are not read, nor are rows beyond ``q_lengths``, of any argument.
     q, k, v : array
         As given to :func:`attention`.
     out : array, batch + (m, d_v)
