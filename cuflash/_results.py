@@ -17,6 +17,7 @@ class AttentionResult(NamedTuple):
         Weighted values, in the caller's axes order.
     lse : array, batch + (m,)
         Natural logarithm of the sum of exp of the final scores; float32 (float64 for float64).
+        For a query that sees no key -inf, or the sink; -inf in rows beyond ``q_lengths``.
     """
 
     out: Array

@@ -11,7 +11,8 @@ A score is made in this order::
 
 and ``out = dropout(softmax(score)) v``, ``lse = log(sum(exp(score)))`` over the visible keys of a
 row and its sink, a score without a value. A row that sees nothing has out = 0, lse = -inf (or the
-sink) and takes no part in any gradient but that of lse with respect to the sink.
+sink) and takes no part in any gradient but that of lse with respect to the sink. Rows beyond
+``q_lengths`` are no queries, and have no sink: out = 0, lse = -inf, no gradient to anything.
 
 A key or value that a row cannot see has no effect on that row, whatever it holds: the products
 below read an operand only where it is seen, so that 0 * NaN does not arise.
@@ -410,9 +411,11 @@ def _kept(options: Options, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _sink(options: Options, score: Array, dtype: Any) -> Array:
-    """The sink of each row, batch + (m,); -inf is none."""
+    """The sink of each row, batch + (m,); -inf is none, as in rows that are no queries."""
     sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(dtype)
-    return np.broadcast_to(sink[..., None], score.shape[:-1])
+    *batch, seqlen_q, _ = score.shape
+    lengths = _per_entry(options.q_lengths, seqlen_q, tuple(batch))[..., 0]
+    return np.where(np.arange(seqlen_q) < lengths, sink[..., None], -np.inf)
 
 
 def _of_one_ndim(*arrays: Array) -> list[Array]:

@@ -204,7 +204,6 @@ struct Consumer {
   }
 
  private:
-  // A row past the end has no probabilities.
   __device__ __forceinline__ void read_statistics(const BatchIndex& entry, const Seqlen& seqlen,
                                                   int first_row) {
     const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
@@ -212,7 +211,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = row + 8 * half;
-      rows[half] = q_idx < seqlen.rows_q ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+      rows[half] = seqlen.statistics(from, q_idx);
     }
   }
 

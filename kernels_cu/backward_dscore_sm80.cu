@@ -122,8 +122,7 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane_row + 16 * s + 8 * half;
-      RowStatistics row{infinity(), 0};
-      if (q_idx < score.seqlen.q) row = statistics[q_idx];
+      RowStatistics row = score.seqlen.statistics(statistics, q_idx);
       if (is_quiet_nan(row.lse)) {
         any_far = true;
         row.lse = infinity();

@@ -32,7 +32,7 @@ struct Work {
   }
 };
 
-// The statistics of this lane's rows; a row past the end has no probabilities.
+// The statistics of this lane's rows.
 template <int slices>
 __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
                                                 const BackwardParams& params,
@@ -44,7 +44,7 @@ __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = first_row + fragment_row(s, 2 * half);
-      rows[s][half] = q_idx < seqlen.q ? from[q_idx] : RowStatistics{infinity(), 0};
+      rows[s][half] = seqlen.statistics(from, q_idx);
     }
   }
 }

@@ -191,18 +191,22 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
     const Real shift = new_max == -infinity() ? 0 : new_max;
     const Real rescale = power_of_two((row_max - shift) * log2_e);
     const Real p = power_of_two((logit - shift) * log2_e);
+    const Real new_sum = row_sum * rescale + p;
     row_max = new_max;
-    row_sum = row_sum * rescale + p;
+    if (warp_agrees(new_sum == 0)) continue;  // a formula hid all pairs so far
+    // Of large values the mean is within the range, and not their sum.
+    const Real share = row_sum * rescale / new_sum;
+    row_sum = new_sum;
 #pragma unroll
-    for (int i = 0; i < VColumns::count; ++i) o.value[i] *= rescale;
-    o.add(keeps_pair(score, q_idx, kv_idx) ? p : 0, v);
+    for (int i = 0; i < VColumns::count; ++i) o.value[i] *= share;
+    o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  const Real factor = kept_scale(params.score) * end.weight / end.sum;
+  const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
   if (writes_lse && params.lse != nullptr && lane_index() == 0) {
     params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row] =
-        row_sum == 0 ? score.sink(entry) : end.lse;
+        row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   }
 }
 

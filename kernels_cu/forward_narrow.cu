@@ -226,8 +226,8 @@ __device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& 
   }
 }
 
-// out and lse of a row; one that saw nothing becomes +0 and the sink, or -inf. Returns whether they
-// are not to be relied on.
+// out and lse of a row; one that saw nothing becomes +0 and lse_without_keys. Returns whether they
+// are not to be relied on: sums of large values may be infinite where their mean is not.
 __device__ __forceinline__ bool store(const ForwardParams& params, const Work& work,
                                       const Score& score, const Row& row, int q_idx) {
   if (q_idx >= score.seqlen.rows_q) return false;
@@ -237,18 +237,20 @@ __device__ __forceinline__ bool store(const ForwardParams& params, const Work& w
   const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
                       Config::head_dim_v);
   const Real factor = kept_scale(params.score) * end.weight / end.sum;
+  bool overflowed = false;
 #pragma unroll
   for (int i = 0; i < width_v; ++i) {
+    overflowed |= fabs(row.all.o[i]) == infinity();
     out.data[q_idx * out.row_stride + i * out.column_stride] =
         out.rounded(hidden ? 0 : row.all.o[i] * factor);
   }
   if (params.lse != nullptr) {
     const int64_t offset = work.entry * params.lse_layout.batch;
     params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
-        hidden ? score.sink(work.entry) : end.lse;
+        hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
   }
   return q_idx < score.seqlen.q &&
-         is_unsure(score, score.reference(row.all.maximum), row.all.weights);
+         (overflowed || is_unsure(score, score.reference(row.all.maximum), row.all.weights));
 }
 
 }  // namespace cuflash

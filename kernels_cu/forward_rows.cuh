@@ -58,8 +58,8 @@ struct Work {
   }
 };
 
-// out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and the sink, or
-// -inf.
+// out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and
+// lse_without_keys.
 template <int slices, int out_tiles>
 __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp,
                                            WarpSoftmax<slices>& softmax,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp
       const bool has_lse = params.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
       if (has_lse && lane_index() % 4 == 0) {
         params.lse[lse_offset + q_idx * params.lse_layout.row] =
-            hidden ? score.sink(work.entry) : end.lse;
+            hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
       }
     }
   }

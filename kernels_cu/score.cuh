@@ -427,6 +427,11 @@ struct Score {
     }
   }
 
+  // lse of a row without keys: the sink's score. A row beyond the length is no query, and has none.
+  __device__ __forceinline__ Real lse_without_keys(const BatchIndex& entry, int q_idx) const {
+    return q_idx < seqlen.q ? sink(entry) : -infinity();
+  }
+
   // The sink as a reference.
   __device__ __forceinline__ Real sink_reference(const BatchIndex& entry) const {
     return Config::scale_in_exponent ? sink(entry) * log2_e : sink(entry);

@@ -1,4 +1,5 @@
-// How long the sequences of one batch entry are, and which diagonal is its causal one.
+// How long the sequences of one batch entry are, what that makes of rows beyond, and which diagonal
+// is its causal one.
 #pragma once
 
 #include "numeric.cuh"
@@ -48,6 +49,12 @@ struct Seqlen {
       constexpr Dtype dtype = Config::offset == Offset::int32 ? Dtype::int32 : Dtype::int64;
       offset = read_integer<dtype>(params.offset, entry * params.offset_strides);
     }
+  }
+
+  // What the gradient has to know of one row of this entry, of those in `rows`. A row beyond the
+  // length is no query: whatever is said of it, its probabilities are zero.
+  __device__ __forceinline__ RowStatistics statistics(const RowStatistics* rows, int q_idx) const {
+    return q_idx < q ? rows[q_idx] : RowStatistics{infinity(), 0};
   }
 };
 

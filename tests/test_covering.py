@@ -57,7 +57,8 @@ def test_row(number: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_row_on_a_gpu(number: int) -> None:
+    """Of sequences with blocks that are full, and lengths beyond which there are whole ones."""
     import cupy
 
-    call = covering.call_of(ROWS[number], number)
+    call = covering.call_of(ROWS[number], number, times=8)
     check(call, run(cupy, call, with_out=bool(number % 2)))

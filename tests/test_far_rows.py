@@ -18,9 +18,11 @@ from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
-from support.problems import FIELDS, Call, make_call, run
+from support.problems import DTYPES, FIELDS, Call, make_call, run
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
+
+import test_host
 
 from support.host_device import COMPILER, host_device
 
@@ -193,6 +195,20 @@ def test_equal_keys_share_a_far_row(compute: Compute, dtype: str) -> None:
     assert (np.isin(p[far], (0, 0.5))).all()
     unit = float(np.finfo(dtype).eps)
     np.testing.assert_allclose(out[far], (p @ call.v)[far], rtol=4 * unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [("float32", (24, 24)), ("float32", (3, 5)), ("float64", (24, 40)), ("bfloat16", (64, 64))],
+    ids=str,
+)
+def test_sums_of_values_stay_within_the_range(
+    compute: Compute, dtype: str, widths: tuple[int, int]
+) -> None:
+    """A mean is, and the row that is not finite is computed again, pair by pair."""
+    options = {"sink": np.array(-1.0)} if dtype == "float32" else {}
+    call = test_host.large_values(DTYPES[dtype], 100, *widths, **options)
+    test_host.check_large_values(call, compute(call)[0])
 
 
 @pytest.mark.parametrize("option", ["bias", "sink"])

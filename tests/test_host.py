@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
@@ -362,6 +363,83 @@ def test_a_sink_of_minus_infinity_is_none():
         np.testing.assert_array_equal(found[name][0], plain[name][0], name)
     assert found["sink"][0] == 0
     assert found["sink"][1] != 0
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_is_nan_wherever_it_is_seen(value):
+    """In tiles that are full, in masked ones, and where its weight is 0."""
+    q, k, v = normal(1, 600, 8)
+    q, v = q[:, :300], v.copy()
+    v[:, 100, 2] = v[:, 550, 5] = value
+    k[:, 100] *= 1e3  # many a row gives all its weight to another key, or to this one
+    out = cuflash.attention(q, k, v, causal=True)
+    truth = reference.attention(q, k, v, causal=True)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(truth))
+    assert np.isfinite(out[~np.isnan(out)]).all()
+    sees = np.arange(300) + 300 >= 550
+    assert np.isnan(out[0, :, 2]).all()
+    np.testing.assert_array_equal(np.isnan(out[0, :, 5]), sees)
+
+
+def large_values(dtype, rows, width, width_v, **options):
+    """Values of which sums overflow and means do not, and small ones beside them."""
+    q, k = np.zeros((2, rows, width), dtype)
+    v, largest = np.zeros((rows, width_v)), float(finfo(dtype).max)
+    v[:, 0], v[:, 1] = 0.4 * largest, -0.4 * largest
+    v[:, 2], v[: rows // 2, 3] = float(finfo(dtype).tiny), 1
+    v[-rows // 8 :, 3] = 0.4 * largest
+    options["causal"] = True
+    return Call(q, k, v.astype(dtype), np.zeros((rows, width_v), dtype), options=options, wrt=())
+
+
+def check_large_values(call, out):
+    exact = [a.astype(np.longdouble) for a in (call.q, call.k, call.v)]
+    truth = reference.attention(*exact, dtype=np.longdouble, **call.options)
+    # A mean of equal numbers, of which every step rounds three times, rounded to the dtype.
+    bound = 3 * len(call.k) * np.finfo(call.lse_dtype).eps + float(finfo(call.dtype).eps)
+    assert (np.abs(out.astype(np.longdouble) - truth) <= bound * np.abs(truth)).all()
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "seed": 2}], ids=str)
+def test_sums_of_values_stay_within_the_range(dtype, options):
+    call = large_values(dtype, 700, 4, 4, **options)
+    check_large_values(call, cuflash.attention(call.q, call.k, call.v, **call.options))
+
+
+def every_function(dtype):
+    """Call every public function that computes, with values that overflow and underflow."""
+    largest, tiny = float(finfo(dtype).max), float(finfo(dtype).smallest_subnormal)
+    values = [largest, -largest, tiny, 0.0, 1.0, -0.125]
+    rng = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        q, k, v, dout = rng.choice(values, (4, 9, 5)).astype(dtype)
+    chosen = cuflash.Options(
+        sink=np.array(1e-300), bias=rng.choice([1e300, 1e-300, 0.0, -np.inf], (9, 9)),
+        alibi_slopes=np.array(1e-200), softcap=1e30, dropout=0.25, seed=1,
+    )  # fmt: skip
+    wrt = ("q", "k", "v", "bias", "sink", "alibi_slopes", "scale")
+    ends = np.array([0, 4, 9])
+    result = cuflash.attention(q, k, v, options=chosen, return_lse=True)
+    rest = (dout, q, k, v, *result)
+    dlse = dout[:, 0].astype(result.lse.dtype)
+    cuflash.attention_backward(*rest, dlse=dlse, wrt=wrt, options=chosen)
+    result = cuflash.attention_varlen(q, k, v, ends, ends, options=chosen, return_lse=True)
+    rest = (dout, q, k, v, *result, ends, ends)
+    cuflash.attention_varlen_backward(*rest, dlse=dlse, wrt=wrt, options=chosen)
+    whole = cuflash.Options(sink=chosen.sink, bias=chosen.bias)
+    lse = cuflash.logsumexp(q, k, options=whole)
+    cuflash.logsumexp_backward(dlse, q, k, lse, options=whole)
+    cuflash.weights(q, k, lse.astype(np.float64) + 1e-300, rows=slice(None), options=whole)
+    outs, lses = np.stack([v, dout]), np.stack([v, dout])[..., 0].astype(lse.dtype)
+    cuflash.merge(outs, lses)
+    cuflash.merge_backward(dout, outs, lses, dlse=dlse)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64])
+def test_nothing_depends_on_how_numpy_treats_floating_point_errors(dtype):
+    with np.errstate(all="raise"):
+        every_function(dtype)
 
 
 def test_invisible_blocks_are_skipped():

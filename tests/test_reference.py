@@ -97,6 +97,24 @@ def test_sink_by_hand() -> None:
     np.testing.assert_allclose(lse, [log(4)], rtol=1e-15)
 
 
+def test_a_row_beyond_the_length_has_no_sink() -> None:
+    """It is no query: lse = -inf, and of dlse only the other rows' reaches the sink."""
+    q, k, v = column(1, 1), column(0, log(3)), column(8, 4)
+    given = {"scale": 1.0, "sink": np.array(log(4)), "q_lengths": 1}
+    out, lse = reference.attention(q, k, v, return_lse=True, **given)
+    np.testing.assert_allclose(out, column(2.5, 0), rtol=1e-15)
+    np.testing.assert_allclose(lse, [log(8), -inf], rtol=1e-15)
+    gradients = reference.attention_backward(
+        column(0, np.nan), q, k, v, dlse=np.array([1, np.nan]), wrt=("q", "v", "sink"), **given
+    )
+    np.testing.assert_allclose(gradients.dsink, 0.5, rtol=1e-15)
+    np.testing.assert_array_equal(gradients.dv, column(0, 0))
+    assert gradients.dq[1] == 0
+    with_keys = reference.logsumexp(q, k, kv_lengths=0, **given)
+    np.testing.assert_allclose(with_keys, [log(4), -inf], rtol=1e-15)
+    np.testing.assert_array_equal(reference.weights(q, k, **given)[1], [0, 0])
+
+
 def seen(rows: int, keys: int, **options: Any) -> list[str]:
     """Visibility as rows of x and ., read off scores that are all 0."""
     scores = reference.scores(np.zeros((rows, 1)), np.zeros((keys, 1)), **options)
@@ -353,7 +371,7 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
                 if not hidden:
                     scores.append(score)
                     values.append(vector(call.v, kv, n) / (1 - p) if kept[(*index, m, n)] else 0)
-            sink = float(entry(options.get("sink", -inf), index))
+            sink = float(entry(options.get("sink", -inf), index)) if m < q_length else -inf
             if scores or sink > -inf:
                 top = max([*scores, sink])
                 weights = [exp(s - top) for s in scores]

@@ -10,6 +10,8 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
+from cuflash._problem.options import OPTION_NAMES
+from cuflash._problem.packed import describe_packed
 from support import memory
 from support.budget import Budget
 from support.problems import FIELDS, Call
@@ -51,36 +53,117 @@ def options_of(rng, sequences, longest_q, longest_k):
 
 
 lengths = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4)
+#: What of (sequences, batch) options have: all, one of some axes, all but the first, the last axis,
+#: none.
+SHAPES = (
+    lambda *full: full,
+    lambda *full: (full[0], *(1 for _ in full[1:])),
+    lambda *full: (1, *full[1:]),
+    lambda *full: full[1:],
+    lambda *full: full[1:][-1:],
+    lambda *_: (),
+)
+
+
+def check_against_the_definition(rng, q, k, v, ends_q, ends_k, chosen, on_device=lambda a: a):
+    """A padded batch: a law that no tile or slice knows; with every gradient."""
+    given = (q, k, v, ends_q, ends_k)
+    options = {name: value for name in OPTION_NAMES if (value := getattr(chosen, name)) is not None}
+    placed = {name: on_device(value) for name, value in options.items()}
+    packed = [on_device(a) for a in given]
+    ours = cuflash.attention_varlen(*packed, return_lse=True, **placed)
+    exact = reference.attention_varlen(*given, options=chosen, return_lse=True)
+    dout, dlse = rng.standard_normal(exact.out.shape), rng.standard_normal(exact.lse.shape)
+    wrt = tuple(name for name in ALL if name in (*"qkv", "scale", *chosen.arrays))
+    gradients = cuflash.attention_varlen_backward(
+        on_device(dout), *packed[:3], *ours, *packed[3:], dlse=on_device(dlse), wrt=wrt, **placed
+    )
+    expected = reference.attention_varlen_backward(
+        dout, q, k, v, None, None, ends_q, ends_k, dlse=dlse, wrt=wrt, options=chosen
+    )
+    out, lse = map(memory.to_numpy, ours)
+    # float64 on both sides; at most 12 keys of scores below 3 + 4 + 12: some 100 roundings.
+    bound = 200 * np.finfo(float).eps * max(1.0, np.abs(v).max(initial=0))
+    assert np.abs(out - exact.out).max(initial=0) <= bound
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact.lse))
+    seen = ~np.isneginf(exact.lse)
+    assert np.abs(lse[seen] - exact.lse[seen]).max(initial=0) <= 20 * bound
+    for name in wrt:
+        a, b = (getattr(g, FIELDS[name]) for g in (gradients, expected))
+        a = memory.to_numpy(a)
+        assert a.shape == np.shape(b), name
+        assert np.abs(a - b).max(initial=0) <= 1000 * bound, name
 
 
 @given(seed=st.integers(0, 99), lengths=lengths, lead=st.integers(0, 2))
 def test_every_option_at_once(seed, lengths, lead):
-    """Against the definition, a padded batch: a law that no tile or slice knows."""
     lengths_q, lengths_k = zip(*lengths, strict=True)
-    rng, q, k, v, ends_q, ends_k = drawn(seed, lengths_q, lengths_k, lead)
-    chosen = cuflash.Options(**options_of(rng, len(lengths), max(lengths_q), max(lengths_k)))
-    packed = (q, k, v, ends_q, ends_k)
-    ours = cuflash.attention_varlen(*packed, options=chosen, return_lse=True)
-    exact = reference.attention_varlen(*packed, options=chosen, return_lse=True)
-    # float64 on both sides; at most 12 keys of scores below 3 + 4 + 12: some 100 roundings.
-    bound = 200 * np.finfo(float).eps * max(1.0, np.abs(v).max())
-    assert np.abs(ours.out - exact.out).max(initial=0) <= bound
-    np.testing.assert_array_equal(np.isneginf(ours.lse), np.isneginf(exact.lse))
-    seen = ~np.isneginf(exact.lse)
-    assert np.abs(ours.lse[seen] - exact.lse[seen]).max(initial=0) <= 20 * bound
+    rng, *packed = drawn(seed, lengths_q, lengths_k, lead)
+    options = options_of(rng, len(lengths), max(lengths_q), max(lengths_k))
+    options["kv_lengths"] = np.minimum(options["kv_lengths"], np.array(lengths_k)[:, None])
+    check_against_the_definition(rng, *packed, cuflash.Options(**options))
 
-    dout, dlse = rng.standard_normal(ours.out.shape), rng.standard_normal(ours.lse.shape)
-    rest = {"dlse": dlse, "wrt": ALL, "options": chosen}
-    gradients = cuflash.attention_varlen_backward(
-        dout, q, k, v, ours.out, ours.lse, ends_q, ends_k, **rest
-    )
-    expected = reference.attention_varlen_backward(
-        dout, q, k, v, None, None, ends_q, ends_k, **rest
-    )
-    for name in ("dq", "dk", "dv", "dbias", "dslopes", "dsink", "dscale"):
-        a, b = getattr(gradients, name), getattr(expected, name)
-        assert a.shape == np.shape(b), name
-        assert np.abs(a - b).max(initial=0) <= 1000 * bound, name
+
+def options_of_shapes(rng, shapes, batch, lengths):
+    """Every option with an array, each of one of the ``shapes`` of (sequences, batch)."""
+    full = (len(lengths), *batch)
+    longest = [max(n) for n in zip(*lengths, strict=True)]
+
+    def shape(name):
+        return shapes[name](*full)
+
+    def at_most(name, own):
+        """Lengths that no sequence exceeds for which they are."""
+        most = np.array(own).reshape(len(own), *(1 for _ in batch))
+        has_sequences = len(shape(name)) == len(full) and shape(name)[0] > 1
+        return rng.integers(0, (most if has_sequences else min(own)) + 1, shape(name))
+
+    core = (*shape("bias"), longest[0], 1), (*shape("mask"), 1, longest[1])
+    ids = (rng.integers(0, 2, (*shape(name), n)) for name, n in zip("qk", longest, strict=True))
+    return {
+        "causal": True,
+        "offset": rng.integers(0, 9, shape("offset")),
+        "bias": rng.standard_normal(core[0]),
+        "mask": rng.random(core[1]) > 0.2,
+        "alibi_slopes": np.asarray(rng.random(shape("alibi_slopes"))),
+        "sink": np.asarray(rng.standard_normal(shape("sink"))),
+        "segment_ids": tuple(ids),
+        "q_lengths": at_most("q_lengths", [n for n, _ in lengths]),
+        "kv_lengths": at_most("kv_lengths", [n for _, n in lengths]),
+    }
+
+
+SHAPED = ("offset", "bias", "mask", "alibi_slopes", "sink", "q", "k", "q_lengths", "kv_lengths")
+
+
+def packed_of(rng, batch, lengths):
+    ends = [np.cumsum([0, *n]) for n in zip(*lengths, strict=True)]
+    widths = zip((ends[0], ends[1], ends[1]), (6, 6, 5), strict=True)
+    return (*(rng.standard_normal((*batch, of[-1], d)) for of, d in widths), *ends)
+
+
+@given(data=st.data(), seed=st.integers(0, 99), lengths=lengths)
+def test_options_of_every_shape(data, seed, lengths):
+    rng = np.random.default_rng(seed)
+    batch = data.draw(st.sampled_from(((), (3,), (2, 3))))
+    shapes = {name: data.draw(st.sampled_from(SHAPES)) for name in SHAPED}
+    options = options_of_shapes(rng, shapes, batch, lengths)
+    present = data.draw(st.sets(st.sampled_from(list(options))))
+    options = {name: value for name, value in options.items() if name in present}
+    packed = packed_of(rng, batch, lengths)
+    check_against_the_definition(rng, *packed, cuflash.Options(**options))
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_options_of_each_shape(xp, batch, number):
+    """Each option of each shape once; one kernel serves them all on a GPU."""
+    rng = np.random.default_rng(number)
+    lengths = [(12, 9), (0, 3), (5, 12)]
+    shapes = {name: SHAPES[(number + i) % len(SHAPES)] for i, name in enumerate(SHAPED)}
+    chosen = cuflash.Options(**options_of_shapes(rng, shapes, batch, lengths))
+    packed = packed_of(rng, batch, lengths)
+    check_against_the_definition(rng, *packed, chosen, lambda value: on(xp, value))
 
 
 #: (queries, keys) of sequences: of several tiles, empty on one side or both, one row.
@@ -184,6 +267,10 @@ def check_sequences(dtype, packing, kind, attend):
 @pytest.mark.parametrize("kind", ["none", "causal", "every"])
 def test_each_sequence_is_within_the_budget_of_its_own_call(xp, dtype, packing, kind):
     def attend(arrays, ends, options, wrt):
+        options = dict(options)
+        for name, of in zip(("q_lengths", "kv_lengths"), ends, strict=True):
+            if xp is np and name in options:  # kernels cut off what a sequence has not
+                options[name] = np.minimum(options[name], np.diff(of)[:, None])
         given = {name: on(xp, value) for name, value in options.items()}
         dout, *packed, ends_q, ends_k = (on(xp, a) for a in (*arrays, *ends))
         ends = (ends_q, ends_k)
@@ -311,6 +398,15 @@ WRONG = {
         {"segment_ids": (np.array(1), np.array(1))}, ValueError, r"segment_ids_q: .*1 to 3 axes"),
     "with few slopes": (
         {"alibi_slopes": np.zeros((3, HEADS, 1))}, ValueError, "alibi_slopes: .*at most 2 axes"),
+    "with slopes of more sequences": (
+        {"alibi_slopes": np.zeros((3, HEADS))}, ValueError, r"alibi_slopes: .*2 or 1 sequences"),
+    "with a bias of more sequences": (
+        {"bias": np.zeros((3, 1, 6, 7))}, ValueError, r"bias: .*2 or 1 sequences"),
+    "with a length that a sequence has not": (
+        {"kv_lengths": 7}, ValueError, "kv_lengths: got 7, .*from 0 to 3"),
+    "with lengths of the wrong sequences": (
+        {"q_lengths": np.array([[6], [5]])}, ValueError, "q_lengths: got .*6, .*from 0 to 5"),
+    "with a length beyond any": ({"q_lengths": 10**30}, ValueError, "q_lengths: got 10{30}"),
 }  # fmt: skip
 
 
@@ -326,13 +422,24 @@ def test_wrong_packings_are_named(name):
         )
 
 
-def test_lengths_that_no_array_holds_end_nothing():
-    """An int of any size is a length, as long as it is none below 0."""
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("sink", np.zeros((3, HEADS)), r"got .*\(2, 4\) or 1"),
+        ("mask", np.ones((3, 1, 6, 7), bool), r"got .*\(2, 4\) or 1"),
+        ("q_lengths", 15, "got 15, expected a length from 0 to 14"),
+        ("kv_lengths", np.array([[5], [13]]), "got values from 5 to 13, .* from 0 to 12"),
+        ("kv_lengths", np.array([[5], [-1]]), "got values from -1 to 5, .* from 0 to 12"),
+        ("q_lengths", -1, "got -1, expected a length from 0 to 14"),
+    ],
+)
+def test_what_a_call_on_a_gpu_checks(option, value, message):
+    """Where sequences end is not read: a length may be as large as all of them together."""
     _, q, k, v, ends_q, ends_k = drawn(3, (5, 6), (7, 3), 0)
-    plain = cuflash.attention_varlen(q, k, v, ends_q, ends_k, enable_gqa=True)
-    for length in (7, 2**31, 2**63, 10**30):
-        own = cuflash.attention_varlen(q, k, v, ends_q, ends_k, kv_lengths=length, enable_gqa=True)
-        np.testing.assert_array_equal(own, plain)
+    ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+    options = cuflash.Options(enable_gqa=True, **{option: value})
+    with pytest.raises(ValueError, match=f"{option}: {message}"):
+        describe_packed(q, k, v, options, ends, axes=None, precision=None)
 
 
 @pytest.mark.parametrize(

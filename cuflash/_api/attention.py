@@ -118,10 +118,12 @@ def attention(
     Returns
     -------
     out : array, batch + (m, d_v)
-        In the dtype of the inputs. A query that sees no key gives 0.
+        In the dtype of the inputs. A query that sees no key gives 0, and so do rows beyond
+        ``q_lengths``.
     lse : array, batch + (m,)
         Only with ``return_lse``: natural logarithm of the sum of exp of the scores, float32
-        (float64 for float64); -inf for a query that sees no key.
+        (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows beyond
+        ``q_lengths``, which are no queries.
 
     Raises
     ------
@@ -150,6 +152,10 @@ def attention(
     Scores and lse are float32 (float64 for float64) and rounded at their own size: where all scores
     of a row lie near -1e9, lse has no digits left for the logarithm of the number of keys. Scores
     beyond 2e38 (1.2e308) overflow: such a row is NaN or sees nothing.
+
+    A NaN or an infinity in a key or a value makes exactly the rows that see it non-finite: which
+    of the two they become is not specified. Means of values near the end of the range are finite;
+    gradients are where products ``dout . v`` are.
 
     Examples
     --------
@@ -226,7 +232,7 @@ def attention_backward(
     ----------
     dout : array, batch + (m, d_v)
         Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
-        queries that see no key are not read.
+        queries that see no key are not read, nor are rows beyond ``q_lengths``, of any argument.
     q, k, v : array
         As given to :func:`attention`.
     out : array, batch + (m, d_v)

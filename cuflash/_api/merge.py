@@ -81,7 +81,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
             xp.promote_types(dtype, arithmetic(outs.dtype))
         )
         out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
-    return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
+        return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
 
 
 @on_own_device
@@ -141,10 +141,10 @@ def merge_backward(
         slope = (dout.astype(dtype) * apart).sum(-1) + (0 if dlse is None else dlse.astype(dtype))
         douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
         dlses = xp.where(hidden, 0, weight * slope)
-    return AttentionResult(
-        xp.moveaxis(douts.astype(outs.dtype), 0, axis),
-        xp.moveaxis(dlses.astype(lses.dtype), 0, axis),
-    )
+        return AttentionResult(
+            xp.moveaxis(douts.astype(outs.dtype), 0, axis),
+            xp.moveaxis(dlses.astype(lses.dtype), 0, axis),
+        )
 
 
 def _stacked(name: str, parts: Any, axis: int) -> Array:

@@ -70,7 +70,8 @@ def logsumexp(
     Returns
     -------
     array, batch + (m,)
-        float32 (float64 for float64); -inf for a query that sees no key.
+        float32 (float64 for float64). For a query that sees no key -inf, or the sink; -inf in rows
+        beyond ``q_lengths``, which are no queries.
 
     Raises
     ------
@@ -229,11 +230,11 @@ def weights(
     m = xp.arange(problem.seqlen_q)[_selection("rows", rows, problem.seqlen_q, xp)]
     n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
     dtype = arithmetic(problem.dtype)
-    scores = Scores(problem, chosen, (), xp)
     tile = Tile(m, n, m[:, None], n[None, :])
     q_rows = canonical_view(q, problem.q, keep_summed=True)[..., m, :].astype(dtype)
     k_cols = canonical_view(k, problem.k, keep_summed=True)[..., n, :].astype(dtype)
     with np.errstate(all="ignore"):
+        scores = Scores(problem, chosen, (), xp)
         score, _, _ = scores.logits(q_rows, k_cols, tile)
         lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
         seen = scores.visible(tile) & ~xp.isneginf(lse_rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -92,7 +91,8 @@ def attention_varlen(
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
         As in :func:`attention`, of a batch (sequences,) + batch: per-sequence values have that
         axis first, positions count from the start of a sequence, and extents (m, n) of mask and
-        bias are 1 or no less than the longest sequence.
+        bias are 1 or no less than the longest sequence. Lengths are none above that of their
+        sequence; on a GPU they are compared with all packed rows, and end where it ends.
 
     Returns
     -------
@@ -169,6 +169,7 @@ def attention_varlen(
 
 
 @on_own_device
+@np.errstate(all="ignore")
 def attention_varlen_backward(
     dout: Array,
     q: Array,
@@ -339,6 +340,8 @@ def _calls(
     whole: Problem, options: Options, sequences: tuple[Sequence, ...], **matrices: Array
 ) -> list[Call]:
     """The call of each sequence: a list, so that all are checked before anything is written."""
+    for name, array in options.arrays.items():
+        _check_axes(whole, name, array, len(sequences))
     calls = []
     for s in sequences:
         parts = {name: _part(whole, name, array, s) for name, array in matrices.items()}
@@ -358,18 +361,31 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
     return matrix[tuple(index)]
 
 
-def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
-    """View of what one sequence has of a score option's array."""
-    core = _CORES.get(name, 0)
-    most = len(whole.batch_shape) + 1 + core
+def _most_axes(whole: Problem, name: str) -> int:
+    """As many as a score option's array has with sequences, batch and core."""
+    return 1 + len(whole.batch_shape) + _CORES.get(name, 0)
+
+
+def _check_axes(whole: Problem, name: str, array: Array, sequences: int) -> None:
+    core, most = _CORES.get(name, 0), _most_axes(whole, name)
     if not core <= array.ndim <= most:
         raise problem_with(
             name, ValueError, got=f"shape {array.shape}",
             expected=f"{core} to {most} axes, sequences first" if core
             else f"at most {most} axes, sequences first",
         )  # fmt: skip
-    if array.ndim == most:
-        array = array[0 if array.shape[0] == 1 else _number(name, array, s)]
+    if array.ndim == most and array.shape[0] not in (1, sequences):
+        raise problem_with(
+            name, ValueError, got=f"shape {array.shape}",
+            expected=f"{sequences} or 1 sequences in the first axis",
+        )  # fmt: skip
+
+
+def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
+    """View of what one sequence has of a score option's array."""
+    core = _CORES.get(name, 0)
+    if array.ndim == _most_axes(whole, name):
+        array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
     lengths = {"segment_ids_q": (s.q,), "segment_ids_k": (s.k,)}.get(name, (s.q, s.k))
     for axis, part in zip(range(-core, 0), lengths, strict=False):
         extent = part.stop - part.start
@@ -385,28 +401,11 @@ def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     return array
 
 
-def _number(name: str, array: Array, s: Sequence) -> int:
-    if s.index >= array.shape[0]:
-        raise problem_with(
-            name, ValueError, got=f"{array.shape[0]} sequences", expected=f"more than {s.index}"
-        )
-    return s.index
-
-
 def _own_options(whole: Problem, options: Options, s: Sequence) -> Options:
     """The options of one sequence."""
-    own = dict(_cut(whole, options, s))
-    for name, part in (("q_lengths", s.q), ("kv_lengths", s.k)):
-        length = own.get(name, getattr(options, name))
-        if length is not None:
-            extent = part.stop - part.start
-            plain = isinstance(length, int)  # of any size
-            own[name] = min(length, extent) if plain else np.minimum(length, extent)
+    own: dict[str, Any] = {
+        name: _own_part(whole, name, array, s) for name, array in options.arrays.items()
+    }
     if "segment_ids_q" in own:
         own["segment_ids"] = (own.pop("segment_ids_q"), own.pop("segment_ids_k"))
     return replace(options, **own) if own else options
-
-
-def _cut(whole: Problem, options: Options, s: Sequence) -> Iterator[tuple[str, Any]]:
-    for name, array in options.arrays.items():
-        yield name, _own_part(whole, name, array, s)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuflash._arrays import Array
+from cuflash._host import philox
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, canonical_view, gradient_operand
@@ -51,12 +52,12 @@ def forward(
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
         k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
+        v_entry, unit = _within_range(v_entry, options.dropout)
         finite = bool(np.isfinite(v_entry).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block = q[entry][..., rows, :].astype(dtype, copy=False)
             shape = q_block.shape[:-1]
-            sink = -np.inf if scores.sink is None else scores.sink
-            row_max = np.broadcast_to(np.asarray(sink, dtype), shape)
+            row_max = np.full(shape, scores.sink(rows), dtype)
             row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
             acc = np.zeros((*shape, problem.head_dim_v), dtype)
             for tile, seen in _tiles(scores, rows, problem.seqlen_k):
@@ -76,7 +77,7 @@ def forward(
                 acc += _product(p, v_entry[..., tile.cols, :], seen, finite)
                 row_max = highest
             empty = row_sum == 0
-            acc /= np.where(empty, 1, row_sum)[..., None]
+            acc /= np.where(empty, 1, row_sum)[..., None] * unit
             out[entry][..., rows, :] = acc
             lse[entry][..., rows] = np.where(
                 empty, -np.inf, np.log(row_sum) + np.where(empty, 0, row_max)
@@ -137,10 +138,13 @@ def backward(
                 a[entry][..., rows, :].astype(dtype, copy=False) for a in (q, dout, out)
             )
             lse_block = lse[entry][..., rows]
-            empty = np.isneginf(lse_block)
+            # Of a row that is no query nothing is read, whatever it holds.
+            empty = np.isneginf(lse_block) | ~scores.are_queries(rows)
             # dout of a row that sees nothing is not read; with a sink only its out = 0 tells.
             if empty.any():
-                dout_block = np.where(empty[..., None], 0, dout_block)
+                dout_block, out_block = (
+                    np.where(empty[..., None], 0, a) for a in (dout_block, out_block)
+                )
             delta = np.where(out_block == 0, 0, dout_block * out_block).sum(-1)
             if dlse is not None:
                 delta -= np.where(empty, 0, dlse[entry][..., rows])
@@ -184,22 +188,34 @@ def backward(
                     add("v", entry, part, tile.cols, everything)
             if "q" in sums:
                 add("q", entry, dq, rows, everything)
-            if "sink" in sums and scores.sink is not None:
-                share = np.where(empty, 0, np.exp(scores.sink - lse_block))
+            if "sink" in sums:
+                share = np.where(empty, 0, np.exp(scores.sink(rows) - lse_block))
                 add("sink", entry, -(share * delta).sum(-1))
     for name, view in results.items():
         view[...] = sums[name]
 
 
+def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:
+    """Values in powers of two, by column, of which no sum over keys overflows, and those powers."""
+    most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
+    largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
+    overflows = largest > np.finfo(v.dtype).max / (2 * most)
+    unit = np.where(overflows, 0.5 ** math.ceil(math.log2(2 * most)), 1).astype(v.dtype)
+    return v * unit if overflows.any() else v, unit
+
+
 def _product(a: Array, b: Array, seen: Array | None, finite: bool) -> Array:
     """``a @ b`` with ``a`` 0 outside ``seen`` (None: all is seen).
 
-    A non-finite element of ``b`` reaches exactly the rows that see it.
+    A non-finite element of ``b`` makes NaN of exactly the rows that see it.
     """
-    if finite or seen is None:
+    if finite:
         return np.matmul(a, b)
     b_finite = np.isfinite(b)
-    poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
+    if seen is None:
+        poisoned = ~b_finite.all(-2, keepdims=True)
+    else:
+        poisoned = np.matmul(seen.astype(a.dtype), (~b_finite).astype(a.dtype)) > 0
     return np.where(poisoned, np.nan, np.matmul(a, np.where(b_finite, b, 0)))
 
 

@@ -100,7 +100,15 @@ class Scores:
         place = (self._entries // heads, self._entries % heads)
         self._place = tuple(i[..., None, None] for i in place)
         self._dropout, self._seed = options.dropout, options.seed or 0
-        self.sink = None if sink is None else self._narrowed(sink)[..., None]
+        self._sink = -np.inf if sink is None else self._narrowed(sink)[..., None]
+
+    def are_queries(self, rows: slice) -> Array:
+        """Which of ``rows`` lie before the length: (carried batch axes, rows) or fewer axes."""
+        return (self._xp.arange(rows.start, rows.stop)[:, None] < self.q_length)[..., 0]
+
+    def sink(self, rows: slice) -> Array:
+        """The sink's score in each of ``rows``, alike; -inf where there is no query, or no sink."""
+        return self._xp.where(self.are_queries(rows), self._sink, -np.inf)
 
     def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
         """Scores of keys taken as visible, and the derivatives of softcap and score_mod or None."""

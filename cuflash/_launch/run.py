@@ -174,9 +174,9 @@ def _row_bytes(problem: Problem) -> int:
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    With segments, bounds of their ids: see ``_kernels/segment_bounds.py``. The backward keeps lse
-    and delta of each query before them; on the current device, where all gradients come from one
-    pass, float32 sums of dq behind them.
+    With segments, bounds of their ids: see ``_kernels/segment_bounds.py``. The backward keeps lse and delta of
+    each query before them; on the current device, where all gradients come from one pass, float32
+    sums of dq behind them.
     """
     size = _statistics_size(problem, pass_name) + kernel_segment_bounds.room_for(problem)
     if pass_name == "forward":
@@ -297,11 +297,13 @@ def backward(
             plan = _remember(_backward_plans, key, BackwardPlan(problem, launches, fused))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
-        ends = held.get("cu_seqlens_q")
+        ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
         for name, own in sums.items():
             score_gradients.write(problem, name, own, sum_arrays[name], gradients[name], ends)
         if "sink" in gradients:
-            score_gradients.write_sink(problem, rows, lse, held["sink"], gradients["sink"], ends)
+            score_gradients.write_sink(
+                problem, rows, lse, held["sink"], gradients["sink"], lengths, ends
+            )
     del held  # no sooner: another thread could be given its memory on this stream
     return plan if given == (id(dout), id(out), id(lse)) else None
 

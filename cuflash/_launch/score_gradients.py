@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import cupy
 import numpy as np
@@ -42,11 +43,18 @@ def write(
 
 
 def write_sink(
-    problem: Problem, rows: Array, lse: Array, sink: Array, gradient: Array, ends: Array | None
+    problem: Problem,
+    rows: Array,
+    lse: Array,
+    sink: Array,
+    gradient: Array,
+    lengths: Array | None,
+    ends: Array | None,
 ) -> None:
     """Write the gradient of the sink, from lse and delta of every query.
 
-    Of its statistics in ``rows`` a query that sees nothing has a delta of 0.
+    Of its statistics in ``rows`` a query that sees nothing has a delta of 0. Rows beyond
+    ``lengths``, an array of ``q_lengths``, are no queries, whatever is said of them.
     """
     dtype = problem.lse_dtype
     count = 2 * math.prod(problem.batch) * problem.seqlen_q
@@ -59,14 +67,29 @@ def write_sink(
         sink = cupy.where(cupy.isinf(sink), sink, cupy.clip(sink, -limit, limit))
     score = _canonical(problem, sink, ())[1].astype(dtype)
     operand, view = _canonical(problem, gradient, ())
+    of_rows, places = _of_rows(problem, ends)
+    shares = cupy.exp(of_rows(score) - lse) * delta
+    if problem.q_length_value is not None:
+        shares = cupy.where(places < problem.q_length_value, shares, 0)
+    if lengths is not None and problem.q_lengths is not None:
+        own = of_rows(canonical_view(lengths, problem.q_lengths))  # it may be a copy of few numbers
+        shares = cupy.where(places < own, shares, 0)
+    sums = -shares.sum(-1) if ends is None else of_sequences(-shares, ends)
+    view[...] = _added(sums, operand.summed)
+
+
+def _of_rows(problem: Problem, ends: Array | None) -> tuple[Callable[[Array], Array], Array]:
+    """What makes a value of each entry one of each row (.., m), and where rows lie in theirs."""
+    rows = cupy.arange(problem.seqlen_q)
     if ends is None:
-        view[...] = _added(-(cupy.exp(score[..., None] - lse) * delta).sum(-1), operand.summed)
-        return
-    # Each sequence has its own sink: shares of a row are of its sequence's.
-    numbers = cupy.searchsorted(ends[1:-1], cupy.arange(problem.seqlen_q), side="right")
-    scores = cupy.moveaxis(cupy.broadcast_to(score, (ends.size - 1, *score.shape[1:])), 0, -1)
-    shares = cupy.exp(scores[..., numbers] - lse) * delta
-    view[...] = _added(of_sequences(-shares, ends), operand.summed)
+        return lambda values: values[..., None], rows
+    numbers = cupy.searchsorted(ends[1:-1], rows, side="right")  # of sequences, which come first
+
+    def of_rows(values: Array) -> Array:
+        each = cupy.broadcast_to(values, (ends.size - 1, *values.shape[1:]))
+        return cupy.moveaxis(each, 0, -1)[..., numbers]
+
+    return of_rows, rows - cupy.clip(ends, 0, problem.seqlen_q)[numbers]
 
 
 def of_sequences(rows: Array, ends: Array) -> Array:

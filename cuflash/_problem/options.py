@@ -55,7 +55,8 @@ class Options:
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
     q_lengths, kv_lengths : int or integer array, core shape (), optional
-        Number of valid queries and keys of each batch entry; the rest is invisible.
+        Number of valid queries and keys of each batch entry; the rest is invisible. Rows beyond
+        are no queries: out 0, lse -inf, no gradient to anything, whatever they hold.
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
     alibi_slopes : floating array, core shape (), optional
@@ -65,8 +66,8 @@ class Options:
     segment_ids : (integer array (.., m), integer array (.., n)), optional
         A query sees a key only if their numbers are equal.
     sink : floating array, core shape (), optional
-        One more score per row, of a key without a value: it takes part in the softmax and in lse
-        only.
+        One more score per query, of a key without a value: it takes part in the softmax and in lse
+        only. It is the lse of a query that sees no key.
     dropout : float
         Probability, rounded to a multiple of 1/65536, that a score's weight is dropped after the
         softmax; what is kept is divided by ``1 - dropout``. lse knows nothing of it.

@@ -11,8 +11,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cuflash._arrays import Array
 from cuflash._errors import problem_with
 from cuflash._problem.options import OPTION_NAMES, Options, signature
@@ -20,7 +18,9 @@ from cuflash._problem.problem import (
     FLOATS,
     Operand,
     Problem,
+    check_lengths,
     check_module,
+    checked_length,
     describe,
     option_operand,
 )
@@ -46,16 +46,16 @@ def describe_packed(
     whole = describe(q, k, v, _of_all(options), axes=axes, precision=precision, out=out)
     for name, array in options.arrays.items():
         check_module(name, array, q)
-        if name in _LENGTHS and isinstance(array, np.ndarray) and array.size and array.min() < 0:
-            raise problem_with(
-                name, ValueError, got=f"a length of {array.min()}", expected="none below 0"
-            )
-    lengths = [getattr(options, name) for name in _LENGTHS]
+    check_lengths(whole, options)
+    lengths = [
+        checked_length(name, getattr(options, name), extent)
+        for name, extent in zip(_LENGTHS, (whole.seqlen_q, whole.seqlen_k), strict=True)
+    ]
     return _packed(
         whole,
         tuple((name, signature(array)) for name, array in cu_seqlens.items()),
         tuple((name, signature(array)) for name, array in options.arrays.items()),
-        tuple(length if isinstance(length, int) else None for length in lengths),
+        tuple(lengths),
     )
 
 
@@ -76,9 +76,7 @@ def _packed(
     sequences = ends["cu_seqlens_q"].shape[0] - 1
     operands = {name: _operand(whole, sequences, name, value) for name, value in arrays}
     limits = [whole.seqlen_q, whole.seqlen_k]
-    for axis, (name, length) in enumerate(zip(_LENGTHS, lengths, strict=True)):
-        if length is not None and length < 0:
-            raise problem_with(name, ValueError, got=length, expected="a length of at least 0")
+    for axis, length in enumerate(lengths):
         # What an array does not hold is no query and no key, wherever a sequence ends.
         for option, operand in operands.items():
             if axis in _CORES.get(option, ()):
@@ -96,13 +94,13 @@ def _operand(whole: Problem, sequences: int, name: str, value: Any) -> Operand:
     cores = _CORES.get(name, ())
     ndim = len(whole.batch_shape) + 1
     lead = (1,) * (ndim - len(shape) + len(cores)) + shape[: len(shape) - len(cores)]
-    enough = lead[0] == 1 or lead[0] >= sequences
-    fits = len(shape) >= len(cores) and len(lead) == ndim and enough
-    if not fits or any(a not in (1, b) for a, b in zip(lead[1:], whole.batch_shape, strict=True)):
+    full = (sequences, *whole.batch_shape)
+    fits = len(shape) >= len(cores) and len(lead) == ndim
+    if not fits or any(a not in (1, b) for a, b in zip(lead, full, strict=True)):
         raise problem_with(
             name, ValueError, got=f"shape {shape}",
             expected=f"at most {ndim + len(cores)} axes, sequences first: "
-            f"{(sequences, *whole.batch_shape)} or 1 in each before the core",
+            f"{full} or 1 in each before the core",
         )  # fmt: skip
     if name in _FLOATING and dtype not in FLOATS:
         raise problem_with(

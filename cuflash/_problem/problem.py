@@ -241,8 +241,8 @@ def _describe(
         segment_ids_q=option_array("segment_ids[0]", segments[0], (seqlen_q,), "(m,)"),
         segment_ids_k=option_array("segment_ids[1]", segments[1], (seqlen_k,), "(n,)"),
         offset_value=0 if options.causal == "top_left" else _plain_int(options.offset),
-        q_length_value=_checked_length("q_lengths", options.q_lengths, seqlen_q),
-        kv_length_value=_checked_length("kv_lengths", options.kv_lengths, seqlen_k),
+        q_length_value=checked_length("q_lengths", options.q_lengths, seqlen_q),
+        kv_length_value=checked_length("kv_lengths", options.kv_lengths, seqlen_k),
         causal=bool(options.causal),
         window_left=left,
         window_right=0 if options.causal else right,
@@ -499,7 +499,7 @@ def _plain_int(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _checked_length(name: str, value: Any, extent: int) -> int | None:
+def checked_length(name: str, value: Any, extent: int) -> int | None:
     if not isinstance(value, int):
         return None
     if not 0 <= value <= extent:
@@ -513,7 +513,7 @@ def check_module(name: str, array: Array, q: Array) -> None:
         same_module(**{"q": q, name: array})
 
 
-def _check_values(problem: Problem, options: Options) -> None:
+def check_lengths(problem: Problem, options: Options) -> None:
     """Check lengths that the host can read; values on a device are clamped by the kernels."""
     for name, extent in (("q_lengths", problem.seqlen_q), ("kv_lengths", problem.seqlen_k)):
         value = getattr(options, name)
@@ -524,6 +524,11 @@ def _check_values(problem: Problem, options: Options) -> None:
                     name, ValueError, got=f"values from {low} to {high}",
                     expected=f"lengths from 0 to {extent}",
                 )  # fmt: skip
+
+
+def _check_values(problem: Problem, options: Options) -> None:
+    """Check lengths and offsets that the host can read."""
+    check_lengths(problem, options)
     offset = options.offset
     if isinstance(offset, np.ndarray) and offset.size:
         low, high = int(offset.min()), int(offset.max())

@@ -433,7 +433,7 @@ struct Consumer {
     if constexpr (takes_turns) ptx::named_barrier_arrive(first_turn + next, 256);
   }
 
-  // out and lse of these 64 rows; rows that saw nothing become +0 and the sink, or -inf.
+  // out and lse of these 64 rows; rows that saw nothing become +0 and lse_without_keys.
   __device__ __forceinline__ void finish(const Work& work, const Score& score) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
@@ -483,7 +483,8 @@ struct Consumer {
     const RowEnd end =
         end_of_row(score, work.entry, lower ? softmax.row_max[0][1] : softmax.row_max[0][0],
                    lower ? softmax.row_sum[0][1] : softmax.row_sum[0][0]);
-    const float value = (lower ? hidden[1] : hidden[0]) ? score.sink(work.entry) : end.lse;
+    const float value =
+        (lower ? hidden[1] : hidden[0]) ? score.lse_without_keys(work.entry, q_idx) : end.lse;
     float* at = params.lse + work.entry * params.lse_layout.batch +
                 (score.seqlen.first_q + q_idx) * params.lse_layout.row;
     const bool is_own =

@@ -106,17 +106,17 @@ struct LastRowsFirst {
 };
 
 // ---------------------------------------------------------------------------------- the producer
-// Statistics of the rows of a block, dealt out to the lanes; a row past the end sees nothing.
+// Statistics of the rows of a block, dealt out to the lanes.
 struct LaneRows {
   static constexpr int count = (Config::block_m + 31) / 32;
 
   RowStatistics row[count];
 
-  __device__ __forceinline__ LaneRows(const RowStatistics* from, int first_row, int num_rows) {
+  __device__ __forceinline__ LaneRows(const RowStatistics* from, int first_row,
+                                      const Seqlen& seqlen) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      const int q_idx = first_row + 32 * i + lane_index();
-      row[i] = q_idx < num_rows ? from[q_idx] : RowStatistics{infinity(), 0.0f};
+      row[i] = seqlen.statistics(from, first_row + 32 * i + lane_index());
     }
   }
 
@@ -156,7 +156,7 @@ struct KeyOwnerProducer {
       const Seqlen& seqlen = score.seqlen;
       const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
       const auto rows_of = [&](int block) {
-        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
+        return LaneRows(rows, block * Config::block_m, seqlen);
       };
       int block = walk.first();
       LaneRows statistics = rows_of(max(block, 0));

@@ -23,7 +23,7 @@ struct Producer {
       const Seqlen& seqlen = score.seqlen;
       const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
       const auto rows_of = [&](int block) {
-        return LaneRows(rows, block * Config::block_m, seqlen.rows_q);
+        return LaneRows(rows, block * Config::block_m, seqlen);
       };
       int block = walk.first();
       LaneRows statistics = rows_of(max(block, 0));

@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "packed": ("no", "yes"),
     "formulas": ("none", "score", "pairs", "both"),
     "dlse": ("none", "some"),
-    "d": ("1", "3", "16", "40"),
+    "d": ("1", "3", "16", "between tiles"),
     "d_v": ("0", "1", "5", "24"),
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
     "deterministic": ("yes", "no"),
@@ -49,6 +49,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
 #: An alignment word and an offset are two answers to one question: a ValueError.
 EXCLUDED = tuple((("position", "top left"), ("offset", level)) for level in ("number", "per entry"))
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 21, 35
+#: Head sizes between those of tiles: calls take turns.
+BETWEEN_TILES = (40, 72, 80, 112, 160, 176)
 KINDS = ("normal", "normal_times_3", "sparse_integers", "lse_minus_120")
 
 Row = dict[str, str]
@@ -106,10 +108,11 @@ def rows() -> list[Row]:
     return found
 
 
-def call_of(row: Row, seed: int) -> Call:
+def call_of(row: Row, seed: int, *, times: int = 1) -> Call:
     """The call with the levels of ``row``, asking for every gradient that it has.
 
-    It is to be run as it is; where sequences are packed, `problems.unpacked` makes of it and its
+    Sequences, lengths and positions are so many ``times`` as long: 8 fill blocks of kernels. The
+    call is to be run as it is; where sequences are packed, `problems.unpacked` makes of it and its
     results what the definition knows.
     """
     rng = np.random.default_rng(seed)
@@ -122,18 +125,20 @@ def call_of(row: Row, seed: int) -> Call:
         # Every packed sequence has values of its own.
         "broadcast": ((BATCH, 1), batch if is_packed else (HEADS,)),
     }[row["heads"]]
-    d, d_v = int(row["d"]), int(row["d_v"])
+    between = BETWEEN_TILES[seed % len(BETWEEN_TILES)]
+    d, d_v = between if row["d"] == "between tiles" else int(row["d"]), int(row["d_v"])
+    seqlen_q, seqlen_k = times * SEQLEN_Q, times * SEQLEN_K
     call = make_call(
         KINDS[seed % len(KINDS)],
         seed,
         dtype,
-        (*batch, SEQLEN_Q, d),
-        (*k_batch, SEQLEN_K, d),
-        (*v_batch, SEQLEN_K, d_v),
-        options=_options(row, rng, dtype, seed),
+        (*batch, seqlen_q, d),
+        (*k_batch, seqlen_k, d),
+        (*v_batch, seqlen_k, d_v),
+        options=_options(row, rng, dtype, seed, times),
     )
     if row["dlse"] == "some":
-        dlse = rng.standard_normal((*batch, SEQLEN_Q)).astype(call.lse_dtype)
+        dlse = rng.standard_normal((*batch, seqlen_q)).astype(call.lse_dtype)
         call = call.but(dlse=dlse)
     wrt = tuple(n for n in FIELDS if n in ("q", "k", "v", "scale") or n in call.options)
     call = call.but(
@@ -142,21 +147,25 @@ def call_of(row: Row, seed: int) -> Call:
     return _laid_out(packed(call) if is_packed else call, row["layout"])
 
 
-def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> dict[str, Any]:
+def _options(
+    row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int, times: int
+) -> dict[str, Any]:
+    seqlen_q, seqlen_k = times * SEQLEN_Q, times * SEQLEN_K
+
     def normal(*shape: int, kind: Any = np.float32) -> np.ndarray:
         return rng.standard_normal(shape).astype(kind)
 
     def bias() -> np.ndarray:
-        array = normal(HEADS, SEQLEN_Q, SEQLEN_K)
+        array = normal(HEADS, seqlen_q, seqlen_k)
         array[rng.random(array.shape) < 0.1] = -np.inf
         return array
 
     sink = normal(HEADS)
     sink[1] = -np.inf
-    per_entry = np.array([[21, 33], [11, 20]], np.int32)  # (entry, q and k)
+    per_entry = times * np.array([[21, 33], [11, 20]], np.int32)  # (entry, q and k)
     ids = (
-        np.sort(rng.integers(0, 2, (BATCH, 1, SEQLEN_Q))).astype(np.int32),
-        np.sort(rng.integers(0, 2, SEQLEN_K)),
+        np.sort(rng.integers(0, 2, (BATCH, 1, seqlen_q))).astype(np.int32),
+        np.sort(rng.integers(0, 2, seqlen_k)),
     )
     # Of slope -1, which changes what a mistaken sign or order does and no bound of errors.
     flipped = {
@@ -176,19 +185,22 @@ def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> 
         "position": {
             "causal": {"causal": True},
             "top left": {"causal": "top_left"},
-            "window": {"window": (9, 5)},
-            "causal window": {"causal": True, "window": (9, None)},
+            "window": {"window": (9 * times, 5 * times)},
+            "causal window": {"causal": True, "window": (9 * times, None)},
         },
-        "offset": {"number": {"offset": 6}, "per entry": {"offset": np.array([[12], [3]])}},
+        "offset": {
+            "number": {"offset": 6 * times},
+            "per entry": {"offset": times * np.array([[12], [3]])},
+        },
         "heads": {"grouped": {"enable_gqa": True}},
         "mask": {
-            "pairs": {"mask": rng.random((BATCH, 1, SEQLEN_Q, SEQLEN_K)) < 0.8},
-            "keys": {"mask": rng.random((1, SEQLEN_K)) < 0.8},
+            "pairs": {"mask": rng.random((BATCH, 1, seqlen_q, seqlen_k)) < 0.8},
+            "keys": {"mask": rng.random((1, seqlen_k)) < 0.8},
         },
         "bias": {
             "pairs": {"bias": bias()},
-            "keys": {"bias": normal(1, SEQLEN_K, kind=dtype)},
-            "queries": {"bias": normal(BATCH, 1, SEQLEN_Q, 1)},
+            "keys": {"bias": normal(1, seqlen_k, kind=dtype)},
+            "queries": {"bias": normal(BATCH, 1, seqlen_q, 1)},
         },
         "alibi": {
             "per head": {"alibi_slopes": normal(HEADS) / 4},
@@ -199,7 +211,7 @@ def _options(row: Row, rng: np.random.Generator, dtype: np.dtype, seed: int) -> 
         "dropout": {"a quarter": {"dropout": 0.25, "seed": seed}},
         "segments": {"some": {"segment_ids": ids}},
         "lengths": {
-            "numbers": {"q_lengths": 18, "kv_lengths": 30},
+            "numbers": {"q_lengths": 18 * times, "kv_lengths": 30 * times},
             "per entry": {"q_lengths": per_entry[:, :1], "kv_lengths": per_entry[:, 1:]},
         },
         "formulas": {"score": flipped, "pairs": thinned, "both": flipped | thinned},

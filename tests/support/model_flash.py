@@ -31,7 +31,8 @@ class Expanded:
 
     q (batch, m, d), k (batch, n, d), v (batch, n, e), dout (batch, m, e), dlse (batch, m),
     bias, distance (what a slope multiplies), visible and kept (batch, m, n), slopes (batch, 1, 1),
-    sink (batch, m, 1), -inf where there is none. Dropout multiplies a kept weight by kept_scale.
+    sink (batch, m, 1), -inf where there is none or no query. Dropout multiplies a kept weight by
+    kept_scale.
     A formula makes sign * score + shift (batch, m, n) of a score, with a sign of 1 or -1.
     Rows that see a non-finite value are not compared, so 0 serves.
     """
@@ -88,7 +89,6 @@ def expand(call: Any, dtype: Any) -> Expanded:
     options = call.options
     bias = options.get("bias")
     slopes = options.get("alibi_slopes")
-    sink = options.get("sink")
     scale = options.get("scale")
     core = (rows, keys)
     return Expanded(
@@ -101,10 +101,7 @@ def expand(call: Any, dtype: Any) -> Expanded:
         np.broadcast_to(np.zeros((), dtype) if bias is None else arithmetic(bias), batch + core),
         np.broadcast_to(_distance(call, dtype), batch + core),
         np.zeros((), dtype) if slopes is None else arithmetic(slopes)[..., None, None],
-        np.broadcast_to(
-            np.full((1, 1), -np.inf, dtype) if sink is None else _sinks(sink, dtype),
-            (*batch, rows, 1),
-        ),
+        _sinks(call, (*batch, rows, 1), dtype),
         ~np.isneginf(final_scores(call)),
         *_dropout(call, batch + core),
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -129,8 +126,13 @@ def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray,
     return sign[0].astype(dtype), shift.reshape(shape).astype(dtype)
 
 
-def _sinks(sink: np.ndarray, dtype: Any) -> np.ndarray:
-    return sink.astype(dtype)[..., None, None]
+def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The sink of each query; -inf of rows beyond ``q_lengths``, which are none."""
+    rows = shape[-2]
+    sink = np.asarray(call.options.get("sink", -np.inf)).astype(dtype)[..., None, None]
+    lengths = np.asarray(call.options.get("q_lengths", rows))[..., None, None]
+    sinks = np.where(np.arange(rows)[:, None] < lengths, sink, -np.inf).astype(dtype)
+    return np.broadcast_to(sinks, shape)
 
 
 def _dropout(call: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:

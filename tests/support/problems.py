@@ -287,11 +287,12 @@ def run(
     with_out: bool = False,
     out_dtype: Any = None,
     lse: np.ndarray | None = None,
+    saved_out: np.ndarray | None = None,
 ) -> Results:
     """Run the library on poisoned memory, check what it touched, return results on the host.
 
-    ``with_out`` passes ``out=`` and ``grads_out=`` inside canary bands; ``lse`` replaces the
-    forward's logsumexp in the backward.
+    ``with_out`` passes ``out=`` and ``grads_out=`` inside canary bands; ``lse`` and, in canonical
+    axes order, ``saved_out`` replace what the forward returned in the backward.
     """
     pairs = call.axes or CANONICAL
     inputs = {
@@ -351,6 +352,8 @@ def run(
                 buffers[gradient] = _room(
                     xp, call, gradient, own.shape, own.dtype, of.get(name), poison
                 )
+        if saved_out is not None:
+            out = memory.to_device(xp, np.moveaxis(saved_out, (-2, -1), pairs[3]))
         gradients = attend_backward(
             dout, q, k, v, out, log_sum if lse is None else memory.to_device(xp, lse), *ends,
             dlse=dlse, wrt=call.wrt, axes=call.axes,
