@@ -34,7 +34,7 @@ from cuflash import (
     _select_sm90,
     _select_tf32,
 )
-from cuflash._arrays import Array, converted, refuse_capture
+from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._config import (
     BackwardKVConfig,
     BackwardOnePassConfig,
@@ -276,13 +276,17 @@ def backward(
             rows = _workspace(problem, "backward", workspace)
             start = _statistics_size(problem, "backward")
             score_pointers = _with_bounds(problem, score_pointers, rows, start, device)
+        written = {  # by kernels, in the dtype that q, k and v promote to
+            name: _written(problem, name, array, zeroed=bool(cu_seqlens))
+            for name, array in gradients.items()
+        }
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
             "out": out.data.ptr, "lse": lse.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
             "dq": 0, "dk": 0, "dv": 0, "sums": 0, "turns": 0,
             **dict(zip(_params.SCORE_POINTERS, score_pointers, strict=True)),
-            **{f"d{name}": array.data.ptr for name, array in gradients.items()},
+            **{f"d{name}": array.data.ptr for name, array in written.items()},
         }  # fmt: skip
         plans = {
             name: _score_gradients.score_sums(problem, name, gradients[name].shape)
@@ -300,7 +304,7 @@ def backward(
             functools.reduce(int.__or__, aligned) & 7,
             dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
-            *((name, array.strides) for name, array in gradients.items()),
+            *((name, array.strides, array.dtype) for name, array in written.items()),
         )  # fmt: skip
         plan = _backward_plans.get(key)
         if plan is not None:
@@ -324,7 +328,7 @@ def backward(
             if dlse is not None:
                 layouts["dlse"] = _plan.row_layout(problem, real.itemsize, dlse.strides)
             for name in {"q", "k", "v"} & set(gradients):
-                operand = gradient_operand(problem, name, gradients[name])
+                operand = gradient_operand(problem, name, written[name])
                 layouts[f"d{name}"] = Layout.of(operand)
             _plan.refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
@@ -334,6 +338,9 @@ def backward(
             plan = _remember(_backward_plans, key, BackwardPlan(problem, steps, one_pass))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
+        for name, array in written.items():
+            if array is not gradients[name]:
+                write_rounded(gradients[name], array)
         ends = held.get("cu_seqlens_q")
         for name, own in plans.items():
             _score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
@@ -341,6 +348,17 @@ def backward(
             _score_gradients.write_sink(problem, rows, lse, held["sink"], gradients["sink"], ends)
     del held  # no sooner: another thread could be given its memory on this stream
     return plan if given == (id(dout), id(out), id(lse)) else None
+
+
+def _written(problem: Problem, name: str, gradient: Array, *, zeroed: bool) -> Array:
+    """What kernels write for a ``gradient``: itself, or memory of their dtype, C-contiguous.
+
+    ``zeroed``: where rows belong to no packed sequence, nothing is written.
+    """
+    if name not in ("q", "k", "v") or gradient.dtype == problem.dtype:
+        return gradient
+    refuse_capture("wrt", f"gradients of arrays of dtype {problem.dtype}, not {gradient.dtype}")
+    return (cupy.zeros if zeroed else cupy.empty)(gradient.shape, problem.dtype)
 
 
 class BackwardPlan(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash import _override
-from cuflash._arrays import Array, allocate, native, on_own_device, same_module
+from cuflash._arrays import Array, allocate, native, on_own_device, same_module, write_rounded
 from cuflash._attention import (
     FIELDS,
     gradient_buffers,
@@ -264,8 +264,9 @@ def attention_varlen_backward(
         )  # fmt: skip
         for name, target in targets.items():
             target += results[name]
-    for name, gradient in gradients.items():
-        gradient[...] = sums[name]
+    with np.errstate(all="ignore"):
+        for name, gradient in gradients.items():
+            write_rounded(gradient, sums[name])
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 
