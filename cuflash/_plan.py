@@ -23,7 +23,6 @@ from cuflash._errors import problem_with
 from cuflash._grid import Layout, even_sections, plan_grid
 from cuflash._problem import Problem
 
-
 #: What kernels read and write in the dtype that q, k and v promote to.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
 

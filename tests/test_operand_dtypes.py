@@ -20,7 +20,7 @@ FLOATS = (np.float16, bfloat16, np.float32, np.float64)
 MIXED = tuple(
     dtypes
     for dtypes in itertools.product(FLOATS, repeat=3)
-    if 1 < len(set(dtypes)) and not {np.float16, bfloat16} <= set(dtypes)
+    if len(set(dtypes)) > 1 and not {np.float16, bfloat16} <= set(dtypes)
 )
 PAIRS = tuple(d for d in MIXED if len(set(d)) == 2)
 
