@@ -276,10 +276,7 @@ def backward(
             rows = _workspace(problem, "backward", workspace)
             start = _statistics_size(problem, "backward")
             score_pointers = _with_bounds(problem, score_pointers, rows, start, device)
-        written = {  # by kernels, in the dtype that q, k and v promote to
-            name: _written(problem, name, array, zeroed=bool(cu_seqlens))
-            for name, array in gradients.items()
-        }
+        written = _written(problem, gradients)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
             "out": out.data.ptr, "lse": lse.data.ptr,
@@ -328,8 +325,7 @@ def backward(
             if dlse is not None:
                 layouts["dlse"] = _plan.row_layout(problem, real.itemsize, dlse.strides)
             for name in {"q", "k", "v"} & set(gradients):
-                operand = gradient_operand(problem, name, written[name])
-                layouts[f"d{name}"] = Layout.of(operand)
+                layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, written[name]))
             _plan.refuse_misaligned(layouts | _score_params.layouts(problem), addresses)
             steps = _plan_backward(
                 problem, device, layouts, out.dtype, frozenset(gradients), addresses,
@@ -338,9 +334,8 @@ def backward(
             plan = _remember(_backward_plans, key, BackwardPlan(problem, steps, one_pass))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
-        for name, array in written.items():
-            if array is not gradients[name]:
-                write_rounded(gradients[name], array)
+        for name in (name for name in written if written[name] is not gradients[name]):
+            write_rounded(gradients[name], written[name])
         ends = held.get("cu_seqlens_q")
         for name, own in plans.items():
             _score_gradients.write(problem, name, own, sums[name], gradients[name], ends)
@@ -350,15 +345,15 @@ def backward(
     return plan if given == (id(dout), id(out), id(lse)) else None
 
 
-def _written(problem: Problem, name: str, gradient: Array, *, zeroed: bool) -> Array:
-    """What kernels write for a ``gradient``: itself, or memory of their dtype, C-contiguous.
+def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
+    """What kernels write: ``gradients``, but new zeros where q, k or v was promoted to their dtype.
 
-    ``zeroed``: where rows belong to no packed sequence, nothing is written.
+    Zeros, since kernels write no row that belongs to no packed sequence.
     """
-    if name not in ("q", "k", "v") or gradient.dtype == problem.dtype:
-        return gradient
-    refuse_capture("wrt", f"gradients of arrays of dtype {problem.dtype}, not {gradient.dtype}")
-    return (cupy.zeros if zeroed else cupy.empty)(gradient.shape, problem.dtype)
+    other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
+    if other:
+        refuse_capture("wrt", f"gradients of {problem.dtype} alone, those of q, k, v as promoted")
+    return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 
 class BackwardPlan(NamedTuple):
