@@ -156,6 +156,22 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
     return array.astype(dtype)
 
 
+def write_rounded(destination: Array, array: Array) -> None:
+    """Write ``array`` into ``destination``, each element rounded once to its dtype.
+
+    NumPy and CuPy cast float64 to 16 bits by way of float32, which would round twice: here float32
+    is rounded to odd, so that ties stay what they were. What overflows is infinite.
+    """
+    if array.dtype == np.float64 and destination.dtype.itemsize == 2:
+        near = array.astype(np.float32)
+        bits = near.view(np.uint32)
+        inexact, too_far = near != array, abs(near) > abs(array)
+        bits -= too_far.astype(np.uint32)  # towards 0
+        bits |= inexact.astype(np.uint32)
+        array = near
+    destination[...] = array
+
+
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory for the result that the caller could have given as ``argument``."""
     if xp is not np and is_capturing():

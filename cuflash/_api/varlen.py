@@ -21,7 +21,7 @@ from cuflash._api.dispatch import (
     run_backward,
     run_forward,
 )
-from cuflash._arrays import Array, allocate, native, on_own_device, same_module
+from cuflash._arrays import Array, allocate, native, on_own_device, same_module, write_rounded
 from cuflash._errors import problem_with
 from cuflash._host.scores import arithmetic
 from cuflash._problem.destinations import check_destination
@@ -273,8 +273,9 @@ def attention_varlen_backward(
         )  # fmt: skip
         for name, target in targets.items():
             target += results[name]
-    for name, gradient in gradients.items():
-        gradient[...] = sums[name]
+    with np.errstate(all="ignore"):
+        for name, gradient in gradients.items():
+            write_rounded(gradient, sums[name])
     return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cuflash._arrays import Array
+from cuflash._arrays import Array, write_rounded
 from cuflash._host import philox
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem.options import Options
@@ -192,7 +192,7 @@ def backward(
                 share = np.where(empty, 0, np.exp(scores.sink(rows) - lse_block))
                 add("sink", entry, -(share * delta).sum(-1))
     for name, view in results.items():
-        view[...] = sums[name]
+        write_rounded(view, sums[name])
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:

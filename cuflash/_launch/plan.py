@@ -20,6 +20,9 @@ from cuflash._problem.problem import Problem
 from cuflash._select import hardware
 from cuflash._select.hardware import Hardware
 
+#: What kernels read and write in the dtype that q, k and v promote to.
+_OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
+
 
 class Launch(NamedTuple):
     """One kernel with everything but its pointers."""
@@ -57,6 +60,9 @@ def plan_launch(
     packed = problem.cu_seqlens_q is not None
     absent = Layout(1, (0,) * len(problem.batch))
     ordered = [layouts.get(name, absent) for name in names]
+    for name in _OF_THE_DTYPE & layouts.keys() & set(names):
+        if layouts[name].itemsize != problem.dtype.itemsize:
+            raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
     parts = getattr(config, "column_parts", 1)
     grid = plan_grid(
         problem.batch,

@@ -18,7 +18,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from cuflash._api.recall import Repeat
-from cuflash._arrays import Array, converted, refuse_capture
+from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import problem_with
 from cuflash._kernels import params
 from cuflash._kernels import segment_bounds as kernel_segment_bounds
@@ -174,9 +174,9 @@ def _row_bytes(problem: Problem) -> int:
 def workspace_size(problem: Problem, pass_name: str) -> int:
     """Bytes of scratch memory that the ``"forward"`` or ``"backward"`` of a problem needs.
 
-    With segments, bounds of their ids: see ``_kernels/segment_bounds.py``. The backward keeps lse and delta of
-    each query before them; on the current device, where all gradients come from one pass, float32
-    sums of dq behind them.
+    With segments, bounds of their ids: see ``_kernels/segment_bounds.py``. The backward keeps lse
+    and delta of each query before them; on the current device, where all gradients come from one
+    pass, float32 sums of dq behind them.
     """
     size = _statistics_size(problem, pass_name) + kernel_segment_bounds.room_for(problem)
     if pass_name == "forward":
@@ -241,13 +241,14 @@ def backward(
             rows = _workspace(problem, "backward", workspace)
             start = _statistics_size(problem, "backward")
             score_pointers = _with_bounds(problem, score_pointers, rows, start, device)
+        written = _written(problem, gradients)
         addresses = {
             "dout": dout.data.ptr, "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr,
             "out": out.data.ptr, "lse": lse.data.ptr,
             "dlse": 0 if dlse is None else dlse.data.ptr,
             "dq": 0, "dk": 0, "dv": 0, "sums": 0, "turns": 0,
             **dict(zip(params.SCORE_POINTERS, score_pointers, strict=True)),
-            **{f"d{name}": array.data.ptr for name, array in gradients.items()},
+            **{f"d{name}": array.data.ptr for name, array in written.items()},
         }  # fmt: skip
         sums = {
             name: score_sums(problem, name, gradients[name].shape)
@@ -265,13 +266,13 @@ def backward(
             functools.reduce(int.__or__, aligned) & 7,
             dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
-            *((name, array.strides) for name, array in gradients.items()),
+            *((name, array.strides, array.dtype) for name, array in written.items()),
         )  # fmt: skip
         plan = _backward_plans.get(key)
         if plan is not None:
             fused = plan.fused
         else:
-            layouts = _gradient_layouts(problem, dout, out, lse, dlse, gradients)
+            layouts = _gradient_layouts(problem, dout, out, lse, dlse, written)
             layouts |= score_params.layouts(problem)
             maps = sm90.MapsOf(tuple(addresses[name] for name in params.BACKWARD_MAPPED))
             out_bits = (addresses["dout"] | addresses["out"]) & 15
@@ -297,6 +298,8 @@ def backward(
             plan = _remember(_backward_plans, key, BackwardPlan(problem, launches, fused))
         for names, launch in plan.steps:
             launch.run(tuple(addresses[name] for name in names), stream)
+        for name in (name for name in written if written[name] is not gradients[name]):
+            write_rounded(gradients[name], written[name])
         ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
         for name, own in sums.items():
             score_gradients.write(problem, name, own, sum_arrays[name], gradients[name], ends)
@@ -306,6 +309,17 @@ def backward(
             )
     del held  # no sooner: another thread could be given its memory on this stream
     return plan if given == (id(dout), id(out), id(lse)) else None
+
+
+def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
+    """What kernels write: ``gradients``, but new zeros where q, k or v was promoted to their dtype.
+
+    Zeros, since kernels write no row that belongs to no packed sequence.
+    """
+    other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
+    if other:
+        refuse_capture("wrt", f"gradients of {problem.dtype} alone, those of q, k, v as promoted")
+    return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 
 class BackwardPlan(NamedTuple):
