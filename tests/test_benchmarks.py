@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import reference, tuning
-from cuflash._bench import (
+from benchmarks import (
     cells,
     command,
     machine,
@@ -26,9 +25,11 @@ from cuflash._bench import (
     packed,
     peers,
     report,
-    workload,
 )
-from cuflash._bench import clock as timing
+from cuflash import reference, tuning
+from cuflash._timing import clock as timing
+from cuflash._timing import workload
+from cuflash._timing.machine import device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = workload.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
@@ -414,7 +415,7 @@ def test_absent_peers_are_named(monkeypatch):
     ],
 )
 def test_device_names_become_file_names(name, slug):
-    assert machine.device_slug(name) == slug
+    assert device_slug(name) == slug
 
 
 def test_import_is_measured_in_a_fresh_process(run):

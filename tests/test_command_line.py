@@ -21,8 +21,7 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_model, machine
-from cuflash._cli import explained
+from cuflash._cli import explained, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import choose, measured, sm90, tf32_sm90
@@ -617,7 +616,7 @@ def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_com
     told = f"cuflash: nothing was compiled: {no_compiler}\n"
     status, out, err = command(capsys, *words)
     assert status == 1
-    assert err == f"{told}nothing was timed: {machine.no_device()}\n"
+    assert err == f"{told}nothing was timed: {info.no_device()}\n"
     lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
     assert lines == [
         ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],

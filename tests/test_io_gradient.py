@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from cuflash import _cli
-from cuflash._bench import io_gradient, io_model, profiler
-from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
-from cuflash._cli import explained_io
+from cuflash._cli import explained_io, io_gradient, io_model, profiler
 from cuflash._kernels.config import KernelConfig
 from cuflash._select import choose, hardware
 from cuflash._select.portable_gradients import backward_score_config
+from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
 from cuflash.tuning._kernels import kernel_name
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)

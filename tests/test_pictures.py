@@ -11,12 +11,13 @@ import draw_pictures
 import numpy as np
 import pytest
 
+from benchmarks import io_grid
 from cuflash import _cli, tuning
-from cuflash._bench import io_grid
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 matplotlib = pytest.importorskip("matplotlib")
-from cuflash._bench import pictures  # noqa: E402
+from benchmarks import pictures as of_benchmarks  # noqa: E402
+from cuflash._cli import pictures  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 pytestmark = pytest.mark.filterwarnings("default")  # those of matplotlib
@@ -126,9 +127,9 @@ def test_every_dtype_has_the_roof_of_its_products(found):
 def test_speed_has_a_panel_for_each_head_size_and_mask():
     path = sorted(RESULTS.glob("h100-forward-*.json"))[-1]
     result = json.loads(path.read_text())
-    figure = pictures.speed(result)
-    square = [r for r in result["rows"] if r["pass"] == "fwd" and pictures._is_square(r)]
-    square = [r for r in square if pictures._size(r) == (16_384, 2048)]
+    figure = of_benchmarks.speed(result)
+    square = [r for r in result["rows"] if r["pass"] == "fwd" and of_benchmarks._is_square(r)]
+    square = [r for r in square if of_benchmarks._size(r) == (16_384, 2048)]
     cells = Counter((r["head_dim"], r["causal"]) for r in square if r["impl"] == "cuflash")
     rows = [r for r in square if cells[r["head_dim"], r["causal"]] > 1]
     head_dims, masks = ({r[name] for r in rows} for name in ("head_dim", "causal"))
@@ -137,7 +138,7 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
     assert drawn == len(rows)
     assert not any(row.get("seqlens") for row in rows)  # packed, of as many tokens
     with pytest.raises(ValueError, match="no row with bytes"):
-        pictures.memory(result)
+        of_benchmarks.memory(result)
 
 
 def test_memory_is_drawn_for_every_implementation():
@@ -148,7 +149,7 @@ def test_memory_is_drawn_for_every_implementation():
         for n in (1024, 2048)
     ]  # fmt: skip
     result = {"meta": {"device": "simulated", "date": "today"}, "rows": [], "memory": rows}
-    (axes,) = pictures.memory(result).axes
+    (axes,) = of_benchmarks.memory(result).axes
     assert [list(line.get_ydata()) for line in axes.lines] == [
         [1024, 2048], [4096 * 1024, 4096 * 2048],
     ]  # fmt: skip
@@ -163,7 +164,7 @@ def test_levels_of_memory_that_are_one_are_drawn_within_each_other():
         for n in (1024, 2048)
     ]  # fmt: skip
     result = {"meta": {"device": "simulated", "date": "today"}, "rows": [], "memory": rows}
-    (axes,) = pictures.memory(result).axes
+    (axes,) = of_benchmarks.memory(result).axes
     lines = dict(zip(sizes, axes.lines, strict=True))
     for size in ("get_linewidth", "get_markersize"):
         outer, middle, alone, inner = (getattr(line, size)() for line in lines.values())
@@ -178,7 +179,7 @@ def test_movement_shows_the_model_and_the_counters(monkeypatch):
     for row in rows:
         row["measured"] = {"L2 to processors": row["loaded"], "device memory read": row["stored"]}
     result = {"meta": {"device": "simulated", "date": "today"}, "rows": rows}
-    axes = pictures.movement(result).axes[0]
+    axes = of_benchmarks.movement(result).axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["q, k and v once"].get_xdata()) == list(io_grid.SEQLENS)
     crosses = [line for line in axes.lines if line.get_marker() == "x" and len(line.get_xdata())]

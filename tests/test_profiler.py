@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cuflash import _cli
-from cuflash._bench import profiler
-from cuflash._bench.workload import Workload
+from cuflash._cli import profiler
+from cuflash._timing.workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 738
@@ -84,7 +84,7 @@ def test_ncu_is_asked_for_each_call(stand_in: Path) -> None:
     found = profiler.moved_bytes(calls)
     assert found == [dict.fromkeys(profiler.METRICS, float(n)) for n in (512, 1024)]
     words, given = json.loads(stand_in.read_text())
-    assert words[-3:] == [sys.executable, "-m", "cuflash._bench.profiled_calls"]
+    assert words[-3:] == [sys.executable, "-m", "cuflash._cli.profiled_calls"]
     assert [(Workload.from_json(work), tile) for work, tile in given] == calls
 
 
@@ -92,7 +92,7 @@ def test_ncu_is_asked_for_each_kernel_of_a_gradient(stand_in: Path) -> None:
     found = profiler.gradient_bytes(WORK, GRADIENT)
     assert found == [dict.fromkeys(profiler.METRICS, float(n * 64)) for n in (1, 2, 3)]
     words, given = json.loads(stand_in.read_text())
-    assert words[-4:] == [sys.executable, "-m", "cuflash._bench.profiled_calls", "--backward"]
+    assert words[-4:] == [sys.executable, "-m", "cuflash._cli.profiled_calls", "--backward"]
     assert words[words.index("--kernel-name") + 1] == "regex:cuflash_backward"
     assert [(Workload.from_json(work), tile) for work, tile in given] == [(WORK, None)]
 

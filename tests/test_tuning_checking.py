@@ -13,9 +13,9 @@ import pytest
 import cuflash
 from cuflash import reference, tuning
 from cuflash._api.ahead import kernels_of
-from cuflash._bench.clock import Measurement
 from cuflash._select import choose, measured
 from cuflash._select import hardware as select_hardware
+from cuflash._timing.clock import Measurement
 from cuflash.tuning import _checking, _kernels, _timing
 
 WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)

@@ -6,8 +6,7 @@ import operator
 from typing import Any
 
 from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_gradient, io_model
-from cuflash._bench.workload import ONE_PASS, Workload
+from cuflash._cli import io_gradient, io_model
 from cuflash._kernels.config import (
     BackwardConvertConfig,
     ForwardNarrowConfig,
@@ -17,6 +16,7 @@ from cuflash._kernels.config import (
 from cuflash._select import choose
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
+from cuflash._timing.workload import ONE_PASS, Workload
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_gradient, io_model, profiler
-from cuflash._bench.workload import Workload
+from cuflash._cli import io_gradient, io_model, profiler
 from cuflash._kernels.config import TileConfig
 from cuflash._select.hardware import wanted
+from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name
 
 _OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asymptotic")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
+from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
 
 FORMAT = 1

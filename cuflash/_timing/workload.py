@@ -246,7 +246,8 @@ class Workload:
 
     def as_json(self) -> dict[str, Any]:
         """The fields, in values that JSON knows."""
-        return json.loads(json.dumps(asdict(self)))
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Workload:

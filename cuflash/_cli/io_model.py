@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
+from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
 
 
 def lse_bytes(work: Workload) -> int:

@@ -14,12 +14,11 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash._bench.clock import Call
-from cuflash._bench.workload import PASSES, Workload
+from cuflash._arrays import array_module
+from cuflash._timing.clock import Call
+from cuflash._timing.workload import PASSES, Workload
 
 Array = Any
-#: Two correct results differ by a few roundings of the operands; a wrong mask by order 1.
-AGREEMENT = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-10}
 
 
 class Unsupported(Exception):
@@ -48,7 +47,7 @@ class Implementation:
         """The same operands where :meth:`prepare` finds them in its own layout, without a copy."""
         if not self.sequence_first:
             return tuple(arrays)
-        xp = _module_of(arrays[0])
+        xp = array_module(arrays[0])
         return tuple(xp.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2) for a in arrays)
 
     def absent(self, xp: ModuleType) -> str:
@@ -103,14 +102,14 @@ class Cuflash(Implementation):
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
-        options = cuflash.Options(**work.score_options(_module_of(inputs[0][0])))
+        options = cuflash.Options(**work.score_options(array_module(inputs[0][0])))
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
         common["deterministic"] = self.ordered and work.deterministic
         calls: list[Call] = []
         results: list[Call] = []
         for q, k, v, dout in inputs:
-            xp = _module_of(q)
+            xp = array_module(q)
             out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
             lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
             size = cuflash.workspace_size(q, k, v, options=options, precision=precision)
@@ -153,7 +152,7 @@ class Cuflash(Implementation):
         options = cuflash.Options(**work.score_options())
         calls: list[Call] = []
         for q, k, v, _ in inputs:
-            xp = _module_of(q)
+            xp = array_module(q)
             ends = xp.asarray(np.cumsum((0, *work.seqlens)))
             out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
             lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
@@ -172,7 +171,7 @@ class Cuflash(Implementation):
         """Compute out, dq, dk and dv once; raise Unsupported."""
         out, pullback = cuflash.attention_vjp(
             q, k, v,
-            options=cuflash.Options(**work.score_options(_module_of(q))),
+            options=cuflash.Options(**work.score_options(array_module(q))),
             precision="tf32" if work.precision == "tf32" else None,
             deterministic=self.ordered and work.deterministic,
         )  # fmt: skip
@@ -223,7 +222,7 @@ class Naive(Implementation):
         scale = 1 / math.sqrt(work.head_dim)
         calls: list[Call] = []
         for q, k, v, dout in inputs:
-            xp = _module_of(q)
+            xp = array_module(q)
             mask = None
             if work.causal:
                 shape = (work.seqlen_q, work.seqlen_k)
@@ -272,7 +271,7 @@ def naive_forward(
 
     ``mask`` is True where a key is invisible.
     """
-    xp = _module_of(q)
+    xp = array_module(q)
     q, k, v = _multiplied(q, k, v)
     wide = np.float64 if q.dtype == np.float64 else np.float32
     groups = q.shape[1] // k.shape[1]
@@ -292,7 +291,7 @@ def naive_backward(
     dout: Array, q: Array, k: Array, v: Array, p: Array, scale: float
 ) -> tuple[Array, Array, Array]:
     """Gradients (dq, dk, dv) from the probabilities that the forward kept."""
-    xp = _module_of(q)
+    xp = array_module(q)
     dout, q, k, v = _multiplied(dout, q, k, v)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
@@ -524,14 +523,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 
-def _module_of(array: Array) -> ModuleType:
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
-
-
 def _tensor(array: Array) -> Any:
     """A torch tensor on the memory of a CuPy array; bfloat16 travels as its bits."""
     import torch
@@ -550,10 +541,3 @@ def _array(tensor: Any) -> Array:
     if tensor.dtype == torch.bfloat16:
         return cupy.from_dlpack(tensor.view(torch.int16)).view(bfloat16)
     return cupy.from_dlpack(tensor)
-
-
-def difference(a: Array, b: Array) -> float:
-    """Frobenius norm of a - b relative to that of b, NaN where either is not finite."""
-    xp = _module_of(a)
-    a, b = a.astype(np.float32), b.astype(np.float32)
-    return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuflash._bench import io_model
-from cuflash._bench.io_model import Traffic
-from cuflash._bench.workload import DTYPES, Workload
+from cuflash._cli import io_model
+from cuflash._cli.io_model import Traffic
 from cuflash._errors import problem_with
 from cuflash._kernels.config import (
     BackwardConvertConfig,
@@ -31,6 +30,7 @@ from cuflash._kernels.config import (
     KernelConfig,
     TileConfig,
 )
+from cuflash._timing.workload import DTYPES, Workload
 from cuflash.tuning._kernels import kernel_name
 
 _FLOAT_BYTES = 4

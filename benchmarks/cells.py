@@ -11,16 +11,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from cuflash._bench.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
-from cuflash._bench.peers import (
-    AGREEMENT,
-    IMPLEMENTATIONS,
-    Implementation,
-    Unsupported,
-    difference,
-)
-from cuflash._bench.report import first_line, shape_text
-from cuflash._bench.workload import Workload
+from benchmarks.peers import IMPLEMENTATIONS, Implementation, Unsupported
+from benchmarks.report import first_line, shape_text
+from cuflash._timing.agreement import AGREEMENT, difference
+from cuflash._timing.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
+from cuflash._timing.workload import Workload
 
 
 @dataclass

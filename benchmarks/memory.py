@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cuflash._bench.clock import DeviceClock
-from cuflash._jit import compilation
 from cuflash._select.hardware import Hardware, present
+from cuflash._timing.clock import DeviceClock
 
+_SOURCES = Path(__file__).with_name("memory_cu")
 _ROUNDS = 15
 _THREADS = 512
 _AT_ONCE = 4  # vectors of a thread
@@ -65,7 +66,9 @@ class _Bench:
             return statistics.median(once(call) for _ in range(_ROUNDS))
 
     def _kernel(self, name: str) -> Callable[..., None]:
-        kernel = compilation.unconfigured(f"memory/{name}.cu", f"cuflash_{name}")
+        code = (_SOURCES / f"{name}.cu").read_text(encoding="utf-8")
+        module = self.cupy.RawModule(code=code, options=("--std=c++17",))
+        kernel = module.get_function(f"cuflash_{name}")
         return lambda grid, block, *given: kernel((grid,), (block,), given)
 
     def _whole_rounds(self, size: int) -> int:
