@@ -21,7 +21,7 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._api.ahead import kernels_of
-from cuflash._cli import explained, info, io_model
+from cuflash._cli import bench, explained, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import choose, measured, sm90, tf32_sm90
@@ -536,6 +536,33 @@ def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
     status, out, err = command(capsys, "bench", "--render", str(bad))
     assert (status, out) == (2, "")
     assert "bad.json: got something else, expected a result of bench" in err
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The kernels lie in the package, as in a wheel, and no folder benchmarks/ beside them."""
+    monkeypatch.setattr(bench, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "words",
+    [["bench"], ["bench", "--set", "short", "more"], ["bench", "--render", "a.json"]]
+    + [["plot", kind, "a.json"] for kind in ("speed", "memory", "io")],
+)
+def test_without_the_benchmarks_one_line_says_where_they_are(capsys, words):
+    told = "cuflash: the benchmarks are not part of the installed package: run this in a checkout"
+    status, out, err = command(capsys, *words)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(told)
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_the_benchmarks_other_commands_are_whole(capsys):
+    assert "\nthe benchmarks are not part of" in command(capsys, "bench", "--help")[1]
+    assert command(capsys, "info")[0] == 0
+    status, _, err = command(capsys, "info", "--set")
+    assert (status, "unrecognized arguments: --set" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
