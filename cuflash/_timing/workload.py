@@ -266,6 +266,9 @@ class Workload:
         return cls(**given)
 
 
+Workload.__module__ = "cuflash.tuning"  # where it is public: pickles and errors say so
+
+
 def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Stand for an array in C order: what is read of it is its layout."""
     steps = list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=dtype.itemsize))
