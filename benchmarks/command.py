@@ -32,14 +32,14 @@ from benchmarks.overhead import (
 )
 from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
-from benchmarks.report import markdown, write
+from benchmarks.report import markdown, write, write_json
 from cuflash._cli.info import no_device
 from cuflash._cli.plot import read_result
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import problem_with
 from cuflash._kernels.config import HEAD_DIMS
 from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock, HostClock
-from cuflash._timing.machine import device_slug, read_clocks
+from cuflash._timing.machine import read_clocks
 from cuflash._timing.workload import (
     DTYPES,
     MODEL_WIDTH,
@@ -244,14 +244,12 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     meta = describe_machine(cupy, name, command)
     topic = arguments.topic or ("memory" if arguments.memory else "io")
     if arguments.memory:
-        rows = [level.as_json() for level in memory.measure()]
+        rows = [level._asdict() for level in memory.measure()]
     else:
         rows = io_grid.rows()
-    result = {"meta": meta, "rows": rows}
+    result = {"meta": meta, "rows": rows, "notes": []}
     if arguments.out is not None and not arguments.no_write:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"{device_slug(name)}-{topic}-{meta['date']}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(result, arguments.out, topic)
     print(json.dumps(result) if arguments.json else rendered(result), end="")
     return 0
 

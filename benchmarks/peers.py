@@ -86,6 +86,16 @@ class Implementation:
         raise NotImplementedError
 
 
+def _refuse_options(work: Workload) -> None:
+    """Raise for what peers are not compared on."""
+    if work.precision == "tf32":
+        raise Unsupported("compared without TF32")
+    if work.window is not None:
+        raise Unsupported("no window")
+    if not work.plain:
+        raise Unsupported("causal masks alone are compared")
+
+
 def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
 
@@ -102,6 +112,8 @@ class Cuflash(Implementation):
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
+        if pass_ == "fwd":
+            self._refuse_another_order()
         options = cuflash.Options(**work.score_options(array_module(inputs[0][0])))
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
@@ -110,8 +122,7 @@ class Cuflash(Implementation):
         results: list[Call] = []
         for q, k, v, dout in inputs:
             xp = array_module(q)
-            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+            out, lse = _outputs(q, v)
             size = cuflash.workspace_size(q, k, v, options=options, precision=precision)
             room = xp.empty(size, np.uint8) if size else None
 
@@ -148,14 +159,13 @@ class Cuflash(Implementation):
         return Prepared(calls, results[0], _capture_with_cupy)
 
     def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        """Build the fields of :class:`Prepared`."""
+        """Build the fields of :class:`Prepared`; raise Unsupported."""
+        self._refuse_another_order()
         options = cuflash.Options(**work.score_options())
         calls: list[Call] = []
         for q, k, v, _ in inputs:
-            xp = array_module(q)
-            ends = xp.asarray(np.cumsum((0, *work.seqlens)))
-            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+            ends = array_module(q).asarray(np.cumsum((0, *work.seqlens)))
+            out, lse = _outputs(q, v)
 
             def forward(q=q, k=k, v=v, ends=ends, out=out, lse=lse) -> Array:
                 return cuflash.attention_varlen(
@@ -178,6 +188,16 @@ class Cuflash(Implementation):
         grads = pullback(dout)
         return {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
+    def _refuse_another_order(self) -> None:
+        if not self.ordered:
+            raise Unsupported("a forward has one order")
+
+
+def _outputs(q: Array, v: Array) -> tuple[Array, Array]:
+    """Room for out and lse."""
+    xp, wide = array_module(q), np.float64 if q.dtype == np.float64 else np.float32
+    return xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype), xp.empty(q.shape[:-1], wide)
+
 
 class CuflashUnordered(Cuflash):
     """The library with ``deterministic=False``: dq is summed in any order."""
@@ -186,20 +206,6 @@ class CuflashUnordered(Cuflash):
     needs = ("cupy",)
     deterministic = ("fwd",)
     ordered = False
-
-    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
-        if pass_ == "fwd":
-            raise Unsupported("a forward has one order")
-        return super().prepare(work, pass_, inputs)
-
-    def prepare_packed(
-        self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]
-    ) -> Prepared:
-        """Do so for packed sequences."""
-        if pass_ == "fwd":
-            raise Unsupported("a forward has one order")
-        return super().prepare_packed(work, pass_, inputs)
 
 
 def _first_of(call: Call) -> Array:
@@ -213,12 +219,7 @@ class Naive(Implementation):
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None:
-            raise Unsupported("no window")
-        if not work.plain:
-            raise Unsupported("causal masks alone are compared")
+        _refuse_options(work)
         scale = 1 / math.sqrt(work.head_dim)
         calls: list[Call] = []
         for q, k, v, dout in inputs:
@@ -253,9 +254,8 @@ class Naive(Implementation):
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
         """Compute out, dq, dk and dv once; raise Unsupported."""
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None or work.causal or not work.plain:
+        _refuse_options(work)
+        if work.causal:
             raise Unsupported("full attention alone is compared")
         scale = 1 / math.sqrt(work.head_dim)
         out, p = naive_forward(q, k, v, None, scale)
@@ -395,12 +395,7 @@ class Torch(Implementation):
     def _refuse(self, work: Workload) -> None:
         if work.dtype not in self.dtypes:
             raise Unsupported(f"no {work.dtype}")
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None:
-            raise Unsupported("no window")
-        if not work.plain:
-            raise Unsupported("causal masks alone are compared")
+        _refuse_options(work)
         if work.causal and work.seqlen_q != work.seqlen_k:
             raise Unsupported("its causal mask aligns at the first key")
 

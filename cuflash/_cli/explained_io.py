@@ -11,8 +11,6 @@ from cuflash._select.hardware import wanted
 from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name
 
-_OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asymptotic")
-
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
     """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
@@ -37,10 +35,10 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
         parts = [io_gradient.gradient(work, config) for config in of_gradient]
         found["io_gradient"] = {
             "kernels": [
-                {"kernel": kernel_name(config), **_fields(part)}
+                {"kernel": kernel_name(config), **part._asdict()}
                 for config, part in zip(of_gradient, parts, strict=True)
             ],
-            "sum": _fields(io_gradient.together(parts))
+            "sum": io_gradient.together(parts)._asdict()
             | {"unfused": io_model.unfused(work, "bwd")},
         }
     return found
@@ -61,7 +59,3 @@ def count(work: Workload, found: dict[str, Any]) -> None:
     own["sum"]["measured"] = {
         name: sum(counters[name] for counters in counted) for name in profiler.METRICS
     }
-
-
-def _fields(traffic: io_model.Traffic) -> dict[str, float]:
-    return {name: getattr(traffic, name) for name in _OF_KERNEL}

@@ -68,14 +68,7 @@ def gradient(work: Workload, config: KernelConfig) -> Traffic:
 
 def together(parts: Sequence[Traffic]) -> Traffic:
     """The sum of kernels that run one after the other, each of which starts with empty caches."""
-    return Traffic(
-        read_once=sum(p.read_once for p in parts),
-        loaded=sum(p.loaded for p in parts),
-        written_once=sum(p.written_once for p in parts),
-        stored=sum(p.stored for p in parts),
-        asymptotic=sum(p.asymptotic for p in parts),
-        added=sum(p.added for p in parts),
-    )
+    return Traffic(*map(sum, zip(*parts, strict=True)))
 
 
 def grads_of(config: KernelConfig) -> str:

@@ -10,7 +10,6 @@ the least that it moves is every operand once. Options that are arrays are not c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ def lse_bytes(work: Workload) -> int:
     return max(4, DTYPES[work.dtype].itemsize)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one kernel, or of several."""
 
     read_once: int  # every operand: the least that device memory is read
