@@ -20,7 +20,7 @@ import pytest
 
 import cuflash
 from cuflash import _cli, tuning
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._cli import bench, explained, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe

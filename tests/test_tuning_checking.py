@@ -12,7 +12,7 @@ import pytest
 
 import cuflash
 from cuflash import reference, tuning
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._select import choose, measured
 from cuflash._select import hardware as select_hardware
 from cuflash._timing.clock import Measurement

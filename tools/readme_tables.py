@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
-from cuflash._api.ahead import kernels_of  # noqa: E402
+from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
 from cuflash._problem import options, problem  # noqa: E402
 from cuflash._select import hardware  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._cli import io_gradient, io_model
 from cuflash._kernels.config import (
     BackwardConvertConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._cli import io_gradient, io_model, profiler
 from cuflash._kernels.config import TileConfig
 from cuflash._select.hardware import wanted
