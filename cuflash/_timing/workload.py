@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -59,40 +59,29 @@ class Workload:
     seqlens: tuple[int, ...] = ()  # of packed sequences: seqlen_q and seqlen_k are their sum
 
     def __post_init__(self) -> None:
+        def refuse(name: str, got: object, expected: str) -> NoReturn:
+            raise problem_with(name, ValueError, got=got, expected=expected)
+
         sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
         for name in sizes:
             value, least = getattr(self, name), int(name != "head_dim_v")
             if not isinstance(value, int) or value < least:
-                expected = "a positive int" if least else "an int from 0 on"
-                raise problem_with(name, ValueError, got=repr(value), expected=expected)
+                refuse(name, repr(value), "a positive int" if least else "an int from 0 on")
         if self.heads_q % self.heads_kv:
-            raise problem_with(
-                "heads_kv", ValueError, got=self.heads_kv, expected=f"a divisor of {self.heads_q}"
-            )
+            refuse("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
         if self.dtype not in DTYPES:
-            raise problem_with(
-                "dtype", ValueError, got=repr(self.dtype), expected=f"one of {', '.join(DTYPES)}"
-            )
+            refuse("dtype", repr(self.dtype), f"one of {', '.join(DTYPES)}")
         if self.precision not in PRECISIONS:
-            raise problem_with(
-                "precision", ValueError, got=repr(self.precision), expected='"ieee" or "tf32"'
-            )
+            refuse("precision", repr(self.precision), '"ieee" or "tf32"')
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and (min(self.seqlens) < 0 or whole != (sum(self.seqlens),) * 2):
-            raise problem_with(
-                "seqlens", ValueError, got=f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys",
-                expected="lengths whose sum both are",
-            )  # fmt: skip
+            got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
+            refuse("seqlens", got, "lengths whose sum both are")
         for name in self.arrays:
             if name not in ARRAY_OPTIONS:
-                raise problem_with(
-                    "arrays", ValueError, got=repr(name),
-                    expected=f"names among {', '.join(ARRAY_OPTIONS)}",
-                )  # fmt: skip
+                refuse("arrays", repr(name), f"names among {', '.join(ARRAY_OPTIONS)}")
         if set(self.arrays) >= _BIASES:
-            raise problem_with(
-                "arrays", ValueError, got="bias and key_bias", expected="one: a call has one bias"
-            )
+            refuse("arrays", "bias and key_bias", "one: a call has one bias")
 
     def sequences(self) -> list[Workload]:
         """Every packed sequence as a call of its own."""
