@@ -29,9 +29,10 @@ from benchmarks import (
 from cuflash import reference, tuning
 from cuflash._timing import clock as timing
 from cuflash._timing import workload
-from cuflash._timing.machine import device_slug
+from cuflash._timing.machine import META_KEYS, device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
+FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # of a row, beside its workload
 TINY = workload.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
 
 
@@ -98,16 +99,16 @@ def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
 
 def test_unfused_baseline_multiplies_no_bfloat16():
     """CuPy cannot; rounded inputs give what they give in float32, to the last bit."""
-    work = replace(TINY, dtype="bfloat16")
-    ((q, k, v, dout),) = work.inputs(np)
-    wide = [array.astype(np.float32) for array in (q, k, v, dout)]
-    out, p = peers.naive_forward(q, k, v, None, 0.25)
-    exact, weights = peers.naive_forward(*wide[:3], None, 0.25)
-    assert out.dtype == p.dtype == np.float32
-    assert out.tobytes() == exact.tobytes()
-    ours = peers.naive_backward(dout, q, k, v, p, 0.25)
-    theirs = peers.naive_backward(wide[3], *wide[:3], weights, 0.25)
-    assert [a.tobytes() for a in ours] == [a.tobytes() for a in theirs]
+    ((q, k, v, dout),) = replace(TINY, dtype="bfloat16").inputs(np)
+
+    def found(dout, q, k, v):
+        out, p = peers.naive_forward(q, k, v, None, 0.25)
+        return out, p, *peers.naive_backward(dout, q, k, v, p, 0.25)
+
+    exact = found(*(array.astype(np.float32) for array in (dout, q, k, v)))
+    for own, wide in zip(found(dout, q, k, v), exact, strict=True):
+        assert own.dtype == np.float32
+        assert own.tobytes() == wide.tobytes()
 
 
 def test_every_candidate_is_timed_once_a_round():
@@ -227,16 +228,10 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     path = report.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
     result = json.loads(path.read_text())
     assert path.name == f"cpu-test-{meta['date']}.json"
-    assert set(result["meta"]) == {
-        "device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command",
-    }  # fmt: skip
+    assert set(result["meta"]) == set(META_KEYS)
     assert len(result["rows"]) == 8
     for row in result["rows"]:
-        assert set(row) == {
-            "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q",
-            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "softcap", "dropout",
-            "arrays", "seqlens", "options", "layout", "deterministic", "timing", "ms", "tflops",
-        }  # fmt: skip
+        assert set(row) == {*TINY.as_json(), *FOUND}
         flops = 2 * 2 * 4 * 33 * 33 * 32 * (0.5 if row["causal"] else 1)
         flops *= 2.5 if row["pass"] == "bwd" else 1
         assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9)
@@ -261,6 +256,19 @@ def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
             np.testing.assert_allclose(dq, truth.dq, rtol=1e-11, atol=1e-12)
 
 
+def recorded(monkeypatch, module, *names) -> list[tuple[str, dict]]:
+    """What of a module is called from now on, and its keywords."""
+    seen = []
+    for name in names:
+
+        def call(*given, name=name, real=getattr(module, name), **named):  # noqa: B008
+            seen.append((name, named))
+            return real(*given, **named)
+
+        monkeypatch.setattr(module, name, call)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("name", "module", "forward", "backward"),
     [
@@ -270,18 +278,10 @@ def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
 )
 def test_the_forward_is_part_of_both(monkeypatch, name, module, forward, backward):
     """Timed without it, a call would be the gradient alone."""
-    seen = []
     calls = peers.IMPLEMENTATIONS[name].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
-    for kind in (forward, backward):
-        real = getattr(module, kind)
-
-        def call(*given, real=real, kind=kind, **named):
-            seen.append(kind)
-            return real(*given, **named)
-
-        monkeypatch.setattr(module, kind, call)
+    seen = recorded(monkeypatch, module, forward, backward)
     calls[0]()
-    assert seen == [forward, backward]
+    assert [kind for kind, _ in seen] == [forward, backward]
 
 
 def test_sums_in_any_order_are_ours_and_have_no_forward(run):
@@ -301,17 +301,10 @@ def test_sums_in_any_order_are_ours_and_have_no_forward(run):
 
 
 def test_sums_in_any_order_are_asked_for(monkeypatch):
-    asked = []
-    real = cuflash.attention_backward
-
-    def call(*given, deterministic, **named):
-        asked.append(deterministic)
-        return real(*given, **named)
-
-    monkeypatch.setattr(cuflash, "attention_backward", call)
+    asked = recorded(monkeypatch, cuflash, "attention_backward")
     for name in ("cuflash", "cuflash-unordered"):
         peers.IMPLEMENTATIONS[name].prepare(TINY, "bwd", TINY.inputs(np)).calls[0]()
-    assert asked == [True, False]
+    assert [named["deterministic"] for _, named in asked] == [True, False]
 
 
 def test_packed_sequences(run):

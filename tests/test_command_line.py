@@ -524,18 +524,13 @@ def test_explain_shows_the_io_model(capsys):
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
     ],
 )
-def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
+def test_every_kind_of_result_is_rendered(capsys, name, words):
     path = sorted(RESULTS.glob(f"{name}.json"))[-1]
     status, out, _ = command(capsys, "bench", "--render", str(path))
     assert status == 0
     assert all(word in out for word in words)
     status, out, _ = command(capsys, "bench", "--render", str(path), "--json")
     assert (status, json.loads(out)) == (0, json.loads(path.read_text()))
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"meta": {}, "rows": [1]}')
-    status, out, err = command(capsys, "bench", "--render", str(bad))
-    assert (status, out) == (2, "")
-    assert "bad.json: got something else, expected a result of bench" in err
 
 
 @pytest.fixture
