@@ -57,10 +57,15 @@ def command(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_the_real_command():
+def test_the_real_command(tmp_path):
+    """In a folder whose own package is called benchmarks, too."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit(9)")
+    path = os.pathsep.join((str(Path(cuflash.__file__).parents[1]), *sys.path))
     done = subprocess.run(
-        [sys.executable, "-m", "cuflash", "info", "--json"], capture_output=True, text=True
-    )
+        [sys.executable, "-m", "cuflash", "info", "--json"], capture_output=True, text=True,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
 

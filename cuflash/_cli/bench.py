@@ -22,7 +22,7 @@ def find_benchmarks() -> None:
             "the benchmarks are not part of the installed package: run this in a checkout of the "
             "sources of cuflash, which has the folder benchmarks/"
         )
-    if str(checkout) not in sys.path:
+    if sys.path[:1] != [str(checkout)]:  # before any other package of that name
         sys.path.insert(0, str(checkout))
 
 
