@@ -111,7 +111,6 @@ class Cuflash(Implementation):
     ordered = True  # are gradients bitwise the same every run?
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
         if pass_ == "fwd":
             self._refuse_another_order()
         options = cuflash.Options(**work.score_options(array_module(inputs[0][0])))
@@ -159,7 +158,6 @@ class Cuflash(Implementation):
         return Prepared(calls, results[0], _capture_with_cupy)
 
     def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        """Build the fields of :class:`Prepared`; raise Unsupported."""
         self._refuse_another_order()
         options = cuflash.Options(**work.score_options())
         calls: list[Call] = []
@@ -178,7 +176,6 @@ class Cuflash(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
         out, pullback = cuflash.attention_vjp(
             q, k, v,
             options=cuflash.Options(**work.score_options(array_module(q))),
@@ -218,7 +215,6 @@ class Naive(Implementation):
     name = "naive"
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
         _refuse_options(work)
         scale = 1 / math.sqrt(work.head_dim)
         calls: list[Call] = []
@@ -253,7 +249,6 @@ class Naive(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
         _refuse_options(work)
         if work.causal:
             raise Unsupported("full attention alone is compared")
@@ -329,7 +324,6 @@ class Torch(Implementation):
         return tensor
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
         import torch
 
         self._refuse(work)
@@ -366,7 +360,6 @@ class Torch(Implementation):
         raise Unsupported(f"no packed sequences, {len(ends)} ends, {work}")
 
     def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        """Build the fields of :class:`Prepared`; raise Unsupported."""
         import torch
 
         if work.dtype not in self.dtypes:
@@ -382,7 +375,6 @@ class Torch(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
         import torch
 
         self._refuse(work)
