@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
     p = parser()
     arguments, unknown = p.parse_known_args(argv)
-    if unknown and not hasattr(arguments, "any_words"):
+    if unknown and not hasattr(arguments, "any_words"):  # of `bench`, where it is not installed
         p.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)
