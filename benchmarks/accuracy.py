@@ -29,12 +29,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cuflash._bench.cells import Run, free_memory  # noqa: E402
-from cuflash._bench.command import names_of, open_run  # noqa: E402
-from cuflash._bench.machine import describe_machine, short_commit  # noqa: E402
-from cuflash._bench.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
-from cuflash._bench.report import first_line, write_json  # noqa: E402
-from cuflash._bench.workload import DTYPES, PASSES, PRECISIONS, Workload, square  # noqa: E402
+from benchmarks.cells import Run, free_memory  # noqa: E402
+from benchmarks.command import names_of, open_run  # noqa: E402
+from benchmarks.machine import describe_machine, short_commit  # noqa: E402
+from benchmarks.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
+from benchmarks.report import first_line, write_json  # noqa: E402
+from cuflash._timing.workload import DTYPES, PASSES, PRECISIONS, Workload, square  # noqa: E402
 from support import families  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -112,7 +112,7 @@ class Exact:
 
 def exact(q: Array, k: Array, v: Array, dout: Array) -> Exact:
     """Dense attention and its gradient in a format with at least ten bits more."""
-    wide = np.float64
+    wide: Any = np.float64
     if q.dtype == np.float64:
         q, k, v, dout = (a if isinstance(a, np.ndarray) else a.get() for a in (q, k, v, dout))
         wide = np.longdouble

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cuflash._bench.command import main
+from benchmarks.command import main
 
 if __name__ == "__main__":
     sys.exit(main(results=Path(__file__).parent / "results"))

@@ -1,7 +1,7 @@
 """Exact, IO-aware attention on CuPy and NumPy arrays."""
 
 from cuflash import reference
-from cuflash._api.ahead import compile  # noqa: A004
+from cuflash._ahead import compile  # noqa: A004
 from cuflash._api.attention import attention, attention_backward, attention_vjp, workspace_size
 from cuflash._api.merge import merge, merge_backward
 from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backward, weights

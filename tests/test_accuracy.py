@@ -13,10 +13,10 @@ import pytest
 import cuflash
 from benchmarks import accuracy
 from benchmarks import factors as factors_of_float32
-from cuflash._bench.command import open_run
-from cuflash._bench.machine import META_KEYS
-from cuflash._bench.peers import IMPLEMENTATIONS
-from cuflash._bench.workload import square
+from benchmarks.command import open_run
+from benchmarks.peers import IMPLEMENTATIONS
+from cuflash._timing.machine import META_KEYS
+from cuflash._timing.workload import square
 from support import families
 
 ROOT = Path(__file__).resolve().parents[1]

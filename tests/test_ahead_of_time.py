@@ -16,7 +16,7 @@ import pytest
 
 import cuflash
 from cuflash import _cli, tuning
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import TileConfig
 from cuflash._select import hardware

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import reference, tuning
-from cuflash._bench import (
+from benchmarks import (
     cells,
     command,
     machine,
@@ -26,26 +25,15 @@ from cuflash._bench import (
     packed,
     peers,
     report,
-    workload,
 )
-from cuflash._bench import clock as timing
+from cuflash import reference, tuning
+from cuflash._timing import clock as timing
+from cuflash._timing import workload
+from cuflash._timing.machine import META_KEYS, device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
+FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # of a row, beside its workload
 TINY = workload.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
-
-
-def visible(work) -> np.ndarray:
-    """Which key each query sees, one pair at a time."""
-    left, right = work.window or (None, None)
-    right = 0 if work.causal else right
-    seen = np.zeros((work.seqlen_q, work.seqlen_k), bool)
-    for m in range(work.seqlen_q):
-        for n in range(work.seqlen_k):
-            distance = n - (m + work.seqlen_k - work.seqlen_q)
-            seen[m, n] = (left is None or distance >= -left) and (
-                right is None or distance <= right
-            )
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -63,7 +51,9 @@ def visible(work) -> np.ndarray:
 )
 def test_pairs_are_those_that_are_visible(changes):
     work = replace(TINY, **changes)
-    assert work.visible_pairs() == visible(work).sum()
+    options = cuflash.Options(causal=work.causal, window=work.window)
+    seen = reference.visible(options, (), work.seqlen_q, work.seqlen_k)
+    assert work.visible_pairs() == seen.sum()
 
 
 def test_flops_follow_the_convention_of_publications():
@@ -89,9 +79,7 @@ def test_kernels_compute_two_products_forward_and_five_or_seven_backward():
 def test_training_shapes_have_16384_tokens_and_width_2048():
     shapes = workload.training((64, 128), (2048, 8192))
     assert len(set(shapes)) == 8
-    for work in shapes:
-        assert work.batch * work.seqlen_q == 16_384
-        assert work.heads_q * work.head_dim == 2048
+    assert {(w.batch * w.seqlen_q, w.heads_q * w.head_dim) for w in shapes} == {(16_384, 2048)}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -113,33 +101,29 @@ def test_unfused_baseline_is_attention(causal, heads_kv, seqlen_k):
 
 def test_unfused_baseline_multiplies_no_bfloat16():
     """CuPy cannot; rounded inputs give what they give in float32, to the last bit."""
-    work = replace(TINY, dtype="bfloat16")
-    ((q, k, v, dout),) = work.inputs(np)
-    wide = [array.astype(np.float32) for array in (q, k, v, dout)]
-    out, p = peers.naive_forward(q, k, v, None, 0.25)
-    exact, weights = peers.naive_forward(*wide[:3], None, 0.25)
-    assert out.dtype == p.dtype == np.float32
-    assert out.tobytes() == exact.tobytes()
-    ours = peers.naive_backward(dout, q, k, v, p, 0.25)
-    theirs = peers.naive_backward(wide[3], *wide[:3], weights, 0.25)
-    assert [a.tobytes() for a in ours] == [a.tobytes() for a in theirs]
+    ((q, k, v, dout),) = replace(TINY, dtype="bfloat16").inputs(np)
+
+    def found(dout, q, k, v):
+        out, p = peers.naive_forward(q, k, v, None, 0.25)
+        return out, p, *peers.naive_backward(dout, q, k, v, p, 0.25)
+
+    exact = found(*(array.astype(np.float32) for array in (dout, q, k, v)))
+    for own, wide in zip(found(dout, q, k, v), exact, strict=True):
+        assert own.dtype == np.float32
+        assert own.tobytes() == wide.tobytes()
 
 
-def test_every_candidate_goes_first_equally_often():
+def test_every_candidate_is_timed_once_a_round():
     order = []
 
     def timer(name):
-        def once():
-            order.append(name)
-            return float(len(order))
-
-        return once
+        return lambda: order.append(name) or float(len(order))
 
     samples = timing.interleaved({name: timer(name) for name in "abc"}, 6)
-    assert [len(s) for s in samples.values()] == [6, 6, 6]
-    rounds = [order[i : i + 3] for i in range(0, 18, 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert sorted(turn[0] for turn in rounds) == list("aabbcc")
+    assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, 18, 3))
+    assert {name: [order[int(n) - 1] for n in ns] for name, ns in samples.items()} == {
+        name: [name] * 6 for name in "abc"
+    }
     assert timing.interleaved({}, 6) == {}
 
 
@@ -173,24 +157,17 @@ def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds)
     """The device overwrites its cache for twice as long each time, four times at most."""
     written, events = [], itertools.count()
 
-    class Event:
-        def __init__(self):
-            self.number = next(events)
-
-        def record(self, stream):
-            pass
-
-        def synchronize(self):
-            pass
-
-        @property
-        def done(self):
-            return self.number < 2 * late  # of the first events of so many pairs
+    def event():
+        number = next(events)
+        return types.SimpleNamespace(
+            number=number, record=lambda stream: None, synchronize=lambda: None,
+            done=number < 2 * late,  # of the first events of so many pairs
+        )  # fmt: skip
 
     clock = object.__new__(timing.DeviceClock)
     clock.stream, clock._fills = None, 3
     clock._buffer = types.SimpleNamespace(fill=written.append)
-    elapsed = types.SimpleNamespace(Event=Event, get_elapsed_time=lambda a, z: (a.number + 2) / 2)
+    elapsed = types.SimpleNamespace(Event=event, get_elapsed_time=lambda a, z: (a.number + 2) / 2)
     clock.cupy = types.SimpleNamespace(cuda=elapsed)
     called = []
     assert clock.once(lambda: called.append(None)) == milliseconds
@@ -198,21 +175,14 @@ def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds)
     assert len(written) == 3 * (2 ** len(called) - 1)
 
 
-def test_host_time_is_per_call():
-    emptied = []
+def test_host_time_is_per_call_in_the_quietest_window():
+    emptied, durations = [], iter([0.02] * 8 + [0.001] * 6 + [0.02] * 10)
     us = timing.host_microseconds(
-        [lambda: time.sleep(0.001)], lambda: emptied.append(None), 4, 3, windows=2, warm_up_s=0
-    )
-    assert 1000 <= us < 5000
-    assert len(emptied) == 7  # before every batch and at the end
-
-
-def test_host_time_is_that_of_the_quietest_window():
-    durations = iter([0.02] * 4 + [0.001] * 3 + [0.02] * 5)
-    us = timing.host_microseconds(
-        [lambda: time.sleep(next(durations))], lambda: None, 1, 3, windows=4, warm_up_s=0
-    )
+        [lambda: time.sleep(next(durations))], lambda: emptied.append(None), 2, 3, windows=4,
+        warm_up_s=0,
+    )  # fmt: skip
     assert 1000 <= us < 15_000
+    assert len(emptied) == 13  # before every batch and at the end
 
 
 @pytest.fixture
@@ -260,16 +230,10 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     path = report.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
     result = json.loads(path.read_text())
     assert path.name == f"cpu-test-{meta['date']}.json"
-    assert set(result["meta"]) == {
-        "device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command",
-    }  # fmt: skip
+    assert set(result["meta"]) == set(META_KEYS)
     assert len(result["rows"]) == 8
     for row in result["rows"]:
-        assert set(row) == {
-            "impl", "pass", "dtype", "precision", "batch", "heads_q", "heads_kv", "seqlen_q",
-            "seqlen_k", "head_dim", "head_dim_v", "causal", "window", "softcap", "dropout",
-            "arrays", "seqlens", "options", "layout", "deterministic", "timing", "ms", "tflops",
-        }  # fmt: skip
+        assert set(row) == {*TINY.as_json(), *FOUND}
         flops = 2 * 2 * 4 * 33 * 33 * 32 * (0.5 if row["causal"] else 1)
         flops *= 2.5 if row["pass"] == "bwd" else 1
         assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9)
@@ -294,27 +258,32 @@ def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
             np.testing.assert_allclose(dq, truth.dq, rtol=1e-11, atol=1e-12)
 
 
-def test_the_forward_is_part_of_both(monkeypatch):
-    """Timed without it, a call would be the gradient alone."""
+def recorded(monkeypatch, module, *names) -> list[tuple[str, dict]]:
+    """What of a module is called from now on, and its keywords."""
     seen = []
-    monkeypatch.setattr(peers, "naive_forward", lambda *_: seen.append("forward") or (0, 0))
-    monkeypatch.setattr(peers, "naive_backward", lambda *_: seen.append("backward") or (0, 0, 0))
-    calls = peers.IMPLEMENTATIONS["naive"].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
-    assert seen == []
-    calls[0]()
-    assert seen == ["forward", "backward"]
-    seen.clear()
-    kinds = (("forward", cuflash.attention), ("backward", cuflash.attention_backward))
-    calls = peers.IMPLEMENTATIONS["cuflash"].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
-    for kind, real in kinds:
+    for name in names:
 
-        def call(*given, kind=kind, real=real, **named):
-            seen.append(kind)
+        def call(*given, name=name, real=getattr(module, name), **named):  # noqa: B008
+            seen.append((name, named))
             return real(*given, **named)
 
-        monkeypatch.setattr(cuflash, real.__name__, call)
+        monkeypatch.setattr(module, name, call)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "forward", "backward"),
+    [
+        ("naive", peers, "naive_forward", "naive_backward"),
+        ("cuflash", cuflash, "attention", "attention_backward"),
+    ],
+)
+def test_the_forward_is_part_of_both(monkeypatch, name, module, forward, backward):
+    """Timed without it, a call would be the gradient alone."""
+    calls = peers.IMPLEMENTATIONS[name].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
+    seen = recorded(monkeypatch, module, forward, backward)
     calls[0]()
-    assert seen == ["forward", "backward"]
+    assert [kind for kind, _ in seen] == [forward, backward]
 
 
 def test_sums_in_any_order_are_ours_and_have_no_forward(run):
@@ -334,17 +303,10 @@ def test_sums_in_any_order_are_ours_and_have_no_forward(run):
 
 
 def test_sums_in_any_order_are_asked_for(monkeypatch):
-    asked = []
-    real = cuflash.attention_backward
-
-    def call(*given, deterministic, **named):
-        asked.append(deterministic)
-        return real(*given, **named)
-
-    monkeypatch.setattr(cuflash, "attention_backward", call)
+    asked = recorded(monkeypatch, cuflash, "attention_backward")
     for name in ("cuflash", "cuflash-unordered"):
         peers.IMPLEMENTATIONS[name].prepare(TINY, "bwd", TINY.inputs(np)).calls[0]()
-    assert asked == [True, False]
+    assert [named["deterministic"] for _, named in asked] == [True, False]
 
 
 def test_packed_sequences(run):
@@ -362,30 +324,32 @@ def test_as_many_tiles():
     assert sum(packed.SEQLENS) == packed.PACKED.seqlen_q
 
 
-def test_wrong_result_is_not_timed(run, monkeypatch):
-    class Wrong(peers.Naive):
-        name = "wrong"
+class Wrong(peers.Naive):
+    """Gives the result of another call."""
 
-        def prepare(self, work, pass_, inputs):
-            return super().prepare(replace(work, causal=not work.causal), pass_, inputs)
+    name = "wrong"
 
-    run.implementations.append(Wrong())
-    cells.measure_cell(run, TINY, "fwd")
-    assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
-    assert any("wrong" in note and "differs" in note for note in run.notes)
+    def prepare(self, work, pass_, inputs):
+        return super().prepare(replace(work, causal=not work.causal), pass_, inputs)
 
 
-def test_failing_implementation_leaves_a_note_and_the_others(run):
-    class Failing(peers.Naive):
-        name = "failing"
+class Failing(peers.Naive):
+    """Does not give any."""
 
-        def prepare(self, work, pass_, inputs):
-            raise RuntimeError("out of order")
+    name = "failing"
 
-    run.implementations.insert(0, Failing())
+    def prepare(self, work, pass_, inputs):
+        raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "words"), [(2, Wrong, "differs"), (0, Failing, "out of order")]
+)
+def test_what_is_wrong_or_fails_leaves_a_note_and_the_others(run, place, other, words):
+    run.implementations.insert(place, other())
     cells.measure_cell(run, TINY, "bwd")
     assert {row["impl"] for row in run.rows} == {"cuflash", "naive"}
-    assert any("failing bwd" in note and "out of order" in note for note in run.notes)
+    assert any(f"{other.name} bwd" in note and words in note for note in run.notes)
 
 
 def test_what_an_implementation_cannot_do_is_said_once(run):
@@ -403,20 +367,13 @@ def test_absent_peers_are_named(monkeypatch):
     assert "cannot be imported" in peers.IMPLEMENTATIONS["fa4"].absent(fake_cupy)
 
 
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA H200", "h200"),
-        ("Tesla V100-PCIE-16GB", "v100"),
-        ("cpu", "cpu"),
-        ("", "unknown"),
-    ],
-)
-def test_device_names_become_file_names(name, slug):
-    assert machine.device_slug(name) == slug
+def test_device_names_become_file_names():
+    slugs = {
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H200": "h200",
+        "NVIDIA GeForce RTX 4090": "rtx-4090", "Tesla V100-PCIE-16GB": "v100", "cpu": "cpu",
+        "": "unknown",
+    }  # fmt: skip
+    assert {name: device_slug(name) for name in slugs} == slugs
 
 
 def test_import_is_measured_in_a_fresh_process(run):
@@ -454,10 +411,7 @@ def test_command_on_a_machine_without_a_gpu(tmp_path):
     assert {(row["impl"], row["pass"]) for row in rows} == {("cuflash", "fwd")}
 
 
-def test_unknown_names_are_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--set", "everything"])
-    assert "portable, widths, short" in capsys.readouterr().err
+def test_every_set_is_in_the_help(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
     text = capsys.readouterr().out

@@ -20,9 +20,8 @@ import pytest
 
 import cuflash
 from cuflash import _cli, tuning
-from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_model, machine
-from cuflash._cli import explained
+from cuflash._ahead import kernels_of
+from cuflash._cli import bench, explained, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import hardware as select_hardware
@@ -60,10 +59,15 @@ def command(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_the_real_command():
+def test_the_real_command(tmp_path):
+    """In a folder whose own package is called benchmarks, too."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit(9)")
+    path = os.pathsep.join((str(Path(cuflash.__file__).parents[1]), *sys.path))
     done = subprocess.run(
-        [sys.executable, "-m", "cuflash", "info", "--json"], capture_output=True, text=True
-    )
+        [sys.executable, "-m", "cuflash", "info", "--json"], capture_output=True, text=True,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
 
@@ -540,18 +544,40 @@ def test_explain_shows_the_io_model(capsys):
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
     ],
 )
-def test_every_kind_of_result_is_rendered(capsys, tmp_path, name, words):
+def test_every_kind_of_result_is_rendered(capsys, name, words):
     path = sorted(RESULTS.glob(f"{name}.json"))[-1]
     status, out, _ = command(capsys, "bench", "--render", str(path))
     assert status == 0
     assert all(word in out for word in words)
     status, out, _ = command(capsys, "bench", "--render", str(path), "--json")
     assert (status, json.loads(out)) == (0, json.loads(path.read_text()))
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"meta": {}, "rows": [1]}')
-    status, out, err = command(capsys, "bench", "--render", str(bad))
-    assert (status, out) == (2, "")
-    assert "bad.json: got something else, expected a result of bench" in err
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The kernels lie in the package, as in a wheel, and no folder benchmarks/ beside them."""
+    monkeypatch.setattr(bench, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "words",
+    [["bench"], ["bench", "--set", "short", "more"], ["bench", "--render", "a.json"]]
+    + [["plot", kind, "a.json"] for kind in ("speed", "memory", "io")],
+)
+def test_without_the_benchmarks_one_line_says_where_they_are(capsys, words):
+    told = "cuflash: the benchmarks are not part of the installed package: run this in a checkout"
+    status, out, err = command(capsys, *words)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(told)
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_the_benchmarks_other_commands_are_whole(capsys):
+    assert "\nthe benchmarks are not part of" in command(capsys, "bench", "--help")[1]
+    assert command(capsys, "info")[0] == 0
+    status, _, err = command(capsys, "info", "--set")
+    assert (status, "unrecognized arguments: --set" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -632,7 +658,7 @@ def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_com
     told = f"cuflash: nothing was compiled: {no_compiler}\n"
     status, out, err = command(capsys, *words)
     assert status == 1
-    assert err == f"{told}nothing was timed: {machine.no_device()}\n"
+    assert err == f"{told}nothing was timed: {info.no_device()}\n"
     lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
     assert lines == [
         ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],

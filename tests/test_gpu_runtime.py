@@ -768,7 +768,7 @@ def test_many_runs_beside_a_busy_stream_give_the_same_bits(options, runs, kind):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_memory_is_linear_in_the_sequence(dtype):
-    from cuflash._bench import overhead
+    from benchmarks import overhead
 
     peaks = []
     for seqlen in (1024, 4096):

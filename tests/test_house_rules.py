@@ -23,7 +23,7 @@ SOURCE_FOLDERS = (
     ".ci",
 )
 #: The file that calls other implementations of attention.
-PEERS = "cuflash/_bench/peers.py"
+PEERS = "benchmarks/peers.py"
 CUDA = (".cu", ".cuh", ".h")
 TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".yaml", ".sh", *CUDA}
 
@@ -64,8 +64,8 @@ def kernel_files(files: Files) -> Files:
 
 
 def cuda_files(files: Files) -> Files:
-    """Keep the probes of the tests, too: they are no kernels, but text like theirs."""
-    return select(files, ("kernels_cu", "tests"), CUDA)
+    """Keep the probes of tests and benchmarks, too: they are no kernels, but text like theirs."""
+    return select(files, ("kernels_cu", "tests", "benchmarks"), CUDA)
 
 
 def lines_with(pattern: str, text: str) -> Iterator[int]:
@@ -311,13 +311,19 @@ ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cu
 #: What an extra, or nothing at all, brings: by the only file that may ask for it.
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
+    "benchmarks/accuracy.py": {"matplotlib", "support"},
+    "benchmarks/points.py": {"torch", "pykeops"},
+    "cuflash/_cli/bench.py": {"benchmarks"},
+    "cuflash/_cli/pictures.py": {"matplotlib"},
+    "cuflash/_cli/plot.py": {"benchmarks"},
     "cuflash/tuning/_kernel_tuner.py": {"kernel_tuner"},
-    "cuflash/_bench/pictures.py": {"matplotlib"},
 }
 
 
 def few_dependencies(files: Files) -> Breaches:
-    for path, text in select(files, ("cuflash",), (".py",)).items():
+    for path, text in select(files, ("cuflash", "benchmarks"), (".py",)).items():
+        known = ALLOWED_IMPORTS | OPTIONAL_IMPORTS.get(path, set())
+        known |= {"benchmarks"} if path.startswith("benchmarks/") else set()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -329,14 +335,13 @@ def few_dependencies(files: Files) -> Breaches:
                     yield f"{path}:{node.lineno}: write an import statement"
                 continue
             for name in (name.split(".")[0] for name in names):
-                allowed = ALLOWED_IMPORTS | OPTIONAL_IMPORTS.get(path, set())
-                if name not in allowed and name not in sys.stdlib_module_names:
+                if name not in known and name not in sys.stdlib_module_names:
                     yield f"{path}:{node.lineno}: {name} is no dependency"
 
 
 def files_answer_one_question(files: Files) -> Breaches:
     """A long file is one that answers two questions; documentation is not counted."""
-    for path, text in select(files, ("cuflash",), (".py",)).items():
+    for path, text in select(files, ("cuflash", "benchmarks"), (".py",)).items():
         tree = ast.parse(text)
         documentation: set[int] = set()
         for node in ast.walk(tree):
@@ -600,6 +605,7 @@ RULES = [
         bad=(
             {"cuflash/_a.py": "import torch"},
             {PEERS: "import jax"},
+            {"cuflash/tuning/_a.py": "from benchmarks import peers"},
             {"cuflash/_a.py": "from scipy import special"},
             {"cuflash/_a.py": "def f():\n    import jinja2"},
             {"cuflash/_a.py": "import importlib\nimportlib.import_module('torch')"},
@@ -609,7 +615,7 @@ RULES = [
         good=(
             {"cuflash/_a.py": "import os\nimport numpy as np\nfrom cuflash import _host"},
             {"cuflash/_a.py": "def f():\n    import cupy"},
-            {PEERS: "def f():\n    import torch"},
+            {PEERS: "from benchmarks import report\ndef f():\n    import torch"},
             {"cuflash/_a.py": "from importlib import metadata\nmetadata.version('torch')"},
         ),
     ),

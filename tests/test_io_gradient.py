@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash import _cli
-from cuflash._bench import io_gradient, io_model, profiler
-from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
-from cuflash._cli import explained_io
+import cuflash
+from cuflash import _cli, reference
+from cuflash._cli import explained_io, io_gradient, io_model, profiler
 from cuflash._kernels.config import KernelConfig
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
+from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
 from cuflash.tuning._kernels import kernel_name
 from support.chosen import backward_of
 
@@ -64,20 +64,6 @@ def chosen(work: Workload, arch: str) -> list[KernelConfig]:
     return backward_of(work.problem(), hardware.typical(arch))
 
 
-def visible(work: Workload) -> np.ndarray:
-    """Which pairs are, (queries, keys)."""
-    behind = np.arange(work.seqlen_q)[:, None] + work.seqlen_k - work.seqlen_q
-    ahead = np.arange(work.seqlen_k) - behind
-    left, right = work.window or (None, None)
-    right = 0 if work.causal else right
-    seen = np.ones(ahead.shape, bool)
-    if left is not None:
-        seen &= ahead >= -left
-    if right is not None:
-        seen &= ahead <= right
-    return seen
-
-
 class Walk:
     """Counts what the blocks of threads of one kernel load, store and add, tile by tile."""
 
@@ -86,7 +72,8 @@ class Walk:
         self.size = DTYPES[work.dtype].itemsize
         self.boxes = self.name.endswith("_sm90") and "tf32" not in self.name
         self.loaded = self.stored = self.added = 0
-        seen = visible(work)
+        options = cuflash.Options(causal=work.causal, window=work.window)
+        seen = reference.visible(options, (), work.seqlen_q, work.seqlen_k)
         for _ in range(work.batch):
             for head in range(work.heads_q):
                 first_of_group = head % (work.heads_q // work.heads_kv) == 0
@@ -195,7 +182,7 @@ def test_the_parts_of_a_gradient_counted_by_hand():
     assert io_model.unfused(work, "bwd") == 8 * operand + 7 * 256 * 256 * 2
 
 
-def test_a_kernel_without_a_model_is_refused():
+def test_a_kernel_without_a_model_is_refused(capsys):
     work = replace(SMALL, arrays=("bias",))
     score = backward_score_config(work.problem(), 99 * 1024, 16, "bias", "pairs")
     with pytest.raises(ValueError, match="kernel: got backward_dscore_sm80, expected one of the"):
@@ -203,6 +190,9 @@ def test_a_kernel_without_a_model_is_refused():
     cores = chosen(replace(SMALL, dtype="float64"), "sm_86")[1]
     with pytest.raises(ValueError, match="--io: got backward_dkv_sm80 on CUDA cores, expected"):
         io_gradient.gradient(replace(SMALL, dtype="float64"), cores)
+    status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
+    assert (status, out) == (2, "")
+    assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -232,12 +222,6 @@ def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
     _, text, _ = command(capsys, "--arch", "sm_80", "--arrays", "bias")
     assert "added  " not in text
     assert "MB of the gradient (IO model, as without bias)" in text
-
-
-def test_explain_refuses_kernels_that_load_no_tiles(capsys):
-    status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
-    assert (status, out) == (2, "")
-    assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
 
 
 def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cuflash import _cli
-from cuflash._bench import profiler
-from cuflash._bench.workload import Workload
+from cuflash._cli import profiler
+from cuflash._timing.workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 738
@@ -51,6 +51,7 @@ def test_what_ncu_refuses_is_said(text, message):
 
 
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
+PROGRAM = "cuflash._cli.profiled_calls"
 GRADIENT = ["backward_delta", "backward_sm90", "backward_convert"]
 #: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call; of
 #: a gradient that many of the first kernel, twice as many of the second.
@@ -79,25 +80,21 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-def test_ncu_is_asked_for_each_call(stand_in: Path) -> None:
+def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in: Path) -> None:
     calls = [(replace(WORK, seqlen_q=n, seqlen_k=n), tile) for n, tile in ((512, None), (1024, {}))]
     found = profiler.moved_bytes(calls)
     assert found == [dict.fromkeys(profiler.METRICS, float(n)) for n in (512, 1024)]
-    words, given = json.loads(stand_in.read_text())
-    assert words[-3:] == [sys.executable, "-m", "cuflash._bench.profiled_calls"]
-    assert [(Workload.from_json(work), tile) for work, tile in given] == calls
-
-
-def test_ncu_is_asked_for_each_kernel_of_a_gradient(stand_in: Path) -> None:
+    forward = stand_in.read_text()
     found = profiler.gradient_bytes(WORK, GRADIENT)
     assert found == [dict.fromkeys(profiler.METRICS, float(n * 64)) for n in (1, 2, 3)]
-    words, given = json.loads(stand_in.read_text())
-    assert words[-4:] == [sys.executable, "-m", "cuflash._bench.profiled_calls", "--backward"]
-    assert words[words.index("--kernel-name") + 1] == "regex:cuflash_backward"
-    assert [(Workload.from_json(work), tile) for work, tile in given] == [(WORK, None)]
-
-
-def test_kernels_that_were_not_expected_are_said(stand_in: Path) -> None:
+    for text, kernels, more, asked in (
+        (forward, "forward", [], calls),
+        (stand_in.read_text(), "backward", ["--backward"], [(WORK, None)]),
+    ):
+        words, given = json.loads(text)
+        assert words[words.index(sys.executable) :] == [sys.executable, "-m", PROGRAM, *more]
+        assert words[words.index("--kernel-name") + 1] == f"regex:cuflash_{kernels}"
+        assert [(Workload.from_json(work), tile) for work, tile in given] == asked
     with pytest.raises(profiler.NotProfiled, match="delta, backward_sm90, backward_convert, exp"):
         profiler.gradient_bytes(WORK, ["backward_delta", "backward_dkv_sm90"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -81,6 +82,14 @@ def test_nothing_else_is_reachable():
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
     assert plain_signature(getattr(cuflash, name)) == SIGNATURES[name]
+
+
+def test_a_workload_is_pickled_under_its_public_name():
+    work = cuflash.tuning.Workload(1, 2, 2, 64, 64, 64, 64, "float16", causal=True)
+    data = pickle.dumps(work)
+    assert b"cuflash.tuning" in data
+    assert b"_timing" not in data
+    assert pickle.loads(data) == work
 
 
 def test_signatures_differ_where_they_should():

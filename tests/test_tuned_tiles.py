@@ -708,8 +708,8 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
     import cupy
 
     import cuflash
+    from cuflash._ahead import kernels_of
     from cuflash._api import recall
-    from cuflash._api.ahead import kernels_of
     from cuflash._launch import plan, run, segment_bounds
 
     run.forget_plans()

@@ -12,10 +12,10 @@ import pytest
 
 import cuflash
 from cuflash import reference, tuning
-from cuflash._api.ahead import kernels_of
-from cuflash._bench.clock import Measurement
+from cuflash._ahead import kernels_of
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured
+from cuflash._timing.clock import Measurement
 from cuflash.tuning import _checking, _kernels, _timing
 from support.chosen import backward_of, forward_of
 

@@ -15,8 +15,7 @@ import pytest
 import shipped_tiles
 
 from cuflash import _cli, tuning
-from cuflash._bench import io_model, profiler
-from cuflash._cli import tune
+from cuflash._cli import io_model, profiler, tune
 from cuflash._cli.problem_arguments import problem_of
 from cuflash._select import hardware
 from cuflash.tuning import _kernels, _space

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import tuning
-from cuflash._api.ahead import kernels_of
+from cuflash._ahead import kernels_of
 from cuflash._jit import compilation, cubin_cache
 from cuflash._kernels import config as kernel_config
 from cuflash._select import hardware, measured

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpu_digest import ROOT, digest
 
-WHEEL_LIMIT = 1_000_000  # bytes
+WHEEL_LIMIT = 420_000  # bytes
 
 
 def run(*command: str) -> None:
@@ -35,7 +35,7 @@ def check_format() -> str:
 
 def check_cuda_format() -> str:
     """Compare every CUDA source with its formatted form."""
-    folders = {"kernels_cu": "**/*.cu*", "tests/support": "*.cu"}
+    folders = {"kernels_cu": "**/*.cu*", "tests/support": "*.cu", "benchmarks": "**/*.cu"}
     files = [str(path) for folder, name in folders.items() for path in (ROOT / folder).glob(name)]
     program = "import clang_format; clang_format.clang_format()"  # the wheel has no __main__
     run(sys.executable, "-c", program, "--dry-run", "-Werror", *files)
@@ -43,7 +43,7 @@ def check_cuda_format() -> str:
 
 
 def check_types() -> str:
-    """Run strict mypy on the package."""
+    """Run mypy: strict on the package, loosely on the benchmarks."""
     run(sys.executable, "-m", "mypy")
     return "clean"
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from cuflash._jit import source  # noqa: E402
 
 #: Packages that no launch goes through.
-APART = ("_bench", "_cli", "_timing", "tuning")
+APART = ("_cli", "_timing", "tuning")
 
 
 def digest(root: Path = ROOT) -> str:

@@ -40,7 +40,7 @@ GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
 PORTABLE = """
 import argparse, sys
 sys.path.insert(0, ".")
-from cuflash._bench import command
+from benchmarks import command
 from cuflash._select import hardware
 parser = argparse.ArgumentParser()
 command.add_arguments(parser, None)
@@ -257,8 +257,7 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
 
 def tables_of(result: dict[str, Any]) -> str:
     """A result as Markdown; those of points in space have rows of their own."""
-    from benchmarks import points
-    from cuflash._bench import report
+    from benchmarks import points, report
 
     of_points = any("points" in row for row in result["rows"])
     return (points if of_points else report).markdown(result)

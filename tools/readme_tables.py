@@ -20,13 +20,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cuflash._api.ahead import kernels_of  # noqa: E402
-from cuflash._bench.machine import short_commit  # noqa: E402
-from cuflash._bench.option_costs import CHANGES, PLAIN  # noqa: E402
-from cuflash._bench.workload import Workload  # noqa: E402
+from benchmarks.machine import short_commit  # noqa: E402
+from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
+from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
 from cuflash._problem import options, problem  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
+from cuflash._timing.workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
@@ -257,7 +257,7 @@ def waiting() -> str:
 
 def gradient() -> str:
     """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
-    from cuflash._bench.peers import OURS
+    from benchmarks.peers import OURS
 
     result, where = measured("backward")
     cells: dict[tuple[Any, ...], dict[str, float]] = {}

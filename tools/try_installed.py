@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cuflash._jit import source
 
 
 def main() -> int:
-    """Find the kernel sources inside the package, attend over NumPy arrays, show the table."""
+    """Find the kernel sources in the package, attend over NumPy arrays, show the table, bench."""
     if "cupy" in sys.modules:
         return fail("importing cuflash imported CuPy")
     package = Path(cuflash.__file__).parent
@@ -25,6 +26,12 @@ def main() -> int:
     if not error < 1e-5:
         return fail(f"attention is off by {error}")
     cuflash.show_config()
+    said = subprocess.run(
+        [sys.executable, "-I", "-m", "cuflash", "bench", "--set", "cpu"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if said.returncode != 1 or "in a checkout" not in said.stderr or said.stderr.count("\n") != 1:
+        return fail(f"bench says {said.stderr!r}, expected where the benchmarks are, in one line")
     return 0
 
 

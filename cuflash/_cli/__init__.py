@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
-    arguments = parser().parse_args(argv)
+    p = parser()
+    arguments, unknown = p.parse_known_args(argv)
+    if unknown and not hasattr(arguments, "any_words"):  # of `bench`, where it is not installed
+        p.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)
     except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:

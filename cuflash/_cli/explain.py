@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cuflash._bench.profiler import PREDICTED, PREDICTED_OF_GRADIENT, NotProfiled
-from cuflash._bench.workload import Workload
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
+from cuflash._cli.profiler import PREDICTED, PREDICTED_OF_GRADIENT, NotProfiled
 from cuflash._errors import problem_with
+from cuflash._timing.workload import Workload
 
 SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
 EXAMPLES = """\

@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_gradient, io_model
-from cuflash._bench.workload import ONE_PASS, Workload
+from cuflash._ahead import kernels_of
+from cuflash._cli import io_gradient, io_model
 from cuflash._kernels.config import (
     KernelConfig,
     TileConfig,
@@ -15,6 +14,7 @@ from cuflash._kernels.config import (
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
 from cuflash._select.choose import why_portable
+from cuflash._timing.workload import ONE_PASS, Workload
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
 

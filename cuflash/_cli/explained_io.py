@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash._api.ahead import kernels_of
-from cuflash._bench import io_gradient, io_model, profiler
-from cuflash._bench.workload import Workload
+from cuflash._ahead import kernels_of
+from cuflash._cli import io_gradient, io_model, profiler
 from cuflash._select.hardware import wanted
+from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name
-
-_OF_KERNEL = ("read_once", "loaded", "written_once", "stored", "added", "asymptotic")
 
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
@@ -36,10 +34,10 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
         parts = [io_gradient.gradient(work, config) for config in of_gradient]
         found["io_gradient"] = {
             "kernels": [
-                {"kernel": kernel_name(config), **_fields(part)}
+                {"kernel": kernel_name(config), **part._asdict()}
                 for config, part in zip(of_gradient, parts, strict=True)
             ],
-            "sum": _fields(io_gradient.together(parts))
+            "sum": io_gradient.together(parts)._asdict()
             | {"unfused": io_model.unfused(work, "bwd")},
         }
     return found
@@ -60,7 +58,3 @@ def count(work: Workload, found: dict[str, Any]) -> None:
     own["sum"]["measured"] = {
         name: sum(counters[name] for counters in counted) for name in profiler.METRICS
     }
-
-
-def _fields(traffic: io_model.Traffic) -> dict[str, float]:
-    return {name: getattr(traffic, name) for name in _OF_KERNEL}

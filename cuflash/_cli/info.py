@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from cuflash import show_config
+
 SUMMARY = "versions, device and folders, for a bug report"
 EXAMPLES = """\
 examples:
@@ -20,7 +22,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
-    from cuflash import show_config
     from cuflash._select import hardware, measured
 
     table = show_config(mode="dicts")
@@ -52,3 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(map(len, table))
     print("\n".join(f"{name:<{width}}  {text}" for name, text in table.items()))
     return 0
+
+
+def no_device() -> str:
+    """That no device can be used, and why, in the words of `cuflash.show_config`."""
+    found = show_config(mode="dicts")
+    name = "device" if found["device"].startswith("unavailable") else "cupy"
+    return f"no NVIDIA device can be used ({name} {found[name]})"

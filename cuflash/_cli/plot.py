@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cuflash._cli.bench import find_benchmarks
 from cuflash._errors import problem_with
+from cuflash._timing.machine import META_KEYS
 
 SUMMARY = "draw sweeps and benchmarks, PNG and SVG"
 EXAMPLES = """\
@@ -21,7 +23,7 @@ examples:
   python -m cuflash plot io io.json
 
 heatmap, parallel and roofline take files of `tune`, those of `tune --kernel-tuner` (.json) too, the
-others those of `bench`. matplotlib comes with pip install "cuflash[plot]".
+others those of `bench` and, as it does, a checkout. matplotlib: pip install "cuflash[plot]".
 """
 _KINDS = ("heatmap", "parallel", "roofline", "speed", "memory", "io")
 
@@ -40,7 +42,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw one picture."""
-    from cuflash._bench import pictures
+    from cuflash._cli import pictures
 
     if arguments.kind != "roofline" and len(arguments.files) > 1:
         raise ValueError(f"files: got {len(arguments.files)}, expected one for {arguments.kind}")
@@ -53,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drawn(arguments: argparse.Namespace) -> Any:
-    from cuflash._bench import pictures
-    from cuflash._bench.report import read
+    from cuflash._cli import pictures
 
     kind, first = arguments.kind, arguments.files[0]
     if kind == "heatmap":
@@ -62,12 +63,35 @@ def _drawn(arguments: argparse.Namespace) -> Any:
     if kind == "parallel":
         return pictures.parallel_coordinates(_sweep(first))
     if kind == "roofline":
-        levels = read(arguments.memory)["rows"] if arguments.memory else []
+        levels = read_result(arguments.memory)["rows"] if arguments.memory else []
         return pictures.roofline([_sweep(path) for path in arguments.files], levels)
-    result = read(first)
+    find_benchmarks()
+    from benchmarks import pictures as of_benchmarks
+
+    result = read_result(first)
     if kind == "io":
-        return pictures.movement(result)
-    return (pictures.speed if kind == "speed" else pictures.memory)(result, arguments.pass_)
+        return of_benchmarks.movement(result)
+    draw = of_benchmarks.speed if kind == "speed" else of_benchmarks.memory
+    return draw(result, arguments.pass_)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The result of ``bench`` that a file holds; a ValueError where it holds none."""
+    try:
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # of the text, or of its encoding
+        raise problem_with(
+            str(path), ValueError, got="no JSON", expected="a result of bench"
+        ) from None
+    content: dict[str, Any] = result if isinstance(result, dict) else {}
+    meta, rows = content.get("meta"), content.get("rows", 0)
+    whole = isinstance(meta, dict) and set(META_KEYS) <= set(meta) and isinstance(rows, list)
+    if not whole or not all(isinstance(row, dict) for row in rows):
+        raise problem_with(
+            str(path), ValueError, got="something else",
+            expected='a result of bench, "meta" and "rows"',
+        )  # fmt: skip
+    return content
 
 
 def _sweep(path: Path) -> Any:

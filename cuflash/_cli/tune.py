@@ -38,7 +38,7 @@ or cannot be made to compile, 2 a wrong argument or file, 130 interrupted
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    from cuflash._bench.clock import WITHIN_ROUNDS
+    from cuflash._timing.clock import WITHIN_ROUNDS
     from cuflash.tuning._kernels import KERNELS
 
     add_problem(p)
@@ -73,7 +73,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
     from cuflash import tuning
-    from cuflash._bench.machine import no_device
+    from cuflash._cli.info import no_device
     from cuflash._select import hardware
     from cuflash.tuning._strategies import strategy_of
 

@@ -197,13 +197,6 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
     )
 
 
-def unconfigured(source: str, entry: str) -> Any:
-    """A kernel that has no configuration, for the current device, as CuPy launches it."""
-    import cupy
-
-    return cupy.RawModule(code=flatten(source), options=("--std=c++17",)).get_function(entry)
-
-
 class NvrtcError(Exception):
     """A source that does not compile, with the compiler's log."""
 

@@ -6,8 +6,8 @@
 True
 """
 
-from cuflash._bench.workload import Workload
 from cuflash._select.override import BackwardConfigs
+from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import Facts
 from cuflash.tuning._kernel_tuner import read_cache, write_cache
 from cuflash.tuning._progress import Progress

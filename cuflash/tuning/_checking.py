@@ -15,9 +15,9 @@ import numpy as np
 from ml_dtypes import finfo
 
 from cuflash import reference
-from cuflash._bench.peers import AGREEMENT
-from cuflash._bench.workload import DTYPES, Workload
 from cuflash._select.pack_gqa import FEW
+from cuflash._timing.agreement import AGREEMENT
+from cuflash._timing.workload import DTYPES, Workload
 
 Results = dict[str, np.ndarray]
 _ROWS, _KEYS = 700, 2300

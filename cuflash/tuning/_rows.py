@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
 from cuflash._select.measured import parse
+from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
 
 FORMAT = 1

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
 from cuflash._kernels.config import RESERVED_SMEM, TileConfig
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import PORTABLE, Wanted, choose
 from cuflash._select.hardware import Hardware, registers_of_thread, wanted
+from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     KERNELS,

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuflash._bench.workload import Workload
 from cuflash._errors import problem_with
 from cuflash._jit import source
+from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Child, Failure
@@ -306,7 +306,7 @@ class _Running:
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
-    from cuflash._bench.machine import device_slug
+    from cuflash._timing.machine import device_slug
 
     work = chosen.workload
     dims = str(work.head_dim)

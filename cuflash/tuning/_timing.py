@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._bench.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
-from cuflash._bench.machine import query_driver, read_clocks
-from cuflash._bench.peers import AGREEMENT, difference
-from cuflash._bench.workload import Workload
 from cuflash._kernels.config import TileConfig
 from cuflash._problem.options import Options
+from cuflash._timing.agreement import AGREEMENT, difference
+from cuflash._timing.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
+from cuflash._timing.machine import read_clocks, versions
+from cuflash._timing.workload import Workload
 from cuflash.tuning import _checking
 from cuflash.tuning._compiling import first_error
 from cuflash.tuning._kernels import config_from_json
@@ -240,24 +240,13 @@ class Bench:
 
 def described() -> dict[str, Any]:
     """The device and what stands between it and this library."""
-    import cupy
-    from cupy_backends.cuda.libs import nvrtc
-
     from cuflash._select.hardware import present
 
     hardware = present()
     if hardware is None:
         return {"status": "error", "reason": "no NVIDIA device can be used"}
-    driver = query_driver("driver_version")
-    return {
-        "status": "ok",
-        "device": hardware.name,
-        "arch": hardware.arch,
-        "driver": driver[0] if driver else str(cupy.cuda.runtime.driverGetVersion()),
-        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
-        "cupy": cupy.__version__,
-        "clocks": read_clocks(),
-    }
+    found = {"status": "ok", "device": hardware.name, "arch": hardware.arch}
+    return found | versions() | {"clocks": read_clocks()}
 
 
 def main() -> None:

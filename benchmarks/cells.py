@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
 
-from cuflash._bench.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
-from cuflash._bench.peers import (
-    AGREEMENT,
-    IMPLEMENTATIONS,
-    Implementation,
-    Unsupported,
-    difference,
-)
-from cuflash._bench.report import first_line, shape_text
-from cuflash._bench.workload import Workload
+from benchmarks.peers import IMPLEMENTATIONS, Implementation, Unsupported
+from benchmarks.report import first_line, shape_text
+from cuflash._timing.agreement import AGREEMENT, difference
+from cuflash._timing.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
+from cuflash._timing.workload import Workload
 
 
 @dataclass
@@ -52,26 +47,9 @@ class Run:
         """Keep one row and print it."""
         name = "cuflash" if impl is None else impl.name
         tflops = work.flops(pass_) / found.ms / 1e9 if flops else None
-        row = {
-            "impl": name,
-            "pass": pass_,
-            "dtype": work.dtype,
-            "precision": work.precision,
-            "batch": work.batch,
-            "heads_q": work.heads_q,
-            "heads_kv": work.heads_kv,
-            "seqlen_q": work.seqlen_q,
-            "seqlen_k": work.seqlen_k,
-            "head_dim": work.head_dim,
-            "head_dim_v": work.head_dim_v,
-            "causal": work.causal,
-            "window": work.window,
-            "softcap": work.softcap,
-            "dropout": work.dropout,
-            "arrays": work.arrays,
-            "seqlens": work.seqlens,
+        row = {"impl": name, "pass": pass_} | asdict(work)
+        row |= {
             "options": options,
-            "layout": work.layout,
             "deterministic": impl is None or pass_ in impl.deterministic,
             "timing": found.timing,
             "ms": found.ms,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._bench.clock import DeviceClock
-from cuflash._jit import compilation
 from cuflash._select.hardware import Hardware, present
+from cuflash._timing.clock import DeviceClock
 
+_SOURCES = Path(__file__).with_name("memory_cu")
 _ROUNDS = 15
 _THREADS = 512
 _AT_ONCE = 4  # vectors of a thread
@@ -23,18 +23,13 @@ _LINE_WORDS = 32  # 128 bytes: no two reads of a chain share a line
 _STEPS = 4000
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """One measured property of a level of memory."""
 
     name: str
     value: float
     unit: str
     sheet: float | None = None  # the data sheet's, where it says one
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields, in values that JSON knows."""
-        return asdict(self)
 
 
 def measure() -> list[Level]:
@@ -65,7 +60,9 @@ class _Bench:
             return statistics.median(once(call) for _ in range(_ROUNDS))
 
     def _kernel(self, name: str) -> Callable[..., None]:
-        kernel = compilation.unconfigured(f"memory/{name}.cu", f"cuflash_{name}")
+        code = (_SOURCES / f"{name}.cu").read_text(encoding="utf-8")
+        module = self.cupy.RawModule(code=code, options=("--std=c++17",))
+        kernel = module.get_function(f"cuflash_{name}")
         return lambda grid, block, *given: kernel((grid,), (block,), given)
 
     def _whole_rounds(self, size: int) -> int:
@@ -128,27 +125,22 @@ class _Bench:
             ("device memory", 16 * self.hardware.l2_bytes),
         ):
             chain = self._chain(size // 4)
-            found.append(self._latency(f"{level} read latency", "read_latency", chain))
-            words = chain.size
-            target = self.cupy.zeros(words, self.cupy.int32)
-            found.append(
-                self._latency(f"{level} write latency", "write_latency", chain, words, target)
-            )
+            found.append(self._latency(level, "read", chain))
+            target = self.cupy.zeros(chain.size, self.cupy.int32)
+            words = self.cupy.asarray([chain.size], np.int32)
+            found.append(self._latency(level, "write", words, target))
         return found
 
-    def _latency(
-        self, name: str, kernel: str, chain: Any, words: int = 0, target: Any = None
-    ) -> Level:
-        run = self._kernel(kernel)
+    def _latency(self, level: str, way: str, *given: Any) -> Level:
+        run = self._kernel(f"{way}_latency")
         last = self.cupy.zeros(1, self.cupy.int32)
-        given = (chain,) if target is None else (self.cupy.asarray([words], np.int32), target)
 
         def call(steps: int) -> Callable[[], None]:
             return lambda: run(1, 1, *given, last, np.int32(steps))
 
-        cold = name.startswith("device")
+        cold = level == "device memory"
         short, long = (self._median_ms(call(n), cold=cold) for n in (_STEPS, 3 * _STEPS))
-        return Level(name, 1e6 * (long - short) / (2 * _STEPS), "ns")
+        return Level(f"{level} {way} latency", 1e6 * (long - short) / (2 * _STEPS), "ns")
 
     def _chain(self, words: int) -> Any:
         """Where to read next: every line once, in no order, and round again."""

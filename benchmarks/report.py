@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuflash._bench.machine import META_KEYS, device_slug
-from cuflash._bench.peers import IMPLEMENTATIONS, OURS
-from cuflash._bench.workload import Workload
-from cuflash._errors import problem_with
+from benchmarks.peers import IMPLEMENTATIONS, OURS
+from cuflash._timing.machine import device_slug
+from cuflash._timing.workload import Workload
 
 
 def shape_text(row: dict[str, Any]) -> str:
@@ -81,25 +80,6 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
             texts.append(f"{min(others) / found[name]['ms']:.2f}" if both else "")
         lines.append("| " + " | ".join(texts) + " |")
     return lines
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The result of a file; a ValueError where it is none."""
-    try:
-        result: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # of the text, or of its encoding
-        raise problem_with(
-            str(path), ValueError, got="no JSON", expected="a result of bench"
-        ) from None
-    content: dict[str, Any] = result if isinstance(result, dict) else {}
-    meta, rows = content.get("meta"), content.get("rows", 0)
-    whole = isinstance(meta, dict) and set(META_KEYS) <= set(meta) and isinstance(rows, list)
-    if not whole or not all(isinstance(row, dict) for row in rows):
-        raise problem_with(
-            str(path), ValueError, got="something else",
-            expected='a result of bench, "meta" and "rows"',
-        )  # fmt: skip
-    return content
 
 
 def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -108,30 +108,27 @@ class Workload:
     seqlens: tuple[int, ...] = ()  # of packed sequences: seqlen_q and seqlen_k are their sum
 
     def __post_init__(self) -> None:
+        def refuse(name: str, got: object, expected: str) -> NoReturn:
+            raise problem_with(name, ValueError, got=got, expected=expected)
+
         sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
         for name in sizes:
             value, least = getattr(self, name), int(name != "head_dim_v")
             if not _is_count(value) or value < least:
                 expected = "a positive int" if least else "an int from 0 on"
-                raise problem_with(name, ValueError, got=repr(value), expected=expected)
+                refuse(name, repr(value), expected)
         for name, (right, expected) in _KINDS.items():
             value = getattr(self, name)
             if not right(value):
-                raise problem_with(name, ValueError, got=repr(value), expected=expected)
+                refuse(name, repr(value), expected)
         if self.heads_q % self.heads_kv:
-            raise problem_with(
-                "heads_kv", ValueError, got=self.heads_kv, expected=f"a divisor of {self.heads_q}"
-            )
+            refuse("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
-            raise problem_with(
-                "seqlens", ValueError, got=f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys",
-                expected="lengths whose sum both are",
-            )  # fmt: skip
+            got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
+            refuse("seqlens", got, "lengths whose sum both are")
         if set(self.arrays) >= _BIASES:
-            raise problem_with(
-                "arrays", ValueError, got="bias and key_bias", expected="one: a call has one bias"
-            )
+            refuse("arrays", "bias and key_bias", "one: a call has one bias")
 
     def sequences(self) -> list[Workload]:
         """Every packed sequence as a call of its own."""
@@ -293,7 +290,8 @@ class Workload:
 
     def as_json(self) -> dict[str, Any]:
         """The fields, in values that JSON knows."""
-        return json.loads(json.dumps(asdict(self)))
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Workload:
@@ -310,6 +308,9 @@ class Workload:
             if isinstance(given.get(name), list):
                 given[name] = tuple(given[name])
         return cls(**given)
+
+
+Workload.__module__ = "cuflash.tuning"  # where it is public: pickles and errors say so
 
 
 def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuflash._bench import io_model
-from cuflash._bench.io_model import Traffic
-from cuflash._bench.workload import DTYPES, Workload
+from cuflash._cli import io_model
+from cuflash._cli.io_model import Traffic
 from cuflash._errors import problem_with
 from cuflash._kernels.config import (
     BackwardConvertConfig,
@@ -31,6 +30,7 @@ from cuflash._kernels.config import (
     KernelConfig,
     TileConfig,
 )
+from cuflash._timing.workload import DTYPES, Workload
 from cuflash.tuning._kernels import kernel_name
 
 _FLOAT_BYTES = 4
@@ -68,14 +68,7 @@ def gradient(work: Workload, config: KernelConfig) -> Traffic:
 
 def together(parts: Sequence[Traffic]) -> Traffic:
     """The sum of kernels that run one after the other, each of which starts with empty caches."""
-    return Traffic(
-        read_once=sum(p.read_once for p in parts),
-        loaded=sum(p.loaded for p in parts),
-        written_once=sum(p.written_once for p in parts),
-        stored=sum(p.stored for p in parts),
-        asymptotic=sum(p.asymptotic for p in parts),
-        added=sum(p.added for p in parts),
-    )
+    return Traffic(*map(sum, zip(*parts, strict=True)))
 
 
 def grads_of(config: KernelConfig) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._bench.cells import Run, free_memory
-from cuflash._bench.peers import IMPLEMENTATIONS
-from cuflash._bench.workload import Workload, square
+from benchmarks.cells import Run, free_memory
+from benchmarks.peers import IMPLEMENTATIONS
+from cuflash._timing.workload import Workload, square
 
 PLAIN = square(1, 16, 4096, 128, False)
 #: What differs from the plain call.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuflash._bench.workload import Workload
+from cuflash._timing.workload import Workload
 
 #: Metric of ncu for each row that is reported.
 METRICS = {
@@ -81,7 +81,7 @@ def _counted(
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._bench.profiled_calls", *words,
+        sys.executable, "-m", "cuflash._cli.profiled_calls", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:

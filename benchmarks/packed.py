@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuflash._bench.cells import Run, measure_cell
-from cuflash._bench.report import shape_text, workload_of
-from cuflash._bench.workload import TOKENS, Workload, square
+from benchmarks.cells import Run, measure_cell
+from benchmarks.report import shape_text, workload_of
+from cuflash._timing.workload import TOKENS, Workload, square
 
 SEQLENS = (4096, 3100, 2048, 1777, 1024, 1024, 900, 777, 512, 300, 256, 200, 128, 100, 77, 65)
 #: 2379 tiles of 128 queries and 128 keys a head, and a dense call that has as many.

@@ -10,12 +10,11 @@ the least that it moves is every operand once. Options that are arrays are not c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cuflash._bench.workload import DTYPES, ONE_PASS, Workload
+from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
 
 
 def lse_bytes(work: Workload) -> int:
@@ -23,8 +22,7 @@ def lse_bytes(work: Workload) -> int:
     return max(4, DTYPES[work.dtype].itemsize)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one kernel, or of several."""
 
     read_once: int  # every operand: the least that device memory is read

@@ -14,12 +14,11 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash._bench.clock import Call
-from cuflash._bench.workload import PASSES, Workload
+from cuflash._arrays import array_module
+from cuflash._timing.clock import Call
+from cuflash._timing.workload import PASSES, Workload
 
 Array = Any
-#: Two correct results differ by a few roundings of the operands; a wrong mask by order 1.
-AGREEMENT = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-10}
 
 
 class Unsupported(Exception):
@@ -48,7 +47,7 @@ class Implementation:
         """The same operands where :meth:`prepare` finds them in its own layout, without a copy."""
         if not self.sequence_first:
             return tuple(arrays)
-        xp = _module_of(arrays[0])
+        xp = array_module(arrays[0])
         return tuple(xp.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2) for a in arrays)
 
     def absent(self, xp: ModuleType) -> str:
@@ -87,6 +86,16 @@ class Implementation:
         raise NotImplementedError
 
 
+def _refuse_options(work: Workload) -> None:
+    """Raise for what peers are not compared on."""
+    if work.precision == "tf32":
+        raise Unsupported("compared without TF32")
+    if work.window is not None:
+        raise Unsupported("no window")
+    if not work.plain:
+        raise Unsupported("causal masks alone are compared")
+
+
 def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
     return clock.capture(calls)
 
@@ -102,17 +111,17 @@ class Cuflash(Implementation):
     ordered = True  # are gradients bitwise the same every run?
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
-        options = cuflash.Options(**work.score_options(_module_of(inputs[0][0])))
+        if pass_ == "fwd":
+            self._refuse_another_order()
+        options = cuflash.Options(**work.score_options(array_module(inputs[0][0])))
         precision = "tf32" if work.precision == "tf32" else None
         common: dict[str, Any] = {"options": options, "precision": precision}
         common["deterministic"] = self.ordered and work.deterministic
         calls: list[Call] = []
         results: list[Call] = []
         for q, k, v, dout in inputs:
-            xp = _module_of(q)
-            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+            xp = array_module(q)
+            out, lse = _outputs(q, v)
             size = cuflash.workspace_size(q, k, v, options=options, precision=precision)
             room = xp.empty(size, np.uint8) if size else None
 
@@ -149,14 +158,12 @@ class Cuflash(Implementation):
         return Prepared(calls, results[0], _capture_with_cupy)
 
     def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        """Build the fields of :class:`Prepared`."""
+        self._refuse_another_order()
         options = cuflash.Options(**work.score_options())
         calls: list[Call] = []
         for q, k, v, _ in inputs:
-            xp = _module_of(q)
-            ends = xp.asarray(np.cumsum((0, *work.seqlens)))
-            out = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-            lse = xp.empty(q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32)
+            ends = array_module(q).asarray(np.cumsum((0, *work.seqlens)))
+            out, lse = _outputs(q, v)
 
             def forward(q=q, k=k, v=v, ends=ends, out=out, lse=lse) -> Array:
                 return cuflash.attention_varlen(
@@ -169,15 +176,24 @@ class Cuflash(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
         out, pullback = cuflash.attention_vjp(
             q, k, v,
-            options=cuflash.Options(**work.score_options(_module_of(q))),
+            options=cuflash.Options(**work.score_options(array_module(q))),
             precision="tf32" if work.precision == "tf32" else None,
             deterministic=self.ordered and work.deterministic,
         )  # fmt: skip
         grads = pullback(dout)
         return {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+    def _refuse_another_order(self) -> None:
+        if not self.ordered:
+            raise Unsupported("a forward has one order")
+
+
+def _outputs(q: Array, v: Array) -> tuple[Array, Array]:
+    """Room for out and lse."""
+    xp, wide = array_module(q), np.float64 if q.dtype == np.float64 else np.float32
+    return xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype), xp.empty(q.shape[:-1], wide)
 
 
 class CuflashUnordered(Cuflash):
@@ -187,20 +203,6 @@ class CuflashUnordered(Cuflash):
     needs = ("cupy",)
     deterministic = ("fwd",)
     ordered = False
-
-    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
-        if pass_ == "fwd":
-            raise Unsupported("a forward has one order")
-        return super().prepare(work, pass_, inputs)
-
-    def prepare_packed(
-        self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]
-    ) -> Prepared:
-        """Do so for packed sequences."""
-        if pass_ == "fwd":
-            raise Unsupported("a forward has one order")
-        return super().prepare_packed(work, pass_, inputs)
 
 
 def _first_of(call: Call) -> Array:
@@ -213,17 +215,11 @@ class Naive(Implementation):
     name = "naive"
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None:
-            raise Unsupported("no window")
-        if not work.plain:
-            raise Unsupported("causal masks alone are compared")
+        _refuse_options(work)
         scale = 1 / math.sqrt(work.head_dim)
         calls: list[Call] = []
         for q, k, v, dout in inputs:
-            xp = _module_of(q)
+            xp = array_module(q)
             mask = None
             if work.causal:
                 shape = (work.seqlen_q, work.seqlen_k)
@@ -253,10 +249,8 @@ class Naive(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None or work.causal or not work.plain:
+        _refuse_options(work)
+        if work.causal:
             raise Unsupported("full attention alone is compared")
         scale = 1 / math.sqrt(work.head_dim)
         out, p = naive_forward(q, k, v, None, scale)
@@ -272,7 +266,7 @@ def naive_forward(
 
     ``mask`` is True where a key is invisible.
     """
-    xp = _module_of(q)
+    xp = array_module(q)
     q, k, v = _multiplied(q, k, v)
     wide = np.float64 if q.dtype == np.float64 else np.float32
     groups = q.shape[1] // k.shape[1]
@@ -292,7 +286,7 @@ def naive_backward(
     dout: Array, q: Array, k: Array, v: Array, p: Array, scale: float
 ) -> tuple[Array, Array, Array]:
     """Gradients (dq, dk, dv) from the probabilities that the forward kept."""
-    xp = _module_of(q)
+    xp = array_module(q)
     dout, q, k, v = _multiplied(dout, q, k, v)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (xp.repeat(a, groups, axis=1) if groups > 1 else a for a in (k, v))
@@ -330,7 +324,6 @@ class Torch(Implementation):
         return tensor
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        """Build one call for each set of inputs; raise Unsupported."""
         import torch
 
         self._refuse(work)
@@ -367,7 +360,6 @@ class Torch(Implementation):
         raise Unsupported(f"no packed sequences, {len(ends)} ends, {work}")
 
     def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        """Build the fields of :class:`Prepared`; raise Unsupported."""
         import torch
 
         if work.dtype not in self.dtypes:
@@ -383,7 +375,6 @@ class Torch(Implementation):
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
     ) -> dict[str, Array]:
-        """Compute out, dq, dk and dv once; raise Unsupported."""
         import torch
 
         self._refuse(work)
@@ -396,12 +387,7 @@ class Torch(Implementation):
     def _refuse(self, work: Workload) -> None:
         if work.dtype not in self.dtypes:
             raise Unsupported(f"no {work.dtype}")
-        if work.precision == "tf32":
-            raise Unsupported("compared without TF32")
-        if work.window is not None:
-            raise Unsupported("no window")
-        if not work.plain:
-            raise Unsupported("causal masks alone are compared")
+        _refuse_options(work)
         if work.causal and work.seqlen_q != work.seqlen_k:
             raise Unsupported("its causal mask aligns at the first key")
 
@@ -524,14 +510,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 
-def _module_of(array: Array) -> ModuleType:
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
-
-
 def _tensor(array: Array) -> Any:
     """A torch tensor on the memory of a CuPy array; bfloat16 travels as its bits."""
     import torch
@@ -550,10 +528,3 @@ def _array(tensor: Any) -> Array:
     if tensor.dtype == torch.bfloat16:
         return cupy.from_dlpack(tensor.view(torch.int16)).view(bfloat16)
     return cupy.from_dlpack(tensor)
-
-
-def difference(a: Array, b: Array) -> float:
-    """Frobenius norm of a - b relative to that of b, NaN where either is not finite."""
-    xp = _module_of(a)
-    a, b = a.astype(np.float32), b.astype(np.float32)
-    return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))

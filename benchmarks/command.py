@@ -19,28 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._bench import io_grid, memory
-from cuflash._bench.cells import Run, measure_cell, measure_shapes
-from cuflash._bench.clock import WITHIN_ROUNDS, DeviceClock, HostClock
-from cuflash._bench.machine import (
-    describe_machine,
-    device_slug,
-    gpu_module,
-    no_device,
-    read_clocks,
-)
-from cuflash._bench.option_costs import measure_options
-from cuflash._bench.overhead import (
+from benchmarks import io_grid, memory
+from benchmarks.cells import Run, measure_cell, measure_shapes
+from benchmarks.machine import describe_machine, gpu_module
+from benchmarks.option_costs import measure_options
+from benchmarks.overhead import (
     CPU_SHAPES,
     measure_first_calls,
     measure_host,
     measure_memory,
     measure_naive,
 )
-from cuflash._bench.packed import measure_packed
-from cuflash._bench.peers import IMPLEMENTATIONS
-from cuflash._bench.report import markdown, read, write
-from cuflash._bench.workload import (
+from benchmarks.packed import measure_packed
+from benchmarks.peers import IMPLEMENTATIONS
+from benchmarks.report import markdown, write, write_json
+from cuflash._cli.info import no_device
+from cuflash._cli.plot import read_result
+from cuflash._cli.problem_arguments import positive_number
+from cuflash._errors import problem_with
+from cuflash._kernels.config import HEAD_DIMS
+from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock, HostClock
+from cuflash._timing.machine import read_clocks
+from cuflash._timing.workload import (
     DTYPES,
     MODEL_WIDTH,
     PASSES,
@@ -49,9 +49,6 @@ from cuflash._bench.workload import (
     square,
     training,
 )
-from cuflash._cli.problem_arguments import positive_number
-from cuflash._errors import problem_with
-from cuflash._kernels.config import HEAD_DIMS
 
 EXAMPLES = """\
 examples:
@@ -247,14 +244,12 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     meta = describe_machine(cupy, name, command)
     topic = arguments.topic or ("memory" if arguments.memory else "io")
     if arguments.memory:
-        rows = [level.as_json() for level in memory.measure()]
+        rows = [level._asdict() for level in memory.measure()]
     else:
         rows = io_grid.rows()
-    result = {"meta": meta, "rows": rows}
+    result = {"meta": meta, "rows": rows, "notes": []}
     if arguments.out is not None and not arguments.no_write:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"{device_slug(name)}-{topic}-{meta['date']}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(result, arguments.out, topic)
     print(json.dumps(result) if arguments.json else rendered(result), end="")
     return 0
 
@@ -274,7 +269,7 @@ def measure(arguments: argparse.Namespace, command: str) -> int:
     if arguments.memory or arguments.io:
         return measure_levels(arguments, command)
     if arguments.render:
-        result = read(arguments.render)
+        result = read_result(arguments.render)
         print(json.dumps(result) if arguments.json else rendered(result), end="")
         return 0
     run = open_run(arguments)

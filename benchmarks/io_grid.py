@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuflash._bench import io_model, profiler
-from cuflash._bench.workload import Workload
+from cuflash._cli import io_model, profiler
 from cuflash._kernels.config import TileConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
+from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)

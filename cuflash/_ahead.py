@@ -11,9 +11,9 @@ from cuflash._errors import CompileError, problem_with, shown
 from cuflash._problem.options import flag
 
 if TYPE_CHECKING:
-    from cuflash._bench.workload import Workload
     from cuflash._kernels.config import KernelConfig
     from cuflash._select.hardware import Hardware
+    from cuflash._timing.workload import Workload
 
 
 def compile(  # noqa: A001  cuflash.compile, as re.compile
@@ -67,8 +67,8 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     >>> cuflash.compile(work, arch="sm_90a", folder="kernels", backward=True)  # doctest: +SKIP
     (PosixPath('kernels/...cubin'), ...)
     """
-    from cuflash._bench.workload import Workload
     from cuflash._jit import compilation, cubin_cache
+    from cuflash._timing.workload import Workload
     from cuflash.tuning._facts import compile_all
 
     hardware = _hardware_of(arch)

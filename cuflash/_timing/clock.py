@@ -75,6 +75,14 @@ def number_of_rounds(slowest_ms: float, budget_ms: float) -> int:
     return max(low, min(high, int(budget_ms / max(slowest_ms, 1e-3))))
 
 
+def medians(
+    timers: Mapping[str, Callable[[], float]], first: Sequence[float], budget_ms: float, timing: str
+) -> dict[str, Measurement]:
+    """Run the timers in turns, as often as the slowest of their ``first`` times allows."""
+    samples = interleaved(timers, number_of_rounds(max(first, default=0.0), budget_ms))
+    return {name: Measurement(statistics.median(ms), timing) for name, ms in samples.items()}
+
+
 class HostClock:
     """Times calls that are over when they return: the NumPy path."""
 
@@ -93,12 +101,9 @@ class HostClock:
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
         """Median wall time of each call."""
-        first = {name: min(self.once(call), self.once(call)) for name, call in calls.items()}
-        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
-        samples = interleaved(
-            {name: functools.partial(self.once, call) for name, call in calls.items()}, rounds
-        )
-        return {name: Measurement(statistics.median(ms), "wall") for name, ms in samples.items()}
+        timers = {name: functools.partial(self.once, call) for name, call in calls.items()}
+        first = [min(timer(), timer()) for timer in timers.values()]
+        return medians(timers, first, budget_ms, "wall")
 
 
 class DeviceClock:
@@ -146,27 +151,17 @@ class DeviceClock:
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
         """Median time of each call between events."""
-        first = {name: self._warm(call) for name, call in calls.items()}
-        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
-        samples = interleaved(
-            {name: functools.partial(self.once, call) for name, call in calls.items()}, rounds
-        )
-        return {name: Measurement(statistics.median(ms), "events") for name, ms in samples.items()}
+        timers = {name: functools.partial(self.once, call) for name, call in calls.items()}
+        first = [self._warm(call) for call in calls.values()]
+        return medians(timers, first, budget_ms, "events")
 
     def measure_graphs(
         self, graphs: Mapping[str, tuple[Call, int]], budget_ms: float
     ) -> dict[str, Measurement]:
         """Median time of one call out of a graph that holds so many of them."""
-        first = {name: self._warm(replay) for name, (replay, _) in graphs.items()}
-        rounds = number_of_rounds(max(first.values(), default=0.0), budget_ms)
-        samples = interleaved(
-            {
-                name: functools.partial(self._share_of, replay, count)
-                for name, (replay, count) in graphs.items()
-            },
-            rounds,
-        )
-        return {name: Measurement(statistics.median(ms), "graph") for name, ms in samples.items()}
+        timers = {name: functools.partial(self._share_of, *own) for name, own in graphs.items()}
+        first = [self._warm(replay) for replay, _ in graphs.values()]
+        return medians(timers, first, budget_ms, "graph")
 
     def capture(self, calls: Sequence[Call]) -> Call:
         """Put the calls, one after another, into a CUDA graph; return what replays it."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._bench.cells import Run, free_memory, measure_cell
-from cuflash._bench.clock import Measurement, host_microseconds
-from cuflash._bench.peers import Implementation
-from cuflash._bench.report import first_line
-from cuflash._bench.workload import Workload, square, training
+from benchmarks.cells import Run, free_memory, measure_cell
+from benchmarks.peers import Implementation
+from benchmarks.report import first_line
+from cuflash._timing.clock import Measurement, host_microseconds
+from cuflash._timing.workload import Workload, square, training
 
 SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
 #: Processes that find their kernels in the store: a median and the slowest say more than the best.
@@ -105,7 +105,7 @@ def measure_first_calls(run: Run) -> None:
 
 def fresh_process(arguments: Sequence[str], cache: str) -> dict[str, float]:
     """Run first_call.py with a kernel cache of its own, and with byte code, as pip installs it."""
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join((package, *sys.path))
     environment = {**os.environ, "CUPY_CACHE_DIR": cache, "PYTHONPATH": path}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

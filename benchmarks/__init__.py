@@ -1,0 +1,1 @@
+"""Benchmarks of cuflash beside its peers: part of a checkout, not of the installed package."""

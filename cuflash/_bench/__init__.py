@@ -1,1 +1,0 @@
-"""Benchmarks: one clock for the command line, the sweeps and `benchmarks/`."""
