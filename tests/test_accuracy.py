@@ -152,9 +152,9 @@ def test_float32_is_as_exact_as_the_memory_efficient_kernel() -> None:
             assert cell["cuflash"][name] <= 1.25 * cell["eff"][name], (cell["eff"], name)
 
 
-#: (head size, family, result) above the bar: logits near 1e5, whose logsumexp float32 keeps to a 64th.
-#: Of a weight that is exactly 1 that is the error, and the memory-efficient kernel's luck is to
-#: round the logit to the same number.
+#: (head size, family, result) above the bar: logits near 1e5, of whose logsumexp float32 keeps
+#: 64ths. That is what a weight of 1 errs by, and the memory-efficient kernel's luck is to round
+#: the logit to the same number.
 ROUNDED_LSE = {(192, "one_sign_near_100", "dv"), (96, "one_sign_near_100", "out")}
 
 

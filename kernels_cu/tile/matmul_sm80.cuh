@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
     constexpr int part_steps = (part_columns < most ? part_columns : most) / 16;
     constexpr int parts = BTile::columns / 16 / part_steps;
     // As many as registers hold, and no rest.
-    constexpr int steps_at_once = parts % 4 == 0 ? 4 : 2;
+    constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
     constexpr int at_once =
         part_steps == 1 ? steps_at_once : (parts % 3 == 0 ? parts / 2 : (parts > 4 ? 2 : 1));
 #pragma unroll at_once
