@@ -177,8 +177,8 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
                                                     const ColumnsReader<BTile>& b) {
   static_assert(ATile::columns == BTile::columns, "the summed width");
   if constexpr (splits_operands) {
-    constexpr int most = BTile::columns / 2;  // two parts at least
-    constexpr int part_steps = (part_columns < most ? part_columns : most) / 16;
+    // Of 32 columns two parts at least, and of 96 what registers hold.
+    constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
     // As many as registers hold, and no rest.
     constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void multiply(
     Real (&acc)[slices][tiles][4],
     const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
     const SumReader<BTile>& b) {
-  constexpr int steps = BTile::rows / 16, part_steps = rows_of_out / 16;
+  constexpr int steps = BTile::rows / 16, part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
   if constexpr (splits_operands) {
     Split<8> a_split[slices][steps];
 #pragma unroll

@@ -39,7 +39,7 @@ def _step(acc: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def product(a: np.ndarray, b: np.ndarray, part: int, *, apart: bool = False) -> np.ndarray:
-    """a . b in parts of ``part`` terms, small products first or, ``apart``, in sums of their own."""
+    """a . b in parts of ``part`` terms, small products first or ``apart``, in sums of their own."""
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     shape = (a.shape[0], b.shape[1])
     total, small = np.zeros(shape), np.zeros(shape)
