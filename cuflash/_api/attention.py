@@ -259,6 +259,8 @@ def attention_backward(
     dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
     from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
+    Where a row sees one key, the gradients of q and k are 0, and what is returned is a rounding of
+    ``dout * v``: ``delta`` is summed in another order than ``dout @ v.T``.
 
     Examples
     --------
