@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py                                  # what fits this machine
     python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
+    python benchmarks/accuracy.py --widths --impl cuflash,naive,eff  # float32 by head size
     python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-24.json
     python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
 
@@ -55,7 +56,7 @@ FAMILIES: dict[str, Callable[..., families.Inputs]] = {
         name: families.FAMILIES[name]
         for name in (
             "normal", "uniform", "normal_times_3", "one_hot", "constant_rows", "sparse_integers",
-            *families.SHIFTS,
+            *families.SHIFTS, *families.ONE_SIGN,
         )
     },
     "values_plus_100": values_plus_100,
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Callable[..., families.Inputs]] = {
 SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SCALES_OF_LOGITS = (0.25, 1.0, 4.0, 16.0, 64.0, 256.0)
 HEAD_DIMS, SEQLEN_OF_HEAD_DIMS = (64, 128), 2048
+WIDTHS, SEQLEN_OF_WIDTHS = (32, 64, 96, 128, 192, 256), 512
 
 
 def precisions(dtype: str) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ def precisions(dtype: str) -> tuple[str, ...]:
 class Cell:
     """One kind of input: a family, or normal inputs whose logits have a standard deviation."""
 
-    sweep: str  # "family", "seqlen", "logits" or "head_dim"
+    sweep: str  # "family", "seqlen", "logits", "head_dim" or "width"
     family: str
     seqlen: int
     logits: float
@@ -85,7 +87,8 @@ class Cell:
         rng = np.random.default_rng(0)
         shape = (work.batch, work.heads_q, self.seqlen, self.head_dim)
         q, k, v = FAMILIES[self.family](rng, shape, shape, shape)
-        arrays = (q * self.logits, k, v, rng.standard_normal(shape))
+        dout = families.make_dout(self.family, rng, np.float64, shape)
+        arrays = (q * self.logits, k, v, dout)
         return tuple(xp.asarray(a.astype(DTYPES[work.dtype])) for a in arrays)
 
 
@@ -100,6 +103,13 @@ def cells(longest: int, head_dim: int) -> Iterator[Cell]:
         yield Cell("logits", "normal", min(1024, longest), logits, head_dim)
     for width in HEAD_DIMS:
         yield Cell("head_dim", "normal", min(SEQLEN_OF_HEAD_DIMS, longest), 1.0, width)
+
+
+def cells_of_widths(longest: int) -> Iterator[Cell]:
+    """Every family at every head size."""
+    for width in WIDTHS:
+        for family in FAMILIES:
+            yield Cell("width", family, min(SEQLEN_OF_WIDTHS, longest), 1.0, width)
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,13 @@ def relative_error(found: Array, wanted: Exact, name: str, dtype: str) -> float 
     return error if math.isfinite(error) else NOT_FINITE
 
 
+def unit_error(wanted: Exact, name: str) -> float:
+    """The relative error of a result whose elements all err by a float32 unit of the largest."""
+    values = wanted.values[name]
+    unit = float(np.spacing(np.float32(float(abs(values).max()))))
+    return unit * math.sqrt(values.size) / norm(values)
+
+
 def measure(run: Run, work: Workload, cell: Cell) -> None:
     """Add a row for each implementation that can do the cell."""
     inputs = cell.inputs(run.xp, work)
@@ -188,6 +205,8 @@ def measure(run: Run, work: Workload, cell: Cell) -> None:
                 **errors,
             }
         )
+        if cell.sweep == "width":
+            run.rows[-1]["unit"] = {name: unit_error(wanted, name) for name in TENSORS}
         shown = " ".join(f"{name} {largest(errors, [name])}" for name in TENSORS)
         print(f"{label:46} {cell.logits:6g}  {shown}", flush=True)
 
@@ -312,6 +331,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument("--head-dim", dest="width", type=int, default=64)
+    p.add_argument(
+        "--widths", action="store_true", help="float32: every family by head size, nothing else"
+    )
     p.add_argument("--longest", type=int, help="seqlen (default: 8192, on a CPU 512)")
     p.add_argument(
         "--out",
@@ -342,11 +364,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"python benchmarks/accuracy.py {shown}".strip()
     meta = describe_machine(run.xp, run.clock.device_name, command)
     longest = arguments.longest or (SEQLENS[-1] if on_gpu else LONG_DOUBLE_SEQLEN)
-    for dtype, precision in ((d, p) for d in arguments.dtype for p in precisions(d)):
+    arithmetic = [(d, p) for d in arguments.dtype for p in precisions(d)]
+    for dtype, precision in [("float32", "ieee")] if arguments.widths else arithmetic:
         limit = min(longest, LONG_DOUBLE_SEQLEN) if dtype == "float64" else longest
         if precision == "tf32" and not on_gpu:
             continue
-        for cell in cells(limit, arguments.width):
+        kinds = cells_of_widths(limit) if arguments.widths else cells(limit, arguments.width)
+        for cell in kinds:
             shape = square(1, 2, cell.seqlen, cell.head_dim, causal=False)
             work = replace(shape, dtype=dtype, precision=precision)
             with run.clock.scope():
@@ -354,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             free_memory(run.xp)
     result = {"meta": meta, "rows": run.rows, "notes": run.notes}
     if not arguments.no_write:
-        write_json(result, arguments.out, "accuracy")
+        write_json(result, arguments.out, "widths" if arguments.widths else "accuracy")
     print(markdown(result))
     return 0
 

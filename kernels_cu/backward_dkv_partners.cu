@@ -119,7 +119,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     if constexpr (Config::grad_k) {
       if constexpr (Score::may_hide_rows) clear_hidden_rows(smem.rows[stage], smem.dout);
       clear(dp_acc);
-      multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(smem.dout[partner]));
+      multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.v, warp_key),
+                                         read_columns(smem.dout[partner]));
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // q is there

@@ -125,7 +125,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     };
     const auto multiply_dp = [&] {
       clear(dp_acc);
-      multiply_transposed(dp_acc, read_rows(smem.v, warp_key), read_columns(dout_tile));
+      multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.v, warp_key),
+                                         read_columns(dout_tile));
     };
     if constexpr (stages == 2) {
       await(q_tile, dout_tile);

@@ -188,8 +188,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, Shared&
     smem.q_ring.release(ring);
     if constexpr (Config::grad_k) {
       smem.dout_ring.wait_full(ring);
-      multiply_transposed(dp_acc, read_rows(smem.v, 16 * warp),
-                          SharedOperand<DoutTile>(smem.dout[stage]));
+      multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.v, 16 * warp),
+                                         SharedOperand<DoutTile>(smem.dout[stage]));
       smem.dout_ring.release(ring);
     }
     smem.rows_ring.wait_full(ring);

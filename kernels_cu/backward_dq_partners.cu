@@ -99,7 +99,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     Real s_acc[slices][half_keys / 8][4];
     Real dp_acc[slices][half_keys / 8][4];
     clear(dp_acc);
-    multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[partner]));
+    multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, warp_row),
+                                       read_columns(smem.v[partner]));
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // k is there; every warp is done with v

@@ -102,7 +102,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     clear(s_acc);
     clear(dp_acc);
     const auto multiply_dp = [&] {
-      multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v[stage]));
+      multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, warp_row),
+                                         read_columns(smem.v[stage]));
     };
     if constexpr (stages == 1) {
       multiply_dp();

@@ -127,8 +127,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
                         SharedOperand<SharedMemory::KTile>(smem.k[stage]));
     smem.k_ring.release(ring);
     smem.v_ring.wait_full(ring);
-    multiply_transposed(dp_acc, read_rows(smem.dout, 16 * warp),
-                        SharedOperand<SharedMemory::VTile>(smem.v[stage]));
+    multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, 16 * warp),
+                                       SharedOperand<SharedMemory::VTile>(smem.v[stage]));
     smem.v_ring.release(ring);
     drop_gradients(dp_acc, tile.score, first_row, first_key);
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {

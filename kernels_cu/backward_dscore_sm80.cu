@@ -179,7 +179,7 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
   clear(s_acc);
   multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k));
   clear(dp_acc);
-  multiply_transposed(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v));
+  multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, warp_row), read_columns(smem.v));
   drop_gradients(dp_acc, score, first_row + warp_row, first_key);
   const RowStatistics* statistics = params.rows + entry * params.rows_layout.batch + first_q;
   if (masked) {

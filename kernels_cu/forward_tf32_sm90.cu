@@ -41,7 +41,7 @@ static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 constexpr bool loads_far_ahead = !splits_operands && Score::is_light;
 constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
 // Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
-constexpr int producer_registers = loads_far_ahead ? 96 : 72;
+constexpr int producer_registers = loads_far_ahead ? 96 : 64;
 constexpr int consumer_registers = 256 - producer_registers;
 
 // Keys of a tile, in the order in which both sides walk them.
@@ -160,7 +160,7 @@ __device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory
     softmax.update(s_acc, o_acc, tile.score);
     drop_weights(s_acc, tile.score, first_row, first_key);
     smem.v_ring.wait_full(ring);
-    multiply_sums(o_acc, s_acc, smem.v[stage]);
+    multiply_sums<rows_of_out>(o_acc, s_acc, smem.v[stage]);
     smem.v_ring.release(ring);
     ring.advance();
   }

@@ -45,12 +45,17 @@ __device__ __forceinline__ bool is_unsure(const Score& score, Real reference, Re
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 
+// Of float32: equal weights are rounded alike in every block, so what their sum loses is kept
+// (Kahan 1965). In 16 bits a weight errs by more than that; sums of float64 are exact enough.
+constexpr bool keeps_loss = Config::dtype == Dtype::float32;
+
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
 // are in units of Score::unit(), which is positive.
 template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
-  Real row_sum[slices][2];  // of this lane's columns only, until `finish`
+  Real row_sum[slices][2];   // of this lane's columns only, until `finish`
+  Real row_loss[slices][2];  // what roundings have added to it
   WarpPowers power;
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -58,6 +63,7 @@ struct OnlineSoftmax {
     for (int s = 0; s < slices; ++s) {
       row_max[s][0] = row_max[s][1] = -infinity();
       row_sum[s][0] = row_sum[s][1] = 0;
+      row_loss[s][0] = row_loss[s][1] = 0;
     }
   }
 
@@ -84,13 +90,14 @@ struct OnlineSoftmax {
               power(score.exponent_between(score.reference(row_max[s][half]), shift));
           row_max[s][half] = block_max;
           row_sum[s][half] *= rescale;
+          if constexpr (keeps_loss) row_loss[s][half] *= rescale;
 #pragma unroll
           for (int t = 0; t < out_tiles; ++t) {
             o_acc[s][t][2 * half] *= rescale;
             o_acc[s][t][2 * half + 1] *= rescale;
           }
         }
-        Real sum = row_sum[s][half];
+        Real sum = keeps_loss ? 0 : row_sum[s][half];
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -99,7 +106,13 @@ struct OnlineSoftmax {
             sum += s_acc[s][t][i];
           }
         }
-        row_sum[s][half] = sum;
+        if constexpr (keeps_loss) {
+          const Real added = sum - row_loss[s][half], total = row_sum[s][half] + added;
+          row_loss[s][half] = (total - row_sum[s][half]) - added;
+          row_sum[s][half] = total;
+        } else {
+          row_sum[s][half] = sum;
+        }
       }
     }
   }

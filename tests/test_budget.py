@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support import budget, model_flash
+from support import budget, cut_sums, model_flash
 from support.budget import Budget, BudgetError
 from support.families import FAMILIES
 from support.problems import DTYPES, Call, make_call, probe
@@ -392,6 +392,22 @@ def test_products_of_tf32_pass_by_their_own_budget(
     else:
         with pytest.raises(BudgetError):  # out has too few rows for R2
             budget.check_backward(gradients, given=(out, lse))
+
+
+@pytest.mark.parametrize(("family", "rows"), [("one_sign", 512), ("one_sign_near_1", 256)])
+def test_sums_that_are_cut_off_are_caught(family: str, rows: int) -> None:
+    """So were all columns of dp once, and 64 keys of out: dk erred seven times as much."""
+    shape = (rows, 128)
+    call = make_call(family, 0, np.float32, shape, shape, shape).but(wrt=("q", "k"))
+    out, lse, dq, dk = cut_sums.attention(call, in_parts=True)
+    given = Budget(call)
+    given.check_forward(out, lse)
+    given.check_backward({"q": dq, "k": dk}, given=(out, lse))
+    out, lse, dq, dk = cut_sums.attention(call, in_parts=False)
+    old = Budget(call)
+    old.check_forward(out, lse)
+    with pytest.raises(BudgetError, match="R7"):
+        old.check_backward({"q": dq, "k": dk}, given=(out, lse))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

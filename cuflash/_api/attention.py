@@ -277,6 +277,8 @@ def attention_backward(
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
     Where values have a large part in common, delta loses the digits that dq and dk are made of:
     take that part out of v, which moves out by it and leaves the gradients as they are.
+    Where a row sees one key, the gradients of q and k are 0, and what is returned is a rounding of
+    ``dout * v``: ``delta`` is summed in another order than ``dout @ v.T``.
 
     Examples
     --------

@@ -87,6 +87,8 @@ _BACKWARD_KV_FLOAT32: Tiles = {
     192: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1)),
     256: (Tile(16, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
 }
+# With all options 32 queries are more than registers hold.
+_BACKWARD_KV_GENERAL_FLOAT32: Tiles = _BACKWARD_KV_FLOAT32 | {32: (Tile(16, 64, 4, 2),)}
 _BACKWARD_SCORE_FLOAT32: Tiles = {
     32: (Tile(64, 16, 4, 2),),
     64: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
@@ -101,7 +103,7 @@ FLOAT32 = Tables(
     _BACKWARD_Q_FLOAT32,
     _BACKWARD_Q_GENERAL_FLOAT32,
     _BACKWARD_KV_FLOAT32,
-    _BACKWARD_KV_FLOAT32,
+    _BACKWARD_KV_GENERAL_FLOAT32,
     _BACKWARD_SCORE_FLOAT32,
     widest_pair=64,
     own_columns=128,

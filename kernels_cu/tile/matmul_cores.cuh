@@ -61,8 +61,9 @@ __device__ __forceinline__ GlobalSums<GlobalTile<rows, columns>> read_sums(
   return {tile, first_column};
 }
 
-// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed.
-template <int slices, typename ATile, typename BTile>
+// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed, and every sum is
+// rounded: in parts or not.
+template <int part_columns = 0, int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                                     const GlobalRows<ATile>& a,
                                                     const GlobalRows<BTile>& b) {

@@ -4,8 +4,8 @@
 // numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
 // below its rounding. (In bfloat16 the two small products run at twice the rate, but leave 1.6
 // times the error of float32 arithmetic: docs/measured-facts.md.) Sums come out of the tensor cores
-// truncated, not rounded: small terms have accumulators of their own, and sums over many rows are
-// taken block by block and added in float32.
+// truncated, not rounded, and numbers of one sign lose the same way at every step: sums are taken
+// in parts, small terms first, and parts are added in float32, which rounds.
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -13,6 +13,11 @@
 #include "tile/operand.cuh"
 
 namespace cuflash {
+
+// How many products of split operands tensor cores sum before a part is added in float32. A score's
+// error is alike in both passes, a common one of a row cancels in softmax; dp and out are what
+// dp - delta is a small difference of. Forward and backward take a score's parts alike.
+constexpr int columns_of_a_score = 32, columns_of_dp = 16, rows_of_out = 32;
 
 constexpr bool splits_operands =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
@@ -99,39 +104,36 @@ __device__ __forceinline__ Split<8> read_split(const Reader& reader, int i, int 
   return parts;
 }
 
-// Accumulators of split products: terms with a low part, and the others.
+// Products with two operands side by side: those with a low part, and the others.
+__device__ __forceinline__ void add_small(float (&part)[2][4], const Split<8>& a,
+                                          const Split<8>& b) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    multiply_tf32(part[side], a.low, b.high + 4 * side);
+    multiply_tf32(part[side], a.high, b.low + 4 * side);
+  }
+}
+
+__device__ __forceinline__ void add_large(float (&part)[2][4], const Split<8>& a,
+                                          const Split<8>& b) {
+#pragma unroll
+  for (int side = 0; side < 2; ++side) multiply_tf32(part[side], a.high, b.high + 4 * side);
+}
+
+// Adds a part to two tiles of sums, or starts them with it.
 template <int slices, int tiles>
-struct SplitSums {
-  float large[slices][tiles][4], small[slices][tiles][4];
-
-  __device__ __forceinline__ SplitSums() {
-    clear(large);
-    clear(small);
-  }
-
-  // Products with two operands side by side, to `tile` and the next.
-  __device__ __forceinline__ void add(int slice, int tile, const Split<8>& a, const Split<8>& b) {
+__device__ __forceinline__ void take_parts(float (&acc)[slices][tiles][4],
+                                           const float (&part)[slices][2][4], int first_tile,
+                                           bool is_first = false) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      multiply_tf32(small[slice][tile + side], a.low, b.high + 4 * side);
-      multiply_tf32(small[slice][tile + side], a.high, b.low + 4 * side);
-      multiply_tf32(large[slice][tile + side], a.high, b.high + 4 * side);
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& sum = acc[s][first_tile + i / 4][i % 4];
+      sum = is_first ? part[s][i / 4][i % 4] : sum + part[s][i / 4][i % 4];
     }
   }
-
-  // Added to `acc`, whose tiles from `first_tile` on are these.
-  template <int acc_tiles>
-  __device__ __forceinline__ void add_to(float (&acc)[slices][acc_tiles][4], int first_tile) const {
-#pragma unroll
-    for (int s = 0; s < slices; ++s) {
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[s][first_tile + t][i] += large[s][t][i] + small[s][t][i];
-      }
-    }
-  }
-};
+}
 
 // Of float64 on sm_90, where registers hold two of each operand beside the sums.
 template <typename BTile>
@@ -167,27 +169,44 @@ __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile
   }
 }
 
-// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed.
-template <int slices, typename ATile, typename BTile>
+// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed. Split operands want an
+// acc that is 0.
+template <int part_columns = columns_of_a_score, int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                                     const RowsReader<ATile>& a,
                                                     const ColumnsReader<BTile>& b) {
   static_assert(ATile::columns == BTile::columns, "the summed width");
   if constexpr (splits_operands) {
-    SplitSums<slices, BTile::rows / 8> sums;
-#pragma unroll 4
-    for (int k = 0; k < BTile::columns / 16; ++k) {
-      Split<8> a_split[slices];
+    // Of 32 columns two parts at least, and of 96 what registers hold.
+    constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
+    constexpr int parts = BTile::columns / 16 / part_steps;
+    // As many as registers hold, and no rest.
+    constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
+    constexpr int at_once =
+        part_steps == 1 ? steps_at_once : (parts % 3 == 0 ? parts / 2 : (parts > 4 ? 2 : 1));
+#pragma unroll at_once
+    for (int index = 0; index < parts; ++index) {
+      Split<8> a_split[part_steps][slices];
 #pragma unroll
-      for (int s = 0; s < slices; ++s) a_split[s] = read_split(a, s, k);
+      for (int k = 0; k < part_steps; ++k) {
+#pragma unroll
+        for (int s = 0; s < slices; ++s) a_split[k][s] = read_split(a, s, index * part_steps + k);
+      }
 #pragma unroll
       for (int n = 0; n < BTile::rows / 16; ++n) {
-        const Split<8> b_split = read_split(b, n, k);
+        float part[slices][2][4] = {};
 #pragma unroll
-        for (int s = 0; s < slices; ++s) sums.add(s, 2 * n, a_split[s], b_split);
+        for (int k = 0; k < part_steps; ++k) {
+          const Split<8> b_split = read_split(b, n, index * part_steps + k);
+#pragma unroll
+          for (int s = 0; s < slices; ++s) {
+            add_small(part[s], a_split[k][s], b_split);
+            add_large(part[s], a_split[k][s], b_split);
+          }
+        }
+        take_parts(acc, part, 2 * n, parts <= at_once && index == 0);
       }
     }
-    sums.add_to(acc, 0);
   } else if constexpr (reads_ahead<BTile>) {
     multiply_reading_ahead(acc, a, b);
   } else {
@@ -216,7 +235,7 @@ __device__ __forceinline__ void multiply(
     Real (&acc)[slices][tiles][4],
     const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
     const SumReader<BTile>& b) {
-  constexpr int steps = BTile::rows / 16;
+  constexpr int steps = BTile::rows / 16, part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
   if constexpr (splits_operands) {
     Split<8> a_split[slices][steps];
 #pragma unroll
@@ -226,14 +245,23 @@ __device__ __forceinline__ void multiply(
     }
 #pragma unroll
     for (int n = 0; n < tiles / 2; ++n) {
-      SplitSums<slices, 2> sums;
 #pragma unroll
-      for (int k = 0; k < steps; ++k) {
-        const Split<8> b_split = read_split(b, k, n);
+      for (int first = 0; first < steps; first += part_steps) {
+        float part[slices][2][4] = {};
+        Split<8> b_split[part_steps];
 #pragma unroll
-        for (int s = 0; s < slices; ++s) sums.add(s, 0, a_split[s][k], b_split);
+        for (int k = first; k < first + part_steps && k < steps; ++k) {
+          b_split[k - first] = read_split(b, k, n);
+#pragma unroll
+          for (int s = 0; s < slices; ++s) add_small(part[s], a_split[s][k], b_split[k - first]);
+        }
+#pragma unroll
+        for (int k = first; k < first + part_steps && k < steps; ++k) {
+#pragma unroll
+          for (int s = 0; s < slices; ++s) add_large(part[s], a_split[s][k], b_split[k - first]);
+        }
+        take_parts(acc, part, 2 * n);
       }
-      sums.add_to(acc, 2 * n);
     }
   } else {
 #pragma unroll

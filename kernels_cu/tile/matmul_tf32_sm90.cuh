@@ -1,6 +1,6 @@
 // The two products of attention in float32 on Hopper, warpgroup by warpgroup, as products of TF32.
 //
-// What a float32 becomes, and why small terms are summed apart, is said in matmul_sm80.cuh. The
+// What a float32 becomes, and why sums are taken in parts, is said in matmul_sm80.cuh. The
 // left operand is split in registers, by the lane that holds it; the right one lies in shared
 // memory as tiles of its parts, split once for all warpgroups.
 #pragma once
@@ -60,14 +60,83 @@ struct SharedOperand {
   }
 };
 
-// acc = A . B^T, of 64 rows of A and as many of B as acc has columns.
+// Adds a part to a sum, or starts the sum with it.
+template <int count>
+__device__ __forceinline__ void take_part(float* sum, float (&part)[count], bool is_first) {
+  ptx::pin(part);
+#pragma unroll
+  for (int i = 0; i < count; ++i) sum[i] = is_first ? part[i] : sum[i] + part[i];
+}
+
+// acc = A . B^T, of 64 rows of A and as many of B as acc has columns. The columns are summed in
+// parts of 16 part_steps. Where registers hold two parts, one is added while the next is computed.
+template <int part_steps, int tiles, typename ATile, typename BTile>
+__device__ __forceinline__ void multiply_in_parts(float (&acc)[1][tiles][4],
+                                                  const RowsReader<ATile>& a,
+                                                  const SharedOperand<BTile>& b) {
+  constexpr int buffers = tiles <= 4 ? 2 : 1, steps = ATile::columns / 16;
+  constexpr int parts = steps / part_steps;
+  static_assert(parts * part_steps == steps && parts >= 2, "whole parts");
+  float part[buffers][4 * tiles];
+  Tf32Parts<4> frag[2][2];
+  const auto read = [&](int k) {
+    float a_frag[8];
+    a.read(a_frag, 0, k);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      frag[k % 2][half] = Tf32Parts<4>(a_frag + 4 * half);
+      frag[k % 2][half].pin();
+    }
+  };
+  const auto take = [&](int index) { take_part(&acc[0][0][0], part[index % buffers], index == 0); };
+  if constexpr (buffers == 1) read(0);
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+    const int index = k / part_steps;
+    if constexpr (buffers == 2) {
+      if (k >= 2) ptx::wgmma_wait<1>();  // these registers were read
+      if (k % part_steps == 0 && index >= 2) take(index - 2);
+      read(k);
+    }
+    auto& sums = part[index % buffers];
+    ptx::pin(sums);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto& left = frag[k % 2][half].part;
+      const int step = 2 * k + half;
+      ptx::wgmma_tf32(sums, left[1], b.columns(0, step), k % part_steps > 0 || half > 0);
+      ptx::wgmma_tf32(sums, left[0], b.columns(1, step), 1);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, 2 * k + half), 1);
+    }
+    ptx::wgmma_commit();
+    ptx::pin(sums);
+    if constexpr (buffers == 1) {
+      const bool is_last = k % part_steps == part_steps - 1;
+      if (part_steps > 1 && is_last) ptx::wgmma_wait<1>();  // those of the next step were read
+      if (k + 1 < steps) read(k + 1);
+      if (is_last) {
+        ptx::wgmma_wait<0>();
+        take(index);
+      }
+    }
+  }
+  if constexpr (buffers == 2) {
+    ptx::wgmma_wait<part_steps>();
+    take(parts - 2);
+    ptx::wgmma_wait<0>();
+    take(parts - 1);
+  }
+}
+
+// The same of operands that are one number of TF32 each.
 template <int tiles, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
-                                                    const RowsReader<ATile>& a,
-                                                    const SharedOperand<BTile>& b) {
-  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
-  auto& large = reinterpret_cast<float (&)[4 * tiles]>(acc);
-  [[maybe_unused]] float small[4 * tiles];
+__device__ __forceinline__ void multiply_once(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
+                                              const SharedOperand<BTile>& b) {
+  auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
   Tf32Parts<4> frag[2][2];
 #pragma unroll
   for (int k = 0; k < ATile::columns / 16; ++k) {
@@ -79,29 +148,31 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
       frag[k % 2][half] = Tf32Parts<4>(a_frag + 4 * half);
       frag[k % 2][half].pin();
     }
-    ptx::pin(large);
-    if constexpr (splits_operands) ptx::pin(small);
+    ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto& left = frag[k % 2][half].part;
       const int step = 2 * k + half;
-      if constexpr (splits_operands) {
-        ptx::wgmma_tf32(small, left[1], b.columns(0, step), step > 0);
-        ptx::wgmma_tf32(small, left[0], b.columns(1, step), 1);
-      }
-      ptx::wgmma_tf32(large, left[0], b.columns(0, step), step > 0);
+      ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, step), step > 0);
     }
     ptx::wgmma_commit();
-    ptx::pin(large);
-    if constexpr (splits_operands) ptx::pin(small);
+    ptx::pin(sums);
   }
   ptx::wgmma_wait<0>();
-  ptx::pin(large);
+  ptx::pin(sums);
+}
+
+// acc = A . B^T, of 64 rows of A and as many of B as acc has columns; of split operands in parts of
+// `part_columns`.
+template <int part_columns = columns_of_a_score, int tiles, typename ATile, typename BTile>
+__device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
+                                                    const RowsReader<ATile>& a,
+                                                    const SharedOperand<BTile>& b) {
+  static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   if constexpr (splits_operands) {
-    ptx::pin(small);
-#pragma unroll
-    for (int i = 0; i < 4 * tiles; ++i) large[i] += small[i];
+    multiply_in_parts<part_columns / 16>(acc, a, b);
+  } else {
+    multiply_once(acc, a, b);
   }
 }
 
@@ -125,43 +196,44 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
   ptx::pin(sums);
 }
 
-// acc += A . B^T for 64 rows of B, the next of acc's columns: A in registers, steps of 8 columns.
-// Split operands are summed apart, small terms first, and added in float32.
-template <typename BTile, int steps>
+// acc += A . B^T for 64 rows of B, the next of acc's columns: A in registers, `count` steps of 8
+// columns. Split operands are summed apart, small terms first, and added in float32.
+template <int count, typename BTile, int steps>
 __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
-                                                 const SharedOperand<BTile>& b) {
-  static_assert(steps == BTile::columns / 8, "shapes");
-  [[maybe_unused]] float sums[32];
-  auto& target = splits_operands ? sums : acc;
+                                                 const SharedOperand<BTile>& b, int first) {
+  [[maybe_unused]] float part[32];
+  auto& target = splits_operands ? part : acc;
 #pragma unroll
-  for (int k = 0; k < steps; ++k) a[k].pin();
+  for (int k = first; k < first + count; ++k) a[k].pin();
   ptx::pin(target);
   ptx::wgmma_fence();
   if constexpr (splits_operands) {
 #pragma unroll
-    for (int k = 0; k < steps; ++k) {
-      ptx::wgmma_tf32(target, a[k].part[1], b.columns(0, k), k > 0);
+    for (int k = first; k < first + count; ++k) {
+      ptx::wgmma_tf32(target, a[k].part[1], b.columns(0, k), k > first);
       ptx::wgmma_tf32(target, a[k].part[0], b.columns(1, k), 1);
     }
   }
 #pragma unroll
-  for (int k = 0; k < steps; ++k) ptx::wgmma_tf32(target, a[k].part[0], b.columns(0, k), 1);
+  for (int k = first; k < first + count; ++k) {
+    ptx::wgmma_tf32(target, a[k].part[0], b.columns(0, k), 1);
+  }
   ptx::wgmma_commit();
   ptx::pin(target);
   ptx::wgmma_wait<0>();
   ptx::pin(target);
-  if constexpr (splits_operands) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) acc[i] += sums[i];
-  }
+  if constexpr (splits_operands) take_part(acc, part, false);
 }
 
-// acc += A . B^T, A an accumulator's registers, for all of acc's columns.
-template <typename BTile, int tiles, int steps>
+// acc += A . B^T, A an accumulator's registers, for all of acc's columns; of split operands in
+// parts of at most `part_rows` terms.
+template <int part_rows = 64, typename BTile, int tiles, int steps>
 __device__ __forceinline__ void multiply_sums(float (&acc)[1][tiles][4],
                                               const float (&a)[1][steps][4],
                                               const BTile (&b)[operand_parts]) {
-  static_assert(BTile::rows == 8 * tiles, "shapes");
+  static_assert(BTile::rows == 8 * tiles && BTile::columns == 8 * steps, "shapes");
+  constexpr int count = splits_operands && part_rows < 8 * steps ? part_rows / 8 : steps;
+  static_assert(steps % count == 0, "whole parts");
   Tf32Parts<4> parts[steps];
 #pragma unroll
   for (int k = 0; k < steps; ++k) {
@@ -170,8 +242,11 @@ __device__ __forceinline__ void multiply_sums(float (&acc)[1][tiles][4],
   }
 #pragma unroll
   for (int t = 0; t < tiles; t += 8) {
-    multiply_columns(reinterpret_cast<float (&)[32]>(acc[0][t]), parts,
-                     SharedOperand<BTile>(b, 8 * t));
+    const SharedOperand<BTile> columns(b, 8 * t);
+#pragma unroll
+    for (int first = 0; first < steps; first += count) {
+      multiply_columns<count>(reinterpret_cast<float (&)[32]>(acc[0][t]), parts, columns, first);
+    }
   }
 }
 

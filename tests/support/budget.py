@@ -13,6 +13,7 @@ R3  probe (v one-hot or v >= 0): |A - T| <= eps * |T| + 2 * E + 8 * smallest nor
 R4  lse: |A - T| <= 4 * eps_acc * max(1, |T|) + E
 R5  rows with nothing visible are +0 with lse = -inf and gradient 0; results are finite exactly
     where the definition, rounded to the dtype, is
+R7  rms(A - T) <= 2 * rms(Z) + rms(Y)                     dq and dk of float32 that are a sample
 R6  |A - T| <= W + ulp(max|T|) + E, and the same for M: no correct arithmetic can be further off,
     so that a broken M cannot widen R1, and small tensors, where max|M - T| may be 0 by luck,
     still have a rule
@@ -73,6 +74,22 @@ number of the accumulator per P and per summed term (GPU code flushes subnormals
 note's kappa * G: each is evaluated on absolute values, so that exact cancellation is no trap.
 T's own error is the same expression with its own eps and is added.
 
+Z, Y: roundings have no sign
+----------------------------
+E adds errors up as if all pushed the same way. Sums that are rounded do not: where numbers have
+one sign, those that tensor cores cut off do, and dp - delta, a small difference of large sums,
+shows it. A sum of n terms, each rounding at most u sum|x| with variance u^2/3 of that, has an
+error of variance at most n u^2/3 (sum|x|)^2; errors of different sums are independent. With
+g(n) = sqrt(n/3), elementwise and in first order,
+    dp     a = u g(e) X                                            of each pair
+    delta  b^2 = (u g(e) X')^2 + sum_e (|dout| u (g(n) + 4) sum_n P K |v|)^2      of each row
+    s      c = u g(d) S |dS|                            of each pair, what moves P in dS
+    dq     Z^2 = scale^2 [ sum_n (P^2 a^2 + c^2) k^2 + b^2 (sum_n P k)^2
+                           + (u g(n) sum_n |dS| |k|)^2 ]
+    dk     Z^2 = scale^2 [ sum_m (P^2 (a^2 + b^2) + c^2) q^2 + (u g(m) sum_m |dS| |q|)^2 ]
+where dS = P (dp - delta). Y is what may be common to many pairs: roundings of scale, of lse and of
+delta's and dS's own, u (4 S + |lse| + 8 + g(n)) |dS|, times |k| or |q|, added up as in E.
+
 W: declared roundings
 ---------------------
 w = eps/2 of the operand dtype, t = half its smallest subnormal (0 for float32 and float64):
@@ -116,6 +133,8 @@ SAMPLE = 4096
 #: takes longer to provide and to clear larger arrays than it takes to compute them.
 TOGETHER = 1 << 20
 OUT_RMS, GRADIENT_RMS = 1.25, 1.5
+#: Options under which R7 is stated: without them a score is a product and a weight is kept.
+PLAIN = {"causal", "offset", "window", "scale", "mask", "kv_lengths", "q_lengths", "enable_gqa"}
 
 
 @dataclass
@@ -452,6 +471,53 @@ class Budget:
         for name, tensor in self.gradients.items():
             expected = tensor if truth is None else _with_truth(tensor, truth[name])
             self._check(expected, gradients[name])
+            if truth is None:
+                self._check_signs(expected, name, np.asarray(gradients[name]))
+
+    def signless(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Z and Y of the derivation for dq or dk."""
+        x, u, p = self.inputs, self.u, self.p
+        q, k, v, dout = (np.abs(a) for a in (x.q, x.k, x.v, x.dout))
+        rows, keys = p.shape[-2:]
+
+        def g(terms: int) -> float:
+            return u * math.sqrt(terms / 3)
+
+        products = dout @ v.swapaxes(-1, -2)
+        mean = (p * products).sum(-1, keepdims=True)
+        delta = (x.dout * np.nan_to_num(self.truth.out.astype(np.float64))).sum(-1, keepdims=True)
+        ds = np.abs(p * (x.dout @ x.v.swapaxes(-1, -2) - delta))
+        of_pair = p * g(v.shape[-1]) * products
+        of_out = dout * (g(keys) + 4 * u) * (p @ v)
+        of_row = (g(v.shape[-1]) * mean) ** 2 + (of_out**2).sum(-1, keepdims=True)
+        of_score = g(q.shape[-1]) * self.score_sum * ds
+        common = u * (4 * self.score_sum + np.abs(self.lse[..., None]) + 8) + g(keys)
+        common = ds * common
+        if name == "q":
+            square = (of_pair**2 + of_score**2) @ k**2 + of_row * (p @ x.k) ** 2
+            square = square + (g(keys) * (ds @ k)) ** 2
+            shared = common @ k
+        else:
+            square = ((of_pair**2 + of_score**2) + p**2 * of_row).swapaxes(-1, -2) @ q**2
+            square = square + (g(rows) * (ds.swapaxes(-1, -2) @ q)) ** 2
+            shared = common.swapaxes(-1, -2) @ q
+        return abs(x.scale) * np.sqrt(square), abs(x.scale) * shared
+
+    def _check_signs(self, tensor: Tensor, name: str, actual: np.ndarray) -> None:
+        """R7."""
+        c = self.call
+        plain = c.dtype == np.float32 and not c.tf32 and c.dlse is None and set(c.options) <= PLAIN
+        if name not in ("q", "k") or not plain or actual.shape != getattr(self.inputs, name).shape:
+            return
+        error = actual.astype(np.float64) - tensor.truth
+        if not np.isfinite(error).all() or not _is_sample(error, tensor.rms_factor):
+            return
+        random, shared = map(_rms, self.signless(name))
+        if _rms(error) > 2 * random + shared:
+            raise BudgetError(
+                f"R7: rms of the error of {tensor.name} is {_rms(error):.3g}, roundings make "
+                f"{random:.3g} and {shared:.3g}\n{c!r}"
+            )
 
     def check_probe(self, out: np.ndarray) -> None:
         """R3: with v >= 0 no cancellation can hide an error, so it is bounded relative to T."""

@@ -67,6 +67,33 @@ def _shifted(logit: float) -> Callable[[Generator, Shape, Shape, Shape], Inputs]
     return draw
 
 
+#: Families whose numbers have one sign, dout's too: (least, width) of uniform ones. Sums do not
+#: cancel there, so that what tensor cores cut off adds up, and dp - delta is a small difference.
+ONE_SIGN: dict[str, tuple[float, float]] = {
+    "one_sign": (0.0, 1.0),
+    "one_sign_near_1": (1.0, 0.1),
+    "one_sign_near_100": (100.0, 1.0),
+    "one_sign_small": (0.0, 1e-3),
+}
+
+
+def _one_sign(least: float, width: float) -> Callable[[Generator, Shape, Shape, Shape], Inputs]:
+    def draw(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
+        first, second, third = (least + width * rng.random(shape) for shape in (q, k, v))
+        return first, second, third
+
+    draw.__doc__ = f"Values in [{least:g}, {least + width:g})."
+    return draw
+
+
+def make_dout(name: str, rng: Generator, dtype: object, shape: Shape) -> np.ndarray:
+    """The gradient of out that goes with a family: standard normal but where all has one sign."""
+    if name not in ONE_SIGN:
+        return rng.standard_normal(shape).astype(dtype)
+    least, width = ONE_SIGN[name]
+    return (least + width * rng.random(shape)).astype(dtype)
+
+
 FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
     "uniform": uniform,
     "normal": normal,
@@ -75,6 +102,7 @@ FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
     "constant_rows": constant_rows,
     "sparse_integers": sparse_integers,
     **{name: _shifted(logit) for name, logit in SHIFTS.items()},
+    **{name: _one_sign(*bounds) for name, bounds in ONE_SIGN.items()},
 }
 
 

@@ -217,12 +217,11 @@ def make_call(
     v: Sequence[int],
     **fields: Any,
 ) -> Call:
-    """A call with inputs of one family; dout is standard normal and of the full batch shape."""
+    """A call with inputs of one family; dout, of the full batch shape, goes with it."""
     rng = np.random.default_rng(seed)
     arrays = families.make(family, rng, dtype, tuple(q), tuple(k), tuple(v))
     call = Call(*arrays, dout=arrays[0], origin=f"{family}, seed {seed}", **fields)
-    dout = rng.standard_normal((*call.batch, q[-2], v[-1])).astype(dtype)
-    return call.but(dout=dout)
+    return call.but(dout=families.make_dout(family, rng, dtype, (*call.batch, q[-2], v[-1])))
 
 
 def packed(call: Call) -> Call:
