@@ -16,8 +16,8 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
+from cuflash._select import hardware, sm90
 from cuflash._select import portable as select_portable
-from cuflash._select import sm90
 from support import families, problems
 from support.budget import Budget
 from support.hopper import CASES, OPTIONS, ROWS, SHAPES, in_every_shape, make
@@ -26,7 +26,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash._launch import run, tensor_map  # noqa: E402
+from cuflash._launch import run  # noqa: E402
 from cuflash._launch import sm90 as launch_sm90  # noqa: E402
 
 MANY_TILES = ((2, 40), 200, 150)  # more than multiprocessors
@@ -336,10 +336,10 @@ def test_what_it_cannot_serve_goes_to_the_portable_kernel():
 def test_without_an_encoder_it_cannot_serve(monkeypatch):
     q, k, v = (upload(make((64, 64), SHAPES[0], {}).array(name)) for name in "qkv")
     config = forced(q, k, v, cuflash.Options())
-    monkeypatch.setattr(tensor_map, "available", lambda: False)
     monkeypatch.setattr(run, "_forward_plans", {})
-    with pytest.raises(ValueError, match="config"):
-        cuflash.attention(q, k, v, config=config)
+    with hardware.assumed(hardware.present()._replace(tensor_maps=False)):
+        with pytest.raises(ValueError, match="config"):
+            cuflash.attention(q, k, v, config=config)
 
 
 def test_a_map_is_never_stale():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -24,19 +24,19 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash._launch import run, sm90  # noqa: E402
+from cuflash._launch import run  # noqa: E402
+from support.portable import portable_kernels  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True, params=["chosen", "portable"])
-def chosen_kernels(request, monkeypatch):
+def chosen_kernels(request):
     """Kernels that calls choose here, and those that they choose where no Hopper's are."""
-    if request.param == "portable":
-        monkeypatch.setattr(sm90, "available", lambda device: False)
-    run.forget_plans()
-    recall.forget()
-    yield
+    with portable_kernels() if request.param == "portable" else nullcontext():
+        run.forget_plans()
+        recall.forget()
+        yield
     run.forget_plans()
     recall.forget()
 
