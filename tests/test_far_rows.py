@@ -208,7 +208,8 @@ def test_sums_of_values_stay_within_the_range(
     """A mean is, and the row that is not finite is computed again, pair by pair."""
     options = {"sink": np.array(-1.0)} if dtype == "float32" else {}
     call = test_host.large_values(DTYPES[dtype], 100, *widths, **options)
-    test_host.check_large_values(call, compute(call)[0])
+    # Kernels flush subnormal numbers of float32.
+    test_host.check_large_values(call, compute(call)[0], float(np.finfo(np.float32).tiny))
 
 
 @pytest.mark.parametrize("option", ["bias", "sink"])
