@@ -184,12 +184,13 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, Shared&
     const int stage = ring.stage(), first_row = block * Config::block_m;
     float s_acc[1][Config::block_m / 8][4], dp_acc[1][Config::block_m / 8][4];
     smem.q_ring.wait_full(ring);
-    multiply_transposed(s_acc, read_rows(smem.k, 16 * warp), SharedOperand<QTile>(smem.q[stage]));
+    multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(smem.k, 16 * warp),
+                                                             SharedOperand<QTile>(smem.q[stage]));
     smem.q_ring.release(ring);
     if constexpr (Config::grad_k) {
       smem.dout_ring.wait_full(ring);
-      multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.v, 16 * warp),
-                                         SharedOperand<DoutTile>(smem.dout[stage]));
+      multiply_transposed<columns_of_dp, Score::is_light>(
+          dp_acc, read_rows(smem.v, 16 * warp), SharedOperand<DoutTile>(smem.dout[stage]));
       smem.dout_ring.release(ring);
     }
     smem.rows_ring.wait_full(ring);

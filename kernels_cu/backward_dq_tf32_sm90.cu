@@ -123,12 +123,12 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     const int stage = ring.stage(), first_key = block * Config::block_n;
     float s_acc[1][Config::block_n / 8][4], dp_acc[1][Config::block_n / 8][4];
     smem.k_ring.wait_full(ring);
-    multiply_transposed(s_acc, read_rows(smem.q, 16 * warp),
-                        SharedOperand<SharedMemory::KTile>(smem.k[stage]));
+    multiply_transposed<columns_of_a_score, Score::is_light>(
+        s_acc, read_rows(smem.q, 16 * warp), SharedOperand<SharedMemory::KTile>(smem.k[stage]));
     smem.k_ring.release(ring);
     smem.v_ring.wait_full(ring);
-    multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.dout, 16 * warp),
-                                       SharedOperand<SharedMemory::VTile>(smem.v[stage]));
+    multiply_transposed<columns_of_dp, Score::is_light>(
+        dp_acc, read_rows(smem.dout, 16 * warp), SharedOperand<SharedMemory::VTile>(smem.v[stage]));
     smem.v_ring.release(ring);
     drop_gradients(dp_acc, tile.score, first_row, first_key);
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {

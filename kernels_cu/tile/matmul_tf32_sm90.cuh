@@ -70,11 +70,11 @@ __device__ __forceinline__ void take_part(float* sum, float (&part)[count], bool
 
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns. The columns are summed in
 // parts of 16 part_steps. Where registers hold two parts, one is added while the next is computed.
-template <int part_steps, int tiles, typename ATile, typename BTile>
+template <int part_steps, bool holds_two, int tiles, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_in_parts(float (&acc)[1][tiles][4],
                                                   const RowsReader<ATile>& a,
                                                   const SharedOperand<BTile>& b) {
-  constexpr int buffers = tiles <= 4 ? 2 : 1, steps = ATile::columns / 16;
+  constexpr int buffers = tiles <= 4 && holds_two ? 2 : 1, steps = ATile::columns / 16;
   constexpr int parts = steps / part_steps;
   static_assert(parts * part_steps == steps && parts >= 2, "whole parts");
   float part[buffers][4 * tiles];
@@ -163,14 +163,14 @@ __device__ __forceinline__ void multiply_once(float (&acc)[1][tiles][4], const R
 }
 
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns; of split operands in parts of
-// `part_columns`.
-template <int part_columns = columns_of_a_score, int tiles, typename ATile, typename BTile>
+// `part_columns`, of which registers hold two where the caller keeps little else in them.
+template <int part_columns, bool holds_two, int tiles, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
                                                     const RowsReader<ATile>& a,
                                                     const SharedOperand<BTile>& b) {
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   if constexpr (splits_operands) {
-    multiply_in_parts<part_columns / 16>(acc, a, b);
+    multiply_in_parts<part_columns / 16, holds_two>(acc, a, b);
   } else {
     multiply_once(acc, a, b);
   }
