@@ -145,6 +145,13 @@
 #define CUFLASH_GRAD_OF bias
 #endif
 
+// PTX's name of the 16-bit dtype, for texts of instructions in ptx/.
+#define CUFLASH_PTX_DTYPE_float16 "f16"
+#define CUFLASH_PTX_DTYPE_bfloat16 "bf16"
+#define CUFLASH_PTX_DTYPE_NAMED(dtype) CUFLASH_PTX_DTYPE_##dtype
+#define CUFLASH_PTX_DTYPE_OF(dtype) CUFLASH_PTX_DTYPE_NAMED(dtype)
+#define CUFLASH_PTX_DTYPE CUFLASH_PTX_DTYPE_OF(CUFLASH_DTYPE)
+
 namespace cuflash {
 
 using uint8_t = unsigned char;

@@ -40,7 +40,7 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SHARED_A == kernel_config.WGMMA_WIDTHS
+    assert gen_wgmma.SCORES == kernel_config.WGMMA_WIDTHS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Which wgmma instructions do the kernels use? Writes kernels_cu/ptx/wgmma_*_a.cuh.
+"""Which wgmma instructions do the kernels use? Writes two headers of kernels_cu/ptx/.
+
+wgmma_shared.cuh and wgmma_registers.cuh, named after where operand A lies.
 
 python tools/gen_wgmma.py
 """
@@ -10,15 +12,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
-#: Columns of the result, by where A lies: the block sizes, and the padded head sizes of v, of the
-#: rows of cuflash/_select/sm90.py; those of a part of dq, whose operands are read by rows; those of
-#: dk where ds comes from shared memory; and those of scores whose keys stay in registers.
-SHARED_A = (32, 48, 64, 80, 96, 112, 128)
-REGISTER_A = (64, 96, 128, 192, 256)
-SHARED_ROWS = (32, 64, 128)
-SHARED_B_ROWS = (128, 192, 256)
-REGISTER_A_COLUMNS = (64,)
-PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+#: Columns of scores: the block sizes of the rows of cuflash/_select/sm90.py.
+SCORES = (32, 48, 64, 80, 96, 112, 128)
+#: Columns of a result where A lies in shared memory: scores, and dk and dq.
+SHARED = (*SCORES, 192, 256)
+#: Columns of a result where A lies in registers: scores of keys that stay there, and out, dk, dv
+#: and dq (the padded head sizes).
+REGISTERS = (64, 96, 128, 192, 256)
 
 HEADER = """\
 // {title}
@@ -29,21 +29,12 @@ HEADER = """\
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #pragma once
 
-#include "config.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace cuflash::ptx {{
 
 // clang-format off
 """
-TITLES = {
-    "wgmma_shared_a.cuh": "A and B lie in shared memory, the summed index contiguous in both.",
-    "wgmma_register_a.cuh": "A lies in registers, B in shared memory, its columns contiguous.",
-    "wgmma_register_a_columns.cuh": "A lies in registers, B^T in shared memory, its columns "
-    "contiguous.",
-    "wgmma_shared_rows.cuh": "A^T and B lie in shared memory, the columns contiguous in both.",
-    "wgmma_shared_b_rows.cuh": "A and B lie in shared memory, of A the summed index contiguous, of "
-    "B the columns.",
-}
 
 FOOTER = """
 // clang-format on
@@ -62,82 +53,57 @@ def wrapped(text: str, indent: str, quote: str = "") -> str:
     )
 
 
-def instruction(
-    columns: int, dtype: str, *, a_in_registers: bool, a_by_rows: bool, b_by_rows: bool
-) -> str:
-    """One asm statement."""
+def function(columns: int, *, a_in_registers: bool) -> str:
+    """One overload: one instruction of any 16-bit element type and of any layout."""
     count = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     if a_in_registers:
+        name, majors, parameter = "wgmma_registers", ["b_major"], "const uint32_t (&a)[4]"
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         inputs = [f'"r"(a[{i}])' for i in range(4)]
-        flags = "1, 1, 1" if b_by_rows else "1, 1, 0"
     else:
+        name, majors, parameter = "wgmma_shared", ["a_major", "b_major"], "uint64_t a"
         a, inputs = f"%{count}", ['"l"(a)']
-        flags = f"1, 1, {int(a_by_rows)}, {int(b_by_rows)}"
-    b, predicate = f"%{count + len(inputs)}", f"%{count + len(inputs) + 1}"
-    ptx = PTX_TYPES[dtype]
-    text = (
+    b, predicate, *transposed = (f"%{count + len(inputs) + i}" for i in range(2 + len(majors)))
+    shape = (
         f"{{.reg .pred p; setp.ne.b32 p, {predicate}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} "
-        f"{{{accumulators}}}, {a}, {b}, p, {flags};}}"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32."
     )
+    text = f"{{{accumulators}}}, {a}, {b}, p, {', '.join(('1', '1', *transposed))};}}"
     outputs = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
-    operands = ", ".join((*inputs, '"l"(b)', '"r"(accumulate)'))
-    return (
-        "    asm volatile(\n"
-        + wrapped(text, "        ", '"')
-        + "\n"
-        + wrapped(f": {outputs}", "        ")
-        + "\n"
-        + wrapped(f": {operands});", "        ")
-    )
-
-
-def function(
-    columns: int, *, a_in_registers: bool, b_by_rows: bool, a_by_rows: bool = False
-) -> str:
-    """One overload, for both element types."""
-    name = {
-        (False, False, False): "wgmma_shared",
-        (False, True, True): "wgmma_shared_rows",
-        (False, False, True): "wgmma_shared_b_rows",
-        (True, False, False): "wgmma_registers_columns",
-        (True, False, True): "wgmma_registers",
-    }[a_in_registers, a_by_rows, b_by_rows]
-    a = "const uint32_t (&a)[4]" if a_in_registers else "uint64_t a"
-    pad = " " * len(f"__device__ __forceinline__ void {name}(")
-    first, second = (
-        instruction(
-            columns, dtype, a_in_registers=a_in_registers, a_by_rows=a_by_rows, b_by_rows=b_by_rows
+    flags = (f'"n"(static_cast<int>({major}))' for major in majors)
+    operands = ", ".join((*inputs, '"l"(b)', '"r"(accumulate)', *flags))
+    start = f"__device__ __forceinline__ void {name}("
+    template = ", ".join(f"Major {major}" for major in majors)
+    return "\n".join(
+        (
+            "",
+            f"template <{template}>",
+            f"{start}float (&acc)[{count}], {parameter},",
+            f"{' ' * len(start)}uint64_t b, int accumulate) {{",
+            "  asm volatile(",
+            wrapped(shape, "      ", '"'),
+            '      CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "',
+            wrapped(text, "      ", '"'),
+            wrapped(f": {outputs}", "      "),
+            wrapped(f": {operands});", "      "),
+            "}",
+            "",
         )
-        for dtype in PTX_TYPES
-    )
-    return (
-        "\ntemplate <Dtype dtype>\n"
-        f"__device__ __forceinline__ void {name}(float (&acc)[{columns // 2}], {a},\n"
-        f"{pad}uint64_t b, int accumulate) {{\n"
-        "  if constexpr (dtype == Dtype::float16) {\n"
-        f"{first}\n"
-        "  } else {\n"
-        f"{second}\n"
-        "  }\n"
-        "}\n"
     )
 
 
 def generate() -> dict[str, str]:
     """The headers, by name."""
-    functions = (
-        [function(n, a_in_registers=False, b_by_rows=False) for n in SHARED_A],
-        [function(n, a_in_registers=True, b_by_rows=True) for n in REGISTER_A],
-        [function(n, a_in_registers=True, b_by_rows=False) for n in REGISTER_A_COLUMNS],
-        [function(n, a_in_registers=False, a_by_rows=True, b_by_rows=True) for n in SHARED_ROWS],
-        [function(n, a_in_registers=False, b_by_rows=True) for n in SHARED_B_ROWS],
+    headers = (
+        ("wgmma_shared.cuh", "A and B lie in shared memory.", SHARED, False),
+        ("wgmma_registers.cuh", "A lies in registers, B in shared memory.", REGISTERS, True),
     )
     return {
-        name: HEADER.format(title=title) + "".join(texts) + FOOTER
-        for (name, title), texts in zip(TITLES.items(), functions, strict=True)
+        name: HEADER.format(title=title)
+        + "".join(function(n, a_in_registers=a_in_registers) for n in columns)
+        + FOOTER
+        for name, title, columns, a_in_registers in headers
     }
 
 

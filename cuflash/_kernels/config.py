@@ -30,7 +30,7 @@ SumsTo = Literal["pairs", "keys", "queries"]
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
-#: Columns of scores that ``kernels_cu/ptx/wgmma_shared_a.cuh`` multiplies: tools/gen_wgmma.py.
+#: Columns of scores that ``kernels_cu/ptx/wgmma_shared.cuh`` multiplies: tools/gen_wgmma.py.
 WGMMA_WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 
 #: Shared memory that the system keeps for itself in every block of threads.

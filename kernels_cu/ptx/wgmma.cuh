@@ -1,4 +1,5 @@
-// Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in wgmma_*_a.cuh.
+// Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in
+// wgmma_shared.cuh and wgmma_registers.cuh.
 //
 // ptxas keeps products asynchronous only if it can see that no register of theirs is touched in
 // flight: fence, products, commit, and `pin` on all their registers before and after.
@@ -7,6 +8,10 @@
 #include "config.cuh"
 
 namespace cuflash::ptx {
+
+// Which index of an operand is contiguous in shared memory: the summed one, or that of a row of A
+// and of a column of B. The values are PTX's imm-trans-a and imm-trans-b.
+enum class Major { k, mn };
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
 __device__ __forceinline__ void wgmma_fence() {

@@ -136,6 +136,76 @@ struct LaneRows {
   }
 };
 
+template <typename Producer>
+__device__ __forceinline__ void clear_hidden_rows(Producer& producer, int stage,
+                                                  const LaneRows& statistics) {
+  producer.wait_for_raw(stage);
+#pragma unroll
+  for (int i = 0; i < LaneRows::count; ++i) {
+    for_each_bit(statistics.hidden(i), [&](int bit) {
+      const int row = 32 * i + bit;
+      if (row >= Config::block_m) return;
+      clear_row(producer.smem.q[stage], row);
+      clear_row(producer.smem.dout[stage], row);
+    });
+  }
+  ptx::fence_async_proxy();
+}
+
+// Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row that
+// saw nothing, or that belongs to the next packed sequence, may reach a product, where 0 * NaN
+// would count.
+template <typename Producer>
+__device__ __forceinline__ void load_rows(Producer& producer, const BatchIndex& entry,
+                                          int first_row, const LaneRows& statistics) {
+  const BackwardSm90Params& params = producer.params;
+  auto& smem = producer.smem;
+  const int stage = producer.ring.stage();
+  const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+  bool clears = false;
+#pragma unroll
+  for (int i = 0; i < LaneRows::count; ++i) {
+    const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
+    clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
+  }
+  wait(smem.empty[stage], producer.ring.empty_parity());
+  statistics.store(smem, stage);
+  if (lane_index() == 0) {
+    uint64_t& full = clears ? producer.raw(stage) : smem.full[stage];
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                KeyOwnerMemory::QTile::bytes + KeyOwnerMemory::DoutTile::bytes);
+    producer.start_rows(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+    producer.start_rows(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row,
+                        full);
+  }
+  __syncwarp();  // no lane may be left two phases behind in a wait
+  if (clears) clear_hidden_rows(producer, stage, statistics);
+  // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+  arrive_if(smem.full[stage], clears || lane_index() != 0);
+  producer.ring.advance();
+}
+
+// Loads the blocks of queries of one batch entry in the order of `walk`. A producer has what its
+// kernel does in its own way: start_rows() starts the load of a tile, raw() is the barrier of rows
+// that are to be cleared, wait_for_raw() waits for them.
+template <typename Producer, typename RowWalk>
+__device__ __forceinline__ void load_rows_of(Producer& producer, const BatchIndex& entry,
+                                             const Seqlen& seqlen, RowWalk& walk) {
+  const BackwardSm90Params& params = producer.params;
+  const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+  const auto rows_of = [&](int block) {
+    return LaneRows(rows, block * Config::block_m, seqlen);
+  };
+  int block = walk.first();
+  LaneRows statistics = rows_of(max(block, 0));
+#pragma unroll 1
+  while (walk.is_left(block)) {
+    load_rows(producer, entry, seqlen.first_q + block * Config::block_m, statistics);
+    block = walk.next(block);
+    statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+  }
+}
+
 // Loads the keys, and blocks of queries in the order of `RowWalk`.
 template <typename RowWalk>
 struct KeyOwnerProducer {
@@ -153,20 +223,20 @@ struct KeyOwnerProducer {
       const Range keys{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
       RowWalk walk(score, blocks, keys);
-      const Seqlen& seqlen = score.seqlen;
-      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
-      const auto rows_of = [&](int block) {
-        return LaneRows(rows, block * Config::block_m, seqlen);
-      };
-      int block = walk.first();
-      LaneRows statistics = rows_of(max(block, 0));
-#pragma unroll 1
-      while (walk.is_left(block)) {
-        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
-        block = walk.next(block);
-        statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
-      }
+      load_rows_of(*this, entry, score.seqlen, walk);
     }
+  }
+
+  template <typename RowsTile>
+  __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
+                                             const Layout& layout, const BatchIndex& entry,
+                                             int first_row, uint64_t& full) const {
+    start_load(tile, map, layout, entry, first_row, full);
+  }
+  __device__ __forceinline__ uint64_t& raw(int) const { return smem.raw; }
+  __device__ __forceinline__ void wait_for_raw(int) {
+    wait(smem.raw, raw_ring.full_parity());
+    raw_ring.advance();
   }
 
  private:
@@ -210,49 +280,6 @@ struct KeyOwnerProducer {
       seen = {min(seen.begin, max(keys.begin, 0)), max(seen.end, keys.end)};
     }
     return seen;
-  }
-
-  // Rows of q from `first_row` of the array on. Nothing of a row that saw nothing, or that belongs
-  // to the next packed sequence, may reach a product, where 0 * NaN would count.
-  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
-                                            const LaneRows& statistics) {
-    const int stage = ring.stage();
-    const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
-    bool clears = false;
-#pragma unroll
-    for (int i = 0; i < LaneRows::count; ++i) {
-      const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
-      clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
-    }
-    wait(smem.empty[stage], ring.empty_parity());
-    statistics.store(smem, stage);
-    if (lane_index() == 0) {
-      uint64_t& full = clears ? smem.raw : smem.full[stage];
-      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
-                                  KeyOwnerMemory::QTile::bytes + KeyOwnerMemory::DoutTile::bytes);
-      start_load(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
-      start_load(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row, full);
-    }
-    __syncwarp();  // no lane may be left two phases behind in a wait
-    if (clears) clear_hidden_rows(stage, statistics);
-    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
-    arrive_if(smem.full[stage], clears || lane_index() != 0);
-    ring.advance();
-  }
-
-  __device__ __forceinline__ void clear_hidden_rows(int stage, const LaneRows& statistics) {
-    wait(smem.raw, raw_ring.full_parity());
-    raw_ring.advance();
-#pragma unroll
-    for (int i = 0; i < LaneRows::count; ++i) {
-      for_each_bit(statistics.hidden(i), [&](int bit) {
-        const int row = 32 * i + bit;
-        if (row >= Config::block_m) return;
-        clear_row(smem.q[stage], row);
-        clear_row(smem.dout[stage], row);
-      });
-    }
-    ptx::fence_async_proxy();
   }
 };
 

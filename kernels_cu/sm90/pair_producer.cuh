@@ -20,20 +20,27 @@ struct Producer {
       const Score score(params.score, entry);
       const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
       const LastRowsFirst walk(score, blocks, work.tile());
-      const Seqlen& seqlen = score.seqlen;
-      const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
-      const auto rows_of = [&](int block) {
-        return LaneRows(rows, block * Config::block_m, seqlen);
-      };
-      int block = walk.first();
-      LaneRows statistics = rows_of(max(block, 0));
-#pragma unroll 1
-      while (walk.is_left(block)) {
-        load_rows(entry, seqlen.first_q + block * Config::block_m, statistics);
-        block = walk.next(block);
-        statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
-      }
+      load_rows_of(*this, entry, score.seqlen, walk);
     }
+  }
+
+  // Every second panel, for both. Both blocks of threads clear rows that saw nothing.
+  template <typename RowsTile>
+  __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
+                                             const Layout& layout, const BatchIndex& entry,
+                                             int first_row, uint64_t& full) const {
+    int batch[3];
+    map_coordinates(batch, entry, layout);
+#pragma unroll 1
+    for (int panel = ptx::cluster_rank(); panel < RowsTile::num_panels; panel += 2) {
+      ptx::tma_load_multicast(ptx::shared_address(tile.data[panel]), map,
+                              ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
+    }
+  }
+  __device__ __forceinline__ uint64_t& raw(int stage) const { return smem.rows_raw[stage]; }
+  __device__ __forceinline__ void wait_for_raw(int stage) {
+    wait(smem.rows_raw[stage], raw_parity >> stage & 1);
+    raw_parity ^= 1u << stage;
   }
 
  private:
@@ -89,64 +96,6 @@ struct Producer {
       seen = {min(seen.begin, keys.begin), max(seen.end, keys.end)};
     }
     return seen;
-  }
-
-  // Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row
-  // that saw nothing may reach a product, where 0 * NaN would count: both blocks of threads clear
-  // it.
-  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row,
-                                            const LaneRows& statistics) {
-    const int stage = ring.stage();
-    const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
-    bool clears = false;
-#pragma unroll
-    for (int i = 0; i < LaneRows::count; ++i) {
-      const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
-      clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
-    }
-    wait(smem.empty[stage], ring.empty_parity());
-    statistics.store(smem, stage);
-    if (lane_index() == 0) {
-      uint64_t& full = clears ? smem.rows_raw[stage] : smem.full[stage];
-      ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
-                                  SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
-      load_half(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
-      load_half(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row, full);
-    }
-    __syncwarp();  // no lane may be left two phases behind in a wait
-    if (clears) clear_hidden_rows(stage, statistics);
-    // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
-    arrive_if(smem.full[stage], clears || lane_index() != 0);
-    ring.advance();
-  }
-
-  // Every second panel, for both.
-  template <typename RowsTile>
-  __device__ __forceinline__ void load_half(RowsTile& tile, const ptx::TensorMap& map,
-                                            const Layout& layout, const BatchIndex& entry,
-                                            int first_row, uint64_t& full) const {
-    int batch[3];
-    map_coordinates(batch, entry, layout);
-#pragma unroll 1
-    for (int panel = ptx::cluster_rank(); panel < RowsTile::num_panels; panel += 2) {
-      ptx::tma_load_multicast(ptx::shared_address(tile.data[panel]), map,
-                              ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
-    }
-  }
-
-  __device__ __forceinline__ void clear_hidden_rows(int stage, const LaneRows& statistics) {
-    wait(smem.rows_raw[stage], raw_parity >> stage & 1);
-    raw_parity ^= 1u << stage;
-#pragma unroll
-    for (int i = 0; i < LaneRows::count; ++i) {
-      for_each_bit(statistics.hidden(i), [&](int bit) {
-        const int row = 32 * i + bit;
-        if (row >= Config::block_m) return;
-        clear_row(smem.q[stage], row);
-        clear_row(smem.dout[stage], row);
-      });
-    }
-    ptx::fence_async_proxy();
   }
 };
 

@@ -5,13 +5,12 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_register_a.cuh"
-#include "ptx/wgmma_register_a_columns.cuh"
-#include "ptx/wgmma_shared_a.cuh"
-#include "ptx/wgmma_shared_b_rows.cuh"
-#include "ptx/wgmma_shared_rows.cuh"
+#include "ptx/wgmma_registers.cuh"
+#include "ptx/wgmma_shared.cuh"
 
 namespace cuflash {
+
+using ptx::Major;
 
 // A matrix of 16-bit elements in shared memory as panels of 64 columns; a row of a panel is 128
 // bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns
@@ -74,8 +73,9 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
 #pragma unroll
   for (int k = 0; k < ATile::columns / 16; ++k) {
     // 16 columns are 32 bytes of a panel's row.
-    ptx::wgmma_shared<Config::dtype>(flat(acc), a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
-                                     b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+    ptx::wgmma_shared<Major::k, Major::k>(flat(acc),
+                                          a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
+                                          b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -93,8 +93,8 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < steps; ++k) {
-    ptx::wgmma_registers_columns<Config::dtype>(
-        flat(acc), a_frag[0][k], b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
+    ptx::wgmma_registers<Major::k>(flat(acc), a_frag[0][k],
+                                   b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -124,8 +124,8 @@ __device__ __forceinline__ void start_panel_product(float (&acc)[1][tiles][4], u
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < ATile::rows / 16; ++k) {
-    ptx::wgmma_shared_rows<Config::dtype>(flat(acc), a + k * 128, b + k * 128,
-                                          k > 0 || accumulates);
+    ptx::wgmma_shared<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128,
+                                            k > 0 || accumulates);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -141,8 +141,8 @@ __device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], 
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_shared_b_rows<Config::dtype>(columns, a + k * 2,
-                                              b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      ptx::wgmma_shared<Major::k, Major::mn>(columns, a + k * 2,
+                                             b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
     });
   }
   ptx::wgmma_commit();
@@ -163,8 +163,8 @@ __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
   for (int k = first; k < first + count; ++k) {
     // 16 rows are 2048 bytes of every panel.
     for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_registers<Config::dtype>(columns, a_frag[0][k],
-                                          b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      ptx::wgmma_registers<Major::mn>(columns, a_frag[0][k],
+                                      b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
     });
   }
   ptx::wgmma_commit();
