@@ -66,6 +66,7 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
     if isinstance(array, list | tuple) and array:
         return on_device_of(array[0])
     if is_cupy(array):
+        # D75.
         device = array.data.device_id  # type: ignore[attr-defined]
     else:
         of_foreign = getattr(array, "__dlpack_device__", None)

@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 BENCH = ("benchmarks/bench.py", "--out", "{out}", "--dtype", "bfloat16")
 PEERS = ("--impl", "cuflash,fa2,cudnn,fa4")
 GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
-#: The portable kernels on a device that has better ones.
+#: The portable kernels on a device that has better ones. (D116)
 PORTABLE = """
 import argparse, sys
 sys.path.insert(0, ".")
@@ -49,7 +49,7 @@ shown += ", in cuflash._select.hardware.assumed(present()._replace(tensor_maps=F
 with hardware.assumed(hardware.present()._replace(tensor_maps=False)):
     sys.exit(command.measure(parser.parse_args(), shown))
 """
-#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
+#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes. (D115)
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "sanitizer": (
         500, ("tools/sanitize.py", "--jobs", "{jobs}", "--json", "{out}/sanitizer_report.json"),
@@ -111,7 +111,7 @@ def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process (D114)
         )  # fmt: skip
         try:
             return process.wait(seconds) == 0

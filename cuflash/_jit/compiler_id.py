@@ -16,7 +16,7 @@ from typing import Any
 
 from cuflash._jit import cubin_cache
 
-#: Where wheels put the library, and variables that name other places.
+#: Where wheels put the library, and variables that name other places. (D72)
 _WHEELS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu13/bin", "nvidia/cuda_nvrtc/bin")
 _VARIABLES = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
 

@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def name_of(*made_of: str) -> str:
-    """Name of the kernel that these texts determine."""
+    """Name of the kernel that these texts determine. (D73)"""
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 

@@ -110,7 +110,7 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
 
 
 def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """Memory of one call, since threads share none, and where in it a map may begin."""
+    """Memory of one call, since threads share none, and where in it a map may begin. (D68)"""
     memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
     return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
 

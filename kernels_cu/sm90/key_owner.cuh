@@ -382,7 +382,7 @@ struct KeyOwner {
     }
   }
 
-  // Which pairs of a block dropout keeps.
+  // Which pairs of a block dropout keeps. (D27)
   __device__ __forceinline__ KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
                                                            int first_key) const {
     const int warp_key = first_key + 16 * (ptx::thread_index() / 32) - 64;

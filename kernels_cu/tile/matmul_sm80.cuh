@@ -3,9 +3,9 @@
 // Tensor cores multiply 16-bit elements and float64 as they are. A float32 is the sum of two TF32
 // numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
 // below its rounding. (In bfloat16 the two small products run at twice the rate, but leave 1.6
-// times the error of float32 arithmetic: docs/measured-facts.md.) Sums come out of the tensor cores
+// times the error of float32 arithmetic: D33.) Sums come out of the tensor cores
 // truncated, not rounded: small terms have accumulators of their own, and sums over many rows are
-// taken block by block and added in float32.
+// taken block by block and added in float32. (D32, D34)
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&
 }
 
 // Tensor cores cut a float32 off after the 11 significant bits of TF32. This factor makes up for
-// what is lost, on average; it leaves alone what has no more bits.
+// what is lost, on average; it leaves alone what has no more bits. (D35)
 __device__ __forceinline__ uint32_t for_tf32(float x) {
   constexpr float factor = 1 + 0.72f / 2048;
   return __float_as_uint(x * factor);
@@ -138,7 +138,7 @@ template <typename BTile>
 constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 2048 &&
                              (BTile::columns == 64 || BTile::columns == 128);
 
-// The same as multiply_transposed; the next operands are read while one is multiplied.
+// The same as multiply_transposed; the next operands are read while one is multiplied. (D59)
 template <int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
                                                        const RowsReader<ATile>& a,
@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile
   }
 }
 
-// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed.
+// acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed. (D92)
 template <int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                                     const RowsReader<ATile>& a,
