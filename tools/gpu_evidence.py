@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 BENCH = ("benchmarks/bench.py", "--out", "{out}", "--dtype", "bfloat16")
 PEERS = ("--impl", "cuflash,fa2,cudnn,fa4")
 GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
-#: The portable kernels on a device that has better ones. (D116)
+#: The portable kernels on a device that has better ones.
 PORTABLE = """
 import argparse, sys
 sys.path.insert(0, ".")
@@ -49,7 +49,7 @@ shown += ", in cuflash._select.hardware.assumed(present()._replace(tensor_maps=F
 with hardware.assumed(hardware.present()._replace(tensor_maps=False)):
     sys.exit(command.measure(parser.parse_args(), shown))
 """
-#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes. (D115)
+#: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "sanitizer": (
         500, ("tools/sanitize.py", "--jobs", "{jobs}", "--json", "{out}/sanitizer_report.json"),
@@ -183,7 +183,7 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
         return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left)
 
     with ThreadPoolExecutor(jobs) as pool:
-        listed = pool.map(gpu_tests, ("not alone", "alone"))
+        listed = pool.map(gpu_tests, ("not alone", "alone"))  # D115
         together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
         passed = list(pool.map(run_shard, enumerate(shards(together))))
     passed += [run_shard((len(passed), alone))] if alone else []

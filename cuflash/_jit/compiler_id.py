@@ -3,7 +3,7 @@
 Only the library itself says its version, and loading it takes 6 to 9 ms. A process that did so
 notes beside the kernels what it found; the next one, if nothing around it changed, looks at the
 file alone. A note decides where a kernel is looked for first. It never decides what one is stored
-under: for that the library is asked.
+under: for that the library is asked. (D72, D73)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from cuflash._jit import cubin_cache
 
-#: Where wheels put the library, and variables that name other places. (D72)
+#: Where wheels put the library, and variables that name other places.
 _WHEELS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu13/bin", "nvidia/cuda_nvrtc/bin")
 _VARIABLES = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
 

@@ -34,12 +34,12 @@ def folder() -> Path:
 
 
 def name_of(*made_of: str) -> str:
-    """Name of the kernel that these texts determine. (D73)"""
+    """Name of the kernel that these texts determine."""
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 
 def shared_folders() -> tuple[Path, ...]:
-    """Folders of kernels that were compiled ahead of time, in the variable CUFLASH_KERNELS."""
+    """Folders of kernels compiled ahead of time (D116), in the variable CUFLASH_KERNELS."""
     named = os.environ.get("CUFLASH_KERNELS", "")
     return tuple(Path(part) for part in named.split(os.pathsep) if part)
 

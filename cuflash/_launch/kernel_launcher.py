@@ -10,7 +10,7 @@ from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
 
-_LIMIT = 64  # of a launch; a kilobyte each (D66)
+_LIMIT = 64  # of a launch; a kilobyte each
 Addresses = tuple[int, ...]
 
 

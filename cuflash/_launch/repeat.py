@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 def forward(
     problem: Problem, launch: Launch | Sm90Launch, device: int, *, return_lse: bool
 ) -> Repeat:
-    """A call that passed its checks, without score arrays, on new results each time.
+    """A call that passed its checks, without score arrays, on new results each time. (D66)
 
     In a capture nothing is allocated.
     """

@@ -69,7 +69,7 @@ def map_layout(
 
 
 class Maps:
-    """The maps of a launch's operands: encoded once, and given the addresses of each call."""
+    """The maps of a launch's operands: encoded once, and given the addresses of each call. (D68)"""
 
     def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
         self.layouts = layouts
@@ -110,7 +110,7 @@ def with_addresses(maps: bytes, addresses: tuple[int, ...]) -> bytes:
 
 
 def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """Memory of one call, since threads share none, and where in it a map may begin. (D68)"""
+    """Memory of one call, since threads share none, and where in it a map may begin."""
     memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
     return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
 
