@@ -67,6 +67,7 @@ def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
     if isinstance(array, list | tuple) and array:
         array = array[0]
     if is_cupy(array):
+        # D75.
         device = array.data.device_id  # type: ignore[attr-defined]
     else:
         kind, device = _dlpack_device(array)

@@ -58,7 +58,7 @@ class Albert:
         2 gives attention each operand as a sum of two numbers of ``attention_dtype``, which makes
         22 bits of float16: q.k = q1.k1 + q2.k1 + q1.k2 is one product over 3 head_dim, and the two
         parts of v are values side by side. A third part of ones adds up the weights as attention
-        rounded them, and the result is divided by that sum. 1 gives it the rounded operands.
+        rounded them, and the result is divided by that sum. 1 gives it the rounded operands. (D121)
     """
 
     def __init__(

@@ -61,6 +61,7 @@ def unfused(q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
 
 def measure_on_cpu(compute: Callable[..., dict[str, Array]], *inputs: Array) -> Run:
     """Run twice: for the peak, of which NumPy tells tracemalloc, and without it for the time."""
+    # D119.
     tracemalloc.start()
     try:
         compute(*inputs)

@@ -1,5 +1,5 @@
 // dk and dv (or one of them) where registers are short: two warps, partners, own the same keys.
-// Each computes the scores of half of the queries, and sums half of the columns.
+// Each computes the scores of half of the queries, and sums half of the columns. (D57)
 //
 //   for each tile of block_n keys:                            one block of threads
 //     dk = 0, dv = 0                                          half of the columns of a warp's keys

@@ -14,7 +14,7 @@
 // Warpgroup 0 produces: it splits q and dout once per block and writes them as rows for s^T and
 // dp^T, transposed for the sums, since wgmma sums float32 along rows of both operands only. The
 // others consume. k and v of the tile stay in float32 and are split by the lanes that multiply with
-// them.
+// them. (D38)
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"

@@ -1,5 +1,5 @@
 // dq where registers are short: two warps, partners, own the same queries. Each computes the scores
-// of half of the keys, and sums half of the columns.
+// of half of the keys, and sums half of the columns. (D57)
 //
 //   for each tile of block_m rows of q:                       one block of threads
 //     dq = 0                                                  half of the columns of a warp's rows

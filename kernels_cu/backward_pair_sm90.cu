@@ -1,6 +1,6 @@
 // dq, dk and dv on Hopper in one pass, for head sizes of which one multiprocessor holds no more
 // than 64 keys: two blocks of threads, a cluster, compute with 64 keys each and share what they
-// load.
+// load. (D23)
 //
 //   a tile of 2 x 64 keys is drawn:                           two blocks of threads
 //     dk = 0, dv = 0                                          each for its 64 keys
@@ -228,7 +228,7 @@ struct KeyGradient {
 struct QueryGradient {
   // Nanoseconds. A multiprocessor adds twice as fast as the L2 cache takes additions of all, and
   // whatever else needs it waits behind them. Who adds in order keeps others waiting, too:
-  // docs/backward-sm90.md.
+  // docs/backward-sm90.md. (D24)
   static constexpr int pause_between_additions = Config::ordered ? 30 : 60;
 
   const BackwardSm90Params& params;

@@ -22,7 +22,7 @@
 // Warpgroup 0 draws tiles and loads (warp 0) and writes sums (warps 1 and 2, which take blocks in
 // turns: one waits until all can see what it added while the other adds). Then come the consumers,
 // who own keys. The last warpgroup multiplies dq. The next tile is loaded while dk and dv are
-// stored.
+// stored. (D22)
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   ds_full      4 consumers        ds of a block is complete
@@ -298,7 +298,7 @@ struct Consumer : KeyOwner<64> {
   }
 
   __device__ __forceinline__ void add_tile(const KeyTile& work) {
-    if (warpgroup == 1) take_turn();  // the other begins
+    if (warpgroup == 1) take_turn();  // the other begins (D82)
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));

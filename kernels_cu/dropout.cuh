@@ -1,5 +1,5 @@
 // Which weights dropout keeps: the bits that cuflash/_host/philox.py describes, one counter for
-// eight scores that one lane holds of two neighbouring tiles of an accumulator.
+// eight scores that one lane holds of two neighbouring tiles of an accumulator. (D7)
 //
 //   queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,      q mod 16 < 8, k mod 16 in 0 2 4 6
 //
@@ -111,7 +111,7 @@ __device__ __forceinline__ void drop_weights(Real (&p_acc)[slices][tiles][4], co
 // Both halves u of a random word are compared with the threshold t at once: r = min(u, t) is t
 // where u is kept, and max(r - t, -1) is 0 there, -1 elsewhere; r - t fits into 16 bits if t is at
 // most 2^15. For a larger one min((u - t) mod 2^16, 2^16 - t) tells those that are dropped in that
-// way.
+// way. (D4)
 template <int slices, int tiles>
 struct DroppedPairs {
   // Pairs of a slice in the order of its operand's registers. Where other options need registers, a

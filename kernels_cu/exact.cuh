@@ -6,7 +6,7 @@
 // by pair. Scores far from 0 (see numeric.cuh) may differ by whole exponents where they are summed
 // in another order or rounded once more: here forward and gradient form them alike, to the last
 // bit, and take their differences first. The functions are not inlined, so that the fast path keeps
-// its registers. Lanes hold the columns lane, lane + 32, ... of a row.
+// its registers. Lanes hold the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
 #include "params.cuh"
@@ -31,7 +31,7 @@ struct LaneColumns {
     for (int i = 0; i < count; ++i) value[i] = 0;
   }
 
-  // A row of an operand; zeros past its true width.
+  // A row of an operand; zeros past its true width. (D86)
   __device__ __forceinline__ void load(const RowSource& from, int row) {
     const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
 #pragma unroll

@@ -1,5 +1,6 @@
 // 2^x in float64, for the weights of float64 softmax: table and polynomial, at most one unit in the
 // last place off (0.992 by tests over its range, 1.004 by the sum of what each step may lose).
+// D46.
 //
 //   x = i / 32 + r,  i an integer,  |r| <= 1/64
 //   2^x = 2^(i / 32) (1 + r q(r)),  q(r) = (2^r - 1) / r
@@ -31,6 +32,7 @@ struct MemoryPowers {
 };
 
 // The table in the registers of a warp: no memory is read, but all its lanes have to ask together.
+// D47.
 struct LanePowers {
   uint32_t low, high;  // of this lane's entry
 
@@ -72,7 +74,7 @@ __device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
   const double r = x - (shifted - to_32nds);
   const double result = exp2_of_parts(__double2loint(shifted), r, powers);
 
-  // Compared as an integer, off the pipe of float64: below -1022, above the negative NaNs.
+  // Compared as an integer, off the pipe of float64: below -1022, above the negative NaNs. (D48)
   constexpr uint32_t least = 0xc08ff000, negative_nan = 0xfff80000;
   const uint32_t beyond = static_cast<uint32_t>(__double2hiint(x)) - (least + 1);
   return beyond < negative_nan - (least + 1) ? 0.0 : result;

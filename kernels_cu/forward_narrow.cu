@@ -13,7 +13,7 @@
 // A sum of 262,144 exponentials in float32, one after the other, loses those below half a unit in
 // its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
-// what takes longest. All threads read the same key at a time, for all their rows.
+// what takes longest. All threads read the same key at a time, for all their rows. (D61)
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"

@@ -11,7 +11,7 @@
 // Warpgroups 0 and 1 produce: their threads load k, and v, split every element into its TF32 parts
 // once, and write k as it is and v transposed, since wgmma sums float32 along rows of both operands
 // only. The others consume. q stays in float32 and is split by the lanes that multiply with it,
-// unless one product of TF32 serves: then it is an operand where it lies.
+// unless one product of TF32 serves: then it is an operand where it lies. (D40, D41, D42)
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"

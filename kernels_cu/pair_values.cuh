@@ -1,5 +1,5 @@
 // Values of a matrix at the pairs that a lane holds of an accumulator. They are read together: a
-// read under a condition for each pair would wait for memory as often.
+// read under a condition for each pair would wait for memory as often. (D9)
 #pragma once
 
 #include "numeric.cuh"

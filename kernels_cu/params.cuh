@@ -8,7 +8,7 @@
 namespace cuflash {
 
 constexpr int max_batch_axes = 6;
-constexpr int bounded_ids = 64;  // neighbours whose segment ids have bounds
+constexpr int bounded_ids = 64;  // neighbours whose segment ids have bounds (D90)
 
 // Batch axes of the launch, slowest first; index 0 absorbs what is left of a flat index. The last
 // of max_batch_axes counts sequences where they are packed: packed arrays have stride 0 there.

@@ -20,7 +20,7 @@ __device__ __forceinline__ RandomWords philox(uint32_t c0, uint32_t c1, uint64_t
 #pragma unroll
   for (int round = 0; round < rounds; ++round) {
     // Halves are asked for apart: the compiler makes one instruction of the two, but three of a
-    // product of 64 bits.
+    // product of 64 bits. (D5)
     const uint32_t low0 = c0 * multiplier0, high0 = __umulhi(c0, multiplier0);
     const uint32_t low1 = c2 * multiplier1, high1 = __umulhi(c2, multiplier1);
     c0 = high1 ^ c1 ^ k0;

@@ -109,7 +109,7 @@ struct Score {
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
 
   // Is a mask all that takes registers, and are some left? Then it is looked up while scores are
-  // multiplied. At 256 columns of values NVRTC 13 spills.
+  // multiplied. At 256 columns of values NVRTC 13 spills. (D8)
   static constexpr bool has_mask_alone =
       Config::mask && !has_segments && !Config::mask_mod && !Config::score_mod &&
       !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
@@ -382,7 +382,7 @@ struct Score {
   }
 
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
-  // once, here: two roundings of one maximum would differ by a factor where logits are huge.
+  // once, here: two roundings of one maximum would differ by a factor where logits are huge. (D2)
   __device__ __forceinline__ Real reference(Real maximum) const {
     return Config::scale_in_exponent ? maximum * params.scale_log2 : maximum;
   }
@@ -480,7 +480,7 @@ struct Score {
 
   // Key blocks for the rows [m_begin, m_end). Rows past the length count as seeing what the others
   // see: their results are discarded. A formula, which may read an array at any index that it is
-  // given, is given existing ones.
+  // given, is given existing ones. (D19)
   __device__ __forceinline__ BlockRanges kv_blocks(int m_begin, int m_end) const {
     Range full{0, Config::score_mod && m_end > seqlen.q ? 0 : seqlen.k};
     if constexpr (Config::window_left) {
@@ -523,7 +523,7 @@ struct Score {
       const Real factor = Config::softcap ? params.softcap : params.scale;
       const Real x = Config::softcap ? capped(score) : score;
       if constexpr (Config::bias != Dtype::none) {
-        // A bias of -inf hides the pair, whatever its product is.
+        // A bias of -inf hides the pair, whatever its product is. (D18)
         return bias == -infinity() ? bias : with_alibi(fma(factor, x, bias), q_idx, kv_idx);
       } else {
         return with_alibi(factor * x, q_idx, kv_idx);
@@ -561,7 +561,7 @@ struct Score {
     return all;
   }
 
-  // Unrolled in part: the ids of a whole row would not fit beside its scores.
+  // Unrolled in part: the ids of a whole row would not fit beside its scores. (D91)
   template <int tiles>
   __device__ __forceinline__ static ColumnBits same_ids(Id id, const Id* ids, Range valid) {
     uint32_t bits = 0;

@@ -3,7 +3,7 @@
 // Bounds of the ids of every 64 queries and every 64 keys, made before the launch by
 // segment_bounds.cu, say of a block that it has no id of the tile's, or that there is one id in
 // both. They hold for ids in any order; few blocks lie between the two where equal ids are
-// neighbours. Whoever walks the blocks of a tile comes to the same ones.
+// neighbours. Whoever walks the blocks of a tile comes to the same ones. (D11)
 #pragma once
 
 #include "score.cuh"

@@ -84,7 +84,7 @@ struct OnlineSoftmax {
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
         const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
         // Multiplications of float64 take their time from tensor cores, and most blocks of keys
-        // leave every maximum as it was, whose factor is 1.
+        // leave every maximum as it was, whose factor is 1. (D54)
         if (!is_double || warp_agrees(block_max != row_max[s][half])) {
           const Real rescale =
               power(score.exponent_between(score.reference(row_max[s][half]), shift));

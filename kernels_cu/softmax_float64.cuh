@@ -2,7 +2,7 @@
 // instruction of float64 takes its time from tensor cores. Other than in softmax.cuh
 //   - the largest score of a block is known by its upper half, a float32 that compares alike;
 //   - references are multiples of 1/32, so that no weight's exponent is formed before it is split;
-//   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks.
+//   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks. (D45, D51)
 #pragma once
 
 #include "numeric.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool exceeds(double x, double power) {
   return __double2hiint(x) > __double2hiint(power);
 }
 
-// |x| of a NaN may keep its sign.
+// |x| of a NaN may keep its sign. (D55)
 __device__ __forceinline__ double nan_without_sign() { return __hiloint2double(0x7ff80000, 0); }
 
 // State of 16 `slices` rows of a warp as in OnlineSoftmax, of which this has the members.
@@ -44,6 +44,7 @@ struct HeldSoftmax {
   }
 
   // Scores become 2^(exponent - reference); what was summed under another reference is rescaled.
+  // D49.
   template <int tiles, int out_tiles>
   __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
                                          Real (&o_acc)[slices][out_tiles][4], const Score& score) {
@@ -60,7 +61,7 @@ struct HeldSoftmax {
         any_rises |= exceeds(maxima[s][half] - held[s][half], most);
       }
     }
-    // One branch for all rows: the weights of one would wait for the maximum of the next.
+    // One branch for all rows: the weights of one would wait for the maximum of the next. (D52)
     if (warp_agrees(any_odd || any_rises)) {
       any_odd = warp_agrees(any_odd);
 #pragma unroll
@@ -85,7 +86,7 @@ struct HeldSoftmax {
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // Dependent additions would wait for products of the other warp, one by one.
+        // Dependent additions would wait for products of the other warp, one by one. (D53)
         Real sums[4] = {row_sum[s][half]};
 #pragma unroll
         for (int j = 0; j < 2 * tiles; ++j) {

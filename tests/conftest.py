@@ -6,6 +6,7 @@ import os
 from collections import Counter
 
 # Before NumPy: where other processes keep the cores busy, OpenBLAS's threads wait for each other.
+# D114.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np

@@ -3,7 +3,7 @@
 No warning, shared memory within the architecture's limit, and no spilled register but for the rows
 that `SPILLS` lists with the reason. In minutes for sm_80 and sm_90 every row, without options and
 with all, by one of NVRTC 12 and 13 for the one and by the other for the other, and cases in which
-every two options meet; for the rest rows without options. With `--slow` all of it by both.
+every two options meet; for the rest rows without options. With `--slow` all of it by both. (D117)
 """
 
 from __future__ import annotations

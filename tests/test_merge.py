@@ -85,6 +85,7 @@ class Bounds:
 @np.errstate(all="ignore")
 def bounds(p: Parts, xp: ModuleType) -> Bounds:
     """The module's derivation; CuPy compiles with -ftz=true: float32 has no subnormals there."""
+    # D93.
     outs, lses = (np.moveaxis(a.astype(EXACT), p.axis, 0) for a in (p.outs, p.lses))
     arithmetic = finfo(p.lses.dtype)
     u, tiny = EXACT(arithmetic.eps) / 2, EXACT(arithmetic.smallest_normal)

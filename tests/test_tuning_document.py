@@ -1,6 +1,6 @@
 """Do the numbers of docs/tuning.md follow from committed rows, and its counts from its commands?
 
-So do those that docs/measured-facts.md has of the same sweeps.
+So do those that docs/decisions.md has of the same sweeps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ H100 = hardware.typical("sm_90")
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS, RESULTS = ROOT / "benchmarks" / "sweeps", ROOT / "benchmarks" / "results"
 LINES = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8").splitlines()
-FACTS = (ROOT / "docs" / "measured-facts.md").read_text(encoding="utf-8").splitlines()
+FACTS = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").splitlines()
 
 
 def says(sentence: str, lines: list[str] = LINES) -> None:
     """Assert that the document has it, once, however its lines are broken."""
-    name = "tuning.md" if lines is LINES else "measured-facts.md"
+    name = "tuning.md" if lines is LINES else "decisions.md"
     count = " ".join(" ".join(lines).split()).count(sentence)
     assert count == 1, f"expected once in docs/{name}: {sentence}"
 

@@ -111,7 +111,7 @@ def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process (D114)
         )  # fmt: skip
         try:
             return process.wait(seconds) == 0
@@ -183,7 +183,7 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
         return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left)
 
     with ThreadPoolExecutor(jobs) as pool:
-        listed = pool.map(gpu_tests, ("not alone", "alone"))
+        listed = pool.map(gpu_tests, ("not alone", "alone"))  # D115
         together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
         passed = list(pool.map(run_shard, enumerate(shards(together))))
     passed += [run_shard((len(passed), alone))] if alone else []

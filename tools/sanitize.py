@@ -364,7 +364,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     dlse = None
     if case.dlse:
         dlse = placed(xp, rng.standard_normal(lse.shape).astype(lse.dtype), PLAIN)
-    # To initcheck, what the copy engine stores is memory that nobody wrote.
+    # To initcheck, what the copy engine stores is memory that nobody wrote. (D118)
     given = forward(*on_host[:3], *ends, return_lse=True, **drawn)
     given_out, given_lse = (placed(xp, array, PLAIN) for array in given)
     gradients = backward(

@@ -13,7 +13,7 @@ from cuflash._arrays import Triple
 from cuflash._problem.options import Options
 
 #: Given addresses of its arrays, allocates, launches and returns the result; None where this call
-#: needs its checks after all.
+#: needs its checks after all. (D65)
 Repeat = Callable[..., Any]
 _LIMIT = 4096
 _NOTHING: tuple[tuple[()], tuple[()]] = (), ()

@@ -26,7 +26,7 @@ class Traffic(NamedTuple):
     """Bytes of one kernel, or of several."""
 
     read_once: int  # every operand: the least that device memory is read
-    loaded: int  # operands that the multiprocessors load, through L2
+    loaded: int  # operands that the multiprocessors load, through L2 (D108)
     written_once: int  # every result: the least that device memory is written
     stored: int  # results that the multiprocessors store, and what they add to them
     asymptotic: float  # N^2 d^2 / M of all heads, in bytes, without its constant

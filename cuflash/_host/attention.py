@@ -223,7 +223,7 @@ def _tiles(scores: Scores, rows: slice, seqlen_k: int) -> Iterator[tuple[Tile, A
     """Tiles where some query of ``rows`` sees some key, with visibility or None if all do.
 
     Blocks of keys start at fixed places and are whole, so that what other entries see, which
-    ``key_range`` covers too, changes no bit of a row.
+    ``key_range`` covers too, changes no bit of a row. (D78)
     """
     keys = scores.key_range(rows)
     m = np.arange(rows.start, rows.stop)[:, None]
@@ -271,6 +271,7 @@ def _views(problem: Problem, *arrays: Array) -> Iterator[Array]:
 
 def _unrepeated(array: Array) -> Array:
     """View with extent 1 on batch axes of stride 0, so that what they repeat is widened once."""
+    # D77.
     return array[tuple(slice(None) if stride else slice(1) for stride in array.strides[:-2])]
 
 

@@ -139,7 +139,7 @@ class Scores:
         return score, slope, mod_slope
 
     def _narrowed(self, array: Array) -> Array:
-        """Copy in the dtype of scores; what is finite stays so: only -inf means invisible."""
+        """Copy in the dtype of scores; what is finite stays so: only -inf means invisible. (D79)"""
         if array.dtype.itemsize > self._dtype.itemsize:
             limit = float(np.finfo(self._dtype).max)
             clipped = self._xp.clip(array, -limit, limit)

@@ -21,7 +21,7 @@ from cuflash._kernels.params import STRUCTS, with_reals
 
 #: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are those written.
 #: Else products and sums are contracted in one register and not in another, and the bits of a row
-#: depend on its place in the tile.
+#: depend on its place in the tile. (D80)
 OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-fmad=false")
 _FIRST_WITH_GRID_CONSTANTS = 70  # elsewhere the word is an error, and parameters are copied
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

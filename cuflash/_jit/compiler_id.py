@@ -3,7 +3,7 @@
 Only the library itself says its version, and loading it takes 6 to 9 ms. A process that did so
 notes beside the kernels what it found; the next one, if nothing around it changed, looks at the
 file alone. A note decides where a kernel is looked for first. It never decides what one is stored
-under: for that the library is asked.
+under: for that the library is asked. (D72, D73)
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def name_of(*made_of: str) -> str:
 
 
 def shared_folders() -> tuple[Path, ...]:
-    """Folders of kernels that were compiled ahead of time, in the variable CUFLASH_KERNELS."""
+    """Folders of kernels compiled ahead of time (D116), in the variable CUFLASH_KERNELS."""
     named = os.environ.get("CUFLASH_KERNELS", "")
     return tuple(Path(part) for part in named.split(os.pathsep) if part)
 

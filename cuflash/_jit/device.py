@@ -13,7 +13,7 @@ from cupy_backends.cuda.api import runtime
 
 @functools.cache
 def attribute(name: str, device: int) -> int:
-    """A number by CUDA's name for it, without the prefix cudaDevAttr."""
+    """A number by CUDA's name for it, without the prefix cudaDevAttr. (D74)"""
     return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device))
 
 

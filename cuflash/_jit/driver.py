@@ -23,7 +23,7 @@ _SIGNATURES = {
 
 @functools.cache
 def function(name: str) -> Any:
-    """A function of the driver that CuPy has loaded, or None; it returns an error number."""
+    """A function of the driver that CuPy has loaded, or None; it returns an error number. (D69)"""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         found = getattr(driver, name)
@@ -41,7 +41,7 @@ def encodes_tensor_maps() -> bool:
 
 
 def device_name(device: int) -> str:
-    """Name of a device; CUDA's runtime asks for clocks, too, which takes milliseconds."""
+    """Name of a device; CUDA's runtime asks for clocks, too, which takes milliseconds. (D74)"""
     handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     function("cuDeviceGet")(ctypes.byref(handle), device)
     function("cuDeviceGetName")(name, len(name), handle)

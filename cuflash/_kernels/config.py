@@ -493,7 +493,7 @@ class BackwardQSm90Config(BackwardSm90Config):
 
     def __post_init__(self) -> None:
         BackwardSm90Config.__post_init__(self)
-        if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself
+        if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself (D28)
             raise ValueError(
                 f"{self.num_stages=} must be at least 3 with scores ahead: the next block is "
                 "waited for before the last one's buffer is released"

@@ -126,7 +126,7 @@ def _owners_per_section(config: Any, num_owners: int, streamed_bytes: int, own: 
     sixteen, which share more of what they stream. Those that add in order wait for those of
     their owner that start with them: below head size 128 more owners start together, up to a half
     of the processors, as long as the L2 cache holds what they stream and keep and sum, thrice what
-    is streamed; half of it without a causal bound, where all rows are under way.
+    is streamed; half of it without a causal bound, where all rows are under way. (D21)
     """
     processors, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
     if config.cluster_blocks > 1:

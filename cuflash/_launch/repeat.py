@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 def forward(
     problem: Problem, launch: Launch | Sm90Launch, device: int, *, return_lse: bool
 ) -> Repeat:
-    """A call that passed its checks, without score arrays, on new results each time.
+    """A call that passed its checks, without score arrays, on new results each time. (D66)
 
     In a capture nothing is allocated.
     """
@@ -40,7 +40,7 @@ def forward(
             with cupy.cuda.Device(device):
                 return repeat(q, k, v)
         stream = cupy.cuda.get_current_stream().ptr
-        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too
+        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too (D67)
             return None
         out = cupy.ndarray(out_shape, dtype)
         if not return_lse:

@@ -118,7 +118,7 @@ class Sm90Launch(NamedTuple):
         """Address of a counter; 0 where none can be had, and tiles are dealt out in advance."""
         counters = _counters.get(self.device)
         if counters is None:
-            if captured:  # no memory can be allocated
+            if captured:  # no memory can be allocated (D70)
                 return 0
             counters = _counters.setdefault(self.device, TileCounters())
         return counters.for_launch(stream, captured)
@@ -253,7 +253,7 @@ def _encoded(
 
 def _owners_side_by_side(problem: Problem, config: Any, num_blocks: int, processors: int) -> int:
     """How many owners may start their heaviest tiles together: see docs/forward-sm90.md."""
-    if problem.cu_seqlens_q is not None:  # each of them leaves 16 tiles that share keys
+    if problem.cu_seqlens_q is not None:  # each of them leaves 16 tiles that share keys (D13)
         return processors // 16
     if not config.window_right:
         return 1

@@ -69,7 +69,7 @@ def map_layout(
 
 
 class Maps:
-    """The maps of a launch's operands: encoded once, and given the addresses of each call."""
+    """The maps of a launch's operands: encoded once, and given the addresses of each call. (D68)"""
 
     def __init__(self, layouts: tuple[MapLayout, ...]) -> None:
         self.layouts = layouts

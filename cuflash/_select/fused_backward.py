@@ -19,7 +19,7 @@ class OnePassTile(NamedTuple):
     keys_in_registers: bool
 
 
-#: The fastest of benchmarks/sweeps on an H100 SXM.
+#: The fastest of benchmarks/sweeps on an H100 SXM. (D101)
 TILES: dict[tuple[int, int], OnePassTile] = {
     (64, 64): OnePassTile(128, 128, 2, True),
     (96, 96): OnePassTile(64, 128, 3, False),
@@ -61,7 +61,7 @@ def wins(problem: Problem, config: BackwardOnePassConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
     What a device has shown right and faster: plain and causal scores, up to head size 128 windows
-    and heads that share keys, too.
+    and heads that share keys, too. (D20)
     """
     return (
         (config.head_dim <= 128 or not (config.window_left or any(problem.k.summed)))

@@ -69,7 +69,7 @@ _WORDS = {
 
 
 _TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
-#: Fields that say how a kernel computes and not what: those that a row may hold.
+#: Fields that say how a kernel computes and not what: those that a row may hold. (D103)
 TILE_FIELDS = _TRUTH_VALUES | {
     "block_m", "block_n", "num_warps", "blocks_per_sm", "num_stages", "num_q_stages",
     "overlap_quarters",

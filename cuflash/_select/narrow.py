@@ -17,7 +17,7 @@ from cuflash._select.portable_tiles import Tile
 
 #: Head sizes up to which products of CUDA cores are cheaper than the exponential.
 WIDEST = 8
-#: By how much a tile of 256 rows is faster, H100 SXM, 2026-11-24: docs/measured-facts.md.
+#: By how much a tile of 256 rows is faster, H100 SXM, 2026-11-24: D62.
 _GAIN = 1.05
 
 
@@ -29,7 +29,7 @@ def forward_config(
     The number of rows changes no bit of a row.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
-    # Tensor cores are fast enough for 16 bits, but for looking a bias up for each pair.
+    # Tensor cores are fast enough for 16 bits, but for looking a bias up for each pair. (D64)
     wins = problem.dtype in (np.float32, np.float64) or _shares_bias(problem)
     if not wins or widest > WIDEST or problem.formulas:
         return None
@@ -81,7 +81,7 @@ def _blocks_of_eight_warps(problem: Problem) -> int:
 
 
 def _rows(problem: Problem) -> tuple[int, int]:
-    """Rows of a thread and blocks of four warps on a multiprocessor, as registers allow."""
+    """Rows of a thread and blocks of four warps on a multiprocessor, as registers allow. (D63)"""
     shares_bias = _shares_bias(problem)
     numbers = problem.head_dim + 2 * problem.head_dim_v + shares_bias  # that a row keeps
     general = portable._is_general(problem) and not shares_bias

@@ -12,7 +12,7 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
 _ROWS = ("q", "out", "lse")  # operands with a row for each query
-FEW = 64  # rows that one warpgroup, or half of a block's warps, takes
+FEW = 64  # rows that one warpgroup, or half of a block's warps, takes (D14)
 
 
 def with_shared_rows(

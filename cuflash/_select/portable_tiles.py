@@ -3,7 +3,7 @@
 Registers decide: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp, and of wide
 results a part of the columns. All rows are free of spills by NVRTC 12.9 and 13.5.
 
-Timed on an H100 SXM (docs/measured-facts.md) were the first tile of each row of float32 where a
+Timed on an H100 SXM (D36, D35, D60) were the first tile of each row of float32 where a
 score is a product, of TF32 the forward at 64 and 128, of float64 what serves at 64 and 128 there,
 the latest of it by benchmarks/sweeps. All others are what registers and shared memory hold.
 """
@@ -47,10 +47,10 @@ class Tables(NamedTuple):
     forward_one_stage: Tiles | None = None  # go before those of forward
     forward_one_stage_general: Tiles | None = None
     partners_q: Tiles | None = None  # of gradients whose warps share rows; a score is a product
-    partners_kv: Tiles | None = None
+    partners_kv: Tiles | None = None  # D58
 
 
-# Of the parts of k and v one stage: two would leave no room for their low parts.
+# Of the parts of k and v one stage: two would leave no room for their low parts. (D36)
 _FORWARD_FLOAT32: Tiles = {
     32: (Tile(64, 64, 4, 2),),
     64: (Tile(128, 64, 8, 1),),
@@ -147,13 +147,13 @@ TF32 = FLOAT32._replace(
 
 _FORWARD_FLOAT64: Tiles = {
     32: (Tile(64, 32, 4, 2),),
-    64: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
+    64: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),  # D60
     96: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1)),
     128: (Tile(128, 16, 8, 1), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
     192: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
     256: (Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
 }
-# By benchmarks/sweeps; of the general one at 8192 keys alone.
+# By benchmarks/sweeps; of the general one at 8192 keys alone. (D102)
 _FORWARD_ONE_STAGE_FLOAT64: Tiles = {128: (Tile(128, 16, 8, 1),)}
 _FORWARD_ONE_STAGE_GENERAL_FLOAT64: Tiles = {128: (Tile(128, 32, 8, 1),)}
 _FORWARD_GENERAL_FLOAT64: Tiles = _FORWARD_FLOAT64 | {

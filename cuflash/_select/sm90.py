@@ -30,22 +30,22 @@ class ForwardTile(NamedTuple):
 
 ForwardTiles = dict[tuple[int, int], ForwardTile]
 _FORWARD: ForwardTiles = {
-    (64, 64): ForwardTile(192, 128, 4, 2, 0),
-    (96, 96): ForwardTile(128, 128, 2, 2, 4),
-    (128, 128): ForwardTile(128, 128, 2, 2, 4),
+    (64, 64): ForwardTile(192, 128, 4, 2, 0),  # D100
+    (96, 96): ForwardTile(128, 128, 2, 2, 4),  # D17
+    (128, 128): ForwardTile(128, 128, 2, 2, 4),  # D96
     (192, 128): ForwardTile(128, 128, 2, 1, 2),
     (192, 192): ForwardTile(128, 112, 2, 1, 2),
     (256, 256): ForwardTile(128, 80, 2, 1, 2),
 }
 # Where 192 rows leave some multiprocessors much more to do than others, smaller tiles are done
-# sooner (H100 SXM, 2026-11-24: docs/measured-facts.md); a score that is multiplied by its scale
+# sooner (H100 SXM, 2026-11-24: D15); a score that is multiplied by its scale
 # before the exponential takes registers that 192 rows do not leave.
 _FORWARD_FEW: ForwardTiles = {(64, 64): ForwardTile(128, 128, 4, 2, 1)}
 _GAIN_OF_192_ROWS = 1.15
 # Lengths from arrays are bounds to hold in registers, of which the widest tile leaves none.
 _FORWARD_LENGTHS: ForwardTiles = {(256, 256): ForwardTile(128, 64, 2, 1, 2)}
 # A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
-# warpgroups hide more of where a tile ends and the next begins.
+# warpgroups hide more of where a tile ends and the next begins. (D16)
 _FORWARD_NARROW: ForwardTiles = {(128, 128): ForwardTile(192, 64, 4, 2, 1)}
 _FORWARD_NARROW_FEW: ForwardTiles = {(128, 128): ForwardTile(128, 64, 5, 2, 1)}
 _NARROW = 4096  # keys that one query sees
@@ -60,6 +60,7 @@ _FORWARD_GENERAL: ForwardTiles = {
     (256, 256): ForwardTile(128, 64, 2, 1, 0),
 }
 # A softcap alone leaves registers for more, by benchmarks/sweeps; with many rows for 192 of them.
+# D102.
 _FORWARD_SOFTCAP: ForwardTiles = {(128, 128): ForwardTile(128, 128, 2, 2, 4)}
 _FORWARD_SOFTCAP_MANY: ForwardTiles = {(64, 64): ForwardTile(192, 128, 4, 2, 0)}
 # A window bounded on the left besides.
@@ -76,7 +77,7 @@ _FORWARD_GENERAL_CROWDED: ForwardTiles = {
     (192, 192): ForwardTile(128, 48, 2, 1, 0),
 }
 # A bias: each of its values waits in a register for the product that it is added to. The widest
-# blocks that spill nothing by NVRTC 12.9 and 13.5; one at 128 was timed, docs/measured-facts.md.
+# blocks that spill nothing by NVRTC 12.9 and 13.5; one at 128 was timed, D10.
 _FORWARD_GENERAL_BIAS: ForwardTiles = {
     (64, 64): ForwardTile(128, 96, 4, 2, 0),
     (96, 96): ForwardTile(128, 96, 2, 2, 0),
@@ -98,7 +99,7 @@ class GradientTile(NamedTuple):
 
 GradientTiles = dict[tuple[int, int], GradientTile]
 # The fastest of benchmarks/sweeps, but for (192, 128), which follows from shared memory. Three
-# buffers of narrow blocks win over two of wide ones, and over scores ahead.
+# buffers of narrow blocks win over two of wide ones, and over scores ahead. (D102)
 _BACKWARD_Q: GradientTiles = {
     (64, 64): GradientTile(128, 128, 3),
     (96, 96): GradientTile(128, 80, 3),
@@ -116,7 +117,7 @@ _BACKWARD_Q_GENERAL: GradientTiles = {
     (256, 256): GradientTile(128, 48, 2),
 }
 # Under a causal bound the scores ahead of the last block are multiplied in vain, and none are where
-# a score waits for every product.
+# a score waits for every product. (D26)
 _BACKWARD_Q_NOT_AHEAD: GradientTiles = {(128, 128): GradientTile(128, 64, 3)}
 # Where several options take registers, dropout, a bias or a formula among them.
 _BACKWARD_Q_CROWDED: GradientTiles = {
@@ -125,7 +126,7 @@ _BACKWARD_Q_CROWDED: GradientTiles = {
 }
 # Up to 128 the fastest of benchmarks/sweeps; others follow from registers and shared memory. Rows
 # serve dk and dv in one pass up to head size 128, larger ones one of them: registers hold no two
-# results of 192 columns.
+# results of 192 columns. (D104)
 _BACKWARD_KV: GradientTiles = {
     (64, 64): GradientTile(96, 128, 3),
     (96, 96): GradientTile(80, 128, 3),
@@ -222,7 +223,7 @@ def _has_few_rows(problem: Problem, multiprocessors: int) -> bool:
 def tile_fields(
     tiles: ForwardTiles | GradientTiles | dict[tuple[int, int], Any], problem: Problem
 ) -> dict[str, Any]:
-    """The fields of the smallest row that holds the head sizes."""
+    """The fields of the smallest row that holds the head sizes. (D12)"""
     (head_dim, head_dim_v), tile = next(
         (key, tile)
         for key, tile in tiles.items()

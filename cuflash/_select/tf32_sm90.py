@@ -1,6 +1,6 @@
 """Which of Hopper's kernels for float32 serve a problem, and with how many buffers?
 
-Their tiles are the fastest of benchmarks/sweeps on an H100 SXM.
+Their tiles are the fastest of benchmarks/sweeps on an H100 SXM. (D39, D43)
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def backward_q_config(problem: Problem, copy_bytes: int) -> BackwardQTf32Sm90Con
     fields = _tile_fields(problem, copy_bytes, problem.dtype)
     narrow = max(fields["head_dim"], fields["head_dim_v"]) == 64
     # 64 keys: 115.1 TFLOP/s on an H100 at head size 64, 32 in two stages: 93.5. Segment ids spill.
+    # D44.
     block_n = 64 if narrow and problem.segment_ids_q is None else 32
     return _staged(
         BackwardQTf32Sm90Config(block_m=128, block_n=block_n, num_warps=12, num_stages=2, **fields)

@@ -25,12 +25,12 @@ Call = Callable[[], Any]
 
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
-#: Up to this length a graph is timed, however many sequences there are.
+#: Up to this length a graph is timed, however many sequences there are. (D111)
 SHORT_SEQLEN = 1024
 GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
 MOST_COPIES = 512
-HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked
-HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over
+HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked (D113)
+HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over (D112)
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (11, 60)
 WITHIN_ROUNDS = "{} to {} rounds".format(*ROUNDS)  # for help
@@ -49,6 +49,7 @@ def balanced(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
     A device at its power limit is slower behind one that has heated it. Rows of a Williams design.
     """
+    # D94.
     count = len(names)
     steps = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
     for start in itertools.count():

@@ -35,7 +35,7 @@ class Facts:
     spill_bytes: int = 0
     blocks_per_multiprocessor: int = 0
     warps_per_multiprocessor: int = 0
-    warnings: tuple[str, ...] = ()  # of ptxas: C75xx says that products are waited for
+    warnings: tuple[str, ...] = ()  # of ptxas: C75xx says that products are waited for (D105)
     compile_seconds: float = 0.0  # of the compilation that filled the store
     error: str = ""
 

@@ -185,7 +185,7 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
         "problem_size": [work["batch"] * work["heads_q"], work["seqlen_q"]] if work else [],
         "tune_params_keys": names,
         "tune_params": found.header["parameters"],
-        "objective": "time",  # a list, as kernel-tuner 1.5 writes, is none to its dashboard
+        "objective": "time",  # a list, as kernel-tuner 1.5 writes, is none to its dashboard (D107)
         "cache": entries,
         "cuflash": {"header": found.header, "finals": found.finals, "rows": found.rows},
     }

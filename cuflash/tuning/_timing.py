@@ -30,7 +30,7 @@ _DEFAULT = "the default"
 
 
 class Calls:
-    """One call for each set of inputs, its configuration given when it is made."""
+    """One call for each set of inputs, its configuration given when it is made. (D106)"""
 
     def __init__(self, workload: Workload, kernel: str, copies: int = 1) -> None:
         import cupy
@@ -234,7 +234,7 @@ class Bench:
         if config != self.default:
             return self.clock.capture(calls)
         if self.default_graph is None:
-            self.default_graph = self.clock.capture(calls), calls  # which hold their memory
+            self.default_graph = self.clock.capture(calls), calls  # which hold their memory (D76)
         return self.default_graph[0]
 
 

@@ -6,14 +6,14 @@
 namespace cuflash::ptx {
 
 // The same number, of which the compiler knows nothing: multiples of it are not computed before a
-// loop and kept.
+// loop and kept. (D87)
 __device__ __forceinline__ int64_t renewed(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
 
 // What lies at the address if index < count, or zero without reading it: a predicated instruction,
-// so that many of them are in flight together.
+// so that many of them are in flight together. (D88)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 __device__ __forceinline__ float load_global_below(const float* from, uint32_t index,
                                                    uint32_t count) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void mma_m8n8k4_float64(double& acc0, double& acc1, d
       : "d"(a), "d"(b));
 }
 
-// acc (16x8, float64) += a (16x16) . b (16x8), from sm_90 on; `b` points to four.
+// acc (16x8, float64) += a (16x16) . b (16x8), from sm_90 on; `b` points to four. (D50)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-f64
 __device__ __forceinline__ void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8],
                                                      const double* b) {

@@ -1,4 +1,4 @@
-// Additions in global memory that return nothing.
+// Additions in global memory that return nothing. (D25)
 #pragma once
 
 #include "config.cuh"

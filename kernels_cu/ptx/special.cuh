@@ -6,7 +6,7 @@
 namespace cuflash::ptx {
 
 // blockIdx.x and threadIdx.x, read anew by every call: what is derived from two calls is computed
-// twice and does not occupy registers in between, nor is it moved out of a loop.
+// twice and does not occupy registers in between, nor is it moved out of a loop. (D85)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-ctaid
 __device__ __forceinline__ int block_index() {
   int index;

@@ -5,7 +5,7 @@
 
 namespace cuflash::ptx {
 
-// Waits until `threads` threads have arrived at the barrier, these among them.
+// Waits until `threads` threads have arrived at the barrier, these among them. (D81)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -48,6 +48,7 @@ __device__ __forceinline__ void pause() {
 }
 
 // Every warp of a warpgroup executes it; `count` is per thread, a multiple of 8 from 24 to 256.
+// D84.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count>
 __device__ __forceinline__ void give_registers() {

@@ -31,6 +31,7 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
 
 // Arrivals of a warp whose lanes have all read what is written anew after the phase: they meet, and
 // one speaks for all. racecheck follows no arrival but a thread's own: under it every lane arrives.
+// D29.
 constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
 
 __device__ __forceinline__ void arrive_as_readers(uint64_t& barrier, bool mine) {

@@ -23,7 +23,7 @@ struct Consumer {
   static constexpr bool halves_last = halves && Score::last_rows_see_most;
   static constexpr bool halves_first = halves && Score::masks_before_full;
   // Full blocks are weighed against the rows' reference as it is: see next_full_block. At wide
-  // heads products take so long that it gains nothing.
+  // heads products take so long that it gains nothing. (D1)
   static constexpr bool keeps_reference =
       Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
   // The softmax of one warpgroup runs under the products of another. Where there are three, those
@@ -301,7 +301,7 @@ struct Consumer {
     pass_turn();
   }
 
-  // Which weights dropout drops: drawn while scores are multiplied.
+  // Which weights dropout drops: drawn while scores are multiplied. (D6)
   template <int tiles>
   __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
                                                                   const Rows& rows,
@@ -309,7 +309,7 @@ struct Consumer {
     const DroppedPairs<1, tiles> dropped(
         score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
     // ptxas would draw after the wait for the products. An arrive that never happens, because all
-    // bits of a half are the same, needs what is drawn.
+    // bits of a half are the same, needs what is drawn. (D3)
     if constexpr (Config::dropout && Score::leaves_registers) {
       arrive_if(smem.never, dropped.some == 1);
     }

@@ -28,7 +28,7 @@ struct DqSlice {
     }
   }
 
-  // Pauses after each addition of 512 bytes.
+  // Pauses after each addition of 512 bytes. (D24)
   template <int nanoseconds>
   __device__ __forceinline__ void add(const float (&acc)[tiles][4], int lane) {
 #pragma unroll

@@ -193,9 +193,7 @@ __device__ __forceinline__ void load_rows_of(Producer& producer, const BatchInde
                                              const Seqlen& seqlen, RowWalk& walk) {
   const BackwardSm90Params& params = producer.params;
   const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
-  const auto rows_of = [&](int block) {
-    return LaneRows(rows, block * Config::block_m, seqlen);
-  };
+  const auto rows_of = [&](int block) { return LaneRows(rows, block * Config::block_m, seqlen); };
   int block = walk.first();
   LaneRows statistics = rows_of(max(block, 0));
 #pragma unroll 1
@@ -409,7 +407,7 @@ struct KeyOwner {
     }
   }
 
-  // Which pairs of a block dropout keeps.
+  // Which pairs of a block dropout keeps. (D27)
   __device__ __forceinline__ KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
                                                            int first_key) const {
     const int warp_key = first_key + 16 * (ptx::thread_index() / 32) - 64;

@@ -101,7 +101,7 @@ struct SplitColumn {
   }
 
  private:
-  // Computed where they are used: addresses that follow from them live through no loop.
+  // Computed where they are used: addresses that follow from them live through no loop. (D89)
   __device__ __forceinline__ static int column() { return ptx::thread_index() % width; }
   __device__ __forceinline__ static int first_group() { return ptx::thread_index() % 128 / width; }
 };

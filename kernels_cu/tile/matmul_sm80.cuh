@@ -3,9 +3,9 @@
 // Tensor cores multiply 16-bit elements and float64 as they are. A float32 is the sum of two TF32
 // numbers, high + low, and a product of two is high.high + high.low + low.high; what is left out is
 // below its rounding. (In bfloat16 the two small products run at twice the rate, but leave 1.6
-// times the error of float32 arithmetic: docs/measured-facts.md.) Sums come out of the tensor cores
+// times the error of float32 arithmetic: D33.) Sums come out of the tensor cores
 // truncated, not rounded, and numbers of one sign lose the same way at every step: sums are taken
-// in parts, small terms first, and parts are added in float32, which rounds.
+// in parts, small terms first, and parts are added in float32, which rounds. (D32, D34)
 #pragma once
 
 #include "ptx/mma_sync.cuh"
@@ -16,7 +16,7 @@ namespace cuflash {
 
 // How many products of split operands tensor cores sum before a part is added in float32. A score's
 // error is alike in both passes, a common one of a row cancels in softmax; dp and out are what
-// dp - delta is a small difference of. Forward and backward take a score's parts alike.
+// dp - delta is a small difference of. Forward and backward take a score's parts alike. (D122)
 constexpr int columns_of_a_score = 32, columns_of_dp = 16, rows_of_out = 32;
 
 constexpr bool splits_operands =
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&
 }
 
 // Tensor cores cut a float32 off after the 11 significant bits of TF32. This factor makes up for
-// what is lost, on average; it leaves alone what has no more bits.
+// what is lost, on average; it leaves alone what has no more bits. (D35)
 __device__ __forceinline__ uint32_t for_tf32(float x) {
   constexpr float factor = 1 + 0.72f / 2048;
   return __float_as_uint(x * factor);
@@ -140,7 +140,7 @@ template <typename BTile>
 constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::columns <= 2048 &&
                              (BTile::columns == 64 || BTile::columns == 128);
 
-// The same as multiply_transposed; the next operands are read while one is multiplied.
+// The same as multiply_transposed; the next operands are read while one is multiplied. (D59)
 template <int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
                                                        const RowsReader<ATile>& a,
@@ -170,7 +170,7 @@ __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile
 }
 
 // acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed. Split operands want an
-// acc that is 0.
+// acc that is 0. (D92)
 template <int part_columns = columns_of_a_score, int slices, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
                                                     const RowsReader<ATile>& a,

@@ -52,7 +52,7 @@ __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
 
 // Calls multiply(columns, panel) for the columns of acc that one instruction takes at a time, and
 // the first panel of B that holds them. ptxas wants all registers of an instruction to be among
-// those that a thread starts with: of 16 warps they do not hold 256 columns.
+// those that a thread starts with: of 16 warps they do not hold 256 columns. (D83)
 template <int tiles, typename Multiply>
 __device__ __forceinline__ void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
   constexpr int parts = Config::num_warps > 12 && tiles == 32 ? 2 : 1;

@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiply_once(float (&acc)[1][tiles][4], const R
 }
 
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns; of split operands in parts of
-// `part_columns`, of which registers hold two where the caller keeps little else in them.
+// `part_columns`, of which registers hold two where the caller keeps little else in them. (D123)
 template <int part_columns, bool holds_two, int tiles, typename ATile, typename BTile>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
                                                     const RowsReader<ATile>& a,

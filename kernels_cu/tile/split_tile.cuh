@@ -26,7 +26,7 @@ template <typename Tile>
 __device__ __forceinline__ void split(Tile&) {}
 
 // By all threads: each splits what it copied itself (load_tile), once its own copies are there.
-// Others see the parts after a barrier.
+// Others see the parts after a barrier. (D36)
 template <int rows, int columns>
 __device__ __forceinline__ void split(SplitTile<rows, columns>& tile) {
   using Tile = SplitTile<rows, columns>;

@@ -2,7 +2,7 @@
 
 The model of Hopper's TF32: eight products and the sum so far are aligned to the largest of them,
 keep two bits more than float32 and are cut off, and so is their sum. Errors of emulated attention
-are those that the kernels have on an H100 (docs/measured-facts.md).
+are those that the kernels have on an H100 (docs/decisions.md, D34).
 """
 
 from __future__ import annotations

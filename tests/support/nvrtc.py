@@ -2,7 +2,7 @@
 
 The wheels of NVRTC are plain shared libraries: one of another generation than CuPy's needs neither
 a driver nor a second CuPy, and both live in one process. It lies in a folder of its own, because
-CuPy for CUDA 12 takes NVRTC 13 where it finds both.
+CuPy for CUDA 12 takes NVRTC 13 where it finds both. (D73)
 """
 
 from __future__ import annotations
