@@ -46,6 +46,7 @@ from cuflash._select.portable_gradients import (
     backward_score_config,
 )
 from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, library_of
+from support.parts import kernels_of_part
 
 KIB = 1024
 #: Shared memory that one block of threads may have.
@@ -430,7 +431,9 @@ def reports(
     configs: Iterable[KernelConfig], arch: str, generation: int
 ) -> dict[KernelConfig, Report]:
     """Compile on all cores, the longest first."""
-    ordered = sorted(configs, key=lambda c: (not getattr(c, "mask", False), repr(c)))
+    ordered = sorted(
+        kernels_of_part(configs), key=lambda c: (not getattr(c, "mask", False), repr(c))
+    )
     with all_cores() as pool:
         return dict(
             zip(ordered, pool.map(lambda c: report_of(c, arch, generation), ordered), strict=True)
