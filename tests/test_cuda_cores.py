@@ -52,6 +52,7 @@ def chosen(arch: str, case: dict[str, Any]) -> list[KernelConfig]:
     return [forward_of(problem, hardware), *backward_of(problem, hardware)]
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", OLD)
 def test_they_compile_without_spills(arch: str, generation: int) -> None:
@@ -68,6 +69,7 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
         assert config.smem_bytes <= select_hardware.typical(arch).limits.block_smem
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
 def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
@@ -185,6 +187,7 @@ def test_gradients_of_float64_are_derivatives() -> None:
     derivatives.check_gradients(call, lambda moved: attend(cupy, moved), gradients)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["window", "mask"])

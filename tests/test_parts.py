@@ -8,13 +8,15 @@ import sys
 import pytest
 
 from support import parts
-from support.parts import FULL, PARTS, QUICK, USUAL, Run, kernels_of_part, sample, node_ids_of
+from support.parts import FULL, PARTS, QUICK, USUAL, Run, kernels_of_part, node_ids_of, sample
 
 pytest_plugins = ["pytester"]
 
 TESTS = """
 import pytest
 from hypothesis import given, strategies
+
+from support.parts import kernels_of_part
 
 EXAMPLES = []
 
@@ -24,6 +26,10 @@ def test_short(n): pass
 @pytest.mark.long
 @pytest.mark.parametrize("n", range(40))
 def test_long(n): pass
+
+@pytest.mark.gate
+@pytest.mark.parametrize("n", range(5))
+def test_gate(n): assert len(kernels_of_part(range(100))) in (8, 100)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", range(40))
@@ -77,7 +83,7 @@ def test_a_share_of_each_gate_is_compiled(monkeypatch):
 def project(pytester, monkeypatch):
     """Return a folder with tests of every kind."""
     monkeypatch.setenv("PYTHONPATH", ":".join(p for p in sys.path if p))
-    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    long\n    slow\n")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    gate\n    long\n    slow\n")
     pytester.makepyfile(test_some=TESTS)
     return pytester
 
@@ -89,23 +95,23 @@ def run(project, *arguments):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arguments", "left_out", "examples"),
+    ("arguments", "left_out", "kernels", "examples"),
     [
-        (["--quick"], 36 + 40 + 36, QUICK.examples),
-        ([], 36, USUAL.examples),
-        (["--full"], 0, FULL.examples),
-        (["--slow"], 0, FULL.examples),
-        (["--hypothesis-profile=three"], 36, 3),
+        (["--quick"], 36 + 40 + 5 + 36, 0, QUICK.examples),
+        ([], 36, 5 * 92, USUAL.examples),
+        (["--full"], 0, 0, FULL.examples),
+        (["--slow"], 0, 0, FULL.examples),
+        (["--hypothesis-profile=three"], 36, 5 * 92, 3),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_left_out_is_said(project, arguments, left_out, examples):
+def test_what_is_left_out_is_said(project, arguments, left_out, kernels, examples):
     project.makeconftest(
         "from hypothesis import settings\nsettings.register_profile('three', max_examples=3)"
     )
     result = run(project, *arguments)
-    result.assert_outcomes(passed=122 - left_out, deselected=left_out)
-    said = f"left out: {left_out} tests, 0 kernels of compile gates; --full runs them"
+    result.assert_outcomes(passed=127 - left_out, deselected=left_out)
+    said = f"left out: {left_out} tests, {kernels} kernels of compile gates; --full runs them"
     assert (said in result.outlines) == bool(left_out)
     result.stdout.fnmatch_lines([f"*<{examples} examples>*"])
 

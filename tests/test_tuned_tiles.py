@@ -430,6 +430,7 @@ def test_a_sweep_that_was_repeated_found_the_same():
             assert row["relative"] / other.best["relative"] <= 1.02
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     left = dict(SHIPPED)

@@ -28,15 +28,16 @@ class Part:
     """Shares are in [0, 1] and rounded up, so that a share above zero keeps something."""
 
     name: str
-    cases: float  # of each test without the marker long
-    long_cases: float  # of each test with the marker long
-    kernels: float  # of each compile gate
+    short: float  # of the cases of each test without the markers long and gate
+    long: float  # of the cases of each test with the marker long
+    gate: float  # of the cases of each compile gate
+    kernels: float  # of the kernels of each case of a compile gate
     examples: int  # of each property
 
 
-QUICK = Part("quick", cases=0.1, long_cases=0.0, kernels=0.01, examples=5)
-USUAL = Part("usual", cases=1.0, long_cases=0.1, kernels=0.08, examples=25)
-FULL = Part("full", cases=1.0, long_cases=1.0, kernels=1.0, examples=100)
+QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, kernels=0.0, examples=5)
+USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, kernels=0.08, examples=40)
+FULL = Part("full", short=1.0, long=1.0, gate=1.0, kernels=1.0, examples=100)
 PARTS = (QUICK, USUAL, FULL)
 
 
@@ -73,17 +74,21 @@ def kernels_of_part(configs: Iterable[T]) -> list[T]:
 def node_ids_of(items: Iterable[pytest.Item], part: Part) -> set[str]:
     """Node ids of the tests that a part runs.
 
-    Cases that need a GPU are counted apart: elsewhere they would stand for the cases that can run.
+    Cases marked gpu or slow have shares of their own: they cannot stand for the cases that run.
     """
     cases = defaultdict(list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        marks = tuple(bool(item.get_closest_marker(marker)) for marker in ("gpu", "long"))
-        cases[test, marks].append(item.nodeid)
+        marks = {mark.name for mark in item.iter_markers()}
+        test = item.nodeid.partition("[")[0], frozenset(marks & {"gpu", "slow", "long", "gate"})
+        cases[test].append(item.nodeid)
+
+    def share(marks: frozenset[str]) -> float:
+        return part.gate if "gate" in marks else part.long if "long" in marks else part.short
+
     return {
         nodeid
-        for (_, (_, long)), nodeids in cases.items()
-        for nodeid in sample(nodeids, part.long_cases if long else part.cases, str)
+        for (_, marks), nodeids in cases.items()
+        for nodeid in sample(nodeids, share(marks), str)
     }
 
 
