@@ -169,7 +169,7 @@ def test_weights(compute: Compute, dtype: str, name: str) -> None:
     check_sizes(dtype, name, compute)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weights_without_tensor_cores(dtype: str, tmp_path: Any) -> None:
@@ -177,7 +177,7 @@ def test_weights_without_tensor_cores(dtype: str, tmp_path: Any) -> None:
         check_sizes(dtype, "plain", on_the_host)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_rows_near_0_keep_their_bits(compute: Compute) -> None:
     call = call_of("plain", "float64", 1e100, late=True).but(wrt=("q",))
     near = np.arange(ROWS) % 3 == 0
@@ -216,7 +216,7 @@ def test_sums_of_values_stay_within_the_range(
     test_host.check_large_values(call, compute(call)[0])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["bias", "sink"])
 def test_far_options(compute: Compute, option: str) -> None:
     """One key, or none, has all of every row."""

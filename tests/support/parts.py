@@ -28,16 +28,17 @@ class Part:
     """Shares are in [0, 1] and rounded up, so that a share above zero keeps something."""
 
     name: str
-    short: float  # of the cases of each test without the markers long and gate
+    short: float  # of the tests of each file without the markers below
     long: float  # of the cases of each test with the marker long
     gate: float  # of the cases of each compile gate
+    full: float  # of the tests with the marker full
     kernels: float  # of the kernels of each case of a compile gate
     examples: int  # of each property
 
 
-QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, kernels=0.0, examples=5)
-USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, kernels=0.08, examples=40)
-FULL = Part("full", short=1.0, long=1.0, gate=1.0, kernels=1.0, examples=100)
+QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
+USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, full=0.0, kernels=0.08, examples=40)
+FULL = Part("full", short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
 PARTS = (QUICK, USUAL, FULL)
 
 
@@ -79,16 +80,13 @@ def node_ids_of(items: Iterable[pytest.Item], part: Part) -> set[str]:
     cases = defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        test = item.nodeid.partition("[")[0], frozenset(marks & {"gpu", "slow", "long", "gate"})
-        cases[test].append(item.nodeid)
-
-    def share(marks: frozenset[str]) -> float:
-        return part.gate if "gate" in marks else part.long if "long" in marks else part.short
-
+        kind = next((kind for kind in ("full", "gate", "long") if kind in marks), "short")
+        of = item.nodeid.partition("::" if kind == "short" else "[")[0]
+        cases[of, kind, "gpu" in marks, "slow" in marks].append(item.nodeid)
     return {
         nodeid
-        for (_, marks), nodeids in cases.items()
-        for nodeid in sample(nodeids, share(marks), str)
+        for (_, kind, *_), nodeids in cases.items()
+        for nodeid in sample(nodeids, getattr(part, kind), str)
     }
 
 
