@@ -18,9 +18,9 @@ from setup_env import NVRTC_FOLDER
 from support import nvrtc
 from support.problems import HOST_TILE
 
-pytest_plugins = ["gpu_report", "gpu_watchdog"]
+pytest_plugins = ["gpu_report", "gpu_watchdog", "support.parts"]
 
-# Choose one with --hypothesis-profile=<name>.
+# Choose one with --hypothesis-profile=<name>; without it, the part that runs bounds the examples.
 settings.register_profile("dev", deadline=None)
 settings.register_profile(
     "ci", settings.get_profile("dev"), derandomize=True, max_examples=40, print_blob=True
@@ -59,10 +59,6 @@ def why_no_gpu() -> str:
     except RuntimeError as error:
         return f"no NVIDIA device can be used ({str(error).splitlines()[0]})"
     return "" if count else "there is no NVIDIA device"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

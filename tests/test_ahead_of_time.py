@@ -85,6 +85,7 @@ def test_packed_sequences_are_not_tuned_as_if_they_were_one():
         replace(PACKED, seqlens=(1000, 25))
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("backward", "arrays"), [(False, ()), (True, ()), (False, ("segment_ids",))]
@@ -121,6 +122,7 @@ def hindered(monkeypatch, folder, how):
     return cubin_cache.folder()
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.skipif(not Path("/proc/sys").is_dir(), reason="this system has no such folder")
 @pytest.mark.parametrize("how", ["in memory", "read-only", "a file"])
@@ -220,6 +222,7 @@ def test_a_kernel_of_the_folder_is_loaded_whatever_compiler_a_node_has(shared, m
     assert path.read_bytes().startswith(cupy.loaded[0])
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("how", ["cut", "changed", "renamed", "driver", "arch"])
 def test_what_is_not_right_is_compiled_instead(shared, monkeypatch, how):

@@ -396,6 +396,7 @@ def test_first_calls_are_one_cold_and_seven_warm(run, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_command_on_a_machine_without_a_gpu(tmp_path):
     """The real command, in a process of its own."""
     script = ROOT / "benchmarks" / "bench.py"

@@ -294,6 +294,7 @@ def small(call: Call) -> Call:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_correct_arithmetic_passes(dtype: str, family: str) -> None:
@@ -331,6 +332,7 @@ def test_units_of_log_2_pass(dtype: str, family: str) -> None:
         Budget(call).check_forward(out.astype(call.dtype), lse[..., 0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", FORWARD_BUGS + BACKWARD_BUGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bug_is_caught(dtype: str, bug: str) -> None:

@@ -440,6 +440,7 @@ def test_the_roofline_is_that_of_the_products_that_a_dtype_takes(capsys, words, 
     assert (own["bound_tflops"], own["bound_by"]) == (pytest.approx(tflops), by)
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_explain_compiles_for_registers(capsys):
     status, out, _ = command(capsys, "explain", "--arch", "sm_80", "--backward", "--json")
@@ -614,6 +615,7 @@ def test_what_is_no_result_is_not_rendered(capsys, tmp_path, content):
         assert "bad.json: got something else, expected a result of bench" in err
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, no_device):
     words = ["tune", "--parameters", "block_m=128", "block_n=48,64", "num_stages=2",
@@ -825,6 +827,7 @@ def test_warm_leaves_out_what_its_help_says(capsys, monkeypatch):
         assert set(kernels_of(like, H100, backward=True)) <= there
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_the_store_is_warmed_listed_verified_and_cleared(capsys, tmp_path):
     folder = tmp_path / "shared"

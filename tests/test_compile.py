@@ -46,6 +46,7 @@ from cuflash._select.portable_gradients import (
     backward_score_config,
 )
 from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, library_of
+from support.parts import kernels_of_part
 
 KIB = 1024
 #: Shared memory that one block of threads may have.
@@ -430,13 +431,16 @@ def reports(
     configs: Iterable[KernelConfig], arch: str, generation: int
 ) -> dict[KernelConfig, Report]:
     """Compile on all cores, the longest first."""
-    ordered = sorted(configs, key=lambda c: (not getattr(c, "mask", False), repr(c)))
+    ordered = sorted(
+        kernels_of_part(configs), key=lambda c: (not getattr(c, "mask", False), repr(c))
+    )
     with all_cores() as pool:
         return dict(
             zip(ordered, pool.map(lambda c: report_of(c, arch, generation), ordered), strict=True)
         )
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -447,6 +451,7 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
         pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)
 
 
+@pytest.mark.long
 def test_every_tile_that_is_chosen_is_compiled() -> None:
     """In minutes, too, but for what all options choose where shared memory is least."""
     gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]
@@ -468,6 +473,7 @@ def test_every_tile_that_is_chosen_is_compiled() -> None:
             assert all(tiles <= found for found in expected), (arch, case)
 
 
+@pytest.mark.long
 def test_few_cases_hold_every_pair_of_options() -> None:
     assert len(pairwise()) < 40
     own = list(itertools.product(FULL, DISTRIBUTIONS))
@@ -478,6 +484,7 @@ def test_few_cases_hold_every_pair_of_options() -> None:
         assert met >= {(repr(a), repr(b)) for a, b in itertools.product(first, second)}
 
 
+@pytest.mark.long
 def test_every_row_is_compiled_by_both_and_for_both() -> None:
     """In minutes, without options and with all; the rest of it is spread."""
     for row in (row for arithmetic in ARITHMETICS for row in rows(arithmetic)):
@@ -523,6 +530,7 @@ def test_generations_live_in_one_process(generation: int) -> None:
     assert nvrtc.getVersion() == bound
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_sources_compile_without_python_defines(
     generation: int, pytestconfig: pytest.Config

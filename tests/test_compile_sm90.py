@@ -29,6 +29,7 @@ from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import HALVES, describe
 from cuflash._select import fused_backward, sm90
 from support.nvrtc import all_cores, compiler_of
+from support.parts import kernels_of_part
 
 LENGTHS = {"q_lengths": np.int32, "kv_lengths": np.int64}
 CAUSAL, WINDOW = {"window": (None, 0)}, {"window": (7, 3)}
@@ -135,12 +136,13 @@ def complaints(config: Sm90Config, generation: int) -> list[str]:
 def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
     """Compile on all cores, the longest first."""
     with all_cores() as pool:
-        ordered = sorted(configs, key=lambda c: (-c.smem_bytes, repr(c)))
+        ordered = sorted(kernels_of_part(configs), key=lambda c: (-c.smem_bytes, repr(c)))
         found = itertools.chain(*pool.map(lambda c: complaints(c, generation), ordered))
     if text := "\n".join(found):
         pytest.fail(text, pytrace=False)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -> None:
     """All at once: kernels of one option seldom keep two cores busy."""
@@ -158,6 +160,7 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
     compile_all(configs, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
@@ -170,6 +173,7 @@ def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> 
     compile_all({c for c in chosen[generation % 2 :: 2] if c is not None}, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pytest.Config) -> None:
     """One NVRTC compiles it with a sink, the other without; both with --slow."""
@@ -186,6 +190,7 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
     compile_all(configs, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config) -> None:
     table = sm90._BACKWARD_KV
@@ -220,6 +225,7 @@ def one_pass_configs(
     return configs
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_all_gradients_in_one_pass(generation: int) -> None:
     """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
@@ -245,6 +251,7 @@ def test_one_pass_by_config(generation: int) -> None:
     compile_all(configs, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_one_gradient_alone(generation: int) -> None:
     """dk or dv; the kernel of dq does not depend on what else is asked for."""
@@ -260,6 +267,7 @@ def test_one_gradient_alone(generation: int) -> None:
     )
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> None:
     """Of those in which two options meet, what the portable kernels are compiled with for sm_90.
@@ -277,6 +285,7 @@ def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> Non
     compile_all(chosen - {None}, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_float16(generation: int) -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
@@ -288,6 +297,7 @@ def test_float16(generation: int) -> None:
     compile_all({*one_pass, *itertools.chain(*map(gradient_configs, cases))}, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_formulas_in_the_gradient(generation: int) -> None:
     """As short as they are: what a longer one takes is its own."""
@@ -310,6 +320,7 @@ def test_formulas_in_the_gradient(generation: int) -> None:
     compile_all(configs, generation)
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_serialised_products_would_be_noticed(generation: int) -> None:
     config = config_of({**PLAIN, "head_dims": (128, 128)})

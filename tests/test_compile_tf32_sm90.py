@@ -59,6 +59,7 @@ def tiles_of(name: str, generation: int, *, whole: bool) -> tuple[Tile, ...]:
     return (TILES[list(OPTIONS).index(name) % 3],)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_every_kernel(generation: int, pytestconfig: pytest.Config) -> None:
     whole = pytestconfig.getoption("--slow")

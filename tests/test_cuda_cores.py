@@ -18,6 +18,7 @@ import cuflash
 from cuflash._kernels.config import KernelConfig, TileConfig
 from support import covering, derivatives
 from support.nvrtc import compiler_of
+from support.parts import kernels_of_part
 from support.problems import make_call, run
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -52,6 +53,7 @@ def chosen(arch: str, case: dict[str, Any]) -> list[KernelConfig]:
     return [forward_of(problem, hardware), *backward_of(problem, hardware)]
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", OLD)
 def test_they_compile_without_spills(arch: str, generation: int) -> None:
@@ -61,13 +63,14 @@ def test_they_compile_without_spills(arch: str, generation: int) -> None:
     cases = [plain | {"dtype": dtype, "head_dims": (64, 64)} for dtype in DTYPES]
     cases += [plain | {"dtype": np.float64, "head_dims": (256, 256)}]
     cases += [every | {"dtype": np.float32, "head_dims": (20, 33)}]
-    for config in {config for case in cases for config in chosen(arch, case)}:
+    for config in kernels_of_part({config for case in cases for config in chosen(arch, case)}):
         report = test_compile.compile_static(config, arch, compiler_of(generation))
         assert not report.spill_bytes, config
         assert all(DEPRECATED in text for text in report.warnings), config
         assert config.smem_bytes <= select_hardware.typical(arch).limits.block_smem
 
 
+@pytest.mark.full
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
 def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
@@ -185,6 +188,7 @@ def test_gradients_of_float64_are_derivatives() -> None:
     derivatives.check_gradients(call, lambda moved: attend(cupy, moved), gradients)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["window", "mask"])

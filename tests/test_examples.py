@@ -413,6 +413,7 @@ def test_peak_memory_counts_arrays() -> None:
 # --- the command -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command(wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "atom_mapping.py"), "--quick", "--device", "cpu"]
     done = subprocess.run(
@@ -439,6 +440,7 @@ def test_offline_it_says_so_and_runs_the_long_sequence(
     assert "largest difference of the two" in output
 
 
+@pytest.mark.long
 def test_other_weights_are_not_taken_for_the_published_ones(
     wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

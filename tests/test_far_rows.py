@@ -163,11 +163,13 @@ def check_sizes(dtype: str, name: str, compute: Compute) -> None:
             raise AssertionError(f"scores of {size:g}, late {late}: {error}") from error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "name"), CASES)
 def test_weights(compute: Compute, dtype: str, name: str) -> None:
     check_sizes(dtype, name, compute)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_weights_without_tensor_cores(dtype: str, tmp_path: Any) -> None:
@@ -175,6 +177,7 @@ def test_weights_without_tensor_cores(dtype: str, tmp_path: Any) -> None:
         check_sizes(dtype, "plain", on_the_host)
 
 
+@pytest.mark.full
 def test_rows_near_0_keep_their_bits(compute: Compute) -> None:
     call = call_of("plain", "float64", 1e100, late=True).but(wrt=("q",))
     near = np.arange(ROWS) % 3 == 0
@@ -184,6 +187,7 @@ def test_rows_near_0_keep_their_bits(compute: Compute) -> None:
         assert a[near].tobytes() == b[near].tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_equal_keys_share_a_far_row(compute: Compute, dtype: str) -> None:
     call = call_of("plain", dtype, 1e30, late=False).but(wrt=())
@@ -197,6 +201,7 @@ def test_equal_keys_share_a_far_row(compute: Compute, dtype: str) -> None:
     np.testing.assert_allclose(out[far], (p @ call.v)[far], rtol=4 * unit, atol=4 * unit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "widths"),
     [("float32", (24, 24)), ("float32", (3, 5)), ("float64", (24, 40)), ("bfloat16", (64, 64))],
@@ -212,6 +217,7 @@ def test_sums_of_values_stay_within_the_range(
     test_host.check_large_values(call, compute(call)[0], float(np.finfo(np.float32).tiny))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["bias", "sink"])
 def test_far_options(compute: Compute, option: str) -> None:
     """One key, or none, has all of every row."""

@@ -80,6 +80,7 @@ def test_a_wrong_gradient_is_seen() -> None:
         derivatives.check_gradients(call, lambda moved: attend(np, moved), wrong)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["scores", pytest.param("groups", marks=pytest.mark.slow)])
 def test_by_a_compiler(name: str, tmp_path: Any) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")

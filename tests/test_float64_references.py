@@ -87,6 +87,7 @@ def expected(
     return weights @ v / np.where(total > 0, total, 1), lse[:, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_scores_of_every_size(attend: Attend, order: str, bounds: str) -> None:
@@ -103,6 +104,7 @@ def test_scores_of_every_size(attend: Attend, order: str, bounds: str) -> None:
     np.testing.assert_allclose(lse, right_lse.astype(float), rtol=1e-15, atol=1e-14)
 
 
+@pytest.mark.long
 def test_infinities_and_nan_stay_in_their_rows(attend: Attend) -> None:
     factors = np.resize(FACTORS, ROWS)
     q, k, v = inputs("mixed", factors)
@@ -118,6 +120,7 @@ def test_infinities_and_nan_stay_in_their_rows(attend: Attend) -> None:
     assert not np.isfinite(lse[21])
 
 
+@pytest.mark.long
 def test_bits_do_not_depend_on_neighbours(attend: Attend) -> None:
     q, k, v = inputs("rising", np.resize(FACTORS, ROWS))
     q[:, 1], k[:, 1] = 1, 3e5  # large, but near enough for half of the bits to tell

@@ -112,6 +112,7 @@ def test_eight_warps_where_no_multiprocessor_gets_much_more_to_do() -> None:
     assert tile(2**18, softcap=2.0) == (256, 4, 2)
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -131,6 +132,7 @@ def test_it_compiles_without_spills(dtype: Any, arch: str, generation: int) -> N
             assert (report.spill_bytes, report.warnings) == (0, ()), config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [

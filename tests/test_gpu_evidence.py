@@ -78,6 +78,7 @@ def test_report_counts_gpu_tests_and_names_each(project):
     result.stdout.fnmatch_lines(["GPU report: report.json: 2 passed, 3 failed, 2 skipped"])
 
 
+@pytest.mark.full
 def test_shards_are_joined_and_the_latest_result_counts(project):
     project.makepyfile(test_some=TESTS)
     run(project, "-k", "right or wrong")
@@ -101,6 +102,7 @@ def test_report_of_other_sources_is_replaced(project):
     assert (report["passed"], report["failed"], report["skipped"]) == (2, 0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
 def test_unreadable_report_is_replaced(project, content):
     project.makepyfile(test_some=TESTS)

@@ -61,6 +61,7 @@ def test_every_test_is_in_one_shard(count):
     assert max(map(len, shards)) <= gpu_evidence.SHARD_TESTS
 
 
+@pytest.mark.full
 def test_a_suite_is_continued(monkeypatch, tmp_path):
     """What ran out of time or failed runs again, what has passed does not."""
     (tmp_path / "tests").mkdir()

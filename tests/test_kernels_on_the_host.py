@@ -82,6 +82,7 @@ def check(call: Call, options: cuflash.Options) -> dict[str, Any]:
     return gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "dtype"),
     list(zip(itertools.cycle(ROWS), covering.FACTORS["dtype"], strict=False)),
@@ -93,6 +94,7 @@ def test_rows_of_the_covering_array(device: HostDevice, number: int, dtype: str)
     assert {"cuflash_forward_sm80", "cuflash_backward_dscore_sm80"} <= set(device.launched)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "head_dims", [(20, 28), (64, 48), (90, 76), (128, 128), (180, 140), (250, 256)], ids=str
 )
@@ -114,6 +116,7 @@ def test_tiles_of_float32_are_split_once(device: HostDevice, head_dims: tuple[in
     assert device.launched.count("cuflash_backward_dkv_sm80") == 2 * passes
 
 
+@pytest.mark.full
 def test_workspaces_may_hold_anything(device: HostDevice) -> None:
     """Row statistics, bounds of segments, sums for gradients of scores; rows that see nothing."""
     ids = tuple(np.sort(np.random.default_rng(n).integers(0, 4, (2, 1, n))) for n in (100, 70))
@@ -136,6 +139,7 @@ def test_workspaces_may_hold_anything(device: HostDevice) -> None:
     assert "cuflash_segment_bounds" in device.launched
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
     shapes = (2, 4, 70, 24), (2, 2, 90, 24), (2, 2, 90, 40)
@@ -162,6 +166,7 @@ def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
     assert run.repeated_backward(plan, q, k, v, off, out, lse) is None
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("head_dims", [(3, 5), (16, 40)], ids=str)
 def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
@@ -173,6 +178,7 @@ def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
     check(call, cuflash.Options(bias=bias))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 def test_tf32_rounds_operands_and_nothing_else() -> None:
     """Results are off by what rounding to 11 bits explains, and by no less than a tenth of it."""
@@ -186,6 +192,7 @@ def test_tf32_rounds_operands_and_nothing_else() -> None:
         assert step / 10 < error < 2 * step, name
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "head_dim_v"),
@@ -209,6 +216,7 @@ def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
     check(call.but(v=v), cuflash.Options(**options))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", ["ALiBi", "mask of an array"])
 def test_formulas(name: str) -> None:
@@ -218,6 +226,7 @@ def test_formulas(name: str) -> None:
     check(call, cuflash.Options(**formula, enable_gqa=True))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_a_formula_is_asked_about_pairs_that_exist(dtype: Any) -> None:
@@ -229,6 +238,7 @@ def test_a_formula_is_asked_about_pairs_that_exist(dtype: Any) -> None:
     assert asked.tolist() == [1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kind", ["causal", "every"])
 def test_packed_sequences(kind: str) -> None:
@@ -250,6 +260,7 @@ def test_packed_sequences(kind: str) -> None:
     test_varlen.check_sequences(np.float16, "mixed", kind, attend)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("lead", [0, 1, 40])
 def test_sums_of_packed_sequences_know_nothing_of_each_other(lead: int) -> None:
@@ -270,6 +281,7 @@ def test_sums_of_packed_sequences_know_nothing_of_each_other(lead: int) -> None:
     assert np.isnan(sums).sum() == 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("rows", "options"),

@@ -275,6 +275,7 @@ def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator)
     return launches
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
     rng, base = np.random.default_rng(1), base_problem()
     seen: set[type] = set()

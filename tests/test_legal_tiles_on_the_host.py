@@ -31,6 +31,7 @@ def drawn(dtype: str, width: int, kernel: str, seed: int) -> dict[str, int]:
     return _kernels.tile_of(random.Random(seed).choice([c.config for c in found]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "width"), [("float16", 24), ("float32", 24), ("float64", 24), ("float32", 3)]
 )

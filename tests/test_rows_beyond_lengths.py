@@ -145,6 +145,7 @@ def by_kernels_on_the_host(
     return Results(np.asarray(out), np.asarray(own_lse), plain)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("dtype", "head_dims", "position", "capability", "is_packed"),

@@ -109,6 +109,7 @@ def sinkhorn_of_logarithms(x: np.ndarray, y: np.ndarray, epsilon: float, steps: 
     return np.exp(kernel + f[:, None] + g) / kernel.size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [DensePlan, Plan])
 def test_the_plan_is_that_of_another_solver(kind: type[Plan]) -> None:
     x, y = clouds(250, 300)
@@ -140,6 +141,7 @@ def test_painted_images_have_the_colours_of_the_other() -> None:
         np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.02)
 
 
+@pytest.mark.long
 def test_the_check_notices_wrong_potentials(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -232,6 +232,7 @@ def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
     assert H100.name in kept.measured
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, monkeypatch, kernel):
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
@@ -388,6 +389,7 @@ def test_every_difference_in_code_beside_the_tile_is_in_the_key():
     assert [key.options for key in gradients] == ["dk", "dv", "plain"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
     """Kernels have different parameters: rows of others lack some, and have others."""
@@ -430,6 +432,7 @@ def test_a_sweep_that_was_repeated_found_the_same():
             assert row["relative"] / other.best["relative"] <= 1.02
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     left = dict(SHIPPED)

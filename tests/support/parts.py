@@ -1,0 +1,137 @@
+"""Which part of the tests runs: that of the inner loop, the usual one, or everything?
+
+    python -m pytest --quick | (no option) | --full | --slow
+
+Each part holds the part before it. A part runs a fixed share of the cases of every test, of the
+kernels of every compile gate and of the examples of every property. A hash of the names chooses
+the share: every run chooses the same, and no list of tests has to be kept. A run that names a test
+by its node id leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+from hypothesis import settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Shares are in [0, 1] and rounded up, so that a share above zero keeps something."""
+
+    name: str
+    short: float  # of the tests of each file without the markers below
+    long: float  # of the cases of each test with the marker long
+    gate: float  # of the cases of each compile gate
+    full: float  # of the tests with the marker full
+    kernels: float  # of the kernels of each case of a compile gate
+    examples: int  # of each property
+
+
+QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
+USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, full=0.0, kernels=0.05, examples=40)
+FULL = Part("full", short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
+PARTS = (QUICK, USUAL, FULL)
+
+
+@dataclass
+class Run:
+    """The run of this process: its part, what was collected, and what was left out."""
+
+    part: Part = FULL
+    collected: tuple[pytest.Item, ...] = ()
+    tests: int = 0
+    kernels: int = 0
+
+
+RUN = Run()
+
+
+def sample(things: Iterable[T], share: float, name: Callable[[T], str]) -> list[T]:
+    """Keep a share of some things in the order of their names' hashes.
+
+    A larger share starts with every smaller share.
+    """
+    ordered = sorted(things, key=lambda thing: hashlib.sha256(name(thing).encode()).digest())
+    return ordered[: math.ceil(share * len(ordered))]
+
+
+def kernels_of_part(configs: Iterable[T]) -> list[T]:
+    """Keep those kernels of a compile gate that this run compiles."""
+    every = list(configs)
+    kept = sample(every, RUN.part.kernels, repr)
+    RUN.kernels += len(every) - len(kept)
+    return kept
+
+
+def node_ids_of(items: Iterable[pytest.Item], part: Part) -> set[str]:
+    """Node ids of the tests that a part runs.
+
+    Cases marked gpu or slow have shares of their own: they cannot stand for the cases that run.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        kind = next((kind for kind in ("full", "gate", "long") if kind in marks), "short")
+        of = item.nodeid.partition("::" if kind == "short" else "[")[0]
+        cases[of, kind, "gpu" in marks, "slow" in marks].append(item.nodeid)
+    return {
+        nodeid
+        for (_, kind, *_), nodeids in cases.items()
+        for nodeid in sample(nodeids, getattr(part, kind), str)
+    }
+
+
+def chosen(config: pytest.Config) -> Part:
+    """Return the part that the command line asks for."""
+    asked = [part for part in (QUICK, FULL) if config.getoption(f"--{part.name}")]
+    if len(asked) > 1:
+        raise pytest.UsageError("--quick and --full exclude each other: give one of them")
+    if config.getoption("--slow") or any("::" in argument for argument in config.args):
+        return FULL
+    return asked[0] if asked else USUAL
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run what takes less than a minute")
+    parser.addoption("--full", action="store_true", help="run everything but the tests marked slow")
+    parser.addoption("--slow", action="store_true", help="run everything")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Bound the examples of properties, unless a profile of Hypothesis is asked for."""
+    RUN.part = chosen(config)
+    if not config.getoption("--hypothesis-profile"):
+        settings.register_profile("part", deadline=None, max_examples=RUN.part.examples)
+        settings.load_profile("part")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the part does not run."""
+    RUN.collected = tuple(items)
+    kept = node_ids_of(items, RUN.part)
+    left = [item for item in items if item.nodeid not in kept]
+    RUN.tests = len(left)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what was left out."""
+    if RUN.tests or RUN.kernels:
+        terminalreporter.write_line(
+            f"left out: {RUN.tests} tests, {RUN.kernels} kernels of compile gates; "
+            "--full runs them",
+            yellow=True,
+        )
