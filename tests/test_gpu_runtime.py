@@ -22,7 +22,7 @@ from support.budget import Budget
 from support.memory import to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # counts blocks; memory is used again
 
 from cuflash._launch import run, sm90  # noqa: E402
 
