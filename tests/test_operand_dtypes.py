@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import find, settings
 from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash._arrays import write_rounded
 from support import memory
 from support.budget import Budget
-from support.problems import FIELDS, make_call, run
+from support.problems import FIELDS, calls, limits_of, make_call, run
 
 FLOATS = (np.float16, bfloat16, np.float32, np.float64)
 #: Every three dtypes that promote and are not one.
@@ -97,6 +99,19 @@ def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
     with np.errstate(over="ignore"):
         write_rounded(found, xp.asarray(beyond))
     np.testing.assert_array_equal(memory.to_numpy(found).astype(np.float64), expected)
+
+
+def test_mixed_dtypes_are_drawn() -> None:
+    drawn = calls(limits_of(np), options=())
+    for mixed in ((np.float16, np.float32, np.float64), (np.float32, np.float32, bfloat16)):
+        call = find(
+            drawn,
+            lambda call, mixed=mixed: (call.q.dtype, call.k.dtype, call.v.dtype) == mixed,
+            settings=settings(max_examples=20_000, derandomize=True, deadline=None),
+        )
+        assert (
+            call.dout.dtype == call.dtype == max(map(np.dtype, mixed), key=attrgetter("itemsize"))
+        )
 
 
 def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
