@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +110,65 @@ def test_nothing_is_written_to_a_stream_that_is_captured() -> None:
     assert allocator.malloc(0).ptr == 2 * GUARD == memory.end
     allocator.check()
     assert not memory.bytes.any()
+
+
+class HostArray(np.ndarray):
+    """An array of what stands for CuPy."""
+
+    get = np.ndarray.copy
+
+
+def standing_for_cupy(memory: HostMemory, patch: pytest.MonkeyPatch) -> Any:
+    """What the module asks of CuPy, on the memory of the host."""
+    allocators = [memory.malloc]
+
+    def memset(address: int, value: int, size: int, _: int) -> None:
+        memory.bytes[address : address + size] = value
+
+    def compare(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        addresses, pattern, found = arguments
+        assert grid == (len(addresses),) == found.shape
+        for i, address in enumerate(addresses):
+            found[i] = (memory.bytes[address : address + np.uint64(block[0])] != pattern).any()
+
+    stream = SimpleNamespace(ptr=0, is_capturing=lambda: memory.is_captured)
+    runtime = SimpleNamespace(
+        memsetAsync=memset, getDevice=lambda: 0, CUDARuntimeError=RuntimeError
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        get_current_stream=lambda: stream,
+        get_allocator=lambda: allocators[-1],
+        set_allocator=allocators.append,
+        using_allocator=nullcontext,
+        Device=lambda _: nullcontext(SimpleNamespace(synchronize=lambda: None)),
+    )
+    cupy = SimpleNamespace(
+        cuda=cuda,
+        get_default_memory_pool=lambda: SimpleNamespace(malloc=memory.malloc),
+        zeros=lambda *given: np.zeros(*given).view(HostArray),
+        asarray=np.asarray,
+    )
+    patch.setitem(sys.modules, "cupy", cupy)
+    patch.setattr(guards, "_kernel", lambda: compare)
+    return cupy
+
+
+def test_the_allocator_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    cupy = standing_for_cupy(memory, monkeypatch)
+
+    def run(first: int, last: int) -> None:
+        with guards.guarded():
+            malloc = cupy.cuda.get_allocator()
+            assert malloc != memory.malloc
+            kernel(memory, malloc(1000), first, last)
+        assert cupy.cuda.get_allocator() == memory.malloc
+
+    run(0, 1000)
+    for beside, side in (((-1, 1000), "in front of"), ((0, 1001), "behind")):
+        with pytest.raises(AssertionError, match=rf"written {side} an array of 1000 bytes$"):
+            run(*beside)
 
 
 @pytest.mark.nvrtc
