@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from cuflash._host import attention
 from setup_env import NVRTC_FOLDER
-from support import nvrtc
+from support import guards, nvrtc
 from support.problems import HOST_TILE
 
 pytest_plugins = ["gpu_report", "gpu_watchdog", "support.parts"]
@@ -84,6 +84,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"skipped: {count} test(s): {reason}", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def guard_bands(request: pytest.FixtureRequest):
+    """Let every array that a GPU test allocates lie between guards, compared when it ends."""
+    kept_out = any(map(request.node.get_closest_marker, ("alone", "own_memory")))
+    if request.node.get_closest_marker("gpu") is None or kept_out:
+        yield
+        return
+    with guards.guarded():
+        yield
 
 
 # Of session scope, since Hypothesis refuses fixtures that are made anew for each test function.

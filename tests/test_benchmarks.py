@@ -502,6 +502,7 @@ def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
 
 
 @pytest.mark.gpu
+@pytest.mark.own_memory
 def test_peak_memory_counts_what_lives_at_one_time():
     import cupy
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from support import budget, cut_sums, model_flash
 from support.budget import Budget, BudgetError
@@ -302,6 +303,24 @@ def test_correct_arithmetic_passes(dtype: str, family: str) -> None:
         call = make_call(family, seed, DTYPES[dtype], Q, KV, KV, options={"enable_gqa": True})
         emulate(small(call))
         emulate(small(suite(DTYPES[dtype], (family,), seed)[0]))
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(np.float16, np.float32, np.float32), (np.float32, bfloat16, np.float64)], ids=str
+)
+def test_operands_of_different_dtypes(dtypes: tuple[type, ...]) -> None:
+    """What is computed in the widest dtype passes; in that of the narrowest operand it does not."""
+    call = small(make_call("normal", 0, dtypes, Q, KV, KV, options={"enable_gqa": True}))
+    emulate(call)
+    narrow = min(map(np.dtype, dtypes), key=lambda dtype: dtype.itemsize)
+    own = {n: call.array(n).astype(narrow).astype(call.array(n).dtype) for n in ("q", "k", "v")}
+    rounded = call.but(**own)
+    x = model_flash.expand(rounded, Budget(call).accumulator)
+    out, lse = tiled_forward(rounded, x)
+    with pytest.raises(BudgetError):
+        Budget(call).check_forward(out, lse)
+    with pytest.raises(BudgetError):
+        Budget(call).check_backward(tiled_backward(rounded, x, out, lse))
 
 
 @pytest.mark.parametrize("keys", [1, 2, 3, 17])

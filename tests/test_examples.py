@@ -510,6 +510,7 @@ def test_the_model_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.own_memory
 def test_the_long_sequence_on_a_gpu() -> None:
     assert long_sequence.show_on_gpu(array_device.gpu().xp, quick=True)
 

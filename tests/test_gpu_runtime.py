@@ -22,7 +22,7 @@ from support.budget import Budget
 from support.memory import to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # counts blocks; memory is used again
 
 from cuflash._launch import run  # noqa: E402
 from support.portable import portable_kernels  # noqa: E402

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import find, settings
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash import reference
 from cuflash._arrays import write_rounded
 from support import memory
+from support.budget import Budget
+from support.problems import FIELDS, calls, limits_of, make_call, run
 
 FLOATS = (np.float16, bfloat16, np.float32, np.float64)
 #: Every three dtypes that promote and are not one.
@@ -25,23 +28,12 @@ MIXED = tuple(
 PAIRS = tuple(d for d in MIXED if len(set(d)) == 2)
 
 
-def call_of(dtypes: tuple[Any, ...], **options: Any) -> dict[str, np.ndarray]:
-    """q, k, v and dout; k and v have one head for the three of q."""
-    rng = np.random.default_rng(0)
-    shapes = ((2, 3, 33, 40), (1, 40, 40), (1, 40, 24))
-    arrays = (rng.standard_normal(s).astype(t) for s, t in zip(shapes, dtypes, strict=True))
-    return {**dict(zip("qkv", arrays, strict=True)), **options}
+#: Of q, k and v; these two have one head for the three of q.
+SHAPES = ((2, 3, 33, 40), (1, 40, 40), (1, 40, 24))
 
 
 def ids(dtypes: tuple[Any, ...]) -> str:
     return "-".join(np.dtype(t).name for t in dtypes)
-
-
-def close(actual: np.ndarray, expected: np.ndarray, dtype: Any) -> None:
-    """Within some units of the narrowest dtype that took part, of the largest element."""
-    eps = float(np.finfo(np.float32).eps) * 64 if np.dtype(dtype).itemsize > 2 else 2.0**-8
-    wide = expected.astype(np.float64)
-    assert np.abs(actual.astype(np.float64) - wide).max() <= eps * np.abs(wide).max()
 
 
 @pytest.mark.parametrize("with_out", [False, True])
@@ -49,67 +41,41 @@ def close(actual: np.ndarray, expected: np.ndarray, dtype: Any) -> None:
 def test_gradients_are_exact_and_lie_inside_their_memory(
     xp: ModuleType, dtypes: tuple[Any, ...], with_out: bool
 ) -> None:
-    arrays = call_of(dtypes)
-    q, k, v = (arrays[name] for name in "qkv")
-    wide = [a.astype(np.float64) for a in (q, k, v)]
-    out, lse = reference.attention(*wide, return_lse=True)
-    dout = np.random.default_rng(1).standard_normal(out.shape)
-    expected = reference.attention_backward(dout, *wide, out, lse)
-    placed = {
-        n: memory.place(xp, arrays[n], memory.Placement.dense(arrays[n].ndim), "nan") for n in "qkv"
-    }
-    rooms = {
-        f"d{n}": memory.reserve(
-            xp, a.view.shape, a.view.dtype, memory.Placement.dense(a.view.ndim), "nan"
-        )
-        for n, a in placed.items()
-    }
-    given = [placed[n].view for n in "qkv"]
-    result = cuflash.attention(*given, return_lse=True)
-    promoted = max(map(np.dtype, dtypes), key=lambda t: t.itemsize)
-    assert result.out.dtype == promoted
-    grads = cuflash.attention_backward(
-        memory.to_device(xp, dout.astype(promoted)), *given, *result,
-        grads_out=cuflash.Gradients(**{n: r.view for n, r in rooms.items()}) if with_out else None,
-    )  # fmt: skip
-    for name, own in zip(("dq", "dk", "dv"), dtypes, strict=True):
-        gradient = getattr(grads, name)
-        assert gradient.dtype == own
-        assert not with_out or gradient is rooms[name].view
-        close(memory.to_numpy(gradient), getattr(expected, name), own)
-    for name, room in rooms.items():
-        memory.assert_written_inside(name, room)
-    for name, array in placed.items():
-        memory.assert_unchanged(name, array)
+    call = make_call("normal", 0, dtypes, *SHAPES)
+    result = run(xp, call, with_out=with_out)
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=ids)
 def test_packed_gradients(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
-    rng = np.random.default_rng(0)
-    host = [rng.standard_normal((2, 50, 40)).astype(t) for t in dtypes]
-    q, k, v = (memory.to_device(xp, a) for a in host)
+    call = make_call("normal", 0, dtypes, *((2, 50, 40),) * 3)
+    q, k, v, dout = (memory.to_device(xp, call.array(name)) for name in ("q", "k", "v", "dout"))
     ends = xp.asarray(np.array([3, 20, 45], np.int32))
     out, lse = cuflash.attention_varlen(q, k, v, ends, ends, return_lse=True)
-    grads = cuflash.attention_varlen_backward(out, q, k, v, out, lse, ends, ends)
-    dout = memory.to_numpy(out).astype(np.float64)
+    grads = cuflash.attention_varlen_backward(dout, q, k, v, out, lse, ends, ends)
+    out, lse = map(memory.to_numpy, (out, lse))
+    of_name = {name: memory.to_numpy(getattr(grads, FIELDS[name])) for name in call.wrt}
     for first, last in ((3, 20), (20, 45)):
-        own = [a[:, first:last].astype(np.float64) for a in host]
-        forward = reference.attention(*own, return_lse=True)
-        expected = reference.attention_backward(dout[:, first:last], *own, *forward)
-        for name, dtype in zip(("dq", "dk", "dv"), dtypes, strict=True):
-            actual = memory.to_numpy(getattr(grads, name))
-            assert actual.dtype == dtype
-            close(actual[:, first:last], getattr(expected, name), dtype)
-            assert not actual[:, :3].any()
-            assert not actual[:, 45:].any()
+        rows = (slice(None), slice(first, last))
+        own = {name: call.array(name)[rows] for name in ("q", "k", "v", "dout")}
+        budget = Budget(call.but(**own))
+        budget.check_forward(out[rows], lse[rows])
+        gradients = {name: gradient[rows] for name, gradient in of_name.items()}
+        budget.check_backward(gradients, given=(out[rows], lse[rows]))
+    for name, gradient in of_name.items():
+        assert gradient.dtype == call.array(name).dtype
+        assert not gradient[:, :3].any()
+        assert not gradient[:, 45:].any()
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=ids)
 def test_weights_and_logsumexp(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
-    arrays = call_of(dtypes)
-    q, k = (memory.to_device(xp, arrays[name]) for name in "qk")
-    promoted = [memory.to_device(xp, arrays[n].astype(max(
-        map(np.dtype, dtypes[:2]), key=lambda t: t.itemsize))) for n in "qk"]  # fmt: skip
+    call = make_call("normal", 0, dtypes, *SHAPES)
+    q, k = (memory.to_device(xp, a) for a in (call.q, call.k))
+    wide = call.but(v=call.k).dtype
+    promoted = [memory.to_device(xp, a.astype(wide)) for a in (call.q, call.k)]
     lse, same = cuflash.logsumexp(q, k), cuflash.logsumexp(*promoted)
     np.testing.assert_array_equal(memory.to_numpy(lse), memory.to_numpy(same))
     some = [cuflash.weights(*a, lse, rows=slice(None)) for a in ((q, k), promoted)]
@@ -135,6 +101,19 @@ def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
     np.testing.assert_array_equal(memory.to_numpy(found).astype(np.float64), expected)
 
 
+def test_mixed_dtypes_are_drawn() -> None:
+    drawn = calls(limits_of(np), options=())
+    for mixed in ((np.float16, np.float32, np.float64), (np.float32, np.float32, bfloat16)):
+        call = find(
+            drawn,
+            lambda call, mixed=mixed: (call.q.dtype, call.k.dtype, call.v.dtype) == mixed,
+            settings=settings(max_examples=20_000, derandomize=True, deadline=None),
+        )
+        assert (
+            call.dout.dtype == call.dtype == max(map(np.dtype, mixed), key=attrgetter("itemsize"))
+        )
+
+
 def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
     """Without a GPU: what is launched is never given a narrower array than kernels write."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -153,7 +132,8 @@ def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
     for dtypes in MIXED:
         with recorded_launches() as (library, _), pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "plan_launch", noted)
-            q, k, v = (library.asarray(a) for a in call_of(dtypes).values())
+            call = make_call("normal", 0, dtypes, *SHAPES)
+            q, k, v = map(library.asarray, (call.q, call.k, call.v))
             result = cuflash.attention(q, k, v, return_lse=True)
             grads = cuflash.attention_backward(result.out, q, k, v, *result)
             assert [g.dtype for g in (grads.dq, grads.dk, grads.dv)] == list(map(np.dtype, dtypes))

@@ -22,7 +22,7 @@ from support.memory import Placement
 from support.problems import Call, Results, make_call, run
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]
 
 #: NaN in every format; 3156 in float32, 5.3 in float16, far beyond any array as an index.
 FILLINGS = (0xFF, 0x45)

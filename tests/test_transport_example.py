@@ -230,6 +230,7 @@ def test_a_plan_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.own_memory
 @pytest.mark.slow
 def test_every_pixel_of_both_photographs() -> None:
     """Sums of the plan's columns are formed anew, in float64 and without cuflash."""

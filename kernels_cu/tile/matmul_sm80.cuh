@@ -235,7 +235,8 @@ __device__ __forceinline__ void multiply(
     Real (&acc)[slices][tiles][4],
     const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
     const SumReader<BTile>& b) {
-  [[maybe_unused]] constexpr int steps = BTile::rows / 16, part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
+  [[maybe_unused]] constexpr int steps = BTile::rows / 16,
+                                 part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
   if constexpr (splits_operands) {
     Split<8> a_split[slices][steps];
 #pragma unroll

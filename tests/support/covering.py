@@ -18,6 +18,7 @@ from support.problems import (
     DTYPES,
     FEATURE_FIRST,
     FIELDS,
+    HALVES,
     MIXED,
     SEQUENCE_OUTSIDE_HEADS,
     Call,
@@ -27,6 +28,7 @@ from support.problems import (
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "dtype": tuple(DTYPES),
+    "operand dtypes": ("same", "k narrower", "q narrower"),
     "position": ("everything", "causal", "top left", "window", "causal window"),
     "offset": ("default", "number", "per entry"),
     "heads": ("own", "grouped", "broadcast"),
@@ -46,8 +48,15 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
     "deterministic": ("yes", "no"),
 }
-#: An alignment word and an offset are two answers to one question: a ValueError.
-EXCLUDED = tuple((("position", "top left"), ("offset", level)) for level in ("number", "per entry"))
+#: An alignment word and an offset are two answers to one question: a ValueError. No dtype is
+#: narrower than 16 bits.
+EXCLUDED = (
+    *((("position", "top left"), ("offset", level)) for level in ("number", "per entry")),
+    *itertools.product(
+        (("dtype", half) for half in HALVES),
+        (("operand dtypes", level) for level in ("k narrower", "q narrower")),
+    ),
+)
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 21, 35
 #: Head sizes between those of tiles: calls take turns.
 BETWEEN_TILES = (40, 72, 80, 112, 160, 176)
@@ -113,7 +122,8 @@ def call_of(row: Row, seed: int, *, times: int = 1) -> Call:
 
     Sequences, lengths and positions are so many ``times`` as long: 8 fill blocks of kernels. The
     call is to be run as it is; where sequences are packed, `problems.unpacked` makes of it and its
-    results what the definition knows.
+    results what the definition knows. A narrower operand than ``dtype``, which q, k and v promote
+    to, is of float32 beside float64, and of 16 bits beside float32.
     """
     rng = np.random.default_rng(seed)
     dtype = DTYPES[row["dtype"]]
@@ -128,10 +138,15 @@ def call_of(row: Row, seed: int, *, times: int = 1) -> Call:
     between = BETWEEN_TILES[seed % len(BETWEEN_TILES)]
     d, d_v = between if row["d"] == "between tiles" else int(row["d"]), int(row["d_v"])
     seqlen_q, seqlen_k = times * SEQLEN_Q, times * SEQLEN_K
+    narrower = {"float64": np.dtype(np.float32), "float32": DTYPES[HALVES[seed % 2]]}
+    dtypes = tuple(
+        narrower.get(row["dtype"], dtype) if row["operand dtypes"] == f"{name} narrower" else dtype
+        for name in "qkv"
+    )
     call = make_call(
         KINDS[seed % len(KINDS)],
         seed,
-        dtype,
+        dtypes,
         (*batch, seqlen_q, d),
         (*k_batch, seqlen_k, d),
         (*v_batch, seqlen_k, d_v),

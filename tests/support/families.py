@@ -6,8 +6,9 @@ no ties, and their softmax is neither one-hot nor uniform.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -106,7 +107,7 @@ FAMILIES: dict[str, Callable[[Generator, Shape, Shape, Shape], Inputs]] = {
 }
 
 
-def make(name: str, rng: Generator, dtype: object, q: Shape, k: Shape, v: Shape) -> Inputs:
-    """q, k, v of one family, rounded to ``dtype``."""
-    arrays = FAMILIES[name](rng, q, k, v)
-    return tuple(a.astype(dtype) for a in arrays)  # type: ignore[return-value]
+def make(name: str, rng: Generator, dtypes: Sequence[Any], q: Shape, k: Shape, v: Shape) -> Inputs:
+    """q, k, v of one family, each rounded to its own of ``dtypes``."""
+    q_, k_, v_ = map(np.ndarray.astype, FAMILIES[name](rng, q, k, v), dtypes)
+    return q_, k_, v_
