@@ -388,14 +388,17 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
 @pytest.mark.parametrize(
     ("words", "tables"),
     [
-        ([], ["_select", "_select_one_pass"]),
-        (["--arrays", "bias"], ["_select"] * 3),
-        (["--dtype", "float32"], ["_select_tf32"] * 4),
-        (["--dtype", "float32", "--head-dim", "256"], ["_tiles"] * 4),
-        (["--dtype", "float64"], ["_tiles"] * 3),
-        (["--dtype", "float64", "--head-dim", "3"], ["_select_narrow", "_tiles", "_tiles"]),
-        (["--arch", "sm_75"], ["_tiles"] * 4),
-        (["--arch", "sm_80"], ["_select"] * 3),
+        ([], ["_select/sm90", "_select/fused_backward"]),
+        (["--arrays", "bias"], ["_select/sm90"] * 3),
+        (["--dtype", "float32"], ["_select/tf32_sm90"] * 4),
+        (["--dtype", "float32", "--head-dim", "256"], ["_select/portable_tiles"] * 4),
+        (["--dtype", "float64"], ["_select/portable_tiles"] * 3),
+        (
+            ["--dtype", "float64", "--head-dim", "3"],
+            ["_select/narrow", *["_select/portable_tiles"] * 2],
+        ),
+        (["--arch", "sm_75"], ["_select/portable_tiles"] * 4),
+        (["--arch", "sm_80"], ["_select/portable"] * 3),
     ],
 )
 def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):

@@ -335,6 +335,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     import cuflash
     from cuflash._api.attention import FIELDS
     from cuflash._problem.problem import describe
+    from cuflash._select import hardware
     from cuflash._select import portable as select_portable
 
     rng = np.random.default_rng(0)
@@ -358,7 +359,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
         problem = describe(
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
-        limit = xp.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+        limit = hardware.of_device(xp.cuda.runtime.getDevice()).limits.block_smem
         portable = select_portable.forward_config(problem, limit, q.dtype.itemsize)
         cuflash.attention(q, k, v, config=portable, **case.keywords, **options)
     dlse = None
