@@ -18,7 +18,7 @@ import cuflash
 from cuflash import reference
 from support import memory, problems
 from support.budget import Budget
-from support.families import FAMILIES
+from support.families import OF_EVERY_DTYPE
 from support.problems import (
     DTYPES,
     Call,
@@ -101,7 +101,7 @@ def test_drawn_problem_allocates_its_results(xp: ModuleType, data: st.DataObject
 
 
 @pytest.mark.parametrize("options", SCORE_OPTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_family(xp: ModuleType, dtype: str, family: str, options: str) -> None:
     """Large enough for the rules on samples, with heads in groups and broadcast values."""

@@ -122,7 +122,7 @@ def test_within_budget(head_dims, name):
         check(call)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.OF_EVERY_DTYPE)
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_every_family_of_inputs(family, head_dims, dtype):

@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from support import budget, cut_sums, model_flash
 from support.budget import Budget, BudgetError
-from support.families import FAMILIES
+from support.families import OF_EVERY_DTYPE
 from support.problems import DTYPES, Call, make_call, probe
 
 BLOCK_N = 64
@@ -296,7 +296,7 @@ def small(call: Call) -> Call:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_correct_arithmetic_passes(dtype: str, family: str) -> None:
     for seed in range(2):
@@ -327,12 +327,12 @@ def test_operands_of_different_dtypes(dtypes: tuple[type, ...]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_correct_arithmetic_passes_where_chance_rules(dtype: str, keys: int) -> None:
     """On a handful of elements max|M - T| may be 0 by luck."""
-    for family in FAMILIES:
+    for family in OF_EVERY_DTYPE:
         for seed in range(3):
             emulate(make_call(family, seed, DTYPES[dtype], (1, 8), (keys, 8), (keys, 1)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_units_of_log_2_pass(dtype: str, family: str) -> None:
     """One fused multiply-add forms an exponent, as in every fast kernel: references are rounded."""

@@ -155,7 +155,10 @@ def test_help_names_results_that_are_committed(capsys):
         (["explain", "--heads", "3", "--heads-kv", "2"], "heads_kv: got 2, expected a divisor"),
         (["explain", "--arch", "sm_71"], "arch: got 'sm_71', expected one of sm_50"),
         (["explain", "--head-dim", "300"], "head_dim 300 on a GPU"),
-        (["explain", "--arrays", "colour"], "arrays: got 'colour', expected names among"),
+        (
+            ["explain", "--arrays", "colour"],
+            "arrays: got ('colour',), expected a tuple of names among",
+        ),
         (["explain", "--window", "3"], "expected LEFT,RIGHT"),
         (["explain", "--heads-kv", "0"], "heads_kv: got 0, expected a positive int"),
         (["explain", "--seqlen-k", "0"], "seqlen_k: got 0, expected a positive int"),

@@ -192,7 +192,7 @@ def test_a_second_process_loads_no_library(tmp_path):
     """The real one: what the first process noted holds in the second."""
     text = """if True:
         import json, sys
-        from cuflash import compiler_id
+        from cuflash._jit import compiler_id
         noted = compiler_id.noted()
         loaded = [line for line in open("/proc/self/maps") if "libnvrtc.so" in line]
         print(json.dumps([noted, bool(loaded), noted or compiler_id.identity()]))

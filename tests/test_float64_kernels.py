@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from support.budget import SAMPLE, Budget
-from support.families import FAMILIES
+from support.families import OF_EVERY_DTYPE
 from support.memory import Placement
 from support.problems import Call, make_call, probe, run
 
@@ -69,7 +69,7 @@ def check(call: Call) -> None:
     budget.check_backward(result.gradients, given=(result.out, result.lse))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_family_of_inputs(head_dim: int, causal: bool, family: str) -> None:
@@ -108,7 +108,7 @@ def test_every_option(dtype: Any, head_dim: int, name: str) -> None:
     check(call_of(head_dim, name, dtype))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EVERY_DTYPE)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_weights_are_exact_one_by_one(head_dim: int, family: str) -> None:
     """Values of 0 and 1 sum weights, whose errors cannot cancel."""

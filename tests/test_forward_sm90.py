@@ -144,7 +144,7 @@ def test_a_window_too_wide_for_narrow_blocks():
     check(make((128, 128), ((2,), 4400, 4500), {"window": (4100, 30)}))
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.OF_EVERY_DTYPE)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, bfloat16])
 def test_every_family_of_inputs(family, head_dims, dtype):

@@ -439,7 +439,7 @@ def calls(
     limits: Limits,
     *,
     options: Sequence[str] = ALL_OPTIONS,
-    kinds: Sequence[str] = tuple(families.FAMILIES),
+    kinds: Sequence[str] = families.OF_EVERY_DTYPE,
     batches: Sequence[tuple[int, ...]] = _BATCHES,
     broadcast: bool = True,
     layouts: bool = False,
