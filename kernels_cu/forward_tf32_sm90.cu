@@ -84,8 +84,7 @@ __device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], co
   if constexpr (splits_operands) {
     multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(q[0], 16 * warp), k);
   } else {
-    multiply_transposed<columns_of_a_score, Score::is_light>(
-        s_acc, SharedOperand<Tile>(q, 64 * (warp / 4)), k);
+    multiply_transposed(s_acc, SharedOperand<Tile>(q, 64 * (warp / 4)), k);
   }
 }
 

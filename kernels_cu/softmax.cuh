@@ -45,8 +45,9 @@ __device__ __forceinline__ bool is_unsure(const Score& score, Real reference, Re
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 
-// Of float32: equal weights are rounded alike in every block, so what their sum loses is kept
-// (Kahan 1965). In 16 bits a weight errs by more than that; sums of float64 are exact enough.
+// Of float32: equal weights are rounded alike in every block, so what roundings add to their sum is
+// kept and taken off at the end (Neumaier 1974); a block that a row does not see changes neither.
+// In 16 bits a weight errs by more than that; sums of float64 are exact enough.
 constexpr bool keeps_loss = Config::dtype == Dtype::float32;
 
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
@@ -107,8 +108,8 @@ struct OnlineSoftmax {
           }
         }
         if constexpr (keeps_loss) {
-          const Real added = sum - row_loss[s][half], total = row_sum[s][half] + added;
-          row_loss[s][half] = (total - row_sum[s][half]) - added;
+          const Real total = row_sum[s][half] + sum;
+          row_loss[s][half] += (total - row_sum[s][half]) - sum;
           row_sum[s][half] = total;
         } else {
           row_sum[s][half] = sum;
@@ -126,8 +127,11 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
-      row_sum[s][0] = quad_sum(row_sum[s][0]);
-      row_sum[s][1] = quad_sum(row_sum[s][1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (keeps_loss) row_sum[s][half] -= row_loss[s][half];
+        row_sum[s][half] = quad_sum(row_sum[s][half]);
+      }
     }
   }
 };

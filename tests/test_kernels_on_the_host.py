@@ -178,6 +178,22 @@ def test_small_head_sizes(head_dims: tuple[int, int]) -> None:
     check(call, cuflash.Options(bias=bias))
 
 
+@pytest.mark.usefixtures("device")
+def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
+    """What roundings add to a float32 sum is kept beside it, through blocks of hidden keys too."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, n, 16)).astype(np.float32) for n in (200, 500, 500))
+    k[:, 64:] *= 5  # weights grow: a block adds more than the sum before it
+    seen = np.broadcast_to(np.arange(500) < 120, (200, 500)).copy()
+    pairs = []
+    for keys in (120, 500):
+        call = Call(q, k[:, :keys], v[:, :keys], np.zeros_like(q), options={}, wrt=())
+        pairs.append(results(call, cuflash.Options(mask=seen[:, :keys].copy()))[:2])
+    (out, lse), (with_hidden, lse_with_hidden) = pairs
+    np.testing.assert_array_equal(with_hidden, out)
+    np.testing.assert_array_equal(lse_with_hidden, lse)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("device")
 def test_tf32_rounds_operands_and_nothing_else() -> None:
