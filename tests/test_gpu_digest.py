@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cuflash._jit import source
 from gpu_digest import ROOT, digest
 
 
@@ -20,7 +19,6 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def digest_of(checkout: Path) -> str:
-    source.flatten.cache_clear()
     return digest(checkout)
 
 

@@ -8,6 +8,7 @@ A file that only moves leaves it as it is; a token that changes makes another on
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import sys
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from cuflash._jit import source  # noqa: E402
 
+kernel_code = functools.lru_cache(maxsize=1024)(source.code_of)
 #: Packages that no launch goes through.
 APART = ("_cli", "_timing", "tuning")
 
@@ -34,7 +36,8 @@ def texts(root: Path = ROOT) -> Iterator[str]:
     """Yield what decides a launch and its results: kernels, Python code, tables."""
     kernels = root / "kernels_cu"
     for path in kernels.rglob("*.cu"):
-        yield source.code_of(source.flatten(path.relative_to(kernels).as_posix(), folder=kernels))
+        name = path.relative_to(kernels).as_posix()
+        yield kernel_code(source.flatten.__wrapped__(name, folder=kernels))  # as it is now
     package = root / "cuflash"
     for path in package.rglob("*"):
         if path.relative_to(package).parts[0] in APART:
@@ -45,6 +48,7 @@ def texts(root: Path = ROOT) -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
 
 
+@functools.lru_cache(maxsize=1024)
 def python_code(text: str) -> str:
     """Return Python code without comments, docstrings, imports and line breaks."""
     lines = text.splitlines()

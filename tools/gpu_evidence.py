@@ -156,9 +156,10 @@ def report_of(paths: Iterable[Path]) -> dict[str, Any]:
     from gpu_report import flat, joined
 
     report: dict[str, Any] = {}
+    digest = gpu_digest.digest()
     for path in paths:
         found = json.loads(path.read_text()) if path.exists() else {}
-        if found.get("digest") == gpu_digest.digest():
+        if found.get("digest") == digest:
             report = joined(report, found | {"tests": flat(found["tests"])})
     return report
 
