@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import cupy
-
 from cuflash._api import recall
 from cuflash._launch import plan, run
 from cuflash._select import hardware
@@ -17,6 +15,8 @@ from cuflash._select.hardware import Hardware
 
 def portable_kernels() -> Any:
     """Context in which they do; the configurations of kernels that are planned there are listed."""
+    import cupy  # or what stands for it just now
+
     here = hardware.of_device(cupy.cuda.runtime.getDevice())
     return _planned_for(here._replace(tensor_maps=False))
 
