@@ -2,7 +2,7 @@
 
 python tools/shipped_tiles.py [--check]
 
-A tile replaces that of cuflash/_select*.py only if all sweeps of a problem, of at least two
+A tile replaces that of cuflash/_select/*.py only if all sweeps of a problem, of at least two
 lengths, timed both and found it faster by more than MARGIN: two runs of one sweep differ by as
 much. It spills nothing, waits for no product, and gives a block of threads no more rows than the
 tables do: a row holds for every call, and where there are few rows, larger tiles leave

@@ -22,11 +22,6 @@ def smem_limit(device: int) -> int:
     return attribute("MaxSharedMemoryPerBlockOptin", device)
 
 
-def multiprocessors(device: int) -> int:
-    """How many blocks of threads run side by side."""
-    return attribute("MultiProcessorCount", device)
-
-
 @functools.cache
 def capability(device: int) -> int:
     """Of compute: 90 for sm_90."""

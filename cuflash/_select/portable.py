@@ -18,14 +18,12 @@ from cuflash._kernels.config import (
     RESERVED_SMEM,
     DeltaConfig,
     ForwardConfig,
-    KernelConfig,
     Precision,
     TileConfig,
 )
 from cuflash._problem.problem import HALVES, Operand, Problem
 from cuflash._select.portable_tiles import CUDA_CORES, FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
-AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
 
 # Rows are keyed by the larger padded head size. Of a row's tiles the first is taken that leaves
