@@ -41,23 +41,6 @@ SCORE = ScoreConfig(
     kv_lengths="none", score_mod=False, mask_mod=False, formulas=(), dropout=False,
     cu_seqlens="none",
 )  # fmt: skip
-    window_left=False,
-    window_right=True,
-    scale_in_exponent=True,
-    softcap=False,
-    bias="none",
-    alibi_slopes="none",
-    mask=False,
-    segment_ids="none",
-    offset="value",
-    q_lengths="none",
-    kv_lengths="none",
-    score_mod=False,
-    mask_mod=False,
-    formulas=(),
-    dropout=False,
-    cu_seqlens="none",
-)
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {
     **COMMON, "score": SCORE, "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
