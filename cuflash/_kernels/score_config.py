@@ -76,7 +76,7 @@ def score_config(problem: Problem) -> ScoreConfig:
         score_mod=score_mod,
         mask_mod=formulas is not None and formulas.mask_mod,
         formulas=() if formulas is None else formulas.texts,
-        dropout=philox.threshold(problem.dropout) > 0,
+        dropout=dropout_of(problem),
         cu_seqlens=dtype_of(problem.cu_seqlens_q),  # type: ignore[arg-type]
     )
 
@@ -87,13 +87,18 @@ def needs_score_math(problem: Problem) -> bool:
         problem.softcap, problem.bias, problem.alibi_slopes, problem.formulas, problem.mask,
         problem.segment_ids_q,
     )  # fmt: skip
-    return any(x is not None for x in present) or philox.threshold(problem.dropout) > 0
+    return any(x is not None for x in present) or dropout_of(problem)
 
 
 def register_pressure(problem: Problem) -> int:
     """How many options there are that take registers in a main loop, bias and formulas aside."""
     present = (problem.mask, problem.segment_ids_q, problem.alibi_slopes, problem.softcap)
-    return sum(x is not None for x in present) + (philox.threshold(problem.dropout) > 0)
+    return sum(x is not None for x in present) + dropout_of(problem)
+
+
+def dropout_of(problem: Problem) -> bool:
+    """Whether any weight is dropped."""
+    return philox.threshold(problem.dropout) > 0
 
 
 def dtype_of(operand: Operand | None) -> Floats:

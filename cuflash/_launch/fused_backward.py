@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from cuflash._kernels import params
+from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._launch import dq_sums, sm90
 from cuflash._launch import plan as launch_plan
 from cuflash._launch.plan import Launch
 from cuflash._launch.sm90 import MappedLaunch
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
-from cuflash._select import fused_backward, hardware
+from cuflash._select import hardware
 
 _NAMES = tuple(
     {"sums": "dq sums"}.get(name, name) for name in params.pointer_names(params.BACKWARD)
@@ -44,7 +45,7 @@ def plan(
     )  # fmt: skip
     gradients = sm90.mapped(launch, maps.of(config), _thread_blocks(launch.grid, config, device))
     convert = launch_plan.plan_launch(
-        fused_backward.convert_config(config), problem, layouts, device,
+        BackwardConvertConfig.after(config), problem, layouts, device,
         num_blocks=-(-problem.seqlen_q // config.block_m),
     )  # fmt: skip
     first = _clearing(delta, dq_sums.turns_size(problem, config) // dq_sums.FLOAT_BYTES)

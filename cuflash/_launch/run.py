@@ -22,7 +22,7 @@ from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import problem_with
 from cuflash._kernels import params
 from cuflash._kernels import segment_bounds as kernel_segment_bounds
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
     dq_sums,
     fused_backward,
@@ -68,7 +68,7 @@ def forward(
     lse: Array | None,
     *,
     workspace: Array | None = None,
-    config: TileConfig | None = None,
+    config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> None:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
@@ -140,7 +140,7 @@ def _plan_forward(
     device: int,
     pointers: tuple[int, ...],
     lse_strides: tuple[int, ...] | None,
-    config: TileConfig | None,
+    config: KernelConfig | None,
 ) -> Launch | Sm90Launch:
     layouts = _forward_layouts(problem, lse_strides) | score_params.layouts(problem)
     problem, layouts = with_shared_rows(problem, layouts)

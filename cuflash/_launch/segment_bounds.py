@@ -8,7 +8,13 @@ import numpy as np
 
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params
-from cuflash._kernels.segment_bounds import IDS, Bounds, bounds_of, config_of, operands_of
+from cuflash._kernels.segment_bounds import (
+    IDS,
+    Bounds,
+    SegmentBoundsConfig,
+    bounds_of,
+    operands_of,
+)
 from cuflash._launch.grid import plan_grid
 from cuflash._launch.kernel_launcher import Addresses, Starter
 from cuflash._launch.plan import Launch
@@ -44,7 +50,7 @@ _plans: dict[tuple[int, int], tuple[Problem, int, Launch]] = {}
 
 def _plan(problem: Problem, bounds: Bounds, device: int) -> Launch:
     q, k = operands_of(problem)
-    config = config_of(problem)
+    config = SegmentBoundsConfig.of(problem)
     num_q, num_k = q.shape[-1], k.shape[-1]
     blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))
     ndim = len(bounds.batch)

@@ -17,7 +17,7 @@ from cupy_backends.cuda.api import runtime
 from cuflash._jit import driver
 from cuflash._jit.compilation import Kernel
 from cuflash._kernels import params as kernel_params
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import dq_sums, plan, tensor_map
 from cuflash._launch.grid import Grid, even_sections, plan_grid
 from cuflash._launch.kernel_launcher import Addresses, Starter
@@ -201,9 +201,9 @@ class MapsOf:
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses  # of what the maps describe, in their order
-        self._found: dict[TileConfig, Maps] = {}
+        self._found: dict[KernelConfig, Maps] = {}
 
-    def __call__(self, problem: Problem, layouts: Mapping[str, Layout], config: TileConfig) -> bool:
+    def __call__(self, problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
         """Whether the copy engine can address all operands."""
         encode = _forward_maps if config.computes == "out" else _gradient_maps
         maps = encode(problem, layouts, config, self._addresses)
@@ -211,7 +211,7 @@ class MapsOf:
             self._found[config] = maps
         return maps is not None
 
-    def of(self, config: TileConfig) -> Maps:
+    def of(self, config: KernelConfig) -> Maps:
         """The maps that were found for a kernel."""
         return self._found[config]
 
