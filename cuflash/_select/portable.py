@@ -21,7 +21,8 @@ from cuflash._kernels.config import (
     Precision,
     TileConfig,
 )
-from cuflash._problem.problem import HALVES, Operand, Problem
+from cuflash._problem.operand import Operand
+from cuflash._problem.problem import HALVES, Problem
 from cuflash._select.portable_tiles import CUDA_CORES, FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
