@@ -12,6 +12,9 @@ from cuflash._problem.options import Options
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 from cuflash._results import AttentionResult, Gradients
 
+for _public in (AttentionResult, CompileError, Gradients, MaskMod, Options, ScoreMod):
+    _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
+
 __version__ = "0.1.0"
 
 __all__ = [

@@ -23,7 +23,7 @@ from support import cacheless_device
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def cache(tmp_path, monkeypatch):
     """Return CuPy's folder, which nothing has made yet; forget afterwards what was decided."""
     place = tmp_path / "home" / "cache"
     monkeypatch.setenv("CUPY_CACHE_DIR", str(place))
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     cubin_cache._warn_once.cache_clear()
 
 
-def flag(name: str, default: bool) -> bool:
+def flag(name, default):
     """What CuPy makes of a variable."""
     return os.environ.get(name, str(int(default))) == "1"
 
@@ -46,7 +46,7 @@ class Look(NamedTuple):
     in_memory: bool
 
 
-def look(monkeypatch: pytest.MonkeyPatch) -> Look:
+def look(monkeypatch):
     """Look at the folder as several threads do, whose calls are the first; nothing is set."""
     compiler = SimpleNamespace(_get_bool_env_variable=flag)
     library = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
@@ -69,45 +69,41 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     return Look([str(warning.message) for warning in caught], in_memory)
 
 
-def missing(cache: Path) -> None:
+def missing(cache):
     assert not cache.exists()
 
 
-def filled(cache: Path) -> None:
+def filled(cache):
     cache.mkdir(parents=True)
     (cache / "0.cubin").write_bytes(b"cut off: CuPy itself compiles it again")
     (cache / "cuflash").mkdir()
 
 
 @pytest.mark.parametrize("state", [missing, filled], ids=lambda f: f.__name__)
-def test_a_folder_that_can_be_used_is_used(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, state: Any
-) -> None:
+def test_a_folder_that_can_be_used_is_used(cache, monkeypatch, state):
     state(cache)
     before = sorted(cache.iterdir()) if cache.exists() else []
     assert look(monkeypatch) == Look([], in_memory=False)
     assert sorted(cache.iterdir()) == before, "nothing is left of the attempt"
 
 
-def a_file(cache: Path) -> None:
+def a_file(cache):
     cache.parent.mkdir()
     cache.write_text("no folder")
 
 
-def below_a_file(cache: Path) -> None:
+def below_a_file(cache):
     cache.parent.write_text("no folder")
 
 
-def a_folder_for_a_kernel(cache: Path) -> None:
+def a_folder_for_a_kernel(cache):
     (cache / "0.cubin").mkdir(parents=True)
 
 
 @pytest.mark.parametrize(
     "state", [a_file, below_a_file, a_folder_for_a_kernel], ids=lambda f: f.__name__
 )
-def test_a_folder_of_no_use_is_left_alone(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, state: Any
-) -> None:
+def test_a_folder_of_no_use_is_left_alone(cache, monkeypatch, state):
     state(cache)
     found = look(monkeypatch)
     assert [str(cache) in warning for warning in found.warnings] == [True]
@@ -115,13 +111,11 @@ def test_a_folder_of_no_use_is_left_alone(
 
 
 @pytest.mark.parametrize("step", ["TemporaryFile", "access"])
-def test_a_full_disk_and_kernels_of_another_user(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_full_disk_and_kernels_of_another_user(cache, monkeypatch, step):
     """Nobody refuses root: the test does."""
     filled(cache)
 
-    def refuse(path: Any = None, *_: Any, **__: Any) -> bool:
+    def refuse(path=None, *_, **__):
         if step == "TemporaryFile":
             raise OSError(28, "No space left on device")
         return Path(path).suffix != ".cubin"
@@ -133,22 +127,18 @@ def test_a_full_disk_and_kernels_of_another_user(
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_what_somebody_has_set_stays(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_what_somebody_has_set_stays(cache, monkeypatch, value):
     a_file(cache)
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", value)
     assert look(monkeypatch) == Look([], in_memory=value == "1")
 
 
-def test_our_kernels_are_read_where_nothing_can_be_written(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_kernels_are_read_where_nothing_can_be_written(cache, monkeypatch):
     """A folder that came with a container, say."""
     compiler = cacheless_device.Compiler(monkeypatch.setattr)
     assert compiler.kernel(CONFIG) == right()
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(cubin_cache.tempfile, "TemporaryFile", refuse)
@@ -171,9 +161,7 @@ assert dict(os.environ) == before
 
 @pytest.mark.parametrize("given", [{}, {"CUPY_CACHE_IN_MEMORY": "1"}], ids=str)
 @pytest.mark.parametrize("place", ["file/cache", "new/cache"])
-def test_cupy_is_imported_where_no_folder_can_be_made(
-    tmp_path: Path, place: str, given: dict[str, str]
-) -> None:
+def test_cupy_is_imported_where_no_folder_can_be_made(tmp_path, place, given):
     """CuPy 14.2 makes one then, and raises where it cannot."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     (tmp_path / "file").write_text("")
@@ -206,7 +194,7 @@ compiler._compile_module_with_cache("", arch="80")
 @pytest.mark.parametrize("kept_out", [True, False])
 @pytest.mark.parametrize("place", ["file/cache", str(NO_FILES)])
 @pytest.mark.skipif(not NO_FILES.is_dir(), reason="this system has no such folder")
-def test_cupy_compiles_in_memory(tmp_path: Path, place: str, *, kept_out: bool) -> None:
+def test_cupy_compiles_in_memory(tmp_path, place, *, kept_out):
     """And would not, were it not kept out."""
     (tmp_path / "file").write_text("")
     given = {"CUPY_CACHE_DIR": str(tmp_path / place)}
@@ -264,7 +252,7 @@ print(json.dumps({"warnings": ours, "set": os.environ.get("CUPY_CACHE_IN_MEMORY"
 """
 
 
-def test_these_calls_are_legal_ones() -> None:
+def test_these_calls_are_legal_ones():
     """On the host, where no folder is needed."""
     script = CALLS.replace("ON_A_DEVICE", "False")
     assert finish(start(script, CUPY_CACHE_DIR=str(NO_FILES))) == {
@@ -274,7 +262,7 @@ def test_these_calls_are_legal_ones() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not NO_FILES.is_dir(), reason="this system has no such folder")
-def test_calls_that_need_kernels_of_cupy() -> None:
+def test_calls_that_need_kernels_of_cupy():
     found = finish(start(CALLS.replace("ON_A_DEVICE", "True"), CUPY_CACHE_DIR=str(NO_FILES)))
     assert len(found["warnings"]) == 1, found
     assert str(NO_FILES) in found["warnings"][0]
@@ -282,7 +270,7 @@ def test_calls_that_need_kernels_of_cupy() -> None:
 
 
 @pytest.mark.gpu
-def test_calls_that_find_their_folder(cache: Path) -> None:
+def test_calls_that_find_their_folder(cache):
     found = finish(start(CALLS.replace("ON_A_DEVICE", "True"), CUPY_CACHE_DIR=str(cache)))
     assert found == {"warnings": [], "set": None}
     assert list(cache.glob("*.cubin")), "CuPy kept some of its own"

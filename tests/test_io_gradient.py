@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 import cuflash
 from cuflash import _cli, reference
 from cuflash._cli import explained_io, io_gradient, io_model, profiler
-from cuflash._kernels.config import KernelConfig
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
 from cuflash.tuning._kernels import kernel_name
@@ -59,7 +56,7 @@ SCHEMES = {
 }  # fmt: skip
 
 
-def chosen(work: Workload, arch: str) -> list[KernelConfig]:
+def chosen(work, arch):
     """The kernels of a gradient."""
     return backward_of(work.problem(), hardware.typical(arch))
 
@@ -67,7 +64,7 @@ def chosen(work: Workload, arch: str) -> list[KernelConfig]:
 class Walk:
     """Counts what the blocks of threads of one kernel load, store and add, tile by tile."""
 
-    def __init__(self, work: Workload, config: KernelConfig) -> None:
+    def __init__(self, work, config):
         self.work, self.config, self.name = work, config, kernel_name(config)
         self.size = DTYPES[work.dtype].itemsize
         self.boxes = self.name.endswith("_sm90") and "tf32" not in self.name
@@ -83,15 +80,15 @@ class Walk:
                     else:
                         self.keys(seen, first_of_group)
 
-    def rows(self, number: int, width: int) -> None:
+    def rows(self, number, width):
         """Load ``number`` rows of ``width`` elements."""
         self.loaded += number * width * self.size
 
-    def statistics(self, number: int) -> None:
+    def statistics(self, number):
         """Load lse and delta of as many queries."""
         self.loaded += number * 2 * max(4, self.size)
 
-    def blocks(self, seen: np.ndarray, block: int) -> list[tuple[int, int, int]]:
+    def blocks(self, seen, block):
         """Of rows of which some are ``seen``: where a block begins, rows loaded, rows that are."""
         found = []
         for first in range(0, len(seen), block):
@@ -101,7 +98,7 @@ class Walk:
                 found.append((first, block if self.boxes else present, present))
         return found
 
-    def queries(self, seen: np.ndarray) -> None:
+    def queries(self, seen):
         """Of dq, one head."""
         wide = self.work.head_dim + self.work.head_dim_v
         for first in range(0, len(seen), self.config.block_m):
@@ -111,7 +108,7 @@ class Walk:
             for _, loaded, _ in self.blocks(own.any(axis=0), self.config.block_n):
                 self.rows(loaded, wide)
 
-    def keys(self, seen: np.ndarray, first_of_group: bool) -> None:
+    def keys(self, seen, first_of_group):
         """Of dk and dv, or of all, one head of a group."""
         work, config = self.work, self.config
         sharers = 2 if self.name == "backward_pair_sm90" else 1
@@ -139,7 +136,7 @@ class Walk:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_a_walk_over_tiles_counts_is_predicted(scheme: str, mask: str) -> None:
+def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
     options, arch, expected = SCHEMES[scheme]
     work = replace(SMALL, **(options | MASKS[mask]))
     tiled = chosen(work, arch)[1:]
@@ -195,7 +192,7 @@ def test_a_kernel_without_a_model_is_refused(capsys):
     assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def command(capsys, *words):
     """Exit status, standard output and standard error of ``explain --io --backward``."""
     status = _cli.main(["explain", "--no-compile", "--io", "--backward", *words])
     return status, *capsys.readouterr()
@@ -229,7 +226,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
     monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
     asked = []
 
-    def gradient_bytes(work: Workload, kernels: list[str]) -> list[dict[str, float]]:
+    def gradient_bytes(work, kernels):
         asked.append(kernels)
         parts = explained_io.predicted(work, backward=True)["io_gradient"]["kernels"]
         of = profiler.PREDICTED_OF_GRADIENT.items()
@@ -248,7 +245,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
     assert total["measured"]["processors to L2"] == total["stored"] / 2
 
 
-def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path: Path):
+def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
     monkeypatch.setenv("PATH", str(tmp_path))
     status, out, err = command(capsys, "--json")

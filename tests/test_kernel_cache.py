@@ -6,7 +6,6 @@ tried with real kernels in processes of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -23,18 +22,22 @@ import pytest
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._jit import source as jit_source
 from cuflash._kernels.config import ForwardConfig
+from cuflash._kernels.score_config import ScoreConfig
 from support import cacheless_device
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ForwardConfig(
     dtype="float16", out_dtype="float16", copy_bytes=16, head_dim=64, head_dim_v=64, block_m=128,
-    block_n=64, num_warps=4, blocks_per_sm=2, window_left=False, window_right=False,
-    scale_in_exponent=True, softcap=False, bias="none", mask=False, offset="value",
-    q_lengths="none", kv_lengths="none", alibi_slopes="none", segment_ids="none", dropout=False,
-    cu_seqlens="none", score_mod=False, mask_mod=False, formulas=(), sink="none", precision="ieee",
+    block_n=64, num_warps=4, blocks_per_sm=2, sink="none", precision="ieee",
     column_parts=1, wide_float64=False, cuda_cores=False, num_stages=2,
+    score=ScoreConfig(
+        window_left=False, window_right=False, scale_in_exponent=True, softcap=False, bias="none",
+        mask=False, offset="value", q_lengths="none", kv_lengths="none", alibi_slopes="none",
+        segment_ids="none", dropout=False, cu_seqlens="none", score_mod=False, mask_mod=False,
+        formulas=(),
+    ),
 )  # fmt: skip
-OTHER = dataclasses.replace(CONFIG, head_dim=128)
+OTHER = CONFIG.replace(head_dim=128)
 #: A folder that exists and in which not even root can create a file.
 NO_FILES = Path("/proc/sys")
 
@@ -178,7 +181,7 @@ def test_unwritable_folder_warns_once_for_all_kernels(monkeypatch):
         for config in (
             CONFIG,
             OTHER,
-            dataclasses.replace(CONFIG, softcap=True, scale_in_exponent=False),
+            CONFIG.replace(softcap=True, scale_in_exponent=False),
         ):
             assert compiler.kernel(config) == right(config)
     assert len(caught) == 1, [str(w.message) for w in caught]
@@ -354,12 +357,12 @@ def changed_fields():
         "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
         "column_parts": 2, "wide_float64": True, "cuda_cores": True, "num_stages": 1,
     }  # fmt: skip
-    names = [field.name for field in dataclasses.fields(CONFIG)]
+    names = CONFIG.values()
     assert sorted(names) == sorted(other), "a new field needs a line here"
     for name in names:
         scored = ("softcap", "bias", "alibi_slopes", "score_mod")
         extra = {"scale_in_exponent": False} if name in scored else {}
-        yield dataclasses.replace(CONFIG, **{name: other[name]}, **extra)
+        yield CONFIG.replace(**{name: other[name]}, **extra)
 
 
 def test_every_field_of_the_configuration_is_in_the_source():
@@ -491,7 +494,7 @@ def finish_together(processes):
     return [finish(process) for process in processes]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_16_processes_cold_at_once(folder):
     cache = str(folder.parent)
     finish_together([start(COMPILE_ON_THE_STAND_IN, CUPY_CACHE_DIR=cache) for _ in range(16)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import mutants
 import pytest
@@ -19,12 +18,12 @@ ALL, ON_THE_HOST = mutants.mutants(), mutants.mutants("host")
 
 
 @pytest.mark.parametrize("mutant", [*ALL, *ON_THE_HOST], ids=lambda m: m.name)
-def test_it_can_be_made_in_one_place(mutant: mutants.Mutant) -> None:
+def test_it_can_be_made_in_one_place(mutant):
     text = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
     assert mutant.applied(text) != text
 
 
-def test_there_are_enough_and_they_differ() -> None:
+def test_there_are_enough_and_they_differ():
     assert len(ALL) >= 40
     assert len({m.name for m in ALL}) == len(ALL)
     assert len({(m.file, m.right, m.wrong) for m in ALL}) == len(ALL)
@@ -37,7 +36,7 @@ def test_there_are_enough_and_they_differ() -> None:
         assert kernel in files
 
 
-def test_their_tests_exist() -> None:
+def test_their_tests_exist():
     kernels = set(test_every_kernel.HEAD_DIMS)
     cases = {
         test_every_kernel: {f"{kernel}-{name}" for kernel, name in test_every_kernel.CASES},
@@ -72,7 +71,7 @@ def test_their_tests_exist() -> None:
             assert case in known, test
 
 
-def test_tests_of_mistakes_on_the_host_exist_and_need_no_gpu() -> None:
+def test_tests_of_mistakes_on_the_host_exist_and_need_no_gpu():
     assert len({m.name for m in ON_THE_HOST}) == len(ON_THE_HOST)
     for mutant in ON_THE_HOST:
         assert mutant.tests
@@ -85,7 +84,7 @@ def test_tests_of_mistakes_on_the_host_exist_and_need_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("mutant", [ALL[0], ON_THE_HOST[0]], ids=lambda m: m.kind)
-def test_a_copy_of_the_project_has_the_mistake(tmp_path: Path, mutant: mutants.Mutant) -> None:
+def test_a_copy_of_the_project_has_the_mistake(tmp_path, mutant):
     mutants.copy_project(tmp_path, mutant)
     own = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
     assert (tmp_path / mutant.path).read_text(encoding="utf-8") == mutant.applied(own)
@@ -99,14 +98,14 @@ def test_a_copy_of_the_project_has_the_mistake(tmp_path: Path, mutant: mutants.M
         (0, "1 skipped", "broken"),
     ],
 )  # fmt: skip
-def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, said, outcome) -> None:
+def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, said, outcome):
     monkeypatch.setattr(mutants, "copy_project", lambda folder, _: folder)
     monkeypatch.setattr(mutants, "run_tests", lambda *_: (status, said))
     found = mutants.judge(ON_THE_HOST[0], tmp_path, float("inf"))
     assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
 
 
-def test_a_mistake_that_is_in_two_places_is_refused() -> None:
+def test_a_mistake_that_is_in_two_places_is_refused():
     twice = mutants.Mutant("twice", "a.cuh", "x", "y", ("test",))
     assert twice.applied("a x b") == "a y b"
     for text in ("x x", "a"):
@@ -114,7 +113,7 @@ def test_a_mistake_that_is_in_two_places_is_refused() -> None:
             twice.applied(text)
 
 
-def test_outcomes_are_counted() -> None:
+def test_outcomes_are_counted():
     outcomes = [
         mutants.Outcome("a", "killed", 1.0, "", ""),
         mutants.Outcome("b", "survived", 1.0, "no difference", ""),
@@ -164,7 +163,7 @@ def test_a_test_that_fails_without_a_mistake_notices_none(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(not MISTAKES.exists(), reason="no run of all mistakes is recorded")
-def test_the_recorded_run_was_complete_and_noticed_enough() -> None:
+def test_the_recorded_run_was_complete_and_noticed_enough():
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
     assert said["share"] >= mutants.LEAST
     assert said["broken"] == said["not run"] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -71,7 +70,7 @@ for row in ["ID", "Kernel Name", *metrics], ["", "", *["byte"] * len(metrics)], 
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stand_in(tmp_path, monkeypatch):
     """A program called ncu; returns the file of what it is asked."""
     asked, program = tmp_path / "asked.json", tmp_path / "ncu"
     program.write_text(STAND_IN.format(python=sys.executable, asked=str(asked), gradient=GRADIENT))
@@ -80,7 +79,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in: Path) -> None:
+def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in):
     calls = [(replace(WORK, seqlen_q=n, seqlen_k=n), tile) for n, tile in ((512, None), (1024, {}))]
     found = profiler.moved_bytes(calls)
     assert found == [dict.fromkeys(profiler.METRICS, float(n)) for n in (512, 1024)]
@@ -99,9 +98,7 @@ def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in: Path
         profiler.gradient_bytes(WORK, ["backward_delta", "backward_dkv_sm90"])
 
 
-def test_a_profiler_that_is_missing_or_fails_is_said(
-    stand_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profiler_that_is_missing_or_fails_is_said(stand_in, monkeypatch):
     program = stand_in.with_name("ncu")
     program.write_text(f"#!{sys.executable}\nprint('==ERROR== no counters')\n")
     with pytest.raises(profiler.NotProfiled, match="ncu says: no counters"):
@@ -124,9 +121,7 @@ def test_a_profiler_that_is_missing_or_fails_is_said(
         (["--backward", "--softcap", "5"], "io_gradient", ["L2 to processors"]),
     ],
 )
-def test_the_device_moves_what_the_model_predicts(
-    words: list[str], own: str, names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_device_moves_what_the_model_predicts(words, own, names, capsys):
     """Within 10 %; once in three, for other programs may move bytes while ncu counts."""
     for _ in range(3):
         assert _cli.main(["explain", "--seqlen", "4096", "--io", "--json", *words]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 import pickle
 import re
 import subprocess
@@ -11,51 +13,24 @@ import tomllib
 import types
 import typing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cuflash
 from cuflash import reference
-from cuflash._problem import options
+from cuflash._problem import options as options_module
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMON = "options=None, axes=None, precision=None, deterministic=True"
-WRT = "('q', 'k', 'v')"
-
-# A change here needs a line in CHANGELOG.md.
-SIGNATURES = {
-    "attention": f"(q, k, v, /, *, {COMMON}, return_lse=False, out=None, workspace=None, "
-    "config=None, **score_options)",
-    "attention_backward": "(dout, q, k, v, out, lse, /, *, dlse=None, "
-    f"wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, **score_options)",
-    "attention_varlen": f"(q, k, v, cu_seqlens_q, cu_seqlens_k, /, *, {COMMON}, return_lse=False, "
-    "out=None, workspace=None, config=None, **score_options)",
-    "attention_varlen_backward": "(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, /, *, "
-    f"dlse=None, wrt={WRT}, grads_out=None, {COMMON}, workspace=None, config=None, "
-    "**score_options)",
-    "attention_vjp": f"(q, k, v, /, *, {COMMON}, return_lse=False, **score_options)",
-    "compile": "(workloads, /, *, arch=None, folder=None, backward=False, processes=None)",
-    "dropout_mask": "(shape, p, seed, *, like=None)",
-    "logsumexp": f"(q, k, /, *, {COMMON}, out=None, workspace=None, config=None, **score_options)",
-    "logsumexp_backward": f"(dlse, q, k, lse, /, *, wrt=('q', 'k'), grads_out=None, {COMMON}, "
-    "workspace=None, config=None, **score_options)",
-    "merge": "(outs, lses, axis=0)",
-    "merge_backward": "(dout, outs, lses, /, *, dlse=None, axis=0)",
-    "weights": "(q, k, lse, /, *, rows=None, cols=None, options=None, axes=None, **score_options)",
-    "workspace_size": "(q, k, v, /, *, backward=False, options=None, axes=None, precision=None, "
-    "**score_options)",
-    "show_config": "(mode='stdout')",
-    "Options": "(*, causal=False, offset=None, window=None, scale=None, softcap=None, bias=None, "
-    "alibi_slopes=None, score_mod=None, mask=None, mask_mod=None, segment_ids=None, "
-    "q_lengths=None, kv_lengths=None, sink=None, dropout=0.0, seed=None, enable_gqa=False)",
-    "MaskMod": "(expression, *, arrays=<factory>, host)",
-    "ScoreMod": "(expression, *, arrays=<factory>, host, grad, host_grad)",
-    "AttentionResult": "(out, lse)",
-    "Gradients": "(dq=None, dk=None, dv=None, dbias=None, dslopes=None, dsink=None, dscale=None)",
-    "CompileError": "(message, *, config, log, source)",
-}
+#: Names, signatures, defaults and headings of docstrings. A change there needs a line in
+#: CHANGELOG.md; ``python tests/test_public_api.py`` writes the file anew.
+SNAPSHOT = Path(__file__).with_suffix("").with_name("public_api.json")
+API: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+#: Pickles by older versions, in base64, and a file of tiles: they are never written anew.
+KEPT: dict[str, Any] = json.loads(SNAPSHOT.with_name("kept_objects.json").read_text("utf-8"))
+SIGNATURES = {n: found["signature"] for n, found in API.items() if "." not in n}
 MODULES = {"reference", "tuning"}
 
 
@@ -66,7 +41,38 @@ def plain_signature(function: object) -> str:
         parameter.replace(annotation=inspect.Parameter.empty)
         for parameter in signature.parameters.values()
     ]
-    return str(inspect.Signature(parameters))
+    text = str(inspect.Signature(parameters)).replace(sys.executable, "python")
+    return re.sub(r"<module '(\w+)' from '[^']*'>", r"\1", text)
+
+
+def described(found: Any) -> dict[str, Any]:
+    """Describe one public object: signature, headings of its docstring, members of a class."""
+    text = {"signature": plain_signature(found)}
+    headings = re.findall(r"^(\w[\w ]*)\n-{3,}$", inspect.getdoc(found) or "", flags=re.MULTILINE)
+    if headings:
+        text["headings"] = headings
+    if inspect.isclass(found):
+        foreign = [base for base in found.__mro__ if not base.__module__.startswith("cuflash")]
+        known = {name for base in foreign for name in dir(base)}
+        own = {n: getattr(found, n) for n in dir(found) if not n.startswith("_") and n not in known}
+        text["members"] = {
+            name: plain_signature(member) if callable(member) else "value"
+            for name, member in own.items()
+        }
+    return text
+
+
+def snapshot() -> dict[str, Any]:
+    """Describe every public object, by the name under which a user reaches it."""
+    named = {n: getattr(cuflash, n) for n in cuflash.__all__ if n not in MODULES}
+    named |= {f"tuning.{n}": getattr(cuflash.tuning, n) for n in cuflash.tuning.__all__}
+    named |= {
+        f"reference.{name}": found
+        for name, found in vars(reference).items()
+        if inspect.isfunction(found) and not name.startswith("_")
+        and found.__module__.startswith("cuflash.reference")
+    }  # fmt: skip
+    return {name: described(found) for name, found in sorted(named.items())}
 
 
 def test_names():
@@ -79,17 +85,57 @@ def test_nothing_else_is_reachable():
     assert public | {"tuning"} == set(cuflash.__all__)  # which is imported when it is asked for
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    assert plain_signature(getattr(cuflash, name)) == SIGNATURES[name]
+@pytest.mark.parametrize("name", API)
+def test_every_public_object_is_as_it_was(name):
+    assert snapshot().get(name) == API[name]
 
 
-def test_a_workload_is_pickled_under_its_public_name():
-    work = cuflash.tuning.Workload(1, 2, 2, 64, 64, 64, 64, "float16", causal=True)
-    data = pickle.dumps(work)
-    assert b"cuflash.tuning" in data
-    assert b"_timing" not in data
-    assert pickle.loads(data) == work
+def test_no_public_object_is_new():
+    assert list(snapshot()) == list(API)
+
+
+def unpickled(name: str) -> Any:
+    return pickle.loads(base64.b64decode(KEPT["pickles"][name]))
+
+
+def test_what_an_older_version_pickled_is_read():
+    """By the commit that the file names: array options, results, a workload."""
+    options = unpickled("Options")
+    assert options == cuflash.Options(
+        **{n: getattr(options, n) for n in options_module.OPTION_NAMES}
+    )
+    assert (options.causal, options.window, options.softcap) == ("top_left", (3, None), 2.0)
+    assert (options.q_lengths, options.dropout, options.seed) == (2, 0.5, 7)
+    np.testing.assert_array_equal(options.bias, np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(options.segment_ids[1], [0, 1, 1])
+    assert unpickled("AttentionResult").out.tolist() == [[1, 1]]
+    gradients = unpickled("Gradients")
+    assert gradients.dq.tolist() == [[1, 1]]
+    assert (gradients.dk, gradients.dscale) == (None, 3)
+    work = {"dtype": "float16", "causal": True, "arrays": ("sink",)}
+    assert unpickled("tuning.Workload") == cuflash.tuning.Workload(1, 2, 2, 64, 64, 64, 64, **work)
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT["pickles"] if "onfig" in name])
+def test_configurations_that_an_older_version_pickled_are_read(name):
+    found = unpickled(name)
+    configs = [found] if name.startswith("config") else [found.q]
+    assert [c.kernel for c in configs] == [name.removeprefix("config of ")] or found.kv is None
+    assert all(16 <= c.block_m <= 128 for c in configs)
+
+
+def test_tiles_that_an_older_version_saved_are_used(tmp_path):
+    file = tmp_path / "tiles.json"
+    file.write_text(json.dumps(KEPT["tiles"]), encoding="utf-8")
+    with cuflash.tuning.use(file):
+        pass  # which checks every row
+
+
+@pytest.mark.parametrize("name", ["Options", "AttentionResult", "Gradients", "tuning.Workload"])
+def test_pickles_name_public_modules_alone(name):
+    """So that modules inside can move."""
+    data = pickle.dumps(unpickled(name))
+    assert not [word for word in re.findall(rb"cuflash[\w.]*", data) if b"._" in word]
 
 
 def test_signatures_differ_where_they_should():
@@ -111,7 +157,7 @@ def test_reference_takes_the_same_arguments(name):
 
 def test_score_options_are_one_list():
     """The typed keywords and the dataclass are the same options."""
-    keywords = typing.get_type_hints(options.ScoreOptions)
+    keywords = typing.get_type_hints(options_module.ScoreOptions)
     assert list(keywords) == list(inspect.signature(cuflash.Options).parameters)
 
 
@@ -218,3 +264,7 @@ def test_show_config_describes_the_device():
     assert re.fullmatch(r"serves CUDA \d+\.\d+", table["driver"])
     assert re.fullmatch(r"\d+ of \d+: .*, sm_\d+, \d+ GiB", table["device"])
     assert re.fullmatch(r"\d+\.\d+", table["nvrtc"])
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")

@@ -7,17 +7,13 @@ import pickle
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rxnmapper_weights as weights
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-import rxnmapper_weights as weights
 from rxnmapper_weights import LEGACY_MAGIC, LEGACY_PROTOCOL, read_legacy_torch
 
 END = b"."
@@ -27,35 +23,35 @@ ORDERED_DICT = b"ccollections\nOrderedDict\n"
 PLACES = ("magic", "protocol", "system", "state", "keys")
 
 
-def text(value: str) -> bytes:
+def text(value):
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def number(value: int) -> bytes:
+def number(value):
     return pickle.dumps(value, 2)[2:-1]
 
 
-def counts(values: tuple[int, ...]) -> bytes:
+def counts(values):
     return b"(" + b"".join(map(number, values)) + b"t"
 
 
-def storage(key: str = "7", length: int = 6, kind: bytes = FLOAT_STORAGE) -> bytes:
+def storage(key="7", length=6, kind=FLOAT_STORAGE):
     return b"(" + text("storage") + kind + text(key) + text("cpu") + number(length) + b"NtQ"
 
 
 def tensor(
-    of: bytes | None = None,
-    offset: int = 0,
-    shape: tuple[int, ...] = (2, 3),
-    strides: tuple[int, ...] = (3, 1),
-) -> bytes:
+    of=None,
+    offset=0,
+    shape=(2, 3),
+    strides=(3, 1),
+):
     """Pickle opcodes that rebuild a tensor, as torch writes them."""
     geometry = number(offset) + counts(shape) + counts(strides)
     return REBUILD + b"(" + (of or storage()) + geometry + b"\x89" + ORDERED_DICT + b")RtR"
 
 
-def state(*before: bytes, **entries: bytes) -> bytes:
+def state(*before, **entries):
     """Pickle opcodes of an ordered dict with these values, and torch's metadata beside it."""
     items = b"".join(text(name) + value for name, value in entries.items())
     metadata = b"}" + text("_metadata") + ORDERED_DICT + b")Rsb"
@@ -65,7 +61,7 @@ def state(*before: bytes, **entries: bytes) -> bytes:
 SIX = np.arange(6)
 
 
-def checkpoint(storages: dict[str, np.ndarray] | None = None, **pickles: bytes) -> bytes:
+def checkpoint(storages=None, **pickles):
     """A legacy torch file: five pickles and the storages; any pickle may be replaced."""
     storages = {"7": SIX} if storages is None else storages
     parts = {
@@ -79,7 +75,7 @@ def checkpoint(storages: dict[str, np.ndarray] | None = None, **pickles: bytes) 
     return b"".join((*(parts | pickles).values(), *values))
 
 
-def test_tensors_come_back_as_views_of_their_storages() -> None:
+def test_tensors_come_back_as_views_of_their_storages():
     entries = state(
         rows=tensor(),
         tail=tensor(offset=4, shape=(2,), strides=(1,)),
@@ -95,24 +91,24 @@ def test_tensors_come_back_as_views_of_their_storages() -> None:
 
 
 # Each makes a folder when the standard unpickler loads it.
-def by_reduce(folder: str) -> bytes:
+def by_reduce(folder):
     return b"cos\nmkdir\n(" + text(folder) + b"tR" + END
 
 
-def by_stack_global(folder: str) -> bytes:
+def by_stack_global(folder):
     return b"\x80\x04" + text("os") + text("mkdir") + b"\x93(" + text(folder) + b"tR" + END
 
 
-def by_inst(folder: str) -> bytes:
+def by_inst(folder):
     return b"(" + text(folder) + b"ios\nmkdir\n" + END
 
 
-def by_obj(folder: str) -> bytes:
+def by_obj(folder):
     return b"(cos\nmkdir\n" + text(folder) + b"o" + END
 
 
 @pytest.mark.parametrize("attack", [by_reduce, by_stack_global, by_inst, by_obj])
-def test_no_attack_runs(attack: Callable[[str], bytes], tmp_path: Path) -> None:
+def test_no_attack_runs(attack, tmp_path):
     folder = tmp_path / "made"
     for place in PLACES:
         with pytest.raises(pickle.UnpicklingError, match="refused"):
@@ -150,29 +146,29 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_refused(fault: str) -> None:
+def test_a_fault_is_refused(fault):
     with pytest.raises(pickle.UnpicklingError):
         read_legacy_torch(checkpoint(state=FAULTS[fault]))
 
 
-def test_attributes_that_a_pickle_sets_are_none_of_the_dict() -> None:
+def test_attributes_that_a_pickle_sets_are_none_of_the_dict():
     """BUILD sets attributes: a dict whose ``values`` are others would hide what it holds."""
     hidden = state(x=tensor())[:-1] + b"}(" + text("values") + REBUILD + text("keys") + b"]ub" + END
     assert list(read_legacy_torch(checkpoint(state=hidden))) == ["x"]
 
 
-def test_weights_that_no_key_fills_are_refused() -> None:
+def test_weights_that_no_key_fills_are_refused():
     with pytest.raises(pickle.UnpicklingError, match="absent"):
         read_legacy_torch(checkpoint({}))
 
 
 @pytest.mark.parametrize("missing", [1, 4, 24, 25, 32])
-def test_a_file_cut_short_is_refused(missing: int) -> None:
+def test_a_file_cut_short_is_refused(missing):
     with pytest.raises(pickle.UnpicklingError, match="cut short"):
         read_legacy_torch(checkpoint()[:-missing])
 
 
-def test_other_files_are_refused() -> None:
+def test_other_files_are_refused():
     for data in (b"", b"PK\x03\x04archive/data.pkl\n", pickle.dumps(1), checkpoint() + b"\0"):
         with pytest.raises(pickle.UnpicklingError):
             read_legacy_torch(data)
@@ -195,7 +191,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_bombs_cost_no_more_than_their_bytes(bomb: str, tmp_path: Path) -> None:
+def test_bombs_cost_no_more_than_their_bytes(bomb, tmp_path):
     """In a process of its own, which may crash or never end."""
     file = tmp_path / "bomb.bin"
     file.write_bytes(checkpoint(state=BOMBS[bomb] + b"N" + END))
@@ -229,9 +225,7 @@ PIECES += [*map(number, (0, 1, 6, -1, 2**70)), b"q\x00", b"h\x00", pickle.dumps(
     ),
     st.lists(st.tuples(st.integers(0, 10_000), st.binary(max_size=3)), max_size=3),
 )
-def test_whatever_the_file_it_is_read_or_refused(
-    pickles: dict[str, bytes], changes: list[tuple[int, bytes]]
-) -> None:
+def test_whatever_the_file_it_is_read_or_refused(pickles, changes):
     data = bytearray(checkpoint(**pickles))
     for place, new in changes:
         place %= len(data)

@@ -12,8 +12,8 @@ import pytest
 import sanitize
 
 from cuflash import Options
+from cuflash._kernels.score_config import score_config
 from cuflash._problem.problem import describe
-from cuflash._select import portable
 from gpu_digest import digest
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
@@ -64,7 +64,7 @@ def test_the_cases_reach_every_kernel_of_cuda_cores(launched):
 def test_every_score_option_meets_the_portable_kernels(launched, source):
     """Where they copy 16 bytes at a time, as they do on devices that have no others."""
     q = np.zeros((2, 129, 64), np.float16)
-    plain = portable.score_fields(describe(q, q, q, Options()))
+    plain = score_config(describe(q, q, q, Options()))._asdict()
     own = {"sink": "none"} if source == "forward_sm80.cu" else {}
     cases = [case for case in sanitize.CASES if case.portable]
     configs = [c for case in cases for c in launched[case.name] if c.source == source]

@@ -5,124 +5,69 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
-import probe_extras
 import setup_env
-from setup_env import Driver, SetupError, Venv
+from setup_env import SetupError
 
-HEADER = """\
-Sat Nov 21 10:49:00 2026
-+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI {driver}             Driver Version: {driver}     CUDA Version: {cuda}     |
-|-----------------------------------------+------------------------+----------------------+
-|   0  NVIDIA H100 80GB HBM3          On  |   00000000:04:00.0 Off |                    0 |
-|   1  NVIDIA H100 80GB HBM3          On  |   00000000:05:00.0 Off |                    0 |
-+-----------------------------------------------------------------------------------------+
-"""
-
-posix_only = pytest.mark.skipif(os.name == "nt", reason="the fake nvidia-smi is a shell script")
+posix_only = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
 
 
-def install_fake(folder: Path, output: str, status: int = 0) -> None:
-    """Put an nvidia-smi into a folder that prints a text and exits with a status."""
-    text = folder / "output.txt"
-    text.write_text(output)
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nwhile read -r line; do echo \"$line\"; done <'{text}'\n")
-    with program.open("a") as file:
-        file.write(f"exit {status}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-
-
-@posix_only
 @pytest.mark.parametrize(
-    ("output", "status", "cuda", "extra", "reason"),
+    ("status", "version", "found", "extra"),
     [
-        (HEADER.format(driver="550.54.15", cuda="12.4"), 0, (12, 4), "cuda12", ""),
-        (HEADER.format(driver="580.159.04", cuda="13.0"), 0, (13, 0), "cuda13", ""),
-        (HEADER.format(driver="700.10.01", cuda="14.1"), 0, (14, 1), "cuda13", ""),
-        ("CUDA UMD Version: 13.1\n", 0, (13, 1), "cuda13", ""),
-        ("CUDA Version                 : 12.9\n", 0, (12, 9), "cuda12", ""),
-        (HEADER.format(driver="520.61.05", cuda="11.8"), 0, None, None, "serves CUDA 11.8"),
-        (HEADER.format(driver="550.54.15", cuda="N/A"), 0, None, None, "names no CUDA version"),
-        ("", 0, None, None, "names no CUDA version"),
-        ("No devices were found\n", 0, None, None, "found no device"),
-        (
-            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
-            9,
-            None,
-            None,
-            "couldn't communicate with the NVIDIA driver",
-        ),
-        (HEADER.format(driver="550.54.15", cuda="12.4"), 15, None, None, "nvidia-smi failed"),
+        (0, 12040, 12, "cuda12"),
+        (0, 13000, 13, "cuda13"),
+        (0, 14010, 14, "cuda13"),
+        (0, 11080, "serves CUDA 11, and 12 is needed", "compile12"),
+        (100, 12040, "no device that it can use (cuInit returned 100)", "compile12"),
+        (None, 0, "no NVIDIA driver was found", "compile12"),
     ],
 )
-def test_driver_from_nvidia_smi(tmp_path, monkeypatch, output, status, cuda, extra, reason):
-    install_fake(tmp_path, output, status)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    driver = setup_env.find_driver()
-    assert (driver.cuda, driver.extra) == (cuda, extra)
-    assert reason in driver.reason
-    assert "\n" not in driver.reason
+def test_the_driver_decides_the_extra(monkeypatch, status, version, found, extra):
+    def library(name):
+        if status is None:
+            raise OSError(name)
+        asked = {"cuDriverGetVersion": lambda to: setattr(to._obj, "value", version)}
+        return SimpleNamespace(cuInit=lambda flags: status, **asked)
 
-
-def test_no_nvidia_smi(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    driver = setup_env.find_driver()
-    assert driver.cuda is None
-    assert "no nvidia-smi" in driver.reason
-
-
-@posix_only
-def test_nvidia_smi_that_cannot_be_run(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_bytes(b"\x00not a program")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    driver = setup_env.find_driver()
-    assert driver.cuda is None
-    assert "did not answer" in driver.reason
-
-
-def test_nvidia_smi_that_hangs(monkeypatch):
-    def hang(*_, timeout, **__):
-        raise subprocess.TimeoutExpired("nvidia-smi", timeout)
-
-    monkeypatch.setattr(setup_env.shutil, "which", lambda _: "nvidia-smi")
-    monkeypatch.setattr(setup_env.subprocess, "run", hang)
-    assert "did not answer" in setup_env.find_driver().reason
+    monkeypatch.setattr(setup_env.ctypes, "CDLL", library)
+    cuda = setup_env.find_cuda()
+    assert cuda == found or found in cuda
+    assert setup_env.wanted_extras(setup_env.TASKS["test"], cuda, "linux")[-1] == extra
 
 
 @pytest.mark.parametrize(
     ("task", "cuda", "platform", "extras"),
     [
-        ("demo", None, "linux", ("demo",)),
-        ("demo", (12, 4), "linux", ("demo", "cuda12")),
-        ("demo", (13, 0), "win32", ("demo", "cuda13")),
-        ("test", None, "linux", ("test", "demo", "examples", "tune", "compile12")),
-        ("test", None, "win32", ("test", "demo", "examples", "tune", "compile12")),
-        ("test", None, "darwin", ("test", "demo", "examples", "tune")),
-        ("test", (12, 9), "linux", ("test", "demo", "examples", "tune", "cuda12")),
-        ("test", (13, 0), "linux", ("test", "demo", "examples", "tune", "cuda13")),
-        ("check", (13, 0), "linux", ("dev",)),
+        ("demo", "none", "linux", ("demo",)),
+        ("demo", 13, "win32", ("demo", "cuda13")),
+        ("test", 12, "linux", ("test", "demo", "examples", "tune", "cuda12")),
+        ("test", "none", "win32", ("test", "demo", "examples", "tune", "compile12")),
+        ("test", "none", "darwin", ("test", "demo", "examples", "tune")),
+        ("check", 13, "linux", ("dev",)),
     ],
 )
 def test_extras_of_a_task(task, cuda, platform, extras):
-    assert setup_env.wanted_extras(setup_env.TASKS[task], Driver(cuda), platform) == extras
+    assert setup_env.wanted_extras(setup_env.TASKS[task], cuda, platform) == extras
 
 
-def test_every_extra_is_defined_in_pyproject():
-    pyproject = (setup_env.ROOT / "pyproject.toml").read_bytes()
-    defined = set(probe_extras.read_project(pyproject)["optional-dependencies"])
+def test_the_extras_of_every_task_are_defined_and_few_are_necessary():
+    project = tomllib.loads((setup_env.ROOT / "pyproject.toml").read_text())["project"]
+    table, necessary = project["optional-dependencies"], set()
     for task in setup_env.TASKS.values():
-        for cuda in (None, (12, 0), (13, 0), (14, 0)):
-            assert set(setup_env.wanted_extras(task, Driver(cuda), "linux")) <= defined
+        for cuda in ("none", 12, 13, 14):
+            assert set(setup_env.wanted_extras(task, cuda, "linux")) <= set(table)
+    for extra in setup_env.TASKS["test"].extras:
+        necessary |= {Requirement(line).name for line in table[extra]}
+    assert necessary - set(setup_env.OPTIONAL) == {"pytest", "hypothesis"}
 
 
 PYPROJECT = """\
@@ -159,149 +104,79 @@ def project(tmp_path):
         (("held", "compile12"), ["compile12"]),
     ],
 )
-def test_probe_names_what_an_interpreter_lacks(project, extras, missing):
-    assert setup_env.missing_from(sys.executable, extras, project / "pyproject.toml") == missing
+def test_what_an_interpreter_lacks_is_named(project, extras, missing):
+    assert setup_env.missing(extras, project / "pyproject.toml") == missing
 
 
-def test_probe_of_a_broken_interpreter(project):
-    assert setup_env.missing_from("/no/such/python", (), project / "pyproject.toml") is None
+@pytest.fixture
+def commands(monkeypatch):
+    """Record the commands that would install; the name of a module in ``failing`` makes it fail."""
+    recorded = SimpleNamespace(calls=[], failing="")
 
-
-class Commands:
-    """Stands for subprocess.run in the installing functions: records, creates the interpreter."""
-
-    def __init__(self, venv: Venv, failing: str = "") -> None:
-        self.venv = venv
-        self.failing = failing
-        self.calls: list[list[str]] = []
-
-    def __call__(self, command, **_):
-        self.calls.append(list(command))
+    def run(command, **options):
+        recorded.calls.append(list(command))
         if "venv" in command:
-            Path(self.venv.python).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.venv.python).touch()
-        failed = bool(self.failing) and self.failing in command
-        return subprocess.CompletedProcess(command, int(failed))
+            python = Path(command[-1], "Scripts/python.exe" if os.name == "nt" else "bin/python")
+            python.parent.mkdir(parents=True, exist_ok=True)
+            python.touch()
+        return subprocess.CompletedProcess(command, int(recorded.failing in command[1:]))
 
-
-@pytest.fixture
-def venv(project):
-    """Return the project's virtual environment, not created yet."""
-    return Venv(project / ".venv", project / "pyproject.toml")
-
-
-@pytest.fixture
-def commands(venv, monkeypatch):
-    """Record the commands that would install; the probe still runs."""
-    recorded = Commands(venv)
-    probe = subprocess.run
-    monkeypatch.setattr(
-        setup_env.subprocess,
-        "run",
-        lambda command, **options: (probe if options.get("capture_output") else recorded)(
-            command, **options
-        ),
-    )
+    monkeypatch.setattr(setup_env.subprocess, "run", run)
     return recorded
 
 
-def installed(call: list[str]) -> str:
-    """Name the extras in a pip command."""
-    assert call[1:4] == ["-m", "pip", "install"]
-    return re.search(r"\[(.*)\]$", call[-1])[1]
+def install(project, commands, *extras) -> list[str]:
+    """Prepare `.venv`; return what was started, the extras in place of a call of pip."""
+    commands.calls.clear()
+    python = setup_env.prepare_venv(extras, project)
+    assert Path(python).parents[1] == project / ".venv"
+    found = [re.search(r"\[(.*)\]$", call[-1]) for call in commands.calls]
+    return [
+        own[1] if own else " ".join(c[2:-1]) for own, c in zip(found, commands.calls, strict=True)
+    ]
 
 
 def test_complete_interpreter_is_used_as_it_is(project, commands, capsys):
-    assert setup_env.choose_interpreter(("held",), project) == sys.executable
+    assert setup_env.choose_interpreter(("held", "demo"), project) == sys.executable
     assert not commands.calls
-    assert "used as it is" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.findall(r"skipped: .*pip install (\w+)", said) == ["rdkit", "scipy", "onnx"]
+    assert "used as it is" in said
 
 
-def test_optional_distributions_are_skipped_with_one_line_each(project, commands, capsys):
-    assert setup_env.choose_interpreter(("demo",), project) == sys.executable
-    assert not commands.calls
-    skipped = re.findall(r"skipped: .*pip install (\w+)", capsys.readouterr().out)
-    assert skipped == ["rdkit", "scipy", "onnx"]
-
-
-def test_what_the_tests_cannot_do_without():
-    project = probe_extras.read_project((setup_env.ROOT / "pyproject.toml").read_bytes())
-    lines = [
-        line
-        for extra in ("test", "demo", "examples", "tune")
-        for line in project["optional-dependencies"][extra]
-    ]
-    names = {probe_extras.Requirement(line).name for line in lines}
-    assert names - set(setup_env.OPTIONAL) == {"pytest", "hypothesis"}
-
-
-def test_second_run_installs_nothing(project, venv, commands):
-    assert setup_env.choose_interpreter(("absent",), project) == venv.python
-    assert [call[2] for call in commands.calls] == ["venv", "pip"]
-    assert installed(commands.calls[1]) == "absent"
-    commands.calls.clear()
-    assert setup_env.choose_interpreter(("absent",), project) == venv.python
-    assert not commands.calls
-
-
-def test_changed_pyproject_installs_again(project, venv, commands):
-    setup_env.choose_interpreter(("absent",), project)
-    commands.calls.clear()
-    venv.pyproject.write_text(PYPROJECT + "# changed\n")
-    setup_env.choose_interpreter(("absent",), project)
-    assert [call[2] for call in commands.calls] == ["pip"]
-
-
-def test_another_task_adds_its_extras(project, venv, commands):
-    venv.install(("absent",))
-    venv.install(("too_new", "compile12"))
-    assert [call[2] for call in commands.calls] == ["venv", "pip", "pip"]
-    assert installed(commands.calls[-1]) == "absent,compile12,too_new"
-    assert venv.holds(("absent",))
-    assert venv.holds(("compile12", "too_new"))
-    assert not venv.holds(("cuda12",))
-
-
-def test_another_cuda_rebuilds(project, venv, commands):
-    venv.install(("compile12", "absent"))
-    commands.calls.clear()
-    venv.install(("cuda13", "absent"))
-    assert "--clear" in commands.calls[0]
-    assert installed(commands.calls[1]) == "cuda13,absent"
+def test_venv_is_installed_once_and_again_after_a_change(project, commands):
+    assert install(project, commands, "absent") == ["venv", "absent"]
+    assert install(project, commands, "absent") == []
+    (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
+    assert install(project, commands, "absent") == ["absent"]
+    assert install(project, commands, "too_new", "compile12") == ["absent,compile12,too_new"]
+    assert install(project, commands, "compile12", "absent") == []
+    for broken in ("{", "[]", "{}"):
+        (project / ".venv" / "cuflash-extras.json").write_text(broken)
+        assert install(project, commands, "absent") == ["absent"]
 
 
 @pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
-def test_cuda_of_an_invisible_driver_compiles_and_stays(project, venv, commands, cuda):
-    venv.install((cuda, "absent"))
-    commands.calls.clear()
-    assert setup_env.choose_interpreter(("absent", "compile12"), project) == venv.python
-    assert not commands.calls
-    setup_env.choose_interpreter(("absent", "too_new", "compile12"), project)
-    (call,) = commands.calls
-    assert installed(call) == f"absent,{cuda},too_new"
+def test_cuda_of_an_invisible_driver_compiles_and_stays(project, commands, cuda):
+    install(project, commands, cuda, "absent")
+    assert install(project, commands, "absent", "compile12") == []
+    assert install(project, commands, "too_new", "compile12") == [f"absent,{cuda},too_new"]
 
 
-def test_unreadable_stamp_installs_again(venv, commands):
-    venv.install(("absent",))
-    venv.stamp_file.write_text("{")
-    assert not venv.holds(("absent",))
-    venv.install(("absent",))
-    assert venv.holds(("absent",))
+def test_another_cuda_rebuilds(project, commands):
+    install(project, commands, "compile12", "absent")
+    assert install(project, commands, "cuda13") == ["venv --clear", "cuda13"]
 
 
-def test_failed_install_leaves_no_stamp(venv, commands):
-    venv.install(("absent",))
-    commands.failing = "pip"
-    venv.pyproject.write_text(PYPROJECT + "# changed\n")
-    with pytest.raises(SetupError, match="pip could not install absent"):
-        venv.install(("absent",))
-    assert not venv.stamp_file.exists()
-
-
-def test_failed_venv_names_the_package_of_debian(venv, commands):
-    commands.failing = "venv"
-    with pytest.raises(SetupError, match="apt install python3-venv"):
-        venv.install(("absent",))
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [("pip", "pip could not install absent"), ("venv", "apt install python3-venv")],
+)
+def test_failed_set_up_leaves_no_stamp(project, commands, failing, message):
+    commands.failing = failing
+    with pytest.raises(SetupError, match=message):
+        setup_env.prepare_venv(("absent",), project)
+    assert not (project / ".venv" / "cuflash-extras.json").exists()
 
 
 def test_offline_without_cupy_the_rest_still_runs(project, commands, capsys):
@@ -310,59 +185,31 @@ def test_offline_without_cupy_the_rest_still_runs(project, commands, capsys):
     assert "skipped: what needs compile12" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("python", "needed"),
-    [
-        (sys.executable, "cuflash-no-such-distribution"),
-        ("/no/such/python", "what pyproject.toml names"),
-    ],
-)
-def test_offline_without_a_necessary_distribution(project, commands, monkeypatch, python, needed):
+def test_offline_without_a_necessary_distribution(project, commands):
     commands.failing = "pip"
-    monkeypatch.setattr(sys, "executable", python)
-    fix = f"no network\\? Use a Python that already has {needed}: add PYTHON="
+    fix = "no network\\? Use a Python that already has cuflash-no-such-distribution: add PYTHON="
     with pytest.raises(SetupError, match=f"pip could not install absent, compile12 .*{fix}"):
         setup_env.choose_interpreter(("absent", "compile12"), project)
 
 
-def test_nvrtc_13_lies_apart_and_is_installed_once(tmp_path, monkeypatch, capsys):
+def test_nvrtc_13_has_a_folder_of_its_own_and_is_installed_once(tmp_path, commands, capsys):
     """In one environment with it, CuPy for CUDA 12 would compile with NVRTC 13."""
-    calls = []
-
-    def pip(command, **options):
-        if options.get("capture_output"):
-            return subprocess.CompletedProcess(command, 1)
-        calls.append(command)
-        (tmp_path / "nvidia_cuda_nvrtc-13.5.37.dist-info").mkdir()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(setup_env.subprocess, "run", pip)
+    commands.failing = "-c"  # the probe
     setup_env.install_nvrtc("python", tmp_path)
+    assert commands.calls[1][:4] == ["python", "-m", "pip", "install"]
+    assert commands.calls[1][-3:] == ["--target", str(tmp_path), setup_env.NVRTC_13]
+    (tmp_path / "nvidia_cuda_nvrtc-13.5.37.dist-info").mkdir()
     setup_env.install_nvrtc("python", tmp_path)
-    (call,) = calls
-    assert call[:4] == ["python", "-m", "pip", "install"]
-    assert call[-3:] == ["--target", str(tmp_path), setup_env.NVRTC_13]
+    assert len(commands.calls) == 2
     assert "skipped" not in capsys.readouterr().out
-
-
-@posix_only
-def test_nvrtc_13_in_the_environment_is_enough(tmp_path, capsys):
-    """An environment for CUDA 13 has the wheel already."""
-    folder = tmp_path / "site" / "nvidia_cuda_nvrtc-13.5.37.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Name: nvidia-cuda-nvrtc\nVersion: 13.5.37\n")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder.parent}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    setup_env.install_nvrtc(str(python), tmp_path / "absent")
-    assert not capsys.readouterr().out
+    commands.failing = ""  # an environment for CUDA 13 has the wheel
+    setup_env.install_nvrtc("python", tmp_path / "absent")
+    assert len(commands.calls) == 3
 
 
 def test_without_nvrtc_13_the_rest_still_runs(tmp_path, monkeypatch, capsys):
-    def failing(command, **_):
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(setup_env.subprocess, "run", failing)
+    failed = subprocess.CompletedProcess("", 1)
+    monkeypatch.setattr(setup_env.subprocess, "run", lambda *_, **__: failed)
     setup_env.install_nvrtc("python", tmp_path)
     assert capsys.readouterr().out.count("skipped: compiling with NVRTC 13") == 1
 
@@ -374,29 +221,18 @@ def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
     assert "install cuflash" not in readme.replace('"', "")
 
 
-@posix_only
-@pytest.mark.parametrize("cuda", [None, "11.8"])
-def test_command_runs_pytest_and_says_what_is_skipped(tmp_path, monkeypatch, cuda):
-    """The real command on a machine without a usable driver, in an interpreter that has all."""
-    extras = ("test", "demo", "examples", "tune", "compile12")
-    missing = setup_env.missing_from(sys.executable, extras, setup_env.ROOT / "pyproject.toml")
-    if missing is None or not set(missing) <= set(setup_env.OPTIONAL):
-        pytest.skip("this interpreter cannot compile kernels")
-    if not any(setup_env.NVRTC_FOLDER.glob("nvidia_cuda_nvrtc-13.*.dist-info")):
-        pytest.skip("NVRTC 13 would be downloaded")
-    if cuda:
-        install_fake(tmp_path, HEADER.format(driver="520.61.05", cuda=cuda))
-    run = subprocess.run(
-        [sys.executable, "-I", setup_env.__file__, "test", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PATH": str(tmp_path)},
+def test_the_command_runs_its_program(tmp_path):
+    """The real one, in a checkout whose extras this interpreter has."""
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy(setup_env.__file__, tmp_path / "tools")
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\ndependencies = []\n[project.optional-dependencies]\ndev = ['pytest>=8']\n"
     )
-    lines = run.stdout.splitlines()
-    assert sum("skipped: everything that runs on a GPU" in line for line in lines) == 1
-    assert any("is used as it is" in line for line in lines)
-    assert lines[-1].startswith("pytest ")
+    (tmp_path / "tools" / "check.py").write_text("import sys; sys.exit(len(sys.argv))")
+    command = [sys.executable, "-I", script, "check", "--some", "arguments"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (3, "")
+    assert run.stdout.endswith("has what is needed and is used as it is\n")
 
 
 @posix_only
@@ -415,18 +251,23 @@ def test_make_takes_the_first_python_that_is_new_enough(tmp_path, statuses, chos
         program.write_text(f"#!/bin/sh\nexit {status}\n")
         program.chmod(0o755)
     run = subprocess.run(
-        [shutil.which("make"), "--dry-run", "test"],
-        cwd=setup_env.ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": str(tmp_path)},
-    )
+        [shutil.which("make"), "--dry-run", "test"], cwd=setup_env.ROOT, capture_output=True,
+        text=True, check=True, env={"PATH": str(tmp_path)},
+    )  # fmt: skip
     assert (run.stdout.split(), run.stderr) == ([chosen, "tools/setup_env.py", "test"], "")
 
 
-def test_old_python_is_told_what_is_needed(monkeypatch, capsys):
-    monkeypatch.setattr(setup_env, "OLDEST_PYTHON", (99, 0))
+def test_what_cannot_be_prepared_is_told(monkeypatch, capsys):
+    def choose(*_):
+        raise SetupError("no network?")
+
     monkeypatch.setattr(sys, "argv", ["setup_env.py", "test"])
+    monkeypatch.setattr(setup_env, "find_cuda", lambda: "no driver")
+    monkeypatch.setattr(setup_env, "choose_interpreter", choose)
+    assert setup_env.main() == 1
+    said = capsys.readouterr().out
+    assert said.startswith("cuflash: skipped: everything that runs on a GPU: no driver\n")
+    assert said.endswith("no network?\n")
+    monkeypatch.setattr(setup_env, "OLDEST_PYTHON", (99, 0))
     assert setup_env.main() == 1
     assert f"Python 3.11 or later is needed, and {sys.executable}" in capsys.readouterr().out

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
+import array_device
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import array_device  # noqa: E402
-import train_transformer  # noqa: E402
-import transformer  # noqa: E402
-from train_transformer import Digits, Training, fused  # noqa: E402
+import train_transformer
+import transformer
+from train_transformer import Digits, Training, fused
 
 CPU = array_device.cpu()
 SMALL = transformer.Shape(seqlen=12, num_layers=2, num_heads=2, head_dim=6, num_classes=4)
 SHORT = Training(shape=SMALL, steps=25, batch=16, learning_rate=5e-3)
 
 
-def made_up_digits(xp: Any = np, shape: transformer.Shape = SMALL) -> Digits:
+def made_up_digits(xp=np, shape=SMALL):
     """Four images, each again and again under noise."""
     rng = np.random.default_rng(3)
     labels = rng.integers(0, shape.num_classes, 400)
@@ -33,12 +27,12 @@ def made_up_digits(xp: Any = np, shape: transformer.Shape = SMALL) -> Digits:
     return Digits(images[:300], labels[:300], images[300:], labels[300:])
 
 
-def test_central_differences_of_the_whole_model() -> None:
+def test_central_differences_of_the_whole_model():
     digits = made_up_digits()
     parameters = transformer.initial_parameters(SMALL, seed=2)
     attend = fused(np, np.float64)
 
-    def loss(moved: transformer.Parameters) -> transformer.Evaluation:
+    def loss(moved):
         images, labels = digits.images[:5], digits.labels[:5]
         return transformer.evaluate(np, SMALL, moved, images, labels, attend)
 
@@ -57,7 +51,7 @@ def test_central_differences_of_the_whole_model() -> None:
         )  # fmt: skip
 
 
-def test_three_ways_to_attend_agree() -> None:
+def test_three_ways_to_attend_agree():
     rng = np.random.default_rng(5)
     q, k, v, dout = rng.standard_normal((4, 2, 9, 3, 8))
     exact = train_transformer.MonteCarlo(np, "float64", np.random.default_rng(0))
@@ -72,13 +66,13 @@ def test_three_ways_to_attend_agree() -> None:
             np.testing.assert_allclose(array, wanted, rtol=1e-12, atol=1e-13 * abs(wanted).max())
 
 
-def test_small_gradients_come_into_range() -> None:
+def test_small_gradients_come_into_range():
     x = np.array([-3e-9, 1e-9])
     assert train_transformer.power_of_two_above(np, x) == 2.0**-28
     assert train_transformer.power_of_two_above(np, np.zeros(3)) == 1
 
 
-def test_errors_of_the_model_arithmetic_are_of_the_dtype() -> None:
+def test_errors_of_the_model_arithmetic_are_of_the_dtype():
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((200, 64)), rng.standard_normal((64, 200))
     for dtype, unit in (("float32", 2.0**-24), ("bfloat16", 2.0**-8)):
@@ -96,7 +90,7 @@ def test_errors_of_the_model_arithmetic_are_of_the_dtype() -> None:
     assert real / 2 < modelled < 3 * real
 
 
-def test_adam_by_hand() -> None:
+def test_adam_by_hand():
     """The first step has the length of the learning rate, the second is the decays' mean."""
     parameters = {"x": np.array([1.0, 1.0])}
     adam = transformer.Adam(np, parameters, 0.1)
@@ -108,20 +102,20 @@ def test_adam_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_curves_agree_and_fall(dtype: str) -> None:
+def test_curves_agree_and_fall(dtype):
     (found,) = train_transformer.compare(CPU, made_up_digits(), SHORT, [dtype], probes=4)
     assert found.agrees
     assert (found.differences > 0).any()
     assert np.mean(found.ours.losses[-5:]) < 0.5 * found.ours.losses[0]
 
 
-def wrong_gradient(attend: transformer.Attend) -> transformer.Attend:
+def wrong_gradient(attend):
     """The gradient of k is too large by a thousandth."""
 
-    def attend_wrongly(q: Any, k: Any, v: Any) -> Any:
+    def attend_wrongly(q, k, v):
         out, pullback = attend(q, k, v)
 
-        def back(dout: Any) -> Any:
+        def back(dout):
             dq, dk, dv = pullback(dout)
             return dq, 1.001 * dk, dv
 
@@ -130,16 +124,14 @@ def wrong_gradient(attend: transformer.Attend) -> transformer.Attend:
     return attend_wrongly
 
 
-def test_a_wrong_gradient_leaves_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_leaves_the_curve(monkeypatch):
     right = train_transformer.fused
     monkeypatch.setattr(train_transformer, "fused", lambda *given: wrong_gradient(right(*given)))
     (found,) = train_transformer.compare(CPU, made_up_digits(), SHORT, ["float32"], probes=4)
     assert not found.agrees
 
 
-def test_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     numbers, picture = tmp_path / "curves.json", tmp_path / "curves.png"
@@ -155,9 +147,7 @@ def test_the_program(
     assert "the curves agree" in capsys.readouterr().out
 
 
-def test_digits_without_scikit_learn_name_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_digits_without_scikit_learn_name_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert train_transformer.main(["--device", "cpu"]) == 2
     assert "cuflash[examples]" in capsys.readouterr().err
@@ -165,7 +155,7 @@ def test_digits_without_scikit_learn_name_the_extra(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [6, 64])
-def test_curves_agree_on_the_gpu(head_dim: int) -> None:
+def test_curves_agree_on_the_gpu(head_dim):
     """Rows of 6 columns are no multiples of 16 bytes; Hopper's own kernels take those of 64."""
     from cuflash._launch import run
     from cuflash._launch.sm90 import MappedLaunch, Sm90Launch

@@ -2,37 +2,41 @@
 
     python tools/setup_env.py {demo,test,check} [arguments for the program]
 
-An interpreter that already has what the task needs is used as it is. Otherwise `.venv` is created
-and the extras that the task and this machine's NVIDIA driver call for are installed into it; a
-stamp makes the next run start at once. Standard library only: this runs before anything is there.
+An interpreter that has what the task needs is used as it is. Otherwise `.venv` is created, and pip
+installs into it the extras that the task and the NVIDIA driver call for; a stamp makes the next run
+start at once. Standard library only: this runs before anything is installed. uv does not read the
+configuration of pip (indexes, constraints), and nox, which has to be installed first, chooses
+neither extras nor an interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
+import importlib.metadata
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# NVRTC of the generation that CuPy does not compile with, for the tests. It lies apart because CuPy
-# for CUDA 12 takes NVRTC 13 where both are in one environment.
+# NVRTC of the CUDA version that CuPy does not compile with, for the tests. It has a folder of its
+# own because CuPy for CUDA 12 takes NVRTC 13 where both are in one environment.
 NVRTC_FOLDER = ROOT / ".nvrtc"
 NVRTC_13 = "nvidia-cuda-nvrtc>=13,<14"
 OLDEST_PYTHON = (3, 11)
 OLDEST_CUDA = 12
 NEWEST_CUDA = 13  # a newer driver runs what was built for CUDA 13
+CUDA_EXTRAS = ("cuda", "compile")  # how their names begin; the CUDA version ends them
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing that can be asked for."""
+    """A program, the extras that it needs, and what it does with kernels."""
 
     extras: tuple[str, ...]
     command: tuple[str, ...]
@@ -51,7 +55,7 @@ TASKS = {
     "check": Task(extras=("dev",), command=("tools/check.py",)),
 }
 
-# Distributions that a task can do without, and what it is then without.
+# Distributions that a task can do without, and what it then leaves out.
 OPTIONAL = {
     "rdkit": "reactions other than the demo's own two (pip install rdkit)",
     "tqdm": "progress bars (pip install tqdm)",
@@ -63,172 +67,151 @@ OPTIONAL = {
 }
 
 
-@dataclass(frozen=True)
-class Driver:
-    """What nvidia-smi says: the CUDA version that the driver serves, or why none can be used."""
-
-    cuda: tuple[int, int] | None
-    reason: str = ""
-
-    @property
-    def extra(self) -> str | None:
-        """The extra whose CuPy this driver runs."""
-        return f"cuda{min(self.cuda[0], NEWEST_CUDA)}" if self.cuda else None
+class SetupError(Exception):
+    """Set-up cannot go on; the text says what the user can do."""
 
 
-def parse_nvidia_smi(output: str) -> Driver:
-    """Read the CUDA version from nvidia-smi's header."""
-    if "No devices were found" in output:
-        return Driver(None, "nvidia-smi found no device")
-    match = re.search(r"CUDA[A-Za-z ]*Version *: *(\d+)\.(\d+)", output)
-    if match is None:
-        return Driver(None, "nvidia-smi names no CUDA version")
-    major, minor = int(match[1]), int(match[2])
-    if major < OLDEST_CUDA:
-        return Driver(None, f"the driver serves CUDA {major}.{minor}, and {OLDEST_CUDA} is needed")
-    return Driver((major, minor))
+def say(text: str) -> None:
+    """Print one line that differs from the program's own output."""
+    print(f"cuflash: {text}", flush=True)
 
 
-def find_driver() -> Driver:
-    """Ask nvidia-smi for the NVIDIA driver of this machine."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return Driver(None, "no NVIDIA driver was found (no nvidia-smi)")
+def find_cuda() -> int | str:
+    """Return the CUDA version that the NVIDIA driver serves, or why no driver can be used."""
     try:
-        answer = subprocess.run(
-            [program], capture_output=True, text=True, errors="replace", timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Driver(None, f"nvidia-smi did not answer ({type(error).__name__})")
-    if answer.returncode != 0:
-        words = (answer.stdout + answer.stderr).split()
-        return Driver(None, f"nvidia-smi failed ({' '.join(words)[:120] or answer.returncode})")
-    return parse_nvidia_smi(answer.stdout)
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver was found"
+    if status := driver.cuInit(0):
+        return f"the NVIDIA driver found no device that it can use (cuInit returned {status})"
+    version = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    major = version.value // 1000  # 12040 is CUDA 12.4
+    if major < OLDEST_CUDA:
+        return f"the NVIDIA driver serves CUDA {major}, and {OLDEST_CUDA} is needed"
+    return major
 
 
-def wanted_extras(task: Task, driver: Driver, platform: str = sys.platform) -> tuple[str, ...]:
-    """Name the extras that the task calls for on this machine."""
-    if task.uses_gpu and driver.extra:
-        return (*task.extras, driver.extra)
+def wanted_extras(task: Task, cuda: int | str, platform: str = sys.platform) -> tuple[str, ...]:
+    """Name the extras that the task needs on this machine."""
+    if task.uses_gpu and isinstance(cuda, int):
+        return (*task.extras, f"cuda{min(cuda, NEWEST_CUDA)}")
     if task.compiles_kernels and platform != "darwin":
         return (*task.extras, "compile12")
     return task.extras
 
 
-def missing_from(python: str, extras: tuple[str, ...], pyproject: Path) -> list[str] | None:
-    """Name what an interpreter lacks for these extras; None where it cannot even be asked."""
-    probe = [python, str(Path(__file__).with_name("probe_extras.py")), str(pyproject), *extras]
+def missing(extras: tuple[str, ...], pyproject: Path) -> list[str]:
+    """Name the distributions, and the CUDA extras as a whole, that this interpreter lacks."""
+    import tomllib  # came with Python 3.11
+
     try:
-        answer = subprocess.run(probe, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return [str(name) for name in json.loads(answer.stdout.splitlines()[-1])]
-
-
-class SetupError(Exception):
-    """Set-up cannot go on; the text says what the user can do."""
-
-
-@dataclass(frozen=True)
-class Venv:
-    """The project's own virtual environment and the stamp of what was installed into it."""
-
-    folder: Path
-    pyproject: Path
-
-    @property
-    def python(self) -> str:
-        """Path of its interpreter."""
-        windows = self.folder / "Scripts" / "python.exe"
-        return str(windows if os.name == "nt" else self.folder / "bin" / "python")
-
-    @property
-    def stamp_file(self) -> Path:
-        """Where the extras are recorded, beside a digest of the file that defines them."""
-        return self.folder / "cuflash-extras.json"
-
-    def digest(self) -> str:
-        """Digest of pyproject.toml."""
-        return hashlib.sha256(self.pyproject.read_bytes()).hexdigest()
-
-    def installed_extras(self) -> tuple[str, ...] | None:
-        """Extras installed from any state of pyproject.toml; None without a readable stamp."""
+        from packaging.requirements import Requirement
+    except ImportError:
         try:
-            return tuple(json.loads(self.stamp_file.read_text())["extras"])
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def holds(self, extras: tuple[str, ...]) -> bool:
-        """Whether these extras were installed from the present pyproject.toml."""
-        if not Path(self.python).exists():
-            return False
-        try:
-            stamp = json.loads(self.stamp_file.read_text())
-        except (OSError, ValueError):
-            return False
-        return stamp.get("digest") == self.digest() and set(extras) <= set(stamp["extras"])
-
-    def adapted(self, extras: tuple[str, ...]) -> tuple[str, ...]:
-        """These extras, with the CUDA that is installed in place of compile12: it compiles too."""
-        cuda = [extra for extra in self.installed_extras() or () if extra.startswith("cuda")]
-        return tuple(cuda[0] if cuda and extra == "compile12" else extra for extra in extras)
-
-    def install(self, extras: tuple[str, ...]) -> None:
-        """Create it where it is absent and install the project with these extras."""
-        before = self.installed_extras() or ()
-        union = tuple(sorted({*before, *extras}))
-        rebuild = len({extra[-2:] for extra in union if extra.startswith(("cuda", "comp"))}) > 1
-        if rebuild:
-            say("the driver now serves another CUDA, so .venv is rebuilt")
-            union = extras
-        if rebuild or not Path(self.python).exists():
-            say(f"creating .venv with Python {sys.version.split()[0]}")
-            clear = ["--clear"] if rebuild else []
-            made = subprocess.run([sys.executable, "-m", "venv", *clear, str(self.folder)])
-            if made.returncode != 0:
-                raise SetupError(
-                    f"{sys.executable} -m venv failed (Debian and Ubuntu: apt install python3-venv)"
-                )
-        self.stamp_file.unlink(missing_ok=True)
-        target = f"{self.pyproject.parent}[{','.join(union)}]"
-        say(f"installing {', '.join(union)} into .venv, once")
-        quiet = [] if sys.stdout.isatty() else ["--quiet"]
-        pip = [self.python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
-        if subprocess.run([*pip, "--editable", target]).returncode != 0:
-            raise SetupError(f"pip could not install {', '.join(union)} (its message is above)")
-        self.stamp_file.write_text(json.dumps({"digest": self.digest(), "extras": union}))
+            from pip._vendor.packaging.requirements import Requirement
+        except ImportError:
+            return ["pip"]
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    lines, absent = list(project["dependencies"]), []
+    for extra in extras:
+        own = project["optional-dependencies"][extra]
+        if not extra.startswith(CUDA_EXTRAS):
+            lines += own
+        elif not cupy_works(Requirement(own[0]), needs_device=extra.startswith("cuda")):
+            absent.append(extra)
+    return [line.name for line in map(Requirement, lines) if not satisfied(line)] + absent
 
 
-def say(text: str) -> None:
-    """Print one line that is told apart from the program's own output."""
-    print(f"cuflash: {text}", flush=True)
+def satisfied(requirement: Any) -> bool:
+    """Whether a distribution of a suitable version is installed, or not needed here."""
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return True
+    try:
+        installed = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return bool(requirement.specifier.contains(installed, prereleases=True))
+
+
+def cupy_works(requirement: Any, *, needs_device: bool) -> bool:
+    """Whether CuPy of a suitable version finds NVRTC and, if it must, a device.
+
+    CuPy may come from conda or use a CUDA toolkit of the system: it is asked to work, since the
+    name of its distribution says nothing.
+    """
+    try:
+        import cupy
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+        devices = cupy.cuda.runtime.getDeviceCount() if needs_device else 0
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return requirement.specifier.contains(cupy.__version__) and devices >= needs_device
+
+
+def pip_install(python: str, *arguments: str) -> bool:
+    """Whether pip installed what the arguments name."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
+    return subprocess.run([*pip, *arguments]).returncode == 0
+
+
+def prepare_venv(extras: tuple[str, ...], root: Path) -> str:
+    """Return the interpreter of `.venv`, which then has the project with these extras."""
+    folder, pyproject = root / ".venv", root / "pyproject.toml"
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    stamp = folder / "cuflash-extras.json"
+    digest = hashlib.sha256(pyproject.read_bytes()).hexdigest()
+    try:
+        written = json.loads(stamp.read_text())
+        held, fresh = set(written["extras"]), written["digest"] == digest
+    except (OSError, ValueError, LookupError, TypeError):
+        held, fresh = set(), False
+    wanted = set(extras)
+    if "compile12" in wanted and (cuda := [own for own in held if own.startswith("cuda")]):
+        wanted = wanted - {"compile12"} | {cuda[0]}  # it compiles as well
+    if fresh and wanted <= held and python.exists():
+        return str(python)
+    union = held | wanted
+    rebuild = len({extra[-2:] for extra in union if extra.startswith(CUDA_EXTRAS)}) > 1
+    if rebuild:
+        say("the driver now serves another CUDA, so .venv is rebuilt")
+        union = wanted
+    if rebuild or not python.exists():
+        say(f"creating .venv with Python {sys.version.split()[0]}")
+        clear = ["--clear"] if rebuild else []
+        if subprocess.run([sys.executable, "-m", "venv", *clear, str(folder)]).returncode:
+            apt = "Debian and Ubuntu: apt install python3-venv"
+            raise SetupError(f"{sys.executable} -m venv failed ({apt})")
+    stamp.unlink(missing_ok=True)
+    names = sorted(union)
+    say(f"installing {', '.join(names)} into .venv, once")
+    if not pip_install(str(python), "--editable", f"{root}[{','.join(names)}]"):
+        raise SetupError(f"pip could not install {', '.join(names)} (its message is above)")
+    stamp.write_text(json.dumps({"digest": digest, "extras": names}))
+    return str(python)
 
 
 def choose_interpreter(extras: tuple[str, ...], root: Path) -> str:
     """Return an interpreter that has these extras, preparing `.venv` where none has them."""
-    pyproject = root / "pyproject.toml"
-    venv = Venv(root / ".venv", pyproject)
-    missing = missing_from(sys.executable, extras, pyproject)
-    if missing is not None and set(missing) <= set(OPTIONAL):
-        for name in missing:
+    absent = missing(extras, root / "pyproject.toml")
+    if set(absent) <= set(OPTIONAL):
+        for name in absent:
             say(f"skipped: {OPTIONAL[name]}")
         say(f"{sys.executable} has what is needed and is used as it is")
         return sys.executable
-    if venv.holds(venv.adapted(extras)):
-        return venv.python
     try:
-        venv.install(venv.adapted(extras))
+        return prepare_venv(extras, root)
     except SetupError as error:
-        kernels = {extra for extra in extras if extra.startswith(("cuda", "compile"))}
-        needed = sorted(set(missing or ()) - {*OPTIONAL, *kernels})
-        if missing is None or needed:
-            names = ", ".join(needed) or "what pyproject.toml names"
-            fix = f"Use a Python that already has {names}: add PYTHON=/path/to/python to make"
-            raise SetupError(f"{error}; no network? {fix}") from error
+        kernels = {extra for extra in extras if extra.startswith(CUDA_EXTRAS)}
+        if needed := sorted(set(absent) - {*OPTIONAL, *kernels}):
+            fix = f"Use a Python that already has {', '.join(needed)}: add PYTHON=/path/to/python"
+            raise SetupError(f"{error}; no network? {fix} to make") from error
         say(f"{error}: {sys.executable} is used as it is")
-        say(f"skipped: what needs {', '.join(missing)}")
+        say(f"skipped: what needs {', '.join(absent)}")
         return sys.executable
-    return venv.python
 
 
 def install_nvrtc(python: str, folder: Path) -> None:
@@ -240,9 +223,7 @@ def install_nvrtc(python: str, folder: Path) -> None:
     ):
         return
     say(f"installing NVRTC 13 into {folder.name}, once")
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet]
-    if subprocess.run([*pip, "--target", str(folder), NVRTC_13]).returncode != 0:
+    if not pip_install(python, "--target", str(folder), NVRTC_13):
         say("skipped: compiling with NVRTC 13, which pip could not install (its message is above)")
 
 
@@ -256,12 +237,12 @@ def main() -> int:
         say(f"Python 3.11 or later is needed, and {sys.executable} is older")
         return 1
     task = TASKS[options.task]
-    driver = find_driver() if task.uses_gpu else Driver(None)
-    if driver.cuda:
-        say(f"the NVIDIA driver serves CUDA {driver.cuda[0]}.{driver.cuda[1]}")
+    cuda = find_cuda() if task.uses_gpu else ""
+    if task.uses_gpu and isinstance(cuda, str):
+        say(f"skipped: everything that runs on a GPU: {cuda}")
     elif task.uses_gpu:
-        say(f"skipped: everything that runs on a GPU: {driver.reason}")
-    extras = wanted_extras(task, driver)
+        say(f"the NVIDIA driver serves CUDA {cuda}")
+    extras = wanted_extras(task, cuda)
     try:
         python = choose_interpreter(extras, ROOT)
     except SetupError as error:

@@ -8,21 +8,16 @@ never recompiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import ClassVar, Literal
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Literal, Self
 
 from cuflash._kernels.frozen import Frozen
+from cuflash._kernels.score_config import Floats, Integers, ScoreConfig
 
 #: Of q, k and v, or of results.
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 #: Of products of float32.
 Precision = Literal["ieee", "tf32"]
-#: Of an option's array; "none" where there is none.
-Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
-Integers = Literal["none", "int32", "int64"]
-#: One value for the launch, the entry's kv_length - q_length, or an array.
-Offset = Literal["value", "lengths", "int32", "int64"]
-
 GradOf = Literal["bias", "alibi_slopes", "scale"]
 #: A sum for each pair, for each key over its queries, or for each query over its keys.
 SumsTo = Literal["pairs", "keys", "queries"]
@@ -74,10 +69,29 @@ class KernelConfig(Frozen):
         """Dynamic shared memory of a block."""
         return 0
 
+    def __getattr__(self, name: str) -> Any:
+        """A field of a part, which is read like one of the configuration's own."""
+        if name in ScoreConfig._fields and "score" in vars(self):
+            return getattr(vars(self)["score"], name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def values(self) -> dict[str, Any]:
+        """All fields by name, each part's among them."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        score = named.pop("score", None)
+        return named if score is None else named | score._asdict()
+
+    def replace(self, **changes: Any) -> Self:
+        """The configuration with other values, fields of parts among them."""
+        score = {name: changes.pop(name) for name in ScoreConfig._fields if name in changes}
+        if score:
+            changes["score"] = self.score._replace(**score)
+        return replace(self, **changes)
+
     def defines(self) -> dict[str, str]:
         """Macros that specialise the source, one per field but texts, and the derived size."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "formulas"}
-        named["smem_bytes"] = self.smem_bytes
+        named = self.values() | {"smem_bytes": self.smem_bytes}
+        named.pop("formulas", None)
         return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
 
 
@@ -151,22 +165,7 @@ class TileConfig(OperandConfig):
     block_n: int
     blocks_per_sm: int
     column_parts: int  # blocks of threads that share a tile, each with its own columns
-    window_left: bool  # is that side bounded? the bound itself is a run-time parameter
-    window_right: bool  # causal is window_right with bound 0
-    scale_in_exponent: bool
-    softcap: bool
-    bias: Floats
-    alibi_slopes: Floats
-    mask: bool
-    segment_ids: Integers
-    offset: Offset
-    q_lengths: Integers
-    kv_lengths: Integers
-    score_mod: bool
-    mask_mod: bool
-    formulas: tuple[tuple[str, str], ...]  # files of the source, with the caller's text
-    dropout: bool
-    cu_seqlens: Integers  # "none" where sequences are not packed
+    score: ScoreConfig
 
     def __post_init__(self) -> None:
         OperandConfig.__post_init__(self)
@@ -187,11 +186,7 @@ class TileConfig(OperandConfig):
             raise ValueError(f"{self.result_columns} columns, {self.column_parts=}: not by 16")
         if self.rows % (16 * self.num_warps):
             raise ValueError(f"{self.rows} rows must be split evenly over {self.num_warps=} by 16")
-        plain = self.bias == self.alibi_slopes == "none" and not (self.softcap or self.score_mod)
-        if self.scale_in_exponent and not plain:
-            raise ValueError(
-                f"{self.scale_in_exponent=} excludes softcap, bias, slopes and score_mod"
-            )
+        self.score.check()
 
     @property
     def own_rows(self) -> int:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuflash._kernels.config import Integers, SegmentBoundsConfig
+from cuflash._kernels.config import SegmentBoundsConfig
+from cuflash._kernels.score_config import Integers
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Operand, Problem
 

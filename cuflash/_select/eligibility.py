@@ -9,23 +9,25 @@ import numpy as np
 
 from cuflash._host import philox
 from cuflash._kernels.config import HEAD_DIMS
+from cuflash._kernels.score_config import register_pressure
 from cuflash._problem.problem import HALVES, Problem
 
 
 def against_forward(problem: Problem) -> str:
     """Why Hopper's forward does not serve a problem; empty where it does."""
-    wide, packed = _widest(problem) > 192, problem.cu_seqlens_q is not None
+    pressure, wide = register_pressure(problem), _widest(problem) > 192
+    packed = problem.cu_seqlens_q is not None
     looked_up = problem.mask is not None or problem.segment_ids_q is not None
     biased, sliding = problem.bias is not None, problem.window_left is not None
     return _against_both(problem) or _first(
         (problem.formulas is not None, "nobody knows how many registers a formula takes"),
         (biased and packed, "a bias and where sequences begin spill in some case"),
-        (biased and _crowd(problem) > 0, "a bias spills beside options that take registers"),
+        (biased and pressure > 0, "a bias spills beside options that take registers"),
         (biased and wide and sliding, "a bias and the first key of a window spill in every tile"),
         (problem.out.dtype != problem.dtype, "out has another dtype than q, whose tile it takes"),
         (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
         (wide and packed and looked_up, "a mask or ids of packed sequences spill in every tile"),
-        (wide and _crowd(problem) > 1, "any two options that take registers spill in some case"),
+        (wide and pressure > 1, "any two options that take registers spill in some case"),
     )
 
 
@@ -74,13 +76,7 @@ def crowds_gradient(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of Hopper's gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
     drawn = philox.threshold(problem.dropout) > 0
-    return (drawn or beside > 0) and _crowd(problem) + beside > 2
-
-
-def _crowd(problem: Problem) -> int:
-    """How many options are there that take registers in the main loop?"""
-    given = (problem.mask, problem.segment_ids_q, problem.alibi_slopes, problem.softcap)
-    return sum(x is not None for x in given) + (philox.threshold(problem.dropout) > 0)
+    return (drawn or beside > 0) and register_pressure(problem) + beside > 2
 
 
 def _widest(problem: Problem) -> int:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from cuflash._kernels.config import BackwardConvertConfig, BackwardOnePassConfig, BackwardPairConfig
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 from cuflash._select import eligibility, portable, sm90
 
@@ -42,7 +43,7 @@ def config_of(problem: Problem, *, ordered: bool) -> BackwardOnePassConfig | Non
     """
     if (
         eligibility.against_gradient(problem)
-        or portable._is_general(problem)
+        or needs_score_math(problem)
         or any(problem.q.summed)
         or problem.k.summed != problem.v.summed
         or problem.cu_seqlens_q is not None

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from cuflash._kernels.config import ForwardNarrowConfig
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 from cuflash._select import portable
 from cuflash._select.portable_tiles import Tile
@@ -74,7 +75,7 @@ def _blocks_of_eight_warps(problem: Problem) -> int:
     if problem.dtype == np.float64 or problem.head_dim + 2 * problem.head_dim_v > 4:
         return 0
     if not _shares_bias(problem):
-        return 0 if portable._is_general(problem) else 3
+        return 0 if needs_score_math(problem) else 3
     bounds = (problem.window_left, problem.q_lengths, problem.kv_lengths, problem.cu_seqlens_q)
     few = problem.head_dim_v == 0 and all(bound is None for bound in bounds)
     return 4 if few else 0
@@ -84,7 +85,7 @@ def _rows(problem: Problem) -> tuple[int, int]:
     """Rows of a thread and blocks of four warps on a multiprocessor, as registers allow. (D63)"""
     shares_bias = _shares_bias(problem)
     numbers = problem.head_dim + 2 * problem.head_dim_v + shares_bias  # that a row keeps
-    general = portable._is_general(problem) and not shares_bias
+    general = needs_score_math(problem) and not shares_bias
     if problem.dtype == np.float64:
         return (2 if numbers <= 16 else 1), 2
     if general:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cuflash._errors import not_yet, problem_with
-from cuflash._host import philox
+from cuflash._errors import not_yet
 from cuflash._kernels.config import (
     HEAD_DIMS,
     RESERVED_SMEM,
@@ -21,7 +20,8 @@ from cuflash._kernels.config import (
     Precision,
     TileConfig,
 )
-from cuflash._problem.problem import HALVES, Operand, Problem
+from cuflash._kernels.score_config import dtype_of, needs_score_math, score_config
+from cuflash._problem.problem import HALVES, Problem
 from cuflash._select.portable_tiles import CUDA_CORES, FLOAT32, FLOAT64, TF32, Tables, Tile, Tiles
 
 AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
@@ -137,7 +137,7 @@ def forward_config(
     """
     fields = _fields(problem, copy_bytes, problem.out.dtype) | _sink_field(problem)
     fields["cuda_cores"] = cuda_cores
-    general = _is_general(problem) or not fields["scale_in_exponent"]
+    general = needs_score_math(problem) or not fields["score"].scale_in_exponent
     tables = _tables(problem, cuda_cores)
     tiles = tables.forward_general if general else tables.forward
     own = tables.own_columns_general if general else tables.own_columns
@@ -193,12 +193,6 @@ def _fitting(configs: list[AnyTileConfig], smem_limit: int) -> AnyTileConfig | N
     return configs[-1] if configs[-1].smem_bytes <= smem_limit else None
 
 
-def _is_general(problem: Problem) -> bool:
-    scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.formulas)
-    present = any(x is not None for x in (*scored, problem.mask, problem.segment_ids_q))
-    return present or philox.threshold(problem.dropout) > 0
-
-
 def _shares_keys(problem: Problem, names: list[str]) -> bool:
     """Whether the batch entries summed into one result have the same k, and v where it is read."""
     summed = problem.k.summed if "k" in names else problem.v.summed
@@ -230,7 +224,7 @@ def _fields(problem: Problem, copy_bytes: int, out_dtype: np.dtype[Any]) -> dict
         "copy_bytes": copy_bytes,
         "head_dim": padded(problem.head_dim, problem.dtype),
         "head_dim_v": padded(problem.head_dim_v, problem.dtype),
-        **score_fields(problem),
+        "score": score_config(problem),
     }
 
 
@@ -252,55 +246,6 @@ def _precision(problem: Problem) -> Precision:
     return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
 
 
-def score_fields(problem: Problem) -> dict[str, Any]:
-    """The configuration fields that say which score options are present."""
-    if max(problem.seqlen_q, problem.seqlen_k) >= 1 << 29:
-        raise problem_with(
-            "q, k", ValueError, got=f"{problem.seqlen_q} queries, {problem.seqlen_k} keys",
-            expected="fewer than 2^29 of each",
-        )  # fmt: skip
-    changes = (problem.softcap, problem.bias, problem.alibi_slopes)
-    plain = all(x is None for x in changes) and not (
-        problem.formulas is not None and problem.formulas.score_mod
-    )
-    # Beyond these bounds scale * log2(e) leaves the normal range of float32.
-    scale_in_exponent = plain and 1e-30 < problem.scale < 1e30
-    return {
-        "window_left": problem.window_left is not None,
-        "window_right": problem.window_right is not None,
-        "scale_in_exponent": scale_in_exponent,
-        "softcap": problem.softcap is not None,
-        "bias": _dtype_field(problem.bias),
-        "alibi_slopes": _dtype_field(problem.alibi_slopes),
-        "mask": problem.mask is not None,
-        "segment_ids": _dtype_field(problem.segment_ids_q),
-        "offset": _offset_field(problem),
-        "q_lengths": _dtype_field(problem.q_lengths),
-        "kv_lengths": _dtype_field(problem.kv_lengths),
-        "score_mod": problem.formulas is not None and problem.formulas.score_mod,
-        "mask_mod": problem.formulas is not None and problem.formulas.mask_mod,
-        "formulas": () if problem.formulas is None else problem.formulas.texts,
-        "dropout": philox.threshold(problem.dropout) > 0,
-        "cu_seqlens": _dtype_field(problem.cu_seqlens_q),
-    }
-
-
 def _sink_field(problem: Problem) -> dict[str, str]:
     """What the forward alone needs to know: the backward finds the sink in lse."""
-    return {"sink": _dtype_field(problem.sink)}
-
-
-def _dtype_field(operand: Operand | None) -> str:
-    return "none" if operand is None else operand.dtype.name
-
-
-def _offset_field(problem: Problem) -> str:
-    bounds = (problem.window_left, problem.window_right)
-    if bounds == (None, None) and problem.alibi_slopes is None:
-        return "value"
-    if problem.offset is not None:
-        return problem.offset.dtype.name
-    own = problem.q_lengths or problem.kv_lengths or problem.cu_seqlens_q
-    if problem.offset_value is None and own:
-        return "lengths"
-    return "value"
+    return {"sink": dtype_of(problem.sink)}

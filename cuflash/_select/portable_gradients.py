@@ -16,6 +16,7 @@ from cuflash._kernels.config import (
     GradOf,
     SumsTo,
 )
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 from cuflash._select import portable
 from cuflash._select.portable_tiles import Tables, Tiles
@@ -31,7 +32,7 @@ def backward_q_config(
     """Choose the kernel of dq that every architecture has."""
     fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     tables = portable._tables(problem, cuda_cores)
-    tiles = tables.backward_q_general if portable._is_general(problem) else tables.backward_q
+    tiles = tables.backward_q_general if needs_score_math(problem) else tables.backward_q
     parts = portable._parts(fields["head_dim"], _own_columns(problem, tables))
     rows = portable._rows(tiles, fields)
     configs = [BackwardQConfig(**fields, **t, column_parts=parts) for t in rows]
@@ -55,7 +56,7 @@ def backward_kv_configs(
     fields = portable._fields(problem, copy_bytes, problem.dtype) | {"cuda_cores": cuda_cores}
     tables = portable._tables(problem, cuda_cores)
     widest = max(fields["head_dim"], fields["head_dim_v"])
-    tiles = tables.backward_kv_general if portable._is_general(problem) else tables.backward_kv
+    tiles = tables.backward_kv_general if needs_score_math(problem) else tables.backward_kv
     rows = portable._rows(tiles, fields)
     chosen: list[BackwardKVConfig] = []
     for names in portable._kv_passes(problem, wanted, together=widest <= tables.widest_pair):
@@ -129,7 +130,7 @@ def _partner_rows(
     tiles: Tiles | None, problem: Problem, fields: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The rows of ``tiles``, none where more than bounds and a product takes registers."""
-    if portable._is_general(problem) or problem.cu_seqlens_q is not None:
+    if needs_score_math(problem) or problem.cu_seqlens_q is not None:
         return []
     widest = max(fields["head_dim"], fields["head_dim_v"])
     return [t._asdict() for t in (tiles or {}).get(widest, ())]
@@ -137,6 +138,6 @@ def _partner_rows(
 
 def _own_columns(problem: Problem, tables: Tables) -> int:
     """Columns of a gradient that registers hold."""
-    if portable._is_general(problem):
+    if needs_score_math(problem):
         return tables.own_columns_backward_general
     return tables.own_columns_backward

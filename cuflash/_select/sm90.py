@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cuflash._host import philox
 from cuflash._kernels.config import BackwardKVSm90Config, BackwardQSm90Config, ForwardSm90Config
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 from cuflash._select import eligibility, portable
 
@@ -161,25 +162,26 @@ def forward_config(
     if eligibility.against_forward(problem):
         return None
     fields = portable._fields(problem, 16, problem.dtype) | portable._sink_field(problem)
+    score = fields["score"]
     tiles = _FORWARD
-    if portable._is_general(problem):
+    if needs_score_math(problem):
         tiles = _FORWARD_GENERAL
         if _has_softcap_alone(problem):
             tiles = tiles | _FORWARD_SOFTCAP
             if not _has_few_rows(problem, multiprocessors):
                 tiles = tiles | _FORWARD_SOFTCAP_MANY
-        packed, biased = fields["cu_seqlens"] != "none", fields["bias"] != "none"
+        packed, biased = score.cu_seqlens != "none", score.bias != "none"
         if packed:
             tiles = tiles | _FORWARD_GENERAL_PACKED
-        if fields["window_left"]:
+        if score.window_left:
             tiles = tiles | _FORWARD_GENERAL_WINDOW
         if biased:
             tiles = tiles | _FORWARD_GENERAL_BIAS
-        if fields["segment_ids"] != "none" or (fields["window_left"] and (packed or biased)):
+        if score.segment_ids != "none" or (score.window_left and (packed or biased)):
             tiles = tiles | _FORWARD_GENERAL_CROWDED
     else:
-        lengths = not fields["q_lengths"] == fields["kv_lengths"] == "none"
-        packed = fields["cu_seqlens"] != "none"
+        lengths = not score.q_lengths == score.kv_lengths == "none"
+        packed = score.cu_seqlens != "none"
         if lengths or packed:
             tiles = tiles | _FORWARD_LENGTHS
         narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
@@ -187,7 +189,7 @@ def forward_config(
             narrow = False  # three warpgroups have no registers for a sink and bounds from arrays
         if narrow:
             tiles = tiles | _FORWARD_NARROW
-        scaled = not fields["scale_in_exponent"]
+        scaled = not score.scale_in_exponent
         if scaled or _has_few_rows(problem, multiprocessors):
             tiles = tiles | _FORWARD_FEW
         if scaled or _count(problem, 128) <= multiprocessors:
@@ -241,7 +243,7 @@ def backward_q_config(problem: Problem) -> BackwardQSm90Config | None:
     if eligibility.against_gradient(problem) or any(problem.q.summed):
         return None
     tiles = _BACKWARD_Q
-    if portable._is_general(problem):
+    if needs_score_math(problem):
         tiles = tiles | _BACKWARD_Q_GENERAL
         waiting = (problem.bias, problem.formulas, problem.softcap, problem.mask)
         if problem.window_right is not None or any(x is not None for x in waiting):
@@ -262,7 +264,7 @@ def backward_kv_configs(
     if eligibility.against_gradient(problem):
         return None
     tiles = _BACKWARD_KV
-    if portable._is_general(problem):
+    if needs_score_math(problem):
         tiles = tiles | _BACKWARD_KV_GENERAL
     if eligibility.crowds_gradient(problem):
         tiles = tiles | _BACKWARD_KV_CROWDED

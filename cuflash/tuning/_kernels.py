@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from cuflash._errors import problem_with
@@ -31,6 +30,7 @@ from cuflash._kernels.config_tf32_sm90 import (
     BackwardQTf32Sm90Config,
     ForwardTf32Sm90Config,
 )
+from cuflash._kernels.score_config import ScoreConfig
 from cuflash._select.measured import with_values
 
 _PORTABLE = ("block_m", "block_n", "num_warps", "blocks_per_sm")
@@ -107,8 +107,7 @@ def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:
 
 def config_as_json(config: KernelConfig) -> dict[str, Any]:
     """All fields and the kernel's name."""
-    named = {f.name: getattr(config, f.name) for f in fields(config)}
-    return {"kernel": kernel_name(config), **named}
+    return {"kernel": kernel_name(config), **config.values()}
 
 
 def config_from_json(given: Mapping[str, Any]) -> Any:
@@ -117,4 +116,6 @@ def config_from_json(given: Mapping[str, Any]) -> Any:
     kind = _ALL[values.pop("kernel")]
     if "formulas" in values:
         values["formulas"] = tuple((name, text) for name, text in values["formulas"])
+    if "score" in kind.__dataclass_fields__:
+        values["score"] = ScoreConfig(**{name: values.pop(name) for name in ScoreConfig._fields})
     return kind(**values)
