@@ -26,7 +26,7 @@ from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
 from cuflash._problem import options, problem  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
-from cuflash._timing.workload import Workload  # noqa: E402
+from cuflash.tuning._workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
