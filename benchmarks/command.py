@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import io_grid, memory
 from benchmarks.cells import Run, measure_cell, measure_shapes
+from benchmarks.host_clock import HostClock
 from benchmarks.machine import describe_machine, gpu_module
 from benchmarks.option_costs import measure_options
 from benchmarks.overhead import (
@@ -33,21 +34,18 @@ from benchmarks.overhead import (
 from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
 from benchmarks.report import markdown, write, write_json
+from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
 from cuflash._cli.plot import read_result
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import problem_with
 from cuflash._kernels.config import HEAD_DIMS
-from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock, HostClock
+from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock
 from cuflash._timing.machine import read_clocks
-from cuflash._timing.workload import (
+from cuflash.tuning._workload import (
     DTYPES,
-    MODEL_WIDTH,
     PASSES,
-    TOKENS,
     Workload,
-    square,
-    training,
 )
 
 EXAMPLES = """\

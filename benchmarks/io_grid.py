@@ -9,8 +9,8 @@ from cuflash._cli import io_model, profiler
 from cuflash._kernels.config import TileConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
-from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
+from cuflash.tuning._workload import Workload
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 _WORK = Workload(1, 16, 16, 1024, 1024, 128, 128, "bfloat16")

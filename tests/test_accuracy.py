@@ -15,8 +15,8 @@ from benchmarks import accuracy
 from benchmarks import factors as factors_of_float32
 from benchmarks.command import open_run
 from benchmarks.peers import IMPLEMENTATIONS
+from benchmarks.shapes import square
 from cuflash._timing.machine import META_KEYS
-from cuflash._timing.workload import square
 from support import families
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from cuflash import _cli, reference
 from cuflash._cli import explained_io, io_gradient, io_model, profiler
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
-from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
 from cuflash.tuning._kernels import kernel_name
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 from support.chosen import backward_of
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)

@@ -232,7 +232,7 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
     """Byte for byte, where this is the matplotlib that drew them; tools/draw_pictures.py does."""
     committed = sorted(draw_pictures.PICTURES.glob("*.svg"))

@@ -10,7 +10,7 @@ import pytest
 
 from cuflash import _cli
 from cuflash._cli import profiler
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 738

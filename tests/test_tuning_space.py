@@ -304,6 +304,7 @@ def test_every_kernel_travels():
     assert {f"{name}.cu" for name in _kernels._ALL} == sources
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("kernel", "tried"),
@@ -343,6 +344,7 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
     assert stored == report.cubin
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_legal_configurations_compile(kernel):

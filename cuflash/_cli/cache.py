@@ -104,7 +104,7 @@ def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any
 
 def _warm(arguments: argparse.Namespace) -> int:
     import cuflash
-    from cuflash._timing.workload import Workload
+    from cuflash.tuning._workload import Workload
 
     works = [
         Workload(16, 16, 16, 4096, 4096, d, d, dtype, causal=causal)

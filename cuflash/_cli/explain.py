@@ -13,7 +13,7 @@ from typing import Any
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 from cuflash._cli.profiler import PREDICTED, PREDICTED_OF_GRADIENT, NotProfiled
 from cuflash._errors import problem_with
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
 EXAMPLES = """\

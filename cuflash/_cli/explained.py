@@ -14,9 +14,9 @@ from cuflash._kernels.config import (
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
 from cuflash._select.choose import why_portable
-from cuflash._timing.workload import ONE_PASS, Workload
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import kernel_name, tile_of
+from cuflash.tuning._workload import ONE_PASS, Workload
 
 
 def explain(

@@ -7,8 +7,8 @@ from typing import Any
 from cuflash._ahead import kernels_of
 from cuflash._cli import io_gradient, io_model, profiler
 from cuflash._select.hardware import wanted
-from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import kernel_name
+from cuflash.tuning._workload import Workload
 
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from cuflash._kernels.config import (
     KernelConfig,
     TileConfig,
 )
-from cuflash._timing.workload import DTYPES, Workload
 from cuflash.tuning._kernels import kernel_name
+from cuflash.tuning._workload import DTYPES, Workload
 
 _FLOAT_BYTES = 4
 _SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_sums.cuh

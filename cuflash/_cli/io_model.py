@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 
 
 def lse_bytes(work: Workload) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from cuflash._timing.workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
+from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
 
 Value = TypeVar("Value")
 

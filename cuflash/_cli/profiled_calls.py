@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 
 def main(*, backward: bool) -> None:

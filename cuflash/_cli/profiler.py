@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 #: Metric of ncu for each row that is reported.
 METRICS = {

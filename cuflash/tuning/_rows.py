@@ -19,8 +19,8 @@ from typing import Any
 
 from cuflash._errors import problem_with
 from cuflash._select.measured import parse
-from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
+from cuflash.tuning._workload import Workload
 
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")

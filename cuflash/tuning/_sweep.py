@@ -11,7 +11,6 @@ from pathlib import Path
 
 from cuflash._errors import problem_with
 from cuflash._jit import source
-from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Child, Failure
@@ -19,6 +18,7 @@ from cuflash.tuning._progress import Lines, Progress, Watcher
 from cuflash.tuning._rows import FORMAT, Row, Sweep, SweepFile
 from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._strategies import strategy_of
+from cuflash.tuning._workload import Workload
 
 _COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
 #: Seconds for the process to start, fill its arrays and compute the definition.

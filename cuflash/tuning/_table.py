@@ -148,7 +148,7 @@ def _check(row: select_measured.Row, where: str) -> None:
             where, ValueError, got=f"parameter {unknown[0]!r} of {row.key.kernel}",
             expected=f"one of {', '.join(PARAMETERS[kind])}",
         )  # fmt: skip
-    from cuflash._timing.workload import Workload
+    from cuflash.tuning._workload import Workload
 
     sizes = (row.key.head_dim, row.key.head_dim_v)
     if kind is ForwardNarrowConfig:  # whose true ones stand among the options

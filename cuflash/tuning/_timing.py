@@ -17,14 +17,14 @@ import numpy as np
 
 from cuflash._kernels.config import TileConfig
 from cuflash._problem.options import Options
-from cuflash._timing.agreement import AGREEMENT, difference
 from cuflash._timing.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
 from cuflash._timing.machine import read_clocks, versions
-from cuflash._timing.workload import Workload
 from cuflash.tuning import _checking
+from cuflash.tuning._checking import AGREEMENT, difference
 from cuflash.tuning._compiling import first_error
 from cuflash.tuning._kernels import config_from_json
 from cuflash.tuning._processes import serve
+from cuflash.tuning._workload import Workload
 
 _DEFAULT = "the default"
 

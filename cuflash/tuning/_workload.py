@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -33,8 +33,9 @@ _OF_PAIRS = ("bias", "mask")
 _BIASES = {"bias", "key_bias"}
 #: Kernels of all gradients.
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
-TOKENS = 16_384
-MODEL_WIDTH = 2048  # heads * head_dim
+
+
+Check = Callable[[Any], bool]
 
 
 def _is_count(value: Any) -> bool:
@@ -45,27 +46,34 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_window(value: Any) -> bool:
-    if value is None:
-        return True
-    pair = isinstance(value, tuple) and len(value) == 2
-    return pair and all(side is None or _is_count(side) for side in value)
-
-
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_among(*words: str) -> Callable[[Any], bool]:
+def _is_window(value: Any) -> bool:
+    if not isinstance(value, tuple):
+        return value is None
+    return len(value) == 2 and all(side is None or _is_count(side) for side in value)
+
+
+def _is_among(*words: str) -> Check:
     return lambda value: isinstance(value, str) and value in words
 
 
-def _is_tuple_of(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_tuple_of(right: Check) -> Check:
     return lambda value: isinstance(value, tuple) and all(map(right, value))
 
 
-#: What the fields beside the sizes may be, and the words for it.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_SIZE: tuple[Check, str] = (lambda value: _is_count(value) and value > 0, "a positive int")
+#: What each field may be, and the words for it.
+_FIELDS: dict[str, tuple[Check, str]] = {
+    "batch": _SIZE,
+    "heads_q": _SIZE,
+    "heads_kv": _SIZE,
+    "seqlen_q": _SIZE,
+    "seqlen_k": _SIZE,
+    "head_dim": _SIZE,
+    "head_dim_v": (_is_count, "an int from 0 on"),
     "dtype": (_is_among(*DTYPES), f"one of {', '.join(DTYPES)}"),
     "causal": (_is_bool, "a bool"),
     "window": (_is_window, "None or a tuple (left, right), each None or an int from 0 on"),
@@ -111,15 +119,9 @@ class Workload:
         def refuse(name: str, got: object, expected: str) -> NoReturn:
             raise problem_with(name, ValueError, got=got, expected=expected)
 
-        sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-        for name in sizes:
-            value, least = getattr(self, name), int(name != "head_dim_v")
-            if not _is_count(value) or value < least:
-                expected = "a positive int" if least else "an int from 0 on"
-                refuse(name, repr(value), expected)
-        for name, (right, expected) in _KINDS.items():
+        for name, (is_right, expected) in _FIELDS.items():
             value = getattr(self, name)
-            if not right(value):
+            if not is_right(value):
                 refuse(name, repr(value), expected)
         if self.heads_q % self.heads_kv:
             refuse("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
@@ -221,12 +223,17 @@ class Workload:
 
         Where they are not to be ``filled``, those with a value for each pair take no memory.
         """
-        options: dict[str, Any] = {"causal": self.causal, "window": self.window}
-        options["enable_gqa"] = self.heads_q != self.heads_kv
-        options |= {"softcap": self.softcap, "dropout": self.dropout or None}
-        options["seed"] = 0 if self.dropout else None
-        given = {name: value for name, value in options.items() if value is not None}
-        given = {name: value for name, value in given.items() if value is not False}
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "window": self.window,
+            "enable_gqa": self.heads_q != self.heads_kv,
+            "softcap": self.softcap,
+            "dropout": self.dropout or None,
+            "seed": 0 if self.dropout else None,
+        }
+        given = {
+            n: value for n, value in options.items() if value is not None and value is not False
+        }
         if self.arrays:
             random = np.random.default_rng(0)
             for name in self.arrays:
@@ -328,20 +335,3 @@ def _moved(array: Any, dtype: str, xp: ModuleType) -> Any:
     """As an array of ``xp`` in a dtype that NumPy may have from ml_dtypes."""
     cast = array.astype(DTYPES[dtype])
     return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(DTYPES[dtype])
-
-
-def square(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Workload:
-    """Self-attention without groups; the dtype is set by --dtype."""
-    return Workload(
-        batch, heads, heads, seqlen, seqlen, head_dim, head_dim, "bfloat16", causal=causal
-    )
-
-
-def training(head_dims: Iterable[int], seqlens: Iterable[int]) -> list[Workload]:
-    """16,384 tokens, heads * head_dim = 2048, full and causal."""
-    return [
-        square(TOKENS // seqlen, MODEL_WIDTH // head_dim, seqlen, head_dim, causal)
-        for head_dim in head_dims
-        for causal in (False, True)
-        for seqlen in seqlens
-    ]
