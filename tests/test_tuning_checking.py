@@ -16,7 +16,7 @@ from cuflash._ahead import kernels_of
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured
 from cuflash._timing.clock import Measurement
-from cuflash.tuning import _checking, _device_child, _kernels
+from cuflash.tuning import _checking, _kernels, _timing
 from support.chosen import backward_of, forward_of
 
 WORK = tuning.Workload(2, 4, 2, 4096, 4096, 64, 64, "bfloat16", causal=True)
@@ -192,7 +192,7 @@ def test_wide_dtypes_are_compared_in_wider_ones(dtype):
 
 
 class HostCalls:
-    """What ``_device_child.Calls`` is, by the CPU path; a configuration is the scale of scores."""
+    """What ``_timing.Calls`` is, by the CPU path; a configuration is the scale of scores."""
 
     def __init__(self, workload, kernel, copies=1):
         self.inputs = workload.inputs(np, copies)
@@ -229,13 +229,13 @@ class HostClock:
 @pytest.mark.parametrize("ms", [0.01, 1.0])
 def test_the_timed_problem_is_compared_on_its_own_inputs(monkeypatch, ms):
     """Calls that are short enough for graphs have several sets of inputs."""
-    monkeypatch.setattr(_device_child, "Calls", HostCalls)
-    monkeypatch.setattr(_device_child, "DeviceClock", lambda: HostClock(ms))
-    monkeypatch.setattr(_device_child, "config_from_json", lambda scale: scale)
-    monkeypatch.setattr(_device_child, "difference", lambda a, b: float(np.abs(a - b).max()))
+    monkeypatch.setattr(_timing, "Calls", HostCalls)
+    monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(ms))
+    monkeypatch.setattr(_timing, "config_from_json", lambda scale: scale)
+    monkeypatch.setattr(_timing, "difference", lambda a, b: float(np.abs(a - b).max()))
     work = tuning.Workload(1, 1, 1, 60, 60, 16, 16, "float32")
     request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
-    bench = _device_child.Bench(request | {"check": False, "budget_ms": 1.0})
+    bench = _timing.Bench(request | {"check": False, "budget_ms": 1.0})
     assert (bench.graphs, len(bench.calls.inputs)) == ((True, 3) if ms < 0.2 else (False, 1))
     assert bench.compared(0.25) == ""
     assert bench.compared(0.3).startswith("out of the timed problem differs by")
@@ -254,14 +254,14 @@ class UnsteadyCalls(HostCalls):
 @pytest.mark.parametrize("ordered", [True, False])
 def test_bits_are_compared_where_they_are_promised(monkeypatch, ordered):
     scale = type("Scale", (float,), {"ordered": ordered})
-    monkeypatch.setattr(_device_child, "Calls", UnsteadyCalls)
-    monkeypatch.setattr(_device_child, "DeviceClock", lambda: HostClock(1.0))
-    monkeypatch.setattr(_device_child, "config_from_json", scale)
-    monkeypatch.setattr(_device_child, "_on_host", lambda array: array)
+    monkeypatch.setattr(_timing, "Calls", UnsteadyCalls)
+    monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(1.0))
+    monkeypatch.setattr(_timing, "config_from_json", scale)
+    monkeypatch.setattr(_timing, "_on_host", lambda array: array)
     monkeypatch.setattr(_checking, "small", lambda workload: workload)
     work = tuning.Workload(1, 1, 1, 60, 60, 16, 16, "float32")
     request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
-    bench = _device_child.Bench(request | {"check": True, "budget_ms": 1.0})
+    bench = _timing.Bench(request | {"check": True, "budget_ms": 1.0})
     wrong = bench.checked(0.25)["wrong"]
     assert wrong == ("out: other bits when it was run again" if ordered else "")
     assert bench.checked(0.3)["wrong"].startswith("out: error")

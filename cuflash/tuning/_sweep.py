@@ -23,7 +23,7 @@ from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._strategies import strategy_of
 from cuflash.tuning._workload import Workload
 
-_COMMAND = (sys.executable, "-m", "cuflash.tuning._device_child")
+_COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
 #: Seconds for the process to start, fill its arrays and compute the definition.
 _OPEN_LIMIT = 180.0
 #: How many of the fastest are compared once more at the end.
