@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuflash._errors import CompileError, problem_with, shown
-from cuflash._problem.options import flag
+from cuflash._problem.checks import flag
 
 if TYPE_CHECKING:
     from cuflash._kernels.config import KernelConfig

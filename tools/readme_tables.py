@@ -24,7 +24,7 @@ from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
 from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
-from cuflash._problem import options, problem  # noqa: E402
+from cuflash._problem import checks, options  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
 from cuflash.tuning._workload import Workload  # noqa: E402
 
@@ -40,7 +40,7 @@ def support() -> str:
     """What runs where, from the tables that the library itself consults."""
     widest = config.HEAD_DIMS[-1]
     lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
-    every = ", ".join(dtype.name for dtype in problem.FLOATS)
+    every = ", ".join(dtype.name for dtype in checks.FLOATS)
     lines.append(f"| NumPy | {every} | any | CPU |")
     devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
     lines.append(f"| CuPy | {every} | 1 to {widest} each | {devices} |")

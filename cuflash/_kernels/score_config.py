@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from cuflash._errors import problem_with
 from cuflash._host import philox
-from cuflash._problem.problem import Operand, Problem
+from cuflash._problem.operand import Operand
+from cuflash._problem.problem import Problem
 
 #: Dtype of an option's array; "none" where the call has none.
 Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
@@ -106,6 +107,6 @@ def _offset_of(problem: Problem) -> Offset:
     if bounds == (None, None) and problem.alibi_slopes is None:
         return "value"
     if problem.offset is not None:
-        return problem.offset.dtype.name  # type: ignore[return-value]
+        return dtype_of(problem.offset)  # type: ignore[return-value]
     own = problem.q_lengths or problem.kv_lengths or problem.cu_seqlens_q
     return "lengths" if problem.offset_value is None and own else "value"

@@ -17,8 +17,9 @@ from cuflash._host import philox
 from cuflash._kernels import params, segment_bounds
 from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
 from cuflash._problem.layout import Layout
+from cuflash._problem.operand import Operand, canonical_view
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Operand, Problem, canonical_view
+from cuflash._problem.problem import Problem
 
 #: Numbers among the addresses.
 NUMBERS = ("dropout_seed", "entry_number")

@@ -13,7 +13,7 @@ from typing import Any
 from cuflash._errors import problem_with, shown
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import KernelConfig
-from cuflash._problem.options import integer_value, is_integer
+from cuflash._problem.checks import integer_value, is_integer
 from cuflash._select.hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Failure, ask_many
