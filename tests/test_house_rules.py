@@ -316,7 +316,7 @@ OPTIONAL_IMPORTS = {
     "cuflash/_cli/bench.py": {"benchmarks"},
     "cuflash/_cli/pictures.py": {"matplotlib"},
     "cuflash/_cli/plot.py": {"benchmarks"},
-    "cuflash/tuning/_kernel_tuner.py": {"kernel_tuner"},
+    "cuflash/tuning/_strategies.py": {"kernel_tuner"},
 }
 
 
