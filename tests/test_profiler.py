@@ -50,7 +50,7 @@ def test_what_ncu_refuses_is_said(text, message):
 
 
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
-PROGRAM = "cuflash._cli.profiled_calls"
+PROGRAM = "cuflash._cli.profiler"
 GRADIENT = ["backward_delta", "backward_sm90", "backward_convert"]
 #: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call; of
 #: a gradient that many of the first kernel, twice as many of the second.

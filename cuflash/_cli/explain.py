@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
-from cuflash._cli.profiler import PREDICTED, PREDICTED_OF_GRADIENT, NotProfiled
 from cuflash._errors import problem_with
 from cuflash.tuning._workload import Workload
 
@@ -48,7 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain one call."""
     from cuflash._cli.explained import explain
 
-    work = _work(arguments)
+    work = problem_of(arguments)
+    if arguments.seqlens:
+        lengths = tuple(arguments.seqlens)
+        total = sum(lengths)
+        work = replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=lengths)
     if arguments.io and work.seqlens:
         raise problem_with(
             "--seqlens", ValueError, got=f"{len(work.seqlens)} packed sequences with --io",
@@ -66,23 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any("error" in own for own in found["kernels"]))
 
 
-def _work(arguments: argparse.Namespace) -> Workload:
-    work = problem_of(arguments)
-    if not arguments.seqlens:
-        return work
-    total = sum(arguments.seqlens)
-    return replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=tuple(arguments.seqlens))
-
-
 def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
-    from cuflash._cli import explained_io
+    """What the IO model predicts, with what the counters of a device say where they can be read."""
+    from cuflash._cli import io_model, profiler
     from cuflash._select import hardware
 
-    found = explained_io.predicted(work, arch=arch, backward=backward)
+    found = io_model.predicted(work, arch=arch, backward=backward)
     if arch is None and hardware.present() is not None:
         try:
-            explained_io.count(work, found)
-        except NotProfiled as reason:
+            profiler.count(work, found)
+        except profiler.NotProfiled as reason:
             print(f"cuflash: not measured: {reason}", file=sys.stderr)
     return found
 
@@ -137,6 +133,8 @@ def _bound(own: dict[str, Any], device: str) -> str:
 
 
 def _io_lines(io: dict[str, Any]) -> list[str]:
+    from cuflash._cli.profiler import PREDICTED
+
     rows = [
         ("q, k and v once", io["read_once"], "the least that device memory is read"),
         ("loaded by tiles", io["loaded"], "q once, k and v once for each tile of queries"),
@@ -144,16 +142,18 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
         ("unfused", io["unfused"], "device memory, with scores and weights as arrays"),
         ("N^2 d^2 / M", io["asymptotic"], "the theorem, without its constant"),
     ]
-    lines = [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
+    lines = [_io_line(*row) for row in rows]
     for name, value in io.get("measured", {}).items():
         share = value / io[PREDICTED[name]]
-        lines.append(f"  {name:<20} {value / 1e6:12.2f} MB  by ncu, {share:.3f} of the model's")
+        lines.append(_io_line(name, value, f"by ncu, {share:.3f} of the model's"))
     return lines
 
 
 def _gradient_lines(io: dict[str, Any]) -> list[str]:
     """A row for each kernel and one for all; below it what was counted, and its share."""
-    total, predicted = io["sum"], PREDICTED_OF_GRADIENT
+    from cuflash._cli.profiler import PREDICTED_OF_GRADIENT as predicted
+
+    total = io["sum"]
     lines = [_table_row("", [field.replace("_", " ") for field in predicted.values()])]
     for row in (*io["kernels"], {"kernel": "all", **total}):
         cells = [f"{row[field] / 1e6:.2f}" for field in predicted.values()]
@@ -169,7 +169,11 @@ def _gradient_lines(io: dict[str, Any]) -> list[str]:
     if total["added"]:
         text = "of what is stored: float32 additions to dq; L2 reads and writes as much"
         rows.insert(0, ("added", total["added"], text))
-    return lines + [f"  {name:<20} {value / 1e6:12.2f} MB  {text}" for name, value, text in rows]
+    return lines + [_io_line(*row) for row in rows]
+
+
+def _io_line(name: str, size: float, text: str) -> str:
+    return f"  {name:<20} {size / 1e6:12.2f} MB  {text}"
 
 
 def _table_row(name: str, cells: Sequence[str]) -> str:

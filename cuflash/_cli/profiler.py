@@ -1,4 +1,7 @@
-"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present."""
+"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present.
+
+As a program this module is what ncu watches: calls of several problems, one launch of each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cuflash.tuning._workload import Workload
 
@@ -42,6 +46,21 @@ _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 class NotProfiled(Exception):
     """There is no profiler, or it may not count here; the text says which."""
+
+
+def count(work: Workload, found: dict[str, Any]) -> None:
+    """Add what the device counts to the predictions of ``io_model.predicted``.
+
+    NotProfiled where it cannot; the kernels of the gradient are counted one by one, and summed.
+    """
+    (found["io"]["measured"],) = moved_bytes([(work, None)])
+    if "io_gradient" not in found:
+        return
+    own = found["io_gradient"]
+    counted = gradient_bytes(work, [row["kernel"] for row in own["kernels"]])
+    for row, counters in zip(own["kernels"], counted, strict=True):
+        row["measured"] = counters
+    own["sum"]["measured"] = {name: sum(c[name] for c in counted) for name in METRICS}
 
 
 def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list[dict[str, float]]:
@@ -81,7 +100,7 @@ def _counted(
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._cli.profiled_calls", *words,
+        sys.executable, "-m", "cuflash._cli.profiler", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
@@ -117,3 +136,38 @@ def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
         for row in rows
         if len(row) == len(names)
     ]
+
+
+def run_calls(*, backward: bool) -> None:
+    """Run what comes on standard input: a list of pairs, a problem's fields and a tile or null.
+
+    ``backward``: the gradient of each, behind its forward.
+    """
+    import cupy
+
+    import cuflash
+    from cuflash import tuning
+    from cuflash.tuning._kernels import with_tile
+
+    for given, tile in json.load(sys.stdin):
+        work = Workload.from_json(given)
+        ((q, k, v, dout),) = work.inputs(cupy)
+        common: dict[str, Any] = {
+            "options": cuflash.Options(**work.score_options(cupy)),
+            "precision": "tf32" if work.precision == "tf32" else None,
+            "deterministic": work.deterministic,
+        }
+        config = None
+        if tile is not None:
+            kernel = "forward_sm80" if "num_warps" in tile else None
+            config = with_tile(tuning.space(work, kernel).default, tile)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, config=config, **common)
+        if backward:
+            cuflash.attention_backward(dout, q, k, v, out, lse, **common)
+        cupy.cuda.Device().synchronize()
+        del q, k, v, dout, out, lse
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+if __name__ == "__main__":
+    run_calls(backward="--backward" in sys.argv[1:])

@@ -133,7 +133,7 @@ def _parameters(given: list[str]) -> dict[str, list[int]]:
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all of it compiles."""
-    from cuflash.tuning._progress import Compiled
+    from cuflash.tuning._sweep import Compiled
 
     chosen = list(found)[: arguments.budget]
     try:
