@@ -66,7 +66,7 @@ def space_of_command(start: str) -> tuning.Space:
     """What a command of the document sweeps."""
     (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
     given = _cli.parser().parse_args(shlex.split(line)[3:])
-    values = tune._parameters(given.parameters)
+    values = tune.parameters_of(given.parameters)
     arch = given.arch or "sm_90a"
     return tuning.space(problem_of(given), given.kernel, arch=arch, parameters=values)
 

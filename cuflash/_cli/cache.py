@@ -71,10 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _rows(folder: Path) -> list[dict[str, Any]]:
     from cuflash._jit import cubin_cache
 
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
     rows = []
-    for path in files:
-        if path.suffix != ".cubin" or not _FILE.fullmatch(path.name):
+    for path in sorted(folder.glob("*.cubin")):
+        if not _FILE.fullmatch(path.name):
             continue
         whole = cubin_cache.verified(path)
         entry = _ENTRY.search(cubin_cache.read(path)) if whole else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from cuflash import show_config
 
@@ -27,10 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     table = show_config(mode="dicts")
     found = hardware.present()
     counts = []
-    for name, rows_of in (
-        ("shipped", measured.shipped),
-        (f"of {measured.VARIABLE}", measured.in_use),
-    ):
+    tables: dict[str, Any] = {
+        "shipped": measured.shipped,
+        f"of {measured.VARIABLE}": measured.in_use,
+    }
+    for name, rows_of in tables.items():
         try:
             rows = rows_of()
         except (ValueError, OSError) as error:
