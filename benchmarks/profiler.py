@@ -25,25 +25,11 @@ METRICS = {
     "L2 to processors": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "processors to L2": "l1tex__m_l1tex2xbar_write_bytes.sum",
 }
-#: What of the IO model each row is compared with.
-PREDICTED = {
-    "device memory read": "read_once",
-    "device memory write": "stored",
-    "L2 to processors": "loaded",
-    "processors to L2": "stored",
-}
-#: The same for a kernel of the gradient, which may add to a result many times.
-PREDICTED_OF_GRADIENT = {
-    "device memory read": "read_once",
-    "L2 to processors": "loaded",
-    "device memory write": "written_once",
-    "processors to L2": "stored",
-}
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 
-class NotProfiled(Exception):
+class NotProfiled(RuntimeError):
     """There is no profiler, or it may not count here; the text says which."""
 
 
@@ -94,12 +80,12 @@ def _counted(
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
-    package = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
+    checkout = str(Path(__file__).resolve().parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((checkout, *sys.path))}
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._cli.profiler", *words,
+        sys.executable, "-m", "benchmarks.profiler", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
