@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from cuflash import show_config
+from cuflash._select import hardware, measured
 
 SUMMARY = "versions, device and folders, for a bug report"
 EXAMPLES = """\
@@ -23,8 +24,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
-    from cuflash._select import hardware, measured
-
     table = show_config(mode="dicts")
     found = hardware.present()
     counts = []

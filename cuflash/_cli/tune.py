@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cuflash import tuning
+from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import (
     add_problem,
     listed,
@@ -17,6 +19,11 @@ from cuflash._cli.problem_arguments import (
     positive_number,
     problem_of,
 )
+from cuflash._select import hardware
+from cuflash._timing.clock import WITHIN_ROUNDS
+from cuflash.tuning._kernels import KERNELS
+from cuflash.tuning._strategies import strategy_of
+from cuflash.tuning._sweep import Compiled
 
 SUMMARY = "sweep the configurations of a kernel, and keep the fastest"
 EXAMPLES = """\
@@ -39,9 +46,6 @@ or cannot be made to compile, 2 a wrong argument or file, 130 interrupted
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    from cuflash._timing.clock import WITHIN_ROUNDS
-    from cuflash.tuning._kernels import KERNELS
-
     add_problem(p)
     group = p.add_argument_group("sweep")
     group.add_argument("--kernel", choices=tuple(KERNELS), help="default: the forward that runs")
@@ -73,11 +77,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
-    from cuflash import tuning
-    from cuflash._cli.info import no_device
-    from cuflash._select import hardware
-    from cuflash.tuning._strategies import strategy_of
-
     work = problem_of(arguments)
     strategy_of(arguments.strategy)  # a wrong name is told before anything is compiled
     found = tuning.space(
@@ -129,8 +128,6 @@ def parameters_of(given: list[str]) -> dict[str, list[int]]:
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all of it compiles."""
-    from cuflash.tuning._sweep import Compiled
-
     chosen = list(found)[: arguments.budget]
     try:
         facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
@@ -170,10 +167,8 @@ def _facts_of(candidate: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     """In values that JSON knows, None for what only a compiler knows."""
     if candidate.key in facts:
         return dict(facts[candidate.key].as_json())
-    from cuflash.tuning import Facts
-
     smem_bytes = candidate.config.smem_bytes
-    return dict.fromkeys(Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
+    return dict.fromkeys(tuning.Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
 
 
 def _line(candidate: Any, own: Any) -> str:
