@@ -33,10 +33,10 @@ from benchmarks.overhead import (
 )
 from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
+from benchmarks.plot import read_result
 from benchmarks.report import markdown, write, write_json
 from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
-from cuflash._cli.plot import read_result
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import problem_with
 from cuflash._kernels.config import HEAD_DIMS
@@ -260,6 +260,11 @@ def rendered(result: dict[str, Any]) -> str:
     if "loaded" in first:
         return io_grid.table(result["rows"]) + "\n"
     return markdown(result)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, as ``python -m cuflash bench``."""
+    return measure(arguments, f"python -m cuflash {' '.join(sys.argv[1:])}")
 
 
 def measure(arguments: argparse.Namespace, command: str) -> int:

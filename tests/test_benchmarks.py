@@ -28,9 +28,10 @@ from benchmarks import (
     report,
     shapes,
 )
+from benchmarks.machine import META_KEYS
 from cuflash import reference, tuning
 from cuflash._timing import clock as timing
-from cuflash._timing.machine import META_KEYS, device_slug
+from cuflash._timing.machine import device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # of a row, beside its workload

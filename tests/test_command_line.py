@@ -22,8 +22,8 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._ahead import kernels_of
-from cuflash._cli import bench, info, io_model
 from cuflash._cli import explained as explaining
+from cuflash._cli import from_checkout, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import hardware as select_hardware
@@ -77,7 +77,7 @@ def explained(command):
     return run
 
 
-NAMES = [module.__name__.rpartition(".")[2] for module in _cli._COMMANDS]
+NAMES = list(_cli._COMMANDS)
 
 
 def test_the_real_command(tmp_path):
@@ -523,14 +523,14 @@ def test_every_kind_of_result_is_rendered(command, name, words):
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """The kernels lie in the package, as in a wheel, and no folder benchmarks/ beside them."""
-    monkeypatch.setattr(bench, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
+    monkeypatch.setattr(from_checkout, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
 
 
 @pytest.mark.usefixtures("installed")
 def test_without_the_benchmarks_one_line_says_where_they_are(command):
     told = "cuflash: the benchmarks are not part of the installed package: run this in a checkout"
     lines = ("bench", "bench --set short more", "bench --render a.json")
-    for line in (*lines, *(f"plot {kind} a.json" for kind in ("speed", "memory", "io"))):
+    for line in (*lines, *(f"plot {kind} a.json" for kind in ("heatmap", "speed", "io"))):
         status, out, err = command(line)
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert err.startswith(told)

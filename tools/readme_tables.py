@@ -282,7 +282,7 @@ def gradient() -> str:
         wrapped(
             "Speed relative to the fastest peer in the same run: geometric mean and least of all "
             "cells. bfloat16, 16,384 tokens, heads x head_dim = 2048, full and causal "
-            f"({where.replace('](', '](../')}). \"In order\" is the default, deterministic; \"any "
+            f'({where.replace("](", "](../")}). "In order" is the default, deterministic; "any '
             'order" is `deterministic=False`.'
         ),
         "",
