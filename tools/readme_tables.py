@@ -141,8 +141,8 @@ def naive() -> str:
         faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
         smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
         texts.append(
-            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides its "
-            "inputs"
+            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
+            "its inputs"
         )
     head_dims, seqlens = (
         " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
