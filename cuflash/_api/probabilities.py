@@ -20,9 +20,8 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import problem_with, shown
-from cuflash._host import philox
 from cuflash._host.scores import Scores, Tile, arithmetic
-from cuflash._problem import checks
+from cuflash._problem import checks, philox
 from cuflash._problem.checks import require_float, require_shape
 from cuflash._problem.operand import axes_without_values, canonical_view
 from cuflash._problem.options import Options, ScoreOptions, resolve
@@ -260,7 +259,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
 
     Notes
     -----
-    Philox4x32-10; the layout of its counter is described in ``cuflash/_host/philox.py``.
+    Philox4x32-10; the layout of its counter is described in ``cuflash/_problem/philox.py``.
 
     Examples
     --------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array
-from cuflash._host import philox
+from cuflash._problem import philox
 from cuflash._problem.operand import Operand, canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem

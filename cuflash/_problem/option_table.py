@@ -6,15 +6,19 @@ three languages: ``reference.py``, ``_host/scores.py`` and ``kernels_cu/score.cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from cuflash._errors import wrong_type
-from cuflash._problem import checks
+from cuflash._problem import checks, philox
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
-#: The steps of a score in their order; "call" is for what is no step.
-Stage = Literal["scale", "cap", "add", "formula", "place", "see", "row", "weight", "call"]
+#: What an option acts on, in the order in which configurations and keys of tiles name options.
+Stage = Literal["scale", "bound", "cap", "add", "see", "place", "formula", "weight", "row", "call"]
+_STAGES = get_args(Stage)
 
 
 class Option(NamedTuple):
@@ -25,9 +29,16 @@ class Option(NamedTuple):
     stage: Stage
     #: Names of its arrays, each with the core axes "mn", "m", "n" or "" (one value an entry).
     arrays: dict[str, str] = {}  # noqa: RUF012 - a default that nobody changes
-    number: bool = False  # Problem and kernels have its value, a number
-    from_host: bool = False  # its array may lie in host memory beside operands on a GPU
+    #: Problem has its value by this function; 0 and None are the option's absence.
+    number: Callable[[Any], Any] | None = None
+    #: What kernels are compiled for: whether it is there, or the dtype of its array.
+    compiled: Literal["", "flag", "dtype"] = ""
+    #: Numbers that kernels get: a dtype (float32 is float64 for float64) and the value.
+    params: dict[str, tuple[type, Callable[[Any], float]]] = {}  # noqa: RUF012
+    kernel_arrays: tuple[str, ...] = ()  # arrays made of its own, which kernels get beside them
+    pressure: int = 0  # registers that it takes in a main loop, by rank
     grad: str = ""  # the field of Gradients, where it has a gradient
+    from_host: bool = False  # its array may lie in host memory beside operands on a GPU
     in_problem: bool = True  # does a Problem, which is cached, depend on it?
 
 
@@ -40,27 +51,70 @@ def _formula(kind: type) -> Callable[[str, Any], Any]:
     return check
 
 
-#: In the order in which kernels get their arrays and numbers.
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _cap(problem: Any) -> float:
+    """A cap of which the inverse is a normal number; above it, no score changes."""
+    return min(float(problem.softcap), 2.0**900 if problem.lse_dtype == np.float64 else 2.0**60)
+
+
+#: In the order of ``ScoreParams`` in ``kernels_cu/params.cuh``.
 OPTIONS = (
-    Option("bias", checks.floats, "add", {"bias": "mn"}, grad="dbias"),
-    Option("mask", checks.booleans, "see", {"mask": "mn"}),
-    Option("causal", checks.alignment, "place"),
+    Option("bias", checks.floats, "add", {"bias": "mn"}, compiled="dtype", grad="dbias"),
+    Option("mask", checks.booleans, "see", {"mask": "mn"}, compiled="flag", pressure=1),
+    Option("causal", checks.alignment, "bound"),
+    Option("window", checks.window, "bound"),
     Option("offset", checks.offset, "place", {"offset": ""}, from_host=True),
-    Option("window", checks.window, "place"),
-    Option("q_lengths", checks.integers, "place", {"q_lengths": ""}, from_host=True),
-    Option("kv_lengths", checks.integers, "place", {"kv_lengths": ""}, from_host=True),
-    Option("alibi_slopes", checks.floats, "add", {"alibi_slopes": ""}, grad="dslopes"),
-    Option("segment_ids", checks.pair_of_ids, "see", {"segment_ids_q": "m", "segment_ids_k": "n"}),
-    Option("sink", checks.floats, "row", {"sink": ""}, grad="dsink"),
-    Option("scale", checks.finite, "scale", grad="dscale"),
-    Option("softcap", checks.positive, "cap", number=True),
+    Option(
+        "q_lengths", checks.integers, "place", {"q_lengths": ""}, compiled="dtype", from_host=True
+    ),
+    Option(
+        "kv_lengths", checks.integers, "place", {"kv_lengths": ""}, compiled="dtype", from_host=True
+    ),
+    Option(
+        "alibi_slopes", checks.floats, "add", {"alibi_slopes": ""}, compiled="dtype", pressure=1,
+        grad="dslopes",
+    ),
+    Option(
+        "segment_ids", checks.pair_of_ids, "see", {"segment_ids_q": "m", "segment_ids_k": "n"},
+        compiled="dtype", kernel_arrays=("segment_bounds_q", "segment_bounds_k"), pressure=1,
+    ),
+    Option("sink", checks.floats, "row", {"sink": ""}, compiled="dtype", grad="dsink"),
+    Option(
+        "scale", checks.finite, "scale", grad="dscale",
+        params={
+            "scale": (np.float32, lambda problem: problem.scale),
+            "scale_log2": (np.float32, lambda problem: problem.scale * math.log2(math.e)),
+        },
+    ),
+    Option(
+        "softcap", checks.positive, "cap", number=_as_it_is, compiled="flag", pressure=1,
+        params={
+            "softcap": (np.float32, _cap),
+            "inverse_softcap": (np.float32, lambda problem: problem.scale / _cap(problem)),
+        },
+    ),
     Option("score_mod", _formula(ScoreMod), "formula", in_problem=False),
-    Option("mask_mod", _formula(MaskMod), "see", in_problem=False),
-    Option("dropout", checks.probability, "weight", number=True),
+    Option("mask_mod", _formula(MaskMod), "formula", in_problem=False),
+    Option(
+        "dropout", checks.probability, "weight", number=philox.rounded, compiled="flag", pressure=1,
+        params={
+            "dropout_threshold": (np.uint32, lambda problem: philox.threshold(problem.dropout)),
+            "kept_scale": (np.float32, lambda problem: philox.kept_scale(problem.dropout)),
+        },
+    ),
     Option("seed", checks.seed, "weight", in_problem=False),
     Option("enable_gqa", checks.flag, "call"),
-)
+)  # fmt: skip
 #: The option and the core axes of every array that an option may hold.
 ARRAYS = {name: (option, core) for option in OPTIONS for name, core in option.arrays.items()}
 #: Field of Gradients for each input that has a gradient.
 FIELDS = {"q": "dq", "k": "dk", "v": "dv"} | {o.name: o.grad for o in OPTIONS if o.grad}
+
+
+def of_stages(*stages: Stage) -> tuple[Option, ...]:
+    """The options of these stages, of all if none is named, in the order of stages."""
+    chosen = [option for option in OPTIONS if not stages or option.stage in stages]
+    return tuple(sorted(chosen, key=lambda option: _STAGES.index(option.stage)))

@@ -26,14 +26,14 @@ from cuflash._problem.operand import (
     operand_of,
     option_operand,
 )
-from cuflash._problem.option_table import ARRAYS, OPTIONS
+from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
 
 HALVES = FLOATS[:2]
 PRECISIONS = (None, "ieee", "tf32")
 _MATRICES = ("q", "k", "v", "dout")
 _MAX_BATCH_AXES = 30  # with both of the core, as many as NumPy broadcasts
-_NUMBERS = tuple(option.name for option in OPTIONS if option.number)
+_NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
 #: What Problem has of the option table: an Operand or None for each array, and the numbers.
 _OfOptions: Any = make_dataclass(
     "_OfOptions", [*((name, Operand | None) for name in ARRAYS), *((n, float) for n in _NUMBERS)],
@@ -75,6 +75,10 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+
+    def has(self, option: Option) -> bool:
+        """Whether an option that has an array or a number is there."""
+        return getattr(self, next(iter(option.arrays), option.name)) not in (None, 0)
 
     @property
     def lse_dtype(self) -> np.dtype[Any]:
@@ -195,7 +199,9 @@ def _describe(
         return option_operand(array, batch, extents, group_size)
 
     of_options: dict[str, Any] = {name: option_array(name) for name in ARRAYS}
-    of_options |= {name: getattr(options, name) for name in _NUMBERS}
+    for name, number in _NUMBERS.items():
+        given = getattr(options, name)
+        of_options[name] = None if given is None else number(given)
     left, right = options.window or (None, None)
     out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, dtype)
     return Problem(
