@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuflash._cli import io_model, profiler
+from benchmarks import profiler
+from cuflash._cli import io_model
 from cuflash._kernels.config import TileConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
@@ -42,11 +43,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """What the model predicts, and shares of it that were counted, in lines."""
     lines = [
         f"{'seqlen':>6}  {'kernel':<13} {'tile':<9} {'from L2':>12}  counted / model: "
-        f"{', '.join(profiler.PREDICTED)}"
+        f"{', '.join(io_model.PREDICTED)}"
     ]
     for row in rows:
         own = row.get("measured", {})
-        shares = [f"{own[name] / row[of]:.3f}" for name, of in profiler.PREDICTED.items() if own]
+        shares = [f"{own[name] / row[of]:.3f}" for name, of in io_model.PREDICTED.items() if own]
         tile = f"{row['block_m']}x{row['block_n']}"
         lines.append(
             f"{row['seqlen']:>6}  {row['kernel']:<13} {tile:<9} {row['loaded'] / 1e6:>9.1f} MB  "

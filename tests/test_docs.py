@@ -68,6 +68,24 @@ def test_names_and_folders_in_documents_exist(path):
         assert (ROOT / folder).is_dir() or (path.parent / folder).is_dir(), folder
 
 
+def unknown_code(text: str, sources: str) -> set[str]:
+    """Backticked words that no source has, but for instructions and functions of NVIDIA."""
+    others = {"cuLaunchKernelEx", "griddepcontrol"}
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    words = {word for span in spans for word in re.findall(r"[A-Za-z_]\w{3,}", span)}
+    return {word for word in words - others if not word.isupper() and word not in sources}
+
+
+@pytest.mark.parametrize("name", ["forward-sm90.md", "backward-sm90.md", "tuning.md"])
+def test_code_named_in_documents_exists(name):
+    files = [p for folder in ("cuflash", "kernels_cu", "tests", "tools", "benchmarks")
+             for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".cu", ".cuh"}]  # fmt: skip
+    files.remove(Path(__file__).resolve())
+    sources = "\n".join(f"{p.as_posix()}\n{p.read_text(encoding='utf-8')}" for p in files)
+    assert unknown_code((ROOT / "docs" / name).read_text(encoding="utf-8"), sources) == set()
+    assert unknown_code("the barrier `q_absent`, `R2UR`", sources) == {"q_absent"}
+
+
 def test_unknown_names_in_documents_are_noticed(tmp_path):
     document = tmp_path / "page.md"
     for text in ("call `cuflash.absent(x)`", "see `cuflash._absent.name`", "in `absent/folder/`"):

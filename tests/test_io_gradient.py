@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 import cuflash
+from benchmarks import profiler
 from cuflash import _cli, reference
-from cuflash._cli import io_model, profiler
+from cuflash._cli import io_model
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
@@ -228,7 +229,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
     def gradient_bytes(work, kernels):
         asked.append(kernels)
         parts = io_model.predicted(work, backward=True)["io_gradient"]["kernels"]
-        of = profiler.PREDICTED_OF_GRADIENT.items()
+        of = io_model.PREDICTED_OF_GRADIENT.items()
         return [{name: part[field] / 2 for name, field in of} for part in parts]
 
     monkeypatch.setattr(

@@ -141,8 +141,8 @@ def naive() -> str:
         faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
         smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
         texts.append(
-            f"the {name} is {faster} times as fast and holds {smaller} times less memory beside its "
-            "inputs"
+            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
+            "its inputs"
         )
     head_dims, seqlens = (
         " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
@@ -256,7 +256,7 @@ def waiting() -> str:
     result, where = measured("overhead")
     ms = {(row["pass"], row["options"]): row["ms"] for row in result["rows"]}
     slowest = next((label for _, label in ms if label.startswith("warm from disk, ")), None)
-    warm = f"{ms['fwd', 'warm from disk']:.0f} ms if the folder of kernels has its kernel"
+    warm = f"{ms['fwd', 'warm from disk']:.0f} ms if its kernel is in the disk cache"
     if slowest:
         number = slowest.rpartition(" ")[2]
         warm += f" (median of {number} processes; slowest {ms['fwd', slowest]:.0f})"

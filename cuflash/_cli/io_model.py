@@ -25,6 +25,20 @@ from cuflash._errors import problem_with
 from cuflash._select.hardware import wanted
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 
+#: What of the model is compared with each counter of a device, for the forward.
+PREDICTED = {
+    "device memory read": "read_once",
+    "device memory write": "stored",
+    "L2 to processors": "loaded",
+    "processors to L2": "stored",
+}
+#: The same for a kernel of the gradient, which may add to a result many times.
+PREDICTED_OF_GRADIENT = {
+    "device memory read": "read_once",
+    "L2 to processors": "loaded",
+    "device memory write": "written_once",
+    "processors to L2": "stored",
+}
 _FLOAT_BYTES = 4
 _SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_sums.cuh
 

@@ -378,13 +378,13 @@ class Lines:
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
     work = chosen.workload
-    dims = str(work.head_dim)
-    if work.head_dim_v != work.head_dim:
-        dims += f"-{work.head_dim_v}"
-    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
-    words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
-    words += ["unordered"] * (not work.deterministic)
-    words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
-    words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
-    words.append(f"{work.seqlen_q}x{work.seqlen_k}")
+    dims = [work.head_dim] + [work.head_dim_v] * (work.head_dim_v != work.head_dim)
+    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{'-'.join(map(str, dims))}"]
+    options = {
+        work.dtype: True, "tf32": work.precision == "tf32", "causal": work.causal,
+        "unordered": not work.deterministic, "window": work.window is not None,
+        "softcap": work.softcap is not None, "dropout": work.dropout > 0,
+    }  # fmt: skip
+    words += [name for name, given in options.items() if given]
+    words += [*work.arrays, f"{work.seqlen_q}x{work.seqlen_k}"]
     return Path(folder, "-".join(words).replace("_", "-") + ".jsonl")
