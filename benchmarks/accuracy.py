@@ -35,7 +35,8 @@ from benchmarks.command import names_of, open_run  # noqa: E402
 from benchmarks.machine import describe_machine, short_commit  # noqa: E402
 from benchmarks.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
 from benchmarks.report import first_line, write_json  # noqa: E402
-from cuflash._timing.workload import DTYPES, PASSES, PRECISIONS, Workload, square  # noqa: E402
+from benchmarks.shapes import square  # noqa: E402
+from cuflash.tuning._workload import DTYPES, PASSES, PRECISIONS, Workload  # noqa: E402
 from support import families  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -29,7 +29,7 @@ import numpy as np
 
 from cuflash._arrays import native
 from cuflash._errors import problem_with
-from cuflash._host import philox
+from cuflash._problem import philox
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.score_mod import lent
 from cuflash._results import AttentionResult, Gradients
@@ -349,7 +349,7 @@ def weights(
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: Any) -> Array:
-    """Which scores dropout keeps, batch + (m, n); the bits are those of `cuflash._host.philox`."""
+    """Which scores dropout keeps, batch + (m, n), by the bits of `cuflash._problem.philox`."""
     *batch, seqlen_q, seqlen_k = shape
     entries = np.arange(math.prod(batch)).reshape(batch)
     return philox.kept(entries, slice(0, seqlen_q), slice(0, seqlen_k), p, seed, np)

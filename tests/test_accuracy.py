@@ -14,9 +14,9 @@ import cuflash
 from benchmarks import accuracy
 from benchmarks import factors as factors_of_float32
 from benchmarks.command import open_run
+from benchmarks.machine import META_KEYS
 from benchmarks.peers import IMPLEMENTATIONS
-from cuflash._timing.machine import META_KEYS
-from cuflash._timing.workload import square
+from benchmarks.shapes import square
 from support import families
 
 ROOT = Path(__file__).resolve().parents[1]

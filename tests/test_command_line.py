@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,8 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._ahead import kernels_of
-from cuflash._cli import bench, explained, info, io_model
+from cuflash._cli import explained as explaining
+from cuflash._cli import from_checkout, info, io_model
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import hardware as select_hardware
@@ -48,19 +50,38 @@ def no_device(monkeypatch):
     monkeypatch.setattr(select_hardware, "present", lambda device=None: None)
 
 
-def command(capsys, *words: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error."""
-    capsys.readouterr()
-    try:
-        status = _cli.main(list(words))
-    except SystemExit as end:
-        status = end.code
-    out, err = capsys.readouterr()
-    return status, out, err
+@pytest.fixture
+def command(capsys):
+    """Run a line of the shell; return exit status, standard output and standard error."""
+
+    def run(line):
+        capsys.readouterr()
+        try:
+            status = _cli.main(shlex.split(line))
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def explained(command):
+    """Return what explain says in JSON, on Hopper and without compiling if not told otherwise."""
+
+    def run(line=""):
+        status, out, err = command(f"explain --arch sm_90a --no-compile --json {line}")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+NAMES = list(_cli._COMMANDS)
 
 
 def test_the_real_command(tmp_path):
-    """In a folder whose own package is called benchmarks, too."""
+    """In a folder with a package of its own that is called benchmarks."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit(9)")
     path = os.pathsep.join((str(Path(cuflash.__file__).parents[1]), *sys.path))
@@ -72,19 +93,17 @@ def test_the_real_command(tmp_path):
     assert {"cuflash", "numpy", "kernel cache"} <= set(json.loads(done.stdout))
 
 
-def test_a_bug_report_shows_a_table_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+def test_a_bug_report_shows_a_table_that_cannot_be_read(command, monkeypatch, tmp_path):
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv("CUFLASH_TILES", str(path))
     for content in (None, "no table"):
-        path = tmp_path / "tiles.json"
         if content:
             path.write_text(content)
-        monkeypatch.setenv("CUFLASH_TILES", str(path))
         measured.replace_rows(None)
-        status, out, err = command(capsys, "info", "--json")
+        status, out, err = command("info --json")
         assert (status, err) == (0, "")
         told = json.loads(out)["measured tiles"]
-        assert "shipped" in told
-        assert "none of CUFLASH_TILES: " in told
-        assert str(path) in told
+        assert all(words in told for words in ("shipped", "none of CUFLASH_TILES: ", str(path)))
     measured.replace_rows(None)
 
 
@@ -99,26 +118,16 @@ def test_a_bug_report_shows_a_cupy_that_cannot_make_its_folder(tmp_path):
     assert "broken: [Errno" in done.stdout
 
 
-def test_commands_are_listed_and_each_has_examples(capsys):
-    status, out, _ = command(capsys, "--help")
-    assert status == 0
-    for module in _cli._COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        assert f"    {name} " in out
-        status, own, _ = command(capsys, name, "--help")
+def test_the_help_lists_commands_whose_examples_can_be_parsed(command):
+    _, every, _ = command("--help")
+    parser, tried = _cli.parser(), 0
+    for name in NAMES:
+        status, own, _ = command(f"{name} --help")
         assert status == 0
-        assert f"python -m cuflash {name}" in own.partition("examples:")[2]
+        assert f"    {name} " in every
         assert "  --json" in own
-
-
-def test_every_example_of_the_help_can_be_parsed(capsys):
-    import shlex
-
-    parser = _cli.parser()
-    tried = 0
-    for module in _cli._COMMANDS:
-        _, text, _ = command(capsys, module.__name__.rpartition(".")[2], "--help")
-        for line in text.splitlines():
+        assert f"python -m cuflash {name}" in own.partition("examples:")[2]
+        for line in own.splitlines():
             _, found, words = line.partition("python -m cuflash ")
             if found and not line.startswith("usage"):
                 parser.parse_args(shlex.split(words, comments=True))
@@ -127,10 +136,8 @@ def test_every_example_of_the_help_can_be_parsed(capsys):
 
 
 @pytest.mark.parametrize("side", [10**30, 2**63])
-def test_a_window_wider_than_arrays_sees_all(capsys, side):
-    words = ("explain", "--seqlen", "700", "--no-compile", "--io", "--backward", "--json")
-    status, _, error = command(capsys, *words, "--window", f"{side},{side}")
-    assert (status, error) == (0, "")
+def test_a_window_wider_than_arrays_sees_all(explained, side):
+    assert explained(f"--seqlen 700 --io --backward --window {side},{side}")
     work = tuning.Workload(1, 1, 1, 700, 70, 32, 32, "bfloat16")
     whole = io_model.seen_by(work, 64)
     for window in ((side, side), (None, side), (side, None)):
@@ -138,11 +145,11 @@ def test_a_window_wider_than_arrays_sees_all(capsys, side):
         np.testing.assert_array_equal((seen.low, seen.high), (whole.low, whole.high))
 
 
-def test_help_names_results_that_are_committed(capsys):
+def test_help_names_results_that_are_committed(command):
     committed = {path.name for path in RESULTS.parent.rglob("*")}
     named = set()
-    for words in ([], *([module.__name__.rpartition(".")[2]] for module in _cli._COMMANDS)):
-        _, text, _ = command(capsys, *words, "--help")
+    for name in ("", *NAMES):
+        _, text, _ = command(f"{name} --help")
         named |= set(re.findall(r"h100-[\w.-]+", text))
         assert not re.search(r"\d{4}-\d\d-\d\d", text), "a newer one will take its place"
     assert named
@@ -150,127 +157,102 @@ def test_help_names_results_that_are_committed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        (["explain", "--heads", "3", "--heads-kv", "2"], "heads_kv: got 2, expected a divisor"),
-        (["explain", "--arch", "sm_71"], "arch: got 'sm_71', expected one of sm_50"),
-        (["explain", "--head-dim", "300"], "head_dim 300 on a GPU"),
+        ("explain --heads 3 --heads-kv 2", "heads_kv: got 2, expected a divisor"),
+        ("explain --arch sm_71", "arch: got 'sm_71', expected one of sm_50"),
+        ("explain --head-dim 300", "head_dim 300 on a GPU"),
+        ("explain --arrays colour", "arrays: got ('colour',), expected a tuple of names among"),
+        ("explain --window 3", "expected LEFT,RIGHT"),
+        ("explain --heads-kv 0", "heads_kv: got 0, expected a positive int"),
+        ("explain --seqlen-k 0", "seqlen_k: got 0, expected a positive int"),
+        ("explain --head-dim-v -1", "head_dim_v: got -1, expected an int from 0 on"),
+        ("explain --arrays bias,key_bias", "arrays: got bias and key_bias, expected one"),
+        ("explain --arch ''", "arch: got '', expected one of sm_50"),
+        ("tune --list --arch ''", "arch: got '', expected one of sm_50"),
+        ("tune --time-limit 0 --list", "got '0', expected a positive number"),
+        ("tune --budget-ms inf --list", "got 'inf', expected a positive number"),
+        ("tune --parameters block_n=, --list", "expected NAME=VALUE,VALUE"),
+        ("cache warm --arch sm_80 --head-dims ,", "expected ints between"),
+        ("cache warm --arch sm_80 --dtypes ''", "expected values between"),
+        ("tune --parameters block_k=1 --list", "parameters: got 'block_k'"),
+        ("tune --parameters block_n --list", "expected NAME=VALUE,VALUE"),
+        ("tune --parameters block_n=1 block_n=2 --list", "parameters: got block_n twice"),
         (
-            ["explain", "--arrays", "colour"],
-            "arrays: got ('colour',), expected a tuple of names among",
-        ),
-        (["explain", "--window", "3"], "expected LEFT,RIGHT"),
-        (["explain", "--heads-kv", "0"], "heads_kv: got 0, expected a positive int"),
-        (["explain", "--seqlen-k", "0"], "seqlen_k: got 0, expected a positive int"),
-        (["explain", "--head-dim-v", "-1"], "head_dim_v: got -1, expected an int from 0 on"),
-        (["explain", "--arrays", "bias,key_bias"], "arrays: got bias and key_bias, expected one"),
-        (["explain", "--arch", ""], "arch: got '', expected one of sm_50"),
-        (["tune", "--list", "--arch", ""], "arch: got '', expected one of sm_50"),
-        (["tune", "--time-limit", "0", "--list"], "got '0', expected a positive number"),
-        (["tune", "--budget-ms", "inf", "--list"], "got 'inf', expected a positive number"),
-        (["tune", "--parameters", "block_n=,", "--list"], "expected NAME=VALUE,VALUE"),
-        (["cache", "warm", "--arch", "sm_80", "--head-dims", ","], "expected ints between"),
-        (["cache", "warm", "--arch", "sm_80", "--dtypes", ""], "expected values between"),
-        (["tune", "--parameters", "block_k=1", "--list"], "parameters: got 'block_k'"),
-        (["tune", "--parameters", "block_n", "--list"], "expected NAME=VALUE,VALUE"),
-        (
-            ["tune", "--parameters", "block_n=1", "block_n=2", "--list"],
-            "parameters: got block_n twice",
-        ),
-        (
-            ["tune", "--list", "--arch", "sm_80", "--parameters", "blocks_per_sm=0"],
+            "tune --list --arch sm_80 --parameters blocks_per_sm=0",
             "blocks_per_sm = 0 must be positive",
         ),
-        (["tune", "--list", "--strategy", "nonsense"], "strategy: got 'nonsense', expected one of"),
+        ("tune --list --strategy nonsense", "strategy: got 'nonsense', expected one of"),
         (
-            [
-                "tune",
-                "--list",
-                "--arch",
-                "sm_90a",
-                "--head-dim",
-                "64",
-                "--kernel",
-                "backward_pair_sm90",
-            ],
+            "tune --list --arch sm_90a --head-dim 64 --kernel backward_pair_sm90",
             "serves this problem there: backward_dq_sm90, backward_dkv_sm90, backward_sm90",
         ),
         (
-            [
-                *("tune", "--list", "--arch", "sm_90a", "--kernel", "backward_pair_sm90"),
-                *("--head-dim", "256", "--parameters", "block_n=128", "block_m=64"),
-            ],
+            "tune --list --arch sm_90a --kernel backward_pair_sm90 --head-dim 256 "
+            "--parameters block_n=128 block_m=64",
             "block_n = 128 must be 64 or 96",
         ),
-        (["cache", "warm", "--arch", "sm_80", "--head-dims", "x"], "expected ints between commas"),
-        (["tune", "--parameters", "block_n=a", "--list"], "expected NAME=VALUE,VALUE"),
-        (["tune", "--kernel", "forward"], "invalid choice: 'forward'"),
-        (["cache", "burn"], "invalid choice: 'burn'"),
-        (["cache", "warm", "--dtypes", "int8", "--arch", "sm_80"], "dtype: got 'int8'"),
-        (["tune", "--list", "--budget", "0"], "--budget: got '0', expected a positive int"),
-        (["tune", "--processes", "-1"], "--processes: got '-1', expected a positive int"),
-        (["bench", "--set", "everything"], "expected one or more of portable"),
-        (["bench", "--budget-ms", "-3"], "--budget-ms: got '-3', expected a positive number"),
-        (["bench", "--budget-ms", "nan"], "--budget-ms: got 'nan', expected a positive number"),
-        (["bench", "--memory", "--io"], "--io: not allowed with argument --memory"),
-        (["bench", "--set", "short", "--memory"], "--memory: not allowed with argument --set"),
-        (
-            ["bench", "--memory", "--device", "cpu"],
-            "--device: got cpu, expected gpu, of which --memory",
-        ),
-        (["bench", "--io", "--render", __file__], "--render: not allowed with argument --io"),
-        (["bench", "--render", __file__], "got no JSON, expected a result of bench"),
-        (["bench", "--render", "none.json"], "none.json"),
-        (["plot", "speed", "none.json"], "none.json"),
-        ([], "the following arguments are required: command"),
+        ("cache warm --arch sm_80 --head-dims x", "expected ints between commas"),
+        ("tune --parameters block_n=a --list", "expected NAME=VALUE,VALUE"),
+        ("tune --kernel forward", "invalid choice: 'forward'"),
+        ("cache burn", "invalid choice: 'burn'"),
+        ("cache warm --dtypes int8 --arch sm_80", "dtype: got 'int8'"),
+        ("tune --list --budget 0", "--budget: got '0', expected a positive int"),
+        ("tune --processes -1", "--processes: got '-1', expected a positive int"),
+        ("bench --set everything", "expected one or more of portable"),
+        ("bench --budget-ms -3", "--budget-ms: got '-3', expected a positive number"),
+        ("bench --budget-ms nan", "--budget-ms: got 'nan', expected a positive number"),
+        ("bench --memory --io", "--io: not allowed with argument --memory"),
+        ("bench --set short --memory", "--memory: not allowed with argument --set"),
+        ("bench --memory --device cpu", "--device: got cpu, expected gpu, of which --memory"),
+        (f"bench --io --render {__file__}", "--render: not allowed with argument --io"),
+        (f"bench --render {__file__}", "got no JSON, expected a result of bench"),
+        ("bench --render none.json", "none.json"),
+        ("plot speed none.json", "none.json"),
+        ("", "the following arguments are required: command"),
     ],
 )
-def test_wrong_arguments_have_status_2_and_are_named(capsys, words, message):
-    status, out, err = command(capsys, *words)
+def test_wrong_arguments_have_status_2_and_are_named(command, line, message):
+    status, out, err = command(line)
     assert (status, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
 
 
-def test_an_interruption_has_status_130(capsys, monkeypatch):
+def test_an_interruption_has_status_130(command, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(explained, "explain", interrupted)
-    status, _, err = command(capsys, "explain")
+    monkeypatch.setattr(explaining, "explain", interrupted)
+    status, _, err = command("explain")
     assert (status, err) == (130, "cuflash: interrupted\n")
 
 
-def test_explain_says_what_was_chosen(capsys):
-    words = ["explain", "--arch", "sm_90a", "--causal", "--no-compile"]
-    status, out, _ = command(capsys, *words, "--json")
-    found = json.loads(out)
+def test_explain_says_what_was_chosen(command, explained):
+    found = explained("--causal")
     (own,) = found["kernels"]
-    assert status == 0
     assert (own["kernel"], own["tile"]["block_m"]) == ("forward_sm90", 128)
-    work = tuning.Workload.from_json(found["workload"])
-    config = forward_of(work.problem(), H100)
+    config = forward_of(tuning.Workload.from_json(found["workload"]).problem(), H100)
     assert own["smem_bytes"] == config.smem_bytes
     assert own["tile_from"]
     assert own["bound_by"] == "16-bit products"
     assert own["bound_ms"] == pytest.approx(own["tflop"] / 989.4 * 1e3)
     assert own["intensity"] == pytest.approx(own["tflop"] * 1e12 / own["once"])
-    _, text, _ = command(capsys, *words)
+    _, text, _ = command("explain --arch sm_90a --causal --no-compile")
     assert "Hopper's instructions serve this problem" in text
     assert "b2 h16 8192x8192 d128 causal bfloat16" in text
 
 
-def test_a_problem_is_explained_without_the_memory_that_it_takes(capsys):
-    words = ["explain", "--arch", "sm_90a", "--no-compile", "--io", "--json", "--batch", "64"]
-    status, out, err = command(capsys, *words, "--seqlen", str(2**29 - 1), "--arrays", "mask")
-    assert (status, err) == (0, "")
-    assert json.loads(out)["kernels"][0]["kernel"] == "forward_sm90"
-    status, out, err = command(capsys, *words, "--seqlen", str(2**29))
-    assert (status, out) == (2, "")
-    assert "q, k: got 536870912 queries, 536870912 keys, expected fewer than 2^29 of each" in err
-    status, out, err = command(capsys, *words, "--seqlen", str(10**20))
-    assert (status, out) == (2, "")
-    assert "problem: got an array of 64 x 16 x 100000000000000000000 x 128, expected sizes" in err
+def test_a_problem_is_explained_without_the_memory_that_it_takes(command, explained):
+    found = explained(f"--io --batch 64 --seqlen {2**29 - 1} --arrays mask")
+    assert found["kernels"][0]["kernel"] == "forward_sm90"
+    for seqlen, message in (
+        (2**29, "q, k: got 536870912 queries, 536870912 keys, expected fewer than 2^29 of each"),
+        (10**20, f"problem: got an array of 64 x 16 x {10**20} x 128, expected sizes"),
+    ):
+        line = f"explain --arch sm_90a --no-compile --batch 64 --seqlen {seqlen}"
+        status, out, err = command(line)
+        assert (status, out, message in err) == (2, "", True)
 
 
 def test_a_problem_without_its_arrays_is_that_of_the_call():
@@ -283,17 +265,15 @@ def test_a_problem_without_its_arrays_is_that_of_the_call():
         assert own.problem() == describe(q, k, v, options, precision="ieee")
 
 
-def test_packed_sequences_are_explained(capsys):
-    words = ["explain", "--arch", "sm_90a", "--no-compile", "--seqlens", "1000,24", "--json"]
-    status, out, _ = command(capsys, *words)
-    found = json.loads(out)
+def test_packed_sequences_are_explained(command, explained):
+    found = explained("--seqlens 1000,24")
     work = tuning.Workload.from_json(found["workload"])
-    assert (status, work.batch, work.seqlen_q, work.seqlens) == (0, 1, 1024, (1000, 24))
+    assert (work.batch, work.seqlen_q, work.seqlens) == (1, 1024, (1000, 24))
     assert "in 2 sequences" in found["problem"]
     alone = [replace(work, seqlen_q=n, seqlen_k=n, seqlens=()) for n in (1000, 24)]
     tflop = sum(own.flops("fwd") for own in alone) / 1e12
     assert found["kernels"][0]["tflop"] == pytest.approx(tflop)
-    status, _, err = command(capsys, *words, "--io")
+    status, _, err = command("explain --arch sm_90a --no-compile --seqlens 1000,24 --io")
     assert status == 2
     assert "--seqlens: got 2 packed sequences with --io, expected a batch" in err
 
@@ -306,12 +286,11 @@ def test_query_heads_that_share_a_tile_are_explained_as_they_run():
     assert forward_of(apart.problem(), H100).window_right
 
 
-@pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, []), (0, ["--arrays", "key_bias"])])
-def test_narrow_heads_are_bound_by_exponentials(capsys, head_dim_v, arrays):
+@pytest.mark.parametrize(("head_dim_v", "arrays"), [(3, ""), (0, "--arrays key_bias")])
+def test_narrow_heads_are_bound_by_exponentials(command, explained, head_dim_v, arrays):
     """16 of a multiprocessor in a clock of 1.83 GHz; 0 columns of v are logsumexp."""
-    words = ["--arch", "sm_90a", "--no-compile", "--dtype", "float32", "--head-dim", "3"]
-    words += ["--head-dim-v", str(head_dim_v), *arrays]
-    (own,) = json.loads(command(capsys, "explain", *words, "--json")[1])["kernels"]
+    line = f"--dtype float32 --head-dim 3 --head-dim-v {head_dim_v} {arrays}"
+    (own,) = explained(line)["kernels"]
     assert (own["kernel"], own["tile"]["block_n"]) == ("forward_narrow", 128)
     pairs = 2 * 16 * 8192**2
     assert own["bound_by"] == "exponentials"
@@ -320,36 +299,33 @@ def test_narrow_heads_are_bound_by_exponentials(capsys, head_dim_v, arrays):
     assert own["least_ms"]["device memory"] == pytest.approx(own["once"] / 3352e9 * 1e3)
     values = 2 * 16 * 8192 * (2 * (3 + head_dim_v) + 1)  # of q, k, v, out and lse
     assert own["once"] == 4 * (values + 8192 * bool(arrays))
-    _, text, _ = command(capsys, "explain", *words)
+    text = command(f"explain --arch sm_90a --no-compile {line}")[1]
     assert "ms at least, by exponentials (" in text
 
 
-def test_exponentials_of_float64_are_multiplied_and_added(capsys):
-    words = ["--arch", "sm_90a", "--no-compile", "--dtype", "float64", "--head-dim", "3"]
-    (own,) = json.loads(command(capsys, "explain", *words, "--json")[1])["kernels"]
+def test_exponentials_of_float64_are_multiplied_and_added(explained):
+    (own,) = explained("--dtype float64 --head-dim 3")["kernels"]
     assert own["least_ms"] == {"device memory": own["bound_ms"]}
 
 
-def test_a_value_for_each_pair_can_be_what_bounds_a_call(capsys):
-    words = ["--arch", "sm_90a", "--no-compile", "--batch", "1", "--heads", "1", "--json"]
+def test_a_value_for_each_pair_can_be_what_bounds_a_call(explained):
     found = {}
-    for arrays in ([], ["--arrays", "bias"], ["--arrays", "mask"]):
-        (own,) = json.loads(command(capsys, "explain", *words, *arrays)[1])["kernels"]
-        found[tuple(arrays[1:])] = own["once"], own["bound_by"]
-    assert found[("bias",)] == (found[()][0] + 2 * 8192**2, "device memory")
-    assert found[("mask",)][0] == found[()][0] + 8192**2
-    assert found[()][1] == "16-bit products"
+    for name in ("", "bias", "mask"):
+        arrays = name and f"--arrays {name}"
+        (own,) = explained(f"--batch 1 --heads 1 {arrays}")["kernels"]
+        found[name] = own["once"], own["bound_by"]
+    assert found["bias"] == (found[""][0] + 2 * 8192**2, "device memory")
+    assert found["mask"][0] == found[""][0] + 8192**2
+    assert found[""][1] == "16-bit products"
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_120"])
-def test_without_a_data_sheet_there_is_no_roofline_and_it_is_said(capsys, arch):
-    words = ["explain", "--arch", arch, "--no-compile", "--backward"]
-    found = json.loads(command(capsys, *words, "--json")[1])
+def test_without_a_data_sheet_there_is_no_roofline_and_it_is_said(command, explained, arch):
+    found = explained(f"--arch {arch} --backward")
     tiled = [own for own in found["kernels"] if own["tile"]]
     for own in tiled:
-        bounds = [own[name] for name in ("bound_ms", "bound_by", "bound_tflops")]
-        assert bounds == [None, None, None]
-    _, text, _ = command(capsys, *words)
+        assert own["bound_ms"] is own["bound_by"] is own["bound_tflops"] is None
+    _, text, _ = command(f"explain --arch {arch} --no-compile --backward")
     said = f"roofline        unknown: this library has no data sheet of {found['device']}"
     assert text.count(said) == len(tiled) > 0
 
@@ -358,10 +334,9 @@ def test_without_a_data_sheet_there_is_no_roofline_and_it_is_said(capsys, arch):
     ("head_dim", "kernel", "tile"),
     [(128, "backward_sm90", (64, 128)), (256, "backward_pair_sm90", (64, 64))],
 )
-def test_all_gradients_in_one_pass_are_explained(capsys, head_dim, kernel, tile):
-    words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward"]
-    _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim))
-    found = {own["kernel"]: own for own in json.loads(out)["kernels"]}
+def test_all_gradients_in_one_pass_are_explained(explained, head_dim, kernel, tile):
+    kernels = explained(f"--backward --head-dim {head_dim}")["kernels"]
+    found = {own["kernel"]: own for own in kernels}
     own = found[kernel]
     assert (own["tile"]["block_m"], own["tile"]["block_n"]) == tile
     assert own["tflop"] == pytest.approx(2.5 * found["forward_sm90"]["tflop"])
@@ -369,18 +344,14 @@ def test_all_gradients_in_one_pass_are_explained(capsys, head_dim, kernel, tile)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(capsys, dtype):
+def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(explained, dtype):
     """A shipped row of one kernel has parameters that others lack."""
     for arch, head_dim in [(a, d) for a in ("sm_80", "sm_90a") for d in (8, 64, 96, 128, 192, 256)]:
-        words = ["--arch", arch, "--no-compile", "--json", "--backward", "--dtype", dtype]
-        status, out, err = command(capsys, "explain", *words, "--head-dim", str(head_dim))
-        assert (status, err) == (0, "")
-        found = json.loads(out)["kernels"]
+        line = f"--arch {arch} --backward --dtype {dtype} --head-dim {head_dim}"
+        found, unordered = explained(line)["kernels"], explained(f"{line} --unordered")
         tiled = [own for own in found if own["tile"]]
         assert len(tiled) >= 2
         assert all(own["tile_from"] for own in tiled)
-        _, out, _ = command(capsys, "explain", *words, "--head-dim", str(head_dim), "--unordered")
-        unordered = json.loads(out)
         # Tiles were swept in order: a shipped row holds for that alone.
         assert [own | {"tile_from": ""} for own in unordered["kernels"]] == [
             own | {"tile_from": ""} for own in found
@@ -389,67 +360,59 @@ def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(cap
 
 
 @pytest.mark.parametrize(
-    ("words", "tables"),
+    ("line", "tables"),
     [
-        ([], ["_select/sm90", "_select/fused_backward"]),
-        (["--arrays", "bias"], ["_select/sm90"] * 3),
-        (["--dtype", "float32"], ["_select/tf32_sm90"] * 4),
-        (["--dtype", "float32", "--head-dim", "256"], ["_select/portable_tiles"] * 4),
-        (["--dtype", "float64"], ["_select/portable_tiles"] * 3),
-        (
-            ["--dtype", "float64", "--head-dim", "3"],
-            ["_select/narrow", *["_select/portable_tiles"] * 2],
-        ),
-        (["--arch", "sm_75"], ["_select/portable_tiles"] * 4),
-        (["--arch", "sm_80"], ["_select/portable"] * 3),
+        ("", ["sm90", "fused_backward"]),
+        ("--arrays bias", ["sm90"] * 3),
+        ("--dtype float32", ["tf32_sm90"] * 4),
+        ("--dtype float32 --head-dim 256", ["portable_tiles"] * 4),
+        ("--dtype float64", ["portable_tiles"] * 3),
+        ("--dtype float64 --head-dim 3", ["narrow", *["portable_tiles"] * 2]),
+        ("--arch sm_75", ["portable_tiles"] * 4),
+        ("--arch sm_80", ["portable"] * 3),
     ],
 )
-def test_a_tile_is_said_to_be_from_the_module_that_has_it(capsys, monkeypatch, words, tables):
+def test_a_tile_is_said_to_be_from_the_module_that_has_it(explained, monkeypatch, line, tables):
     monkeypatch.setattr(measured, "shipped", dict)
-    given = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", *words]
-    _, out, _ = command(capsys, "explain", *given)
-    told = [own["tile_from"] for own in json.loads(out)["kernels"] if own["tile"]]
-    assert told == [f"cuflash/{name}.py" for name in tables]
+    kernels = explained(f"--backward {line}")["kernels"]
+    told = [own["tile_from"] for own in kernels if own["tile"]]
+    assert told == [f"cuflash/_select/{name}.py" for name in tables]
     assert all((Path(cuflash.__file__).parents[1] / name).is_file() for name in told)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_passes_for_one_gradient_are_explained_as_such(capsys, dtype):
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_passes_for_one_gradient_are_explained_as_such(explained, dtype, size):
     """At wide heads dk and dv have a pass each where a score branches: both multiply q with k."""
-    words = ["--arch", "sm_90a", "--no-compile", "--json", "--backward", "--dtype", dtype]
-    words += ["--softcap", "30"]
-    _, out, _ = command(capsys, "explain", *words, "--head-dim", "192", "--head-dim-v", "128")
-    of = {own["kernel"]: own["tflop"] for own in json.loads(out)["kernels"] if "tflop" in own}
-    dk, dv = (own for own in json.loads(out)["kernels"] if "_dkv_" in own["kernel"])
-    product = next(tflop for name, tflop in of.items() if name.startswith("forward")) / (192 + 128)
+    line = f"--backward --dtype {dtype} --softcap 30 --head-dim 192 --head-dim-v 128"
+    kernels = explained(line)["kernels"]
+    (forward,) = (own for own in kernels if own["kernel"].startswith("forward"))
+    dk, dv = (own for own in kernels if "_dkv_" in own["kernel"])
+    product = forward["tflop"] / (192 + 128)
     assert dk["tflop"] == pytest.approx(product * (2 * 192 + 128))
     assert dv["tflop"] == pytest.approx(product * (192 + 128))
-    size = {"bfloat16": 2, "float32": 4}[dtype]
-    of_keys = 2 * 16 * 8192 * size
     assert (dk["gradient"], dv["gradient"]) == ("dk", "dv")
-    assert dk["once"] - dv["once"] == of_keys * 192  # dk is written, and v read where dv is written
+    written = 2 * 16 * 8192 * size * 192  # dk is written, and v read where dv is written
+    assert dk["once"] - dv["once"] == written
 
 
 @pytest.mark.parametrize(
-    ("words", "tflops", "by"),
+    ("line", "tflops", "by"),
     [
-        (["float32"], 164.9, "three TF32 products for one of float32"),
-        (["float32", "--precision", "tf32"], 494.7, "TF32 products"),
-        (["float64"], 66.9, "float64 products"),
-        (["float16"], 989.4, "16-bit products"),
+        ("float32", 164.9, "three TF32 products for one of float32"),
+        ("float32 --precision tf32", 494.7, "TF32 products"),
+        ("float64", 66.9, "float64 products"),
+        ("float16", 989.4, "16-bit products"),
     ],
 )
-def test_the_roofline_is_that_of_the_products_that_a_dtype_takes(capsys, words, tflops, by):
-    given = ["--arch", "sm_90a", "--no-compile", "--json", "--dtype", *words]
-    _, out, _ = command(capsys, "explain", *given)
-    (own,) = json.loads(out)["kernels"]
+def test_the_roofline_is_that_of_the_products_that_a_dtype_takes(explained, line, tflops, by):
+    (own,) = explained(f"--dtype {line}")["kernels"]
     assert (own["bound_tflops"], own["bound_by"]) == (pytest.approx(tflops), by)
 
 
 @pytest.mark.long
 @pytest.mark.nvrtc
-def test_explain_compiles_for_registers(capsys):
-    status, out, _ = command(capsys, "explain", "--arch", "sm_80", "--backward", "--json")
+def test_explain_compiles_for_registers(command):
+    status, out, _ = command("explain --arch sm_80 --backward --json")
     found = json.loads(out)["kernels"]
     assert status == 0
     assert [own["kernel"] for own in found] == [
@@ -458,12 +421,12 @@ def test_explain_compiles_for_registers(capsys):
     assert all(own["registers"] > 0 and own["blocks_per_multiprocessor"] > 0 for own in found)
 
 
-def test_explain_says_what_does_not_compile(capsys, monkeypatch):
-    def broken(configs, hardware):
-        return {config: tuning.Facts(1, error="error: no such") for config in configs}
-
-    monkeypatch.setattr(explained, "compile_all", broken)
-    status, out, _ = command(capsys, "explain", "--arch", "sm_80")
+def test_explain_says_what_does_not_compile(command, monkeypatch):
+    broken = tuning.Facts(1, error="error: no such")
+    monkeypatch.setattr(
+        explaining, "compile_all", lambda configs, _: dict.fromkeys(configs, broken)
+    )
+    status, out, _ = command("explain --arch sm_80")
     assert status == 1
     assert "did not compile error: no such" in out
 
@@ -524,12 +487,9 @@ def test_the_io_model_walks_what_is_visible():
     assert seen.in_blocks(16) == 16 + 48 + 64
 
 
-def test_explain_shows_the_io_model(capsys):
-    words = ["explain", "--arch", "sm_90a", "--no-compile", "--io", "--batch", "1"]
-    status, out, _ = command(capsys, *words, "--json")
-    found = json.loads(out)
+def test_explain_shows_the_io_model(command, explained):
+    found = explained("--io --batch 1")
     io, tile = found["io"], found["kernels"][0]["tile"]
-    assert status == 0
     counted = next(
         row["measured"]
         for row in json.loads((RESULTS / "h100-io-2026-11-23.json").read_text())["rows"]
@@ -540,7 +500,7 @@ def test_explain_shows_the_io_model(capsys):
     assert io["read_once"] == pytest.approx(counted["device memory read"], rel=0.03)
     assert io["stored"] == pytest.approx(counted["processors to L2"], rel=0.001)
     assert io["unfused"] > 4 * io["loaded"] / 2
-    assert "loaded by tiles" in command(capsys, *words)[1]
+    assert "loaded by tiles" in command("explain --arch sm_90a --no-compile --io --batch 1")[1]
 
 
 @pytest.mark.parametrize(
@@ -551,39 +511,32 @@ def test_explain_shows_the_io_model(capsys):
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
     ],
 )
-def test_every_kind_of_result_is_rendered(capsys, name, words):
+def test_every_kind_of_result_is_rendered(command, name, words):
     path = sorted(RESULTS.glob(f"{name}.json"))[-1]
-    status, out, _ = command(capsys, "bench", "--render", str(path))
+    status, out, _ = command(f"bench --render {path}")
     assert status == 0
     assert all(word in out for word in words)
-    status, out, _ = command(capsys, "bench", "--render", str(path), "--json")
+    status, out, _ = command(f"bench --render {path} --json")
     assert (status, json.loads(out)) == (0, json.loads(path.read_text()))
 
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """The kernels lie in the package, as in a wheel, and no folder benchmarks/ beside them."""
-    monkeypatch.setattr(bench, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
+    monkeypatch.setattr(from_checkout, "kernels_dir", lambda: tmp_path / "cuflash" / "kernels_cu")
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    "words",
-    [["bench"], ["bench", "--set", "short", "more"], ["bench", "--render", "a.json"]]
-    + [["plot", kind, "a.json"] for kind in ("speed", "memory", "io")],
-)
-def test_without_the_benchmarks_one_line_says_where_they_are(capsys, words):
+def test_without_the_benchmarks_one_line_says_where_they_are(command):
     told = "cuflash: the benchmarks are not part of the installed package: run this in a checkout"
-    status, out, err = command(capsys, *words)
-    assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(told)
-
-
-@pytest.mark.usefixtures("installed")
-def test_without_the_benchmarks_other_commands_are_whole(capsys):
-    assert "\nthe benchmarks are not part of" in command(capsys, "bench", "--help")[1]
-    assert command(capsys, "info")[0] == 0
-    status, _, err = command(capsys, "info", "--set")
+    lines = ("bench", "bench --set short more", "bench --render a.json")
+    for line in (*lines, *(f"plot {kind} a.json" for kind in ("heatmap", "speed", "io"))):
+        status, out, err = command(line)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(told)
+    assert "\nthe benchmarks are not part of" in command("bench --help")[1]
+    assert command("info")[0] == 0
+    status, _, err = command("info --set")
     assert (status, "unrecognized arguments: --set" in err) == (2, True)
 
 
@@ -598,46 +551,47 @@ def test_without_the_benchmarks_other_commands_are_whole(capsys):
         ("roofline", "h100-io-*", "got no row with a level of memory, expected a result of bench"),
     ],
 )
-def test_a_result_of_another_kind_is_not_drawn(capsys, tmp_path, kind, name, message):
+def test_a_result_of_another_kind_is_not_drawn(command, tmp_path, kind, name, message):
     pytest.importorskip("matplotlib")
-    path = str(sorted(RESULTS.glob(f"{name}.json"))[-1])
-    sweep = str(sorted((RESULTS.parent / "sweeps").glob("*.jsonl"))[0])
-    words = [sweep, "--memory", path] if kind == "roofline" else [path]
-    status, out, err = command(capsys, "plot", kind, *words, "--out", str(tmp_path / "picture"))
-    assert (status, out) == (2, "")
-    assert message in err
+    path = sorted(RESULTS.glob(f"{name}.json"))[-1]
+    sweep = sorted((RESULTS.parent / "sweeps").glob("*.jsonl"))[0]
+    given = f"{sweep} --memory {path}" if kind == "roofline" else path
+    status, out, err = command(f"plot {kind} {given} --out {tmp_path / 'picture'}")
+    assert (status, out, message in err) == (2, "", True)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     "content", ["[]", '{"meta": {}, "rows": []}', '{"meta": 1, "rows": []}', '{"rows": [{}]}']
 )
-def test_what_is_no_result_is_not_rendered(capsys, tmp_path, content):
+def test_what_is_no_result_is_not_rendered(command, tmp_path, content):
     bad = tmp_path / "bad.json"
     bad.write_text(content)
-    for words in (["bench", "--render"], ["plot", "speed"], ["plot", "io"]):
-        status, out, err = command(capsys, *words, str(bad))
+    for line in ("bench --render", "plot speed", "plot io"):
+        status, out, err = command(f"{line} {bad}")
         assert (status, out) == (2, "")
         assert "bad.json: got something else, expected a result of bench" in err
 
 
+#: A sweep of few tiles.
+TUNE = "tune --parameters block_m=128 num_stages=2 num_q_stages=1 overlap_quarters=0"
+
+
 @pytest.mark.long
 @pytest.mark.nvrtc
-def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(capsys, no_device):
-    words = ["tune", "--parameters", "block_m=128", "block_n=48,64", "num_stages=2",
-             "num_q_stages=1", "overlap_quarters=0", "--processes", "2"]  # fmt: skip
-    status, out, err = command(capsys, *words)
+def test_tune_without_a_device_lists_compiles_and_says_what_is_missing(command, no_device):
+    line, keys = f"{TUNE} block_n=48,64 --processes 2", ["128,48,2,1,0", "128,64,2,1,0"]
+    status, out, err = command(line)
     assert status == 1
     assert "nothing was timed: no NVIDIA device can be used (" in err
     assert "0 of 2 compiled\n" in err  # before any is; this is no terminal
     assert "2 of 2 compiled\n" in err
     lines = [line for line in out.splitlines() if line.startswith("128,")]
-    assert [line.split()[0] for line in lines] == ["128,48,2,1,0", "128,64,2,1,0"]
+    assert [line.split()[0] for line in lines] == keys
     assert all("168" in line for line in lines)
-    status, out, _ = command(capsys, *words, "--list", "--json")
+    status, out, _ = command(f"{line} --list --json")
     found = json.loads(out)
-    assert status == 0
-    assert [c["key"] for c in found["configs"]] == ["128,48,2,1,0", "128,64,2,1,0"]
+    assert (status, [c["key"] for c in found["configs"]]) == (0, keys)
     assert found["configs"][0]["spill_bytes"] == 0
     assert len(list(cubin_cache.folder().glob("*.cubin"))) == 2
 
@@ -660,40 +614,37 @@ def no_compiler(request, monkeypatch):
     )
 
 
-def test_tune_without_a_compiler_lists_what_needs_none(capsys, no_device, no_compiler):
-    words = ["tune", "--parameters", "block_m=128,192", "block_n=96", "num_stages=2",
-             "num_q_stages=1", "overlap_quarters=0"]  # fmt: skip
+def test_tune_without_a_compiler_lists_what_needs_none(command, no_device, no_compiler):
+    line = TUNE.replace("=128", "=128,192") + " block_n=96"
     told = f"cuflash: nothing was compiled: {no_compiler}\n"
-    status, out, err = command(capsys, *words)
-    assert status == 1
-    assert err == f"{told}nothing was timed: {info.no_device()}\n"
+    status, out, err = command(line)
+    assert (status, err) == (1, f"{told}nothing was timed: {info.no_device()}\n")
     lines = [line.split() for line in out.splitlines() if line.startswith(("128,", "192,"))]
     assert lines == [
         ["128,96,2,1,0", "129.0", "384", *"?????"], ["192,96,2,1,0", "145.0", "512", *"?????"],
     ]  # fmt: skip
-    for listed in (["--list"], ["--arch", "sm_90a"]):
-        status, out, err = command(capsys, *words, *listed, "--json")
+    for more in ("--list", "--arch sm_90a"):
+        status, out, err = command(f"{line} {more} --json")
         assert (status, err) == (1, told)
         found = json.loads(out)["configs"]
-        assert [c["key"] for c in found] == ["128,96,2,1,0", "192,96,2,1,0"]
-        assert [(c["smem_bytes"], c["num_threads"]) for c in found] == [
-            (129 * 1024, 384), (145 * 1024, 512),
+        assert [(c["key"], c["smem_bytes"], c["num_threads"]) for c in found] == [
+            ("128,96,2,1,0", 129 * 1024, 384), ("192,96,2,1,0", 145 * 1024, 512),
         ]  # fmt: skip
         assert {c[name] for c in found for name in ("registers", "spill_bytes", "error")} == {None}
 
 
-def test_explain_without_a_compiler_leaves_registers_unknown(capsys, no_device, no_compiler):
-    status, out, err = command(capsys, "explain")
+def test_explain_without_a_compiler_leaves_registers_unknown(command, no_device, no_compiler):
+    status, out, err = command("explain")
     assert (status, err) == (0, f"cuflash: registers are unknown: {no_compiler}\n")
     assert "  registers       unknown: not compiled\n" in out
-    assert (0, out, "") == command(capsys, "explain", "--no-compile")
+    assert (0, out, "") == command("explain --no-compile")
 
 
-def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
+def test_nothing_is_warmed_without_a_compiler(command, tmp_path, no_compiler):
     folder = tmp_path / "shared"
-    for words in ([], ["--folder", str(folder)]):
-        status, out, err = command(capsys, "cache", "warm", "--arch", "sm_90a", *words)
-        assert (status, out, err) == (1, "", f"cuflash: {no_compiler}\n")
+    for more in ("", f"--folder {folder}"):
+        found = command(f"cache warm --arch sm_90a {more}")
+        assert found == (1, "", f"cuflash: {no_compiler}\n")
     assert not list(folder.iterdir())
 
 
@@ -704,7 +655,7 @@ def test_nothing_is_warmed_without_a_compiler(capsys, tmp_path, no_compiler):
         ("too old a driver", "(device unavailable: too old a driver)"),
     ],
 )
-def test_a_bench_without_a_device_says_why(capsys, monkeypatch, cupy, why):
+def test_a_bench_without_a_device_says_why(command, monkeypatch, cupy, why):
     def absent():
         raise RuntimeError(cupy)
 
@@ -713,29 +664,28 @@ def test_a_bench_without_a_device_says_why(capsys, monkeypatch, cupy, why):
     monkeypatch.setitem(sys.modules, "cupy", found if cupy else None)
     told = f"bench: no NVIDIA device can be used {why}"
     for option in ("--memory", "--io"):
-        assert command(capsys, "bench", option) == (1, "", f"cuflash: {told}\n")
-    status, _, _ = command(capsys, "bench", "--device", "gpu")
+        assert command(f"bench {option}") == (1, "", f"cuflash: {told}\n")
+    status, _, _ = command("bench --device gpu")
     assert status == f"{told}; --device cpu measures NumPy arrays"
 
 
-def test_tune_lists_what_does_not_compile_with_status_1(capsys, monkeypatch):
+def test_tune_lists_what_does_not_compile_with_status_1(command, monkeypatch):
     broken = tuning.Facts(1, error="error: no such")
 
     def compiled(chosen, *_, **__):
         return {c.key: broken for c in chosen}
 
     monkeypatch.setattr(tuning.Space, "compile", compiled)
-    words = ["tune", "--arch", "sm_90a", "--parameters", "block_m=128", "num_stages=2"]
-    for more in ([], ["--list"], ["--json"]):
-        status, out, _ = command(capsys, *words, *more)
-        assert status == 1
-        assert "error: no such" in out
+    for more in ("", "--list", "--json"):
+        line = f"tune --arch sm_90a --parameters block_m=128 num_stages=2 {more}"
+        status, out, _ = command(line)
+        assert (status, "error: no such" in out) == (1, True)
     assert {c["error"] for c in json.loads(out)["configs"]} == {"error: no such"}
 
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """The device is ``support/simulated_device.py``, and nothing is compiled."""
+    """The device is ``support/simulated_device.py``, and nothing is compiled; returns the line."""
     for module in (select_hardware, _table):
         monkeypatch.setattr(module, "present", lambda device=None: H100)
     monkeypatch.setattr(tuning.Space, "compile", with_made_up_facts)
@@ -744,16 +694,17 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NAME", H100.name)
     monkeypatch.setenv("SIMULATED_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    few = "block_m=128 block_n=96,128 num_stages=2,3 overlap_quarters=1"
+    return f"tune --file {tmp_path / 'rows.jsonl'} --parameters {few}"
 
 
-@pytest.mark.usefixtures("simulated")
-def test_a_sweep_without_a_right_configuration_has_status_1(capsys, tmp_path, monkeypatch):
+def test_a_sweep_without_a_right_configuration_has_status_1(
+    command, simulated, tmp_path, monkeypatch
+):
     keys = [f"128,{n},{stages},{q},1" for n in (96, 128) for stages in (2, 3) for q in (1, 2)]
     monkeypatch.setenv("SIMULATED_TROUBLE", json.dumps(dict.fromkeys(keys, "wrong")))
     file, exported = tmp_path / "rows.jsonl", tmp_path / "cache.json"
-    words = ["tune", "--parameters", "block_m=128", "block_n=96,128", "num_stages=2,3",
-             "overlap_quarters=1", "--file", str(file), "--save"]  # fmt: skip
-    status, out, err = command(capsys, *words, "--kernel-tuner", str(exported), "--json")
+    status, out, err = command(f"{simulated} --save --kernel-tuner {exported} --json")
     count = len(tuning.load(file).rows)
     assert count >= 4
     assert status == 1
@@ -763,23 +714,16 @@ def test_a_sweep_without_a_right_configuration_has_status_1(capsys, tmp_path, mo
     assert f"{count} rows, none of them timed, expected at least one configuration that" in err
     assert "kept in" not in err
     assert tuning.read_cache(exported).rows == tuning.load(file).rows
-    status, out, _ = command(capsys, *words)
-    assert status == 1
-    assert f"{count} wrong" in out
+    status, out, _ = command(f"{simulated} --save")
+    assert (status, f"{count} wrong" in out) == (1, True)
 
 
-@pytest.mark.usefixtures("simulated")
-def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path):
+def test_tune_sweeps_goes_on_saves_and_exports(command, simulated, tmp_path):
     file, exported = tmp_path / "rows.jsonl", tmp_path / "cache.json"
-    words = ["tune", "--parameters", "block_m=128", "block_n=96,128", "num_stages=2,3",
-             "overlap_quarters=1", "--budget-ms", "5", "--file", str(file)]  # fmt: skip
-    status, out, err = command(capsys, *words, "--budget", "2")
-    assert status == 0
-    assert "2 ok" in out
-    assert "   2/2 " in err
-    status, out, err = command(
-        capsys, *words, "--save", "--kernel-tuner", str(exported), "--json"
-    )  # fmt: skip
+    line = f"{simulated} --budget-ms 5"
+    status, out, err = command(f"{line} --budget 2")
+    assert (status, "2 ok" in out, "   2/2 " in err) == (0, True, True)
+    status, out, err = command(f"{line} --save --kernel-tuner {exported} --json")
     assert status == 0
     found, result = json.loads(out), tuning.load(file)
     assert found["states"] == {"ok": len(result.rows)}
@@ -790,9 +734,8 @@ def test_tune_sweeps_goes_on_saves_and_exports(capsys, tmp_path):
     (kept,) = measured.read(tuning.user_table())
     assert dict(kept.values) == result.best["values"]
     assert tuning.read_cache(exported).rows == result.rows
-    status, _, err = command(capsys, *words, "--causal")
-    assert status == 2
-    assert "name another file" in err
+    status, _, err = command(f"{line} --causal")
+    assert (status, "name another file" in err) == (2, True)
 
 
 def with_made_up_facts(chosen, candidates=None, **_):
@@ -802,21 +745,16 @@ def with_made_up_facts(chosen, candidates=None, **_):
     return facts
 
 
-def test_warm_leaves_out_what_its_help_says(capsys, monkeypatch):
+def test_warm_leaves_out_what_its_help_says(command, monkeypatch):
     warmed = []
-
-    def compiled(works, **_):
-        warmed.extend(works)
-        return [Path("a")]
-
-    monkeypatch.setattr(cuflash, "compile", compiled)
-    words = ["--arch", "sm_90a", "--head-dims", "64,256", "--dtypes", "bfloat16,float32"]
-    assert command(capsys, "cache", "warm", *words)[0] == 0
+    monkeypatch.setattr(cuflash, "compile", lambda works, **_: warmed.extend(works) or [Path("a")])
+    line = "cache warm --arch sm_90a --head-dims 64,256 --dtypes bfloat16,float32"
+    assert command(line)[0] == 0
     assert len(warmed) == 8
     there = {config for own in warmed for config in kernels_of(own, H100, backward=True)}
     narrow, wide = (own for own in warmed if own.dtype == "bfloat16" and not own.causal)
     single = next(own for own in warmed if own.dtype == "float32")
-    help_text = " ".join(command(capsys, "cache", "--help")[1].split())
+    help_text = " ".join(command("cache --help")[1].split())
     for name, other in {
         "small batches": replace(narrow, batch=1, heads_q=4, heads_kv=4),
         "grouped heads": replace(wide, heads_kv=2),
@@ -835,39 +773,33 @@ def test_warm_leaves_out_what_its_help_says(capsys, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.nvrtc
-def test_the_store_is_warmed_listed_verified_and_cleared(capsys, tmp_path):
+def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
     folder = tmp_path / "shared"
-    words = ["--folder", str(folder)]
-    status, out, _ = command(
-        capsys, "cache", "warm", "--arch", "sm_90a", "--head-dims", "64", "--dtypes", "float16",
-        "--processes", "2", "--json", *words,
-    )  # fmt: skip
+    cache = f"cache {{}} --folder {folder}".format
+    few = "--arch sm_90a --head-dims 64 --dtypes float16 --processes 2 --json"
+    status, out, _ = command(f"{cache('warm')} {few}")
     files = json.loads(out)["files"]
     assert (status, len(files)) == (0, 2)  # full and causal
-    status, out, _ = command(capsys, "cache", "list", "--json", *words)
+    status, out, _ = command(f"{cache('list')} --json")
     rows = json.loads(out)["kernels"]
-    assert status == 0
-    assert {row["entry"] for row in rows} == {"cuflash_forward_sm90"}
-    assert command(capsys, "cache", "verify", *words)[0] == 0
+    assert (status, {row["entry"] for row in rows}) == (0, {"cuflash_forward_sm90"})
+    assert command(cache("verify"))[0] == 0
     (folder / "notes.txt").write_text("not ours")
     with open(files[0], "r+b") as file:
         file.write(b"changed")
-    status, out, _ = command(capsys, "cache", "verify", *words)
-    assert status == 1
-    assert "1 not whole" in out
+    status, out, _ = command(cache("verify"))
+    assert (status, "1 not whole" in out) == (1, True)
     if os.name != "nt":
         os.mkfifo(folder / f"{'0' * 64}.cubin")
-        status, out, _ = command(capsys, "cache", "list", *words)
+        status, out, _ = command(cache("list"))
         assert (status, out.count("of any user"), "2 not whole" in out) == (0, 2, True)
-    status, out, _ = command(capsys, "cache", "clear", *words)
+    status, out, _ = command(cache("clear"))
     assert (status, sorted(path.name for path in folder.iterdir())) == (0, ["notes.txt"])
-    assert command(capsys, "cache", "list", *words)[0] == 0
+    assert command(cache("list"))[0] == 0
 
 
-def test_a_store_that_is_not_there_is_empty(capsys, tmp_path):
-    status, out, _ = command(capsys, "cache", "list", "--folder", str(tmp_path / "no"))
-    assert status == 0
-    assert "0 kernels" in out
-    status, _, err = command(capsys, "cache", "verify", "--folder", str(tmp_path / "no"))
-    assert status == 2
-    assert "expected one that is there" in err
+def test_a_store_that_is_not_there_is_empty(command, tmp_path):
+    status, out, _ = command(f"cache list --folder {tmp_path / 'no'}")
+    assert (status, "0 kernels" in out) == (0, True)
+    status, _, err = command(f"cache verify --folder {tmp_path / 'no'}")
+    assert (status, "expected one that is there" in err) == (2, True)

@@ -182,6 +182,7 @@ def test_hangs(n):
     assert report["tests"]["test_hang.py::test_hangs"] == {"failed": ["[7]"]}
 
 
+@pytest.mark.full
 def test_hang_that_holds_the_interpreter_lock_ends_too(project):
     project.makepyfile(
         test_hang="""
@@ -199,6 +200,7 @@ def test_hangs():
     assert "in test_hangs" in result.stderr.str() + result.stdout.str()
 
 
+@pytest.mark.full
 def test_limit_is_per_example_and_per_case(project):
     project.makepyfile(
         test_slow="""

@@ -42,6 +42,7 @@ def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
     assert gpu_evidence.run(["runs"], tmp_path, jobs=3) == 0
 
 
+@pytest.mark.full
 def test_what_a_part_started_ends_with_it(parts, tmp_path):
     late, began = tmp_path / "late", tmp_path / "began"
     parts["hangs"] = 8, ("-c", FORKS.format(str(late), str(began)))

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 import cuflash
+from benchmarks import profiler
 from cuflash import _cli, reference
-from cuflash._cli import explained_io, io_gradient, io_model, profiler
+from cuflash._cli import io_model
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
-from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
-from cuflash.tuning._kernels import kernel_name
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 from support.chosen import backward_of
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
@@ -65,7 +65,7 @@ class Walk:
     """Counts what the blocks of threads of one kernel load, store and add, tile by tile."""
 
     def __init__(self, work, config):
-        self.work, self.config, self.name = work, config, kernel_name(config)
+        self.work, self.config, self.name = work, config, config.kernel
         self.size = DTYPES[work.dtype].itemsize
         self.boxes = self.name.endswith("_sm90") and "tf32" not in self.name
         self.loaded = self.stored = self.added = 0
@@ -141,10 +141,10 @@ def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
     work = replace(SMALL, **(options | MASKS[mask]))
     tiled = chosen(work, arch)[1:]
     if not (scheme.startswith("pairs") and mask == "window"):  # that pairs do not serve
-        assert [kernel_name(c) for c in tiled] == expected
+        assert [c.kernel for c in tiled] == expected
     sums = None
     for config in tiled:
-        name, found = kernel_name(config), io_gradient.gradient(work, config)
+        name, found = config.kernel, io_model.gradient(work, config)
         if name == "backward_convert":  # reads what was stored and not added
             assert sums is not None
             assert (found.loaded, found.added) == (sums.stored - sums.added, 0)
@@ -164,7 +164,7 @@ def test_the_parts_of_a_gradient_counted_by_hand():
     # Two tiles of 128 keys see four blocks of 64 queries: d = d_v = 128, 2 bytes.
     work = Workload(1, 1, 1, 256, 256, 128, 128, "bfloat16")
     operand, sums, lse = 256 * 128 * 2, 256 * 128 * 4, 256 * 4
-    delta, one_pass, convert = (io_gradient.gradient(work, c) for c in chosen(work, "sm_90"))
+    delta, one_pass, convert = (io_model.gradient(work, c) for c in chosen(work, "sm_90"))
     assert (delta.loaded, delta.stored) == (2 * operand + lse, 2 * lse)
     assert one_pass.loaded == 2 * operand + 2 * (2 * operand + 2 * lse)
     assert (one_pass.stored, one_pass.added) == (2 * operand + 2 * sums, sums)
@@ -173,7 +173,7 @@ def test_the_parts_of_a_gradient_counted_by_hand():
         2 * operand + sums,
     )
     assert (convert.loaded, convert.stored) == (sums, operand)
-    both = io_gradient.together([one_pass, convert])
+    both = io_model.together([one_pass, convert])
     assert (both.loaded, both.added) == (one_pass.loaded + sums, sums)
     # q, k, v, dq, dk, dv once, dout twice; P twice, dP and dS written, dP once and dS twice read.
     assert io_model.unfused(work, "bwd") == 8 * operand + 7 * 256 * 256 * 2
@@ -183,10 +183,10 @@ def test_a_kernel_without_a_model_is_refused(capsys):
     work = replace(SMALL, arrays=("bias",))
     score = backward_score_config(work.problem(), 99 * 1024, 16, "bias", "pairs")
     with pytest.raises(ValueError, match="kernel: got backward_dscore_sm80, expected one of the"):
-        io_gradient.gradient(work, score)
+        io_model.gradient(work, score)
     cores = chosen(replace(SMALL, dtype="float64"), "sm_86")[1]
     with pytest.raises(ValueError, match="--io: got backward_dkv_sm80 on CUDA cores, expected"):
-        io_gradient.gradient(replace(SMALL, dtype="float64"), cores)
+        io_model.gradient(replace(SMALL, dtype="float64"), cores)
     status, out, err = command(capsys, "--arch", "sm_86", "--dtype", "float64")
     assert (status, out) == (2, "")
     assert "--io: got forward_sm80 on CUDA cores, expected kernels that bring tiles" in err
@@ -228,8 +228,8 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
 
     def gradient_bytes(work, kernels):
         asked.append(kernels)
-        parts = explained_io.predicted(work, backward=True)["io_gradient"]["kernels"]
-        of = profiler.PREDICTED_OF_GRADIENT.items()
+        parts = io_model.predicted(work, backward=True)["io_gradient"]["kernels"]
+        of = io_model.PREDICTED_OF_GRADIENT.items()
         return [{name: part[field] / 2 for name, field in of} for part in parts]
 
     monkeypatch.setattr(

@@ -494,7 +494,7 @@ def finish_together(processes):
     return [finish(process) for process in processes]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_16_processes_cold_at_once(folder):
     cache = str(folder.parent)
     finish_together([start(COMPILE_ON_THE_STAND_IN, CUPY_CACHE_DIR=cache) for _ in range(16)])

@@ -82,7 +82,7 @@ def check(call: Call, options: cuflash.Options) -> dict[str, Any]:
     return gradients
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "dtype"),
     list(zip(itertools.cycle(ROWS), covering.FACTORS["dtype"], strict=False)),

@@ -101,6 +101,7 @@ def test_float64_is_rounded_once(xp: ModuleType, dtype: Any) -> None:
     np.testing.assert_array_equal(memory.to_numpy(found).astype(np.float64), expected)
 
 
+@pytest.mark.full
 def test_mixed_dtypes_are_drawn() -> None:
     drawn = calls(limits_of(np), options=())
     for mixed in ((np.float16, np.float32, np.float64), (np.float32, np.float32, bfloat16)):

@@ -29,7 +29,7 @@ def test_full(): pass
 
 @pytest.mark.gate
 @pytest.mark.parametrize("n", range(5))
-def test_gate(n): assert len(kernels_of_part(range(100))) in (5, 100)
+def test_gate(n): assert len(kernels_of_part(range(100))) in (3, 100)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", range(40))
@@ -103,10 +103,10 @@ def run(project, *arguments):
     ("arguments", "left_out", "kernels", "examples"),
     [
         (["--quick"], 36 + 40 + 5 + 36 + 1, 0, QUICK.examples),
-        ([], 36 + 1, 5 * 95, USUAL.examples),
+        ([], 36 + 1, 5 * 97, USUAL.examples),
         (["--full"], 0, 0, FULL.examples),
         (["--slow"], 0, 0, FULL.examples),
-        (["--hypothesis-profile=three"], 36 + 1, 5 * 95, 3),
+        (["--hypothesis-profile=three"], 36 + 1, 5 * 97, 3),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -17,7 +17,7 @@ from support.simulated_sweep import DEVICE, WORK, space_of
 
 matplotlib = pytest.importorskip("matplotlib")
 from benchmarks import pictures as of_benchmarks  # noqa: E402
-from cuflash._cli import pictures  # noqa: E402
+from benchmarks import sweep_pictures as pictures  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SIMULATED = {"device": "simulated", "date": "today"}
@@ -232,7 +232,7 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
     """Byte for byte, where this is the matplotlib that drew them; tools/draw_pictures.py does."""
     committed = sorted(draw_pictures.PICTURES.glob("*.svg"))

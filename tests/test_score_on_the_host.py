@@ -21,11 +21,12 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import MaskMod, Options, ScoreMod, reference
-from cuflash._host import philox
 from cuflash._jit import source as jit_source
 from cuflash._kernels import params as kernel_params
+from cuflash._problem import philox
 from cuflash._problem.formulas import formulas_of
-from cuflash._problem.problem import canonical_view, describe
+from cuflash._problem.operand import canonical_view
+from cuflash._problem.problem import describe
 from cuflash._select import portable
 
 pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -78,6 +78,7 @@ def options_of(kind: str, dtype: Any, **others: Any) -> dict[str, dict[str, Any]
     }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("kind", ["runs out of order", "most see nothing"])
 def test_segments_have_the_bits_of_a_mask_and_less_to_copy(kind: str, tmp_path: Path) -> None:

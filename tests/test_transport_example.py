@@ -136,7 +136,7 @@ def test_painted_images_have_the_colours_of_the_other():
         np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_check_notices_wrong_potentials(monkeypatch, capsys):
     given = array_device.cpu(), made_up_photographs(), 0.01, 1e-3
     assert colour_transfer.check(*given)

@@ -22,6 +22,7 @@ from cuflash.tuning._space import default_configs
 from cuflash.tuning._table import best_rows
 from support.chosen import backward_of, forward_of
 from support.nvrtc import all_cores
+from support.parts import kernels_of_part
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
 
@@ -432,7 +433,7 @@ def test_a_sweep_that_was_repeated_found_the_same():
             assert row["relative"] / other.best["relative"] <= 1.02
 
 
-@pytest.mark.long
+@pytest.mark.gate
 @pytest.mark.nvrtc
 def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
     left = dict(SHIPPED)
@@ -449,7 +450,7 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
         return (report.spill_bytes, report.warnings)
 
     with all_cores() as pool:
-        assert set(pool.map(complaint, configs)) == {(0, ())}
+        assert set(pool.map(complaint, kernels_of_part(configs))) == {(0, ())}
 
 
 def test_a_shipped_row_is_used_and_what_is_asked_for_goes_before_it(tmp_path, monkeypatch):
@@ -572,7 +573,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
     work = replace(WORK, head_dim=192, head_dim_v=192, **given)
     own = [c for c in backward_of(work.problem(), H100) if "dkv" in c.source]
     assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
-    found = simulated(tuning.space(work, _kernels.kernel_name(own[0]), arch="sm_90a"))
+    found = simulated(tuning.space(work, own[0].kernel, arch="sm_90a"))
     other = next(c for c in found if c.key != found.default_key)
     found.candidates = [found.candidate(found.default_key), other]
     result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
@@ -639,6 +640,7 @@ def test_every_committed_sweep_is_one_that_the_script_makes():
         )  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_committed_sweep_can_stand_behind_the_table(tmp_path):
     rows = shipped_tiles.rows()
     paths = sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))
@@ -683,9 +685,7 @@ def test_calls_run_with_the_tiles_in_use(tmp_path, monkeypatch):
     seen = []
     compiled = plan.compile_kernel
     monkeypatch.setattr(plan, "compile_kernel", lambda c, d: seen.append(c) or compiled(c, d))
-    tiles = row(
-        kernel=_kernels.kernel_name(default), dtype="float16", device=device.name, values=values
-    )
+    tiles = row(kernel=default.kernel, dtype="float16", device=device.name, values=values)
     expected = cuflash.attention(q, q, q)
     cuflash.attention(q, q, q)  # recalled from here on
     with tuning.use(written(tmp_path, tiles)):

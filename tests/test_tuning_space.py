@@ -287,8 +287,8 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]
     own = {f.name for f in fields(kind)} - {f.name for f in fields(kernel_config.TileConfig)}
-    assert own - what <= set(_kernels.PARAMETERS[kind])
-    assert set(_kernels.PARAMETERS[kind]) <= measured.TILE_FIELDS
+    assert own - what <= set(_kernels.kind.tunables)
+    assert set(_kernels.kind.tunables) <= measured.TILE_FIELDS
     found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
@@ -304,6 +304,7 @@ def test_every_kernel_travels():
     assert {f"{name}.cu" for name in _kernels._ALL} == sources
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("kernel", "tried"),
@@ -343,6 +344,7 @@ def test_what_is_legal_compiles_and_facts_are_those_of_the_compiler(kernel, trie
     assert stored == report.cubin
 
 
+@pytest.mark.long
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_legal_configurations_compile(kernel):

@@ -20,7 +20,7 @@ import pytest
 
 from cuflash import tuning
 from cuflash._jit import source
-from cuflash.tuning import _processes, _progress, _rows
+from cuflash.tuning import _processes, _rows, _sweep
 from support import simulated_sweep
 from support.simulated_device import milliseconds
 from support.simulated_sweep import DEVICE, WORK, space_of
@@ -343,8 +343,8 @@ def test_somebody_who_waits_sees_every_configuration(tmp_path, trouble, capfd):
 
 def test_a_log_hears_of_thousands_of_kernels_every_few_seconds(capsys, monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    said = _progress.Compiled()
+    monkeypatch.setattr(_sweep, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    said = _sweep.Compiled()
     for done in range(9):
         said(done, 38900)
     assert capsys.readouterr().err.splitlines() == [
@@ -356,7 +356,7 @@ def test_a_log_hears_of_thousands_of_kernels_every_few_seconds(capsys, monkeypat
 
 def test_a_terminal_has_one_line_of_what_is_compiled(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    said = _progress.Compiled()
+    said = _sweep.Compiled()
     for done in range(3):
         said(done, 2)
     assert capsys.readouterr().err == "\r0 of 2 compiled\r1 of 2 compiled\r2 of 2 compiled\n"

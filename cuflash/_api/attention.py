@@ -12,23 +12,15 @@ from cuflash._api.dispatch import check_common, launch, operands, run_backward, 
 from cuflash._api.recall import may_be_known, recall, remember
 from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
 from cuflash._errors import problem_with, shown
+from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
-from cuflash._problem.options import Options, ScoreOptions, flag, resolve
-from cuflash._problem.problem import describe, require_float, require_shape
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import override
 
 _WRT = ("q", "k", "v")
-#: Field of Gradients for each input that has a gradient.
-FIELDS = {
-    "q": "dq",
-    "k": "dk",
-    "v": "dv",
-    "bias": "dbias",
-    "alibi_slopes": "dslopes",
-    "sink": "dsink",
-    "scale": "dscale",
-}
 
 
 @overload

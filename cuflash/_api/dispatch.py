@@ -10,7 +10,8 @@ import numpy as np
 from cuflash._arrays import Array, array_module, converted, is_cupy, native, same_module
 from cuflash._errors import problem_with, shown
 from cuflash._host import attention
-from cuflash._problem.options import Options, flag
+from cuflash._problem.checks import flag
+from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, common_dtype
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
 from cuflash._errors import problem_with, shown
 from cuflash._host.scores import arithmetic
-from cuflash._problem.options import integer_value, is_integer
-from cuflash._problem.problem import require_float, require_shape
+from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
 from cuflash._results import AttentionResult
 
 _MAX_AXES = 64  # of NumPy's and CuPy's arrays

@@ -20,24 +20,12 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import problem_with, shown
-from cuflash._host import philox
 from cuflash._host.scores import Scores, Tile, arithmetic
-from cuflash._problem.options import (
-    Options,
-    ScoreOptions,
-    integer_value,
-    is_integer,
-    probability,
-    resolve,
-    seed_value,
-)
-from cuflash._problem.problem import (
-    axes_without_values,
-    canonical_view,
-    describe,
-    require_float,
-    require_shape,
-)
+from cuflash._problem import checks, philox
+from cuflash._problem.checks import require_float, require_shape
+from cuflash._problem.operand import axes_without_values, canonical_view
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe
 from cuflash._results import Gradients
 
 _MASK_ELEMENTS = 1 << 24  # of a dropout mask at once
@@ -271,7 +259,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
 
     Notes
     -----
-    Philox4x32-10; the layout of its counter is described in ``cuflash/_host/philox.py``.
+    Philox4x32-10; the layout of its counter is described in ``cuflash/_problem/philox.py``.
 
     Examples
     --------
@@ -282,14 +270,14 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
         raise problem_with("shape", ValueError, got=shown(shape), expected="a tuple batch + (m, n)")
-    if not all(map(is_integer, shape)):
+    if not all(map(checks.is_integer, shape)):
         raise problem_with("shape", TypeError, got=shown(shape), expected="extents >= 0")
-    extents = tuple(integer_value("shape", extent, "extents >= 0") for extent in shape)
+    extents = tuple(checks.integer_value("shape", extent, "extents >= 0") for extent in shape)
     if min(extents) < 0:
         raise problem_with("shape", ValueError, got=shown(shape), expected="extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
     refuse_captured(xp, "dropout_mask")
-    p, seed = probability("p", p), seed_value(seed)
+    p, seed = checks.probability("p", p), checks.seed("seed", seed)
     with on_device_of(like):
         try:
             mask = xp.empty(extents, bool)

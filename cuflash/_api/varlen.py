@@ -9,25 +9,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._api.attention import (
-    FIELDS,
-    gradient_buffers,
-    gradient_names,
-    result_pair,
-)
-from cuflash._api.dispatch import (
-    check_common,
-    operands,
-    run_backward,
-    run_forward,
-)
+from cuflash._api.attention import gradient_buffers, gradient_names, result_pair
+from cuflash._api.dispatch import check_common, operands, run_backward, run_forward
 from cuflash._arrays import Array, allocate, native, on_own_device, same_module, write_rounded
 from cuflash._errors import problem_with
 from cuflash._host.scores import arithmetic
+from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
-from cuflash._problem.options import Options, ScoreOptions, flag, resolve
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.packed import describe_packed
-from cuflash._problem.problem import Problem, describe, require_float, require_shape
+from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import override
 

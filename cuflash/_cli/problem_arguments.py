@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from cuflash._timing.workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
+from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
 
 Value = TypeVar("Value")
 
@@ -83,26 +83,22 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def problem_of(arguments: argparse.Namespace) -> Workload:
+def problem_of(given: argparse.Namespace) -> Workload:
     """The problem that :func:`add_problem` describes."""
-
-    def given(value: int | None, default: int) -> int:
-        return default if value is None else value
-
     return Workload(
-        batch=arguments.batch,
-        heads_q=arguments.heads,
-        heads_kv=given(arguments.heads_kv, arguments.heads),
-        seqlen_q=arguments.seqlen,
-        seqlen_k=given(arguments.seqlen_k, arguments.seqlen),
-        head_dim=arguments.head_dim,
-        head_dim_v=given(arguments.head_dim_v, arguments.head_dim),
-        dtype=arguments.dtype,
-        precision=arguments.precision,
-        causal=arguments.causal,
-        deterministic=not arguments.unordered,
-        window=arguments.window,
-        softcap=arguments.softcap,
-        dropout=arguments.dropout,
-        arrays=tuple(arguments.arrays),
+        given.batch,
+        given.heads,
+        given.heads if given.heads_kv is None else given.heads_kv,
+        given.seqlen,
+        given.seqlen if given.seqlen_k is None else given.seqlen_k,
+        given.head_dim,
+        given.head_dim if given.head_dim_v is None else given.head_dim_v,
+        given.dtype,
+        precision=given.precision,
+        causal=given.causal,
+        deterministic=not given.unordered,
+        window=given.window,
+        softcap=given.softcap,
+        dropout=given.dropout,
+        arrays=tuple(given.arrays),
     )

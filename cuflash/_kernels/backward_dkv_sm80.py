@@ -80,11 +80,6 @@ class BackwardKVConfig(KernelConfig):
         return tiles + 4 * self.real_bytes * int(self.block_m)
 
     @classmethod
-    def eligible(cls, request: Request) -> str:
-        """It serves every problem."""
-        return ""
-
-    @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """For each pass the first tile of its row that fits; on CUDA cores where one has none."""
         problem = request.problem

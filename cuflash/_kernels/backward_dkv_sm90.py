@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import dropout_of, needs_score_math
+from cuflash._kernels.score_config import needs_score_math, present
 from cuflash._kernels.tables import Row, last_row, smallest
 from cuflash._problem.problem import Problem
 
@@ -20,9 +20,9 @@ class Chosen(NamedTuple):
     num_stages: int
 
 
-#: Up to 128 the fastest of benchmarks/sweeps on an H100 SXM; others follow from registers and shared
-#: memory. Rows serve dk and dv in one pass up to head size 128, larger ones one of them: registers
-#: hold no two results of 192 columns.
+#: Up to 128 the fastest of benchmarks/sweeps on an H100 SXM; others follow from registers and
+#: shared memory. Rows serve dk and dv in one pass up to head size 128, larger ones one of them:
+#: registers hold no two results of 192 columns.
 ROWS = (
     Row("", (64, 64), Chosen(96, 128, 3), "D104"),
     Row("", (96, 96), Chosen(80, 128, 3), "D104"),
@@ -86,9 +86,7 @@ class BackwardKVSm90Config(KernelConfig):
     def eligible(cls, request: Request) -> str:
         """Why it does not serve a request."""
         reason = wgmma.against_halves(request)
-        if reason or all(portable.shares_keys(request.problem, names) for names in _passes(request)):
-            return reason
-        return "batch entries that are summed into one result have other keys or values"
+        return reason or portable.against_passes(request.problem, _passes(request))
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
@@ -128,9 +126,9 @@ def _words(request: Request, results: int) -> set[str]:
 def _is_causal_alone(problem: Problem) -> bool:
     """Whether either slopes or a softcap, and a bound on the right, are all that there is."""
     others = (
-        problem.bias, problem.formulas, problem.mask, problem.segment_ids_q, problem.cu_seqlens_q,
-        problem.window_left, problem.offset, problem.q_lengths, problem.kv_lengths,
+        problem.formulas, problem.cu_seqlens_q, problem.window_left, problem.offset,
+        problem.q_lengths, problem.kv_lengths,
     )  # fmt: skip
-    alone = all(other is None for other in others) and not dropout_of(problem)
-    one = (problem.softcap is None) != (problem.alibi_slopes is None)
-    return alone and one and problem.window_right is not None
+    options = present(problem, "cap", "add", "see", "weight")
+    one = options in ({"softcap"}, {"alibi_slopes"}) and all(other is None for other in others)
+    return one and problem.window_right is not None

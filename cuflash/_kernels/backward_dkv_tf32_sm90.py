@@ -58,9 +58,7 @@ class BackwardKVTf32Sm90Config(KernelConfig):
     def eligible(cls, request: Request) -> str:
         """Why it does not serve a request."""
         reason = tf32_sm90.against(request)
-        if reason or all(portable.shares_keys(request.problem, names) for names in _passes(request)):
-            return reason
-        return "batch entries that are summed into one result have other keys or values"
+        return reason or portable.against_passes(request.problem, _passes(request))
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

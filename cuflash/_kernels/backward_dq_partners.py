@@ -1,4 +1,4 @@
-"""``backward_dq_partners.cu``: dq of float64, two warps own the same rows, each half their columns."""
+"""``backward_dq_partners.cu``: dq of float64, two warps own the same rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = (
 
 
 class BackwardQPartnersConfig(KernelConfig):
-    """``backward_dq_partners.cu``."""
+    """``backward_dq_partners.cu``: each of two warps has half the columns of their rows."""
 
     kernel = "backward_dq_partners"
     params = "BackwardParams"

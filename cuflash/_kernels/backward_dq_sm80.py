@@ -62,11 +62,6 @@ class BackwardQConfig(KernelConfig):
         )
 
     @classmethod
-    def eligible(cls, request: Request) -> str:
-        """It serves every problem."""
-        return ""
-
-    @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
         fields = portable.fields(request, cuda_cores=request.cuda_cores)

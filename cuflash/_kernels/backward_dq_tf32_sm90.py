@@ -16,7 +16,7 @@ class Own(NamedTuple):
 
 
 class BackwardQTf32Sm90Config(KernelConfig):
-    """``backward_dq_tf32_sm90.cu``: warpgroups of 64 query rows, one that splits keys and values."""
+    """``backward_dq_tf32_sm90.cu``: warpgroups of 64 query rows, one that splits k and v."""
 
     kernel = "backward_dq_tf32_sm90"
     params = "BackwardParams"

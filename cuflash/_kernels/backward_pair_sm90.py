@@ -1,4 +1,4 @@
-"""``backward_pair_sm90.cu``: all gradients in one pass, by two thread blocks of ``block_n`` keys."""
+"""``backward_pair_sm90.cu``: all gradients in one pass, by pairs of thread blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cuflash._kernels.request import Request
 
 
 class BackwardPairConfig(KernelConfig):
-    """``backward_pair_sm90.cu``."""
+    """``backward_pair_sm90.cu``: each thread block of a pair owns ``block_n`` keys."""
 
     kernel = "backward_pair_sm90"
     params = "BackwardSm90Params"

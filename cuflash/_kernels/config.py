@@ -93,7 +93,7 @@ class KernelConfig:
     #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums".
     computes: ClassVar[str]
     parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
-    tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in the order of its keys
+    tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side whose rows the results of a thread block are
@@ -131,9 +131,9 @@ class KernelConfig:
         """Raise a ValueError for values that fit no kernel of this kind."""
 
     @classmethod
-    def eligible(cls, request: Request) -> str:
-        """Why the kernel does not serve a request; empty where it does."""
-        raise NotImplementedError
+    def eligible(cls, request: Request) -> str:  # noqa: ARG003
+        """Why the kernel does not serve a request; empty where it does, by default any."""
+        return ""
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

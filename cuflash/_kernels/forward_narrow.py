@@ -14,7 +14,7 @@ import numpy as np
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig, Tile
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
+from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math, present
 from cuflash._problem.problem import Problem
 
 #: Head sizes up to which products of CUDA cores are cheaper than the exponential.
@@ -64,7 +64,7 @@ class ForwardNarrowConfig(KernelConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request: tensor cores are fast enough for most of 16 bits. (D64)"""
+        """Why it does not serve a request. (D64)"""
         problem = request.problem
         wins = problem.dtype in (np.float32, np.float64) or _shares_bias(problem)
         return wgmma.first_reason(
@@ -136,5 +136,4 @@ def _shares_bias(problem: Problem) -> bool:
     """Whether a bias that all queries share is all that is added to scores, and hides keys."""
     if problem.bias is None or problem.bias.strides[-2] != 0:
         return False
-    others = (problem.softcap, problem.alibi_slopes, problem.mask, problem.segment_ids_q)
-    return all(option is None for option in others)
+    return present(problem, "cap", "add", "see") == {"bias"}

@@ -10,9 +10,9 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
 from cuflash._kernels.tables import Row
 
-#: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two would
-#: leave no room for the low parts of 3xTF32. The one stage of float64 with options was measured at
-#: 8192 keys alone.
+#: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two
+#: would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
+#: measured at 8192 keys alone.
 ROWS = (
     Row("half", 16, ((128, 64, 4, 3, 2),)),
     Row("half", 32, ((128, 128, 4, 2, 2),)),
@@ -53,11 +53,18 @@ ROWS = (
     Row("float64", 32, ((64, 32, 4, 2, 2),)),
     Row("float64", 64, ((128, 64, 8, 1, 2), (128, 32, 8, 1, 2), (64, 32, 4, 1, 2)), "D60"),
     Row("float64", 96, ((64, 16, 4, 2, 2), (64, 16, 4, 1, 2))),
-    Row("float64", 128, ((128, 16, 8, 1, 1), (128, 16, 8, 1, 2), (64, 16, 4, 1, 2), (32, 16, 2, 1, 2)), "D102"),
+    Row(
+        "float64",
+        128,
+        ((128, 16, 8, 1, 1), (128, 16, 8, 1, 2), (64, 16, 4, 1, 2), (32, 16, 2, 1, 2)),
+        "D102",
+    ),
     Row("float64", 192, ((64, 16, 4, 1, 2), (32, 16, 2, 1, 2), (16, 16, 1, 1, 2))),
     Row("float64", 256, ((64, 16, 4, 1, 2), (32, 16, 2, 1, 2), (16, 16, 1, 1, 2))),
     Row("float64, general", 64, ((128, 32, 8, 1, 2), (64, 32, 4, 1, 2))),
-    Row("float64, general", 128, ((128, 32, 8, 1, 1), (64, 16, 4, 1, 2), (32, 16, 2, 1, 2)), "D102"),
+    Row(
+        "float64, general", 128, ((128, 32, 8, 1, 1), (64, 16, 4, 1, 2), (32, 16, 2, 1, 2)), "D102"
+    ),
 )
 
 
@@ -95,11 +102,6 @@ class ForwardConfig(KernelConfig):
         streamed += self.tile_bytes(self.block_n, own_columns)
         stages = self.num_stages * self.operand_parts
         return self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
-
-    @classmethod
-    def eligible(cls, request: Request) -> str:
-        """It serves every problem."""
-        return ""
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:

@@ -10,9 +10,9 @@ from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
     Floats,
-    dropout_of,
     dtype_of,
     needs_score_math,
+    present,
     register_pressure,
 )
 from cuflash._kernels.tables import Row, last_row, smallest
@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
     overlap_quarters: int
 
 
-#: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since. Words: see ``_words``.
+#: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since.
 ROWS = (
     Row("", (64, 64), Chosen(192, 128, 4, 2, 0), "D100"),
     Row("", (96, 96), Chosen(128, 128, 2, 2, 4), "D17"),
@@ -195,14 +195,14 @@ def _words(request: Request, scale_in_exponent: bool) -> set[str]:
 def _only_option(problem: Problem) -> str:
     """The softcap or the slopes, where nothing else but a bound on the right takes registers."""
     others = (
-        problem.bias, problem.formulas, problem.mask, problem.sink, problem.segment_ids_q,
-        problem.cu_seqlens_q, problem.window_left, problem.offset, problem.q_lengths,
-        problem.kv_lengths,
+        problem.formulas, problem.sink, problem.cu_seqlens_q, problem.window_left, problem.offset,
+        problem.q_lengths, problem.kv_lengths,
     )  # fmt: skip
-    if any(other is not None for other in others) or dropout_of(problem):
+    options = present(problem, "cap", "add", "see", "weight")
+    known = {"softcap": "softcap", "alibi_slopes": "slopes"}
+    if len(options) != 1 or any(other is not None for other in others):
         return ""
-    softcap, slopes = problem.softcap is not None, problem.alibi_slopes is not None
-    return "" if softcap == slopes else "softcap" if softcap else "slopes"
+    return known.get(*options, "")
 
 
 def _count(problem: Problem, block_m: int) -> int:

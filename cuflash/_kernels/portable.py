@@ -127,7 +127,7 @@ def fits(config: KernelConfig, smem_limit: int) -> bool:
 
 
 def fitting(configs: Sequence[AnyConfig], smem_limit: int) -> AnyConfig | None:
-    """The first configuration whose thread blocks fit an SM together; the last if one of it fits."""
+    """The first configuration whose blocks fit an SM together; the last if one block does."""
     for config in configs:
         if fits(config, smem_limit):
             return config
@@ -149,6 +149,13 @@ def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
     summed = problem.k.summed if "k" in names else problem.v.summed
     read = [problem.k.summed, problem.v.summed] if "k" in names else [problem.k.summed]
     return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
+
+
+def against_passes(problem: Problem, passes: Sequence[Sequence[str]]) -> str:
+    """Why kernels that load keys once for a result do not serve these passes."""
+    if all(shares_keys(problem, names) for names in passes):
+        return ""
+    return "batch entries that are summed into one result have other keys or values"
 
 
 def kv_fields(problem: Problem, names: Sequence[str]) -> dict[str, bool]:
@@ -189,7 +196,7 @@ def against_partners(request: Request, rows: Sequence[Row]) -> str:
     """Why no kernel whose warps share rows serves a request; empty where one does."""
     problem = request.problem
     if request.cuda_cores or problem.dtype != np.float64:
-        return "only products of float64 on tensor cores leave a warp too few registers for its rows"
+        return "only float64 on tensor cores leaves a warp too few registers for its rows"
     if needs_score_math(problem) or problem.cu_seqlens_q is not None:
         return "options of scores and packed sequences take registers that partners do not leave"
     widest = max(padded(d, problem.dtype) for d in (problem.head_dim, problem.head_dim_v))

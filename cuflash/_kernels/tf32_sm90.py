@@ -9,7 +9,7 @@ import numpy as np
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import dropout_of
+from cuflash._kernels.score_config import register_pressure
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 #: Shared memory that a thread block may ask for on sm_90.
@@ -17,7 +17,7 @@ _SMEM = 232448
 
 
 def check(config: KernelConfig, num_warps: int = 12) -> None:
-    """Raise a ValueError unless two warpgroups own 64 rows each, and others split what is streamed."""
+    """Raise a ValueError unless two warpgroups own 64 rows each, and others split the rest."""
     if config.dtype != "float32":
         raise ValueError(f"{config.dtype=} must be float32")
     if config.own_rows != 128 or config.num_warps != num_warps:
@@ -35,9 +35,8 @@ def check(config: KernelConfig, num_warps: int = 12) -> None:
 def against(request: Request) -> str:
     """Why no kernel of Hopper for float32 serves a request."""
     problem = request.problem
-    scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
-    options = sum(x is not None for x in scored) + dropout_of(problem)
-    options += 2 * (problem.segment_ids_q is not None)  # ids of both sides
+    options = register_pressure(problem) + (problem.bias is not None)
+    options += problem.segment_ids_q is not None  # ids of both sides: two
     widest = wgmma.widest(problem)
     return wgmma.against(request) or wgmma.first_reason(
         (

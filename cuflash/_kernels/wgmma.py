@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import dropout_of, register_pressure
+from cuflash._kernels.score_config import register_pressure
 from cuflash._problem.problem import HALVES, Problem
 
 #: Columns of scores that ``kernels_cu/ptx/wgmma_shared.cuh`` multiplies: tools/gen_wgmma.py.
@@ -52,7 +52,7 @@ def widest(problem: Problem) -> int:
 def crowds_gradient(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of a gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
-    return (dropout_of(problem) or beside > 0) and register_pressure(problem) + beside > 2
+    return (problem.dropout > 0 or beside > 0) and register_pressure(problem) + beside > 2
 
 
 def check_warpgroups(config: KernelConfig) -> None:

@@ -203,7 +203,9 @@ class MapsOf:
         self._addresses = addresses  # of what the maps describe, in their order
         self._found: dict[KernelConfig, Maps] = {}
 
-    def __call__(self, problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
+    def __call__(
+        self, problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig
+    ) -> bool:
         """Whether the copy engine can address all operands."""
         encode = _forward_maps if config.computes == "out" else _gradient_maps
         maps = encode(problem, layouts, config, self._addresses)

@@ -136,7 +136,9 @@ def _backward(
     for name in SUMMED:
         if name in names:
             sums = score_sums(problem, name, wanted.shapes[name])
-            steps.append(LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums))
+            steps.append(
+                LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums)
+            )
     return steps
 
 
@@ -198,7 +200,7 @@ def unservable(config: KernelConfig | None, problem: Problem, hardware: Hardware
 
 
 def why_portable(problem: Problem, hardware: Hardware, result: str = "out") -> str:
-    """Why none of Hopper's kernels of a result serves a problem in C order; empty where one does."""
+    """Why no kernel of Hopper for a result serves a problem in C order; empty where one does."""
     request = request_of(problem, hardware, 16)
     for_float32 = problem.dtype == np.float32
     reasons = [kernel.eligible(request) for kernel in that_compute(result) if kernel.for_sm90]

@@ -64,9 +64,7 @@ def _refusal(argument: str, config: Any, expected: str) -> Exception:
     return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
 
 
-def with_override(
-    chosen: AnyConfig, config: KernelConfig | None, hardware: Hardware
-) -> AnyConfig:
+def with_override(chosen: AnyConfig, config: KernelConfig | None, hardware: Hardware) -> AnyConfig:
     """The tile that the caller, or else a table of what was measured, wants instead.
 
     What follows from the problem stays. ``config`` is one of the same kernel.
@@ -76,7 +74,8 @@ def with_override(
     try:
         return chosen.replace(**measured.tile_fields(config))
     except ValueError as error:
+        got = f"{config.__class__.__name__} with {measured.tile_text(config)}"
         raise problem_with(
-            "config", ValueError, got=f"{config.__class__.__name__} with {measured.tile_text(config)}",
+            "config", ValueError, got=got,
             expected="a tile that is legal for this call", fix=str(error).replace("self.", ""),
         ) from None  # fmt: skip

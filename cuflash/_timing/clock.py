@@ -15,7 +15,6 @@ import functools
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +24,7 @@ Call = Callable[[], Any]
 
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
-#: Up to this length a graph is timed, however many sequences there are. (D111)
-SHORT_SEQLEN = 1024
-GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
 MOST_COPIES = 512
-HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked (D113)
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over (D112)
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (11, 60)
@@ -82,29 +77,6 @@ def medians(
     """Run the timers in turns, as often as the slowest of their ``first`` times allows."""
     samples = interleaved(timers, number_of_rounds(max(first, default=0.0), budget_ms))
     return {name: Measurement(statistics.median(ms), timing) for name, ms in samples.items()}
-
-
-class HostClock:
-    """Times calls that are over when they return: the NumPy path."""
-
-    device_name = "cpu"
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Nothing to set up."""
-        yield
-
-    def once(self, call: Call) -> float:
-        """Milliseconds of one call."""
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
-        """Median wall time of each call."""
-        timers = {name: functools.partial(self.once, call) for name, call in calls.items()}
-        first = [min(timer(), timer()) for timer in timers.values()]
-        return medians(timers, first, budget_ms, "wall")
 
 
 class DeviceClock:
@@ -205,35 +177,3 @@ class DeviceClock:
         late = bool(start.done)
         stop.synchronize()
         return float(self.cupy.cuda.get_elapsed_time(start, stop)), late
-
-
-def host_microseconds(
-    calls: Sequence[Call],
-    synchronize: Call,
-    batch: int = 50,
-    repeats: int = 20,
-    windows: int = 50,
-    warm_up_s: float = HOST_WARM_UP_S,
-) -> float:
-    """Host time of a call that only enqueues, in microseconds.
-
-    It is the median of the batches of the quietest window: who else has the processor can only
-    add, for seconds at a time. ``calls`` are taken in turns. The queue is emptied between batches,
-    so that the host never waits for the device while the clock runs.
-    """
-    turns = itertools.cycle(calls)
-
-    def of_batch() -> float:
-        chosen = list(itertools.islice(turns, batch))
-        synchronize()
-        start = time.perf_counter()
-        for call in chosen:
-            call()
-        return 1e6 * (time.perf_counter() - start) / batch
-
-    awake = time.perf_counter() + warm_up_s
-    while time.perf_counter() < awake:
-        of_batch()
-    found = min(statistics.median(of_batch() for _ in range(repeats)) for _ in range(windows))
-    synchronize()
-    return found
