@@ -21,7 +21,7 @@ import pytest
 
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._jit import source as jit_source
-from cuflash._kernels.config import ForwardConfig
+from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.score_config import ScoreConfig
 from support import cacheless_device
 

@@ -20,6 +20,5 @@ class BackwardConvertConfig(KernelConfig):
     def after(cls, config: KernelConfig) -> Self:
         """The kernel for the sums of another."""
         values = config.values()
-        own = {name: values[name] for part in cls.parts.values() for name in part._fields}
-        panels = -(-config.head_dim // 64)
-        return cls(**own | {"num_warps": config.block_m // 16 * panels})
+        values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
+        return cls(**{name: values[name] for part in SCORED.values() for name in part._fields})

@@ -95,7 +95,9 @@ class BackwardKVConfig(KernelConfig):
             columns = fields["head_dim" if "k" in names else "head_dim_v"]
             parts = portable.split(columns, portable.gradient_columns(request))
             own = fields | portable.kv_fields(problem, names)
-            configs = [cls(**own, **Tile(*tile, parts)._asdict()) for tile in tiles]
+            configs = [
+                cls(**own, **Tile(*tile)._replace(column_parts=parts)._asdict()) for tile in tiles
+            ]
             fitting = portable.fitting(configs, request.smem_limit)
             if fitting is None:
                 return cls.chosen(request._replace(cuda_cores=True))

@@ -7,9 +7,8 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math, present
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._kernels.tables import Row, last_row, smallest
-from cuflash._problem.problem import Problem
 
 
 class Chosen(NamedTuple):
@@ -18,6 +17,7 @@ class Chosen(NamedTuple):
     block_m: int
     block_n: int
     num_stages: int
+    scores_ahead: bool = False
 
 
 #: Up to 128 the fastest of benchmarks/sweeps on an H100 SXM; others follow from registers and
@@ -33,8 +33,9 @@ ROWS = (
     Row("score math", (64, 64), Chosen(64, 128, 3), "D104"),
     Row("score math", (96, 96), Chosen(64, 128, 3), "D104"),
     Row("score math", (128, 128), Chosen(48, 128, 3), "D104"),
-    # One option under a causal bound.
-    Row("causal slopes or softcap alone, measured", (128, 128), Chosen(64, 128, 2), "D103"),
+    Row("full slopes alone, measured", (128, 128), Chosen(48, 128, 3, True), "D103"),
+    Row("causal slopes alone, measured", (128, 128), Chosen(64, 128, 2), "D103"),
+    Row("causal softcap alone, measured", (128, 128), Chosen(64, 128, 2, True), "D103"),
     # Several options take registers: blocks that spill nothing by NVRTC 12.9 and 13.5, not timed.
     Row("crowded", (96, 96), Chosen(48, 128, 3)),
     Row("crowded", (128, 128), Chosen(32, 128, 3)),
@@ -48,7 +49,7 @@ class Own(NamedTuple):
     """What this kernel alone is told."""
 
     num_stages: int  # buffers of q and of dout
-    scores_ahead: bool  # as of backward_dq_sm90; where a score is no product it changes nothing
+    scores_ahead: bool  # as of backward_dq_sm90; only where a score is a product
     grad_k: bool
     grad_v: bool
 
@@ -65,7 +66,7 @@ class BackwardKVSm90Config(KernelConfig):
     params = "BackwardSm90Params"
     computes = "dkv"
     parts = SCORED | {"own": Own}
-    tunables = (*Chosen._fields, "scores_ahead")
+    tunables = Chosen._fields
     for_sm90 = tensor_maps = True
     owned = "block_n"  # queries are streamed
     streams = wgmma.WIDTHS
@@ -99,7 +100,7 @@ class BackwardKVSm90Config(KernelConfig):
         warps = tile.block_n // 16 + cls.other_warps
         return tuple(
             cls(
-                **fields, num_warps=warps, blocks_per_sm=1, scores_ahead=False,
+                **fields, num_warps=warps, blocks_per_sm=1,
                 grad_k="k" in names, grad_v="v" in names,
             )
             for names in passes
@@ -114,21 +115,11 @@ def _passes(request: Request) -> list[list[str]]:
 def _words(request: Request, results: int) -> set[str]:
     """What holds of a pass for so many of dk and dv, in the words of the table."""
     problem = request.problem
+    bound = "full" if problem.window_right is None else "causal"
     holding = {
         "score math": needs_score_math(problem),
-        "causal slopes or softcap alone": results == 2 and _is_causal_alone(problem),
+        f"{bound} {wgmma.only_option(problem)} alone": results == 2,
         "measured": request.measured,
         "crowded": wgmma.crowds_gradient(problem),
     }
     return {word for word, holds in holding.items() if holds}
-
-
-def _is_causal_alone(problem: Problem) -> bool:
-    """Whether either slopes or a softcap, and a bound on the right, are all that there is."""
-    others = (
-        problem.formulas, problem.cu_seqlens_q, problem.window_left, problem.offset,
-        problem.q_lengths, problem.kv_lengths,
-    )  # fmt: skip
-    options = present(problem, "cap", "add", "see", "weight")
-    one = options in ({"softcap"}, {"alibi_slopes"}) and all(other is None for other in others)
-    return one and problem.window_right is not None

@@ -70,6 +70,8 @@ class BackwardQConfig(KernelConfig):
         if not request.cuda_cores:
             tiles = portable.tiles(ROWS, request, fields)
         parts = portable.split(fields["head_dim"], portable.gradient_columns(request))
-        configs = [cls(**fields, **Tile(*tile, parts)._asdict()) for tile in tiles]
+        configs = [
+            cls(**fields, **Tile(*tile)._replace(column_parts=parts)._asdict()) for tile in tiles
+        ]
         found = portable.fitting(configs, request.smem_limit)
         return (found,) if found else cls.chosen(request._replace(cuda_cores=True))

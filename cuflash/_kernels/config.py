@@ -79,7 +79,12 @@ class Tile(NamedTuple):
 
 
 #: Parts of every kernel that computes scores.
-SCORED = {"operands": Operands, "products": Products, "score": ScoreConfig, "tile": Tile}
+SCORED: dict[str, Any] = {
+    "operands": Operands,
+    "products": Products,
+    "score": ScoreConfig,
+    "tile": Tile,
+}
 
 
 class KernelConfig:

@@ -60,7 +60,7 @@ class ForwardNarrowConfig(KernelConfig):
     def smem_bytes(self) -> int:
         """A block of keys, values and biases, by four numbers."""
         numbers = self.width + self.width_v + self.key_bias
-        return self.real_bytes * int(self.block_n) * 4 * -(-numbers // 4)
+        return self.real_bytes * int(self.block_n * 4 * -(-numbers // 4))
 
     @classmethod
     def eligible(cls, request: Request) -> str:

@@ -117,7 +117,7 @@ class ForwardConfig(KernelConfig):
             tiles = portable.tiles(ROWS, request, fields, general=general)  # type: ignore[assignment]
         parts = portable.split(fields["head_dim_v"], columns)
         configs = [
-            cls(**fields, **Tile(*tile, parts)._asdict(), num_stages=stages)
+            cls(**fields, **Tile(*tile)._replace(column_parts=parts)._asdict(), num_stages=stages)
             for *tile, stages in tiles
         ]
         if configs[-1].smem_bytes > request.smem_limit:

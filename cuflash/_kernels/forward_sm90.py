@@ -12,7 +12,6 @@ from cuflash._kernels.score_config import (
     Floats,
     dtype_of,
     needs_score_math,
-    present,
     register_pressure,
 )
 from cuflash._kernels.tables import Row, last_row, smallest
@@ -170,7 +169,7 @@ def _words(request: Request, scale_in_exponent: bool) -> set[str]:
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
     narrow = narrow and not (sink and (lengths or problem.offset is not None))
-    alone = _only_option(problem)
+    alone = "" if sink else wgmma.only_option(problem)
     full = "" if problem.window_right is not None else "full "
     holding = {
         "lengths": lengths or packed,
@@ -190,19 +189,6 @@ def _words(request: Request, scale_in_exponent: bool) -> set[str]:
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }
     return {word for word, holds in holding.items() if holds}
-
-
-def _only_option(problem: Problem) -> str:
-    """The softcap or the slopes, where nothing else but a bound on the right takes registers."""
-    others = (
-        problem.formulas, problem.sink, problem.cu_seqlens_q, problem.window_left, problem.offset,
-        problem.q_lengths, problem.kv_lengths,
-    )  # fmt: skip
-    options = present(problem, "cap", "add", "see", "weight")
-    known = {"softcap": "softcap", "alibi_slopes": "slopes"}
-    if len(options) != 1 or any(other is not None for other in others):
-        return ""
-    return known.get(*options, "")
 
 
 def _count(problem: Problem, block_m: int) -> int:

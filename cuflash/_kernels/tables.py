@@ -30,8 +30,9 @@ def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
 def last_row(rows: Sequence[Row], words: Iterable[str], head_dims: Any) -> Row:
     """The row that a request gets: of its head sizes the last whose words it has."""
     given = set(words)
-    return next(
+    found: Row = next(
         row
         for row in reversed(rows)
         if row.head_dims == head_dims and (not row.when or given.issuperset(row.when.split(", ")))
     )
+    return found

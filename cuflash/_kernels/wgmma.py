@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import register_pressure
+from cuflash._kernels.score_config import present, register_pressure
 from cuflash._problem.problem import HALVES, Problem
 
 #: Columns of scores that ``kernels_cu/ptx/wgmma_shared.cuh`` multiplies: tools/gen_wgmma.py.
@@ -53,6 +53,18 @@ def crowds_gradient(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of a gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
     return (problem.dropout > 0 or beside > 0) and register_pressure(problem) + beside > 2
+
+
+def only_option(problem: Problem) -> str:
+    """The softcap or the slopes, where only a bound on the right takes registers beside it."""
+    others = (
+        problem.formulas, problem.cu_seqlens_q, problem.window_left, problem.offset,
+        problem.q_lengths, problem.kv_lengths,
+    )  # fmt: skip
+    options = present(problem, "cap", "add", "see", "weight")
+    if len(options) != 1 or any(other is not None for other in others):
+        return ""
+    return {"softcap": "softcap", "alibi_slopes": "slopes"}.get(options.pop(), "")
 
 
 def check_warpgroups(config: KernelConfig) -> None:

@@ -172,8 +172,11 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
             continue
         if kernel.eligible(request):
             continue
+        of_any_device = kernel.chosen(request._replace(device=""))
+        passes = kernel.chosen(request) if request.measured else of_any_device
         passes = tuple(
-            with_override(config, override, hardware) for config in kernel.chosen(request)
+            with_override(config, override, hardware, plain)
+            for config, plain in zip(passes, of_any_device, strict=True)
         )
         maps = (access.has_maps(request.problem, access.layouts, c) for c in passes)
         if passes and (not kernel.tensor_maps or all(maps)):

@@ -252,12 +252,15 @@ def row_behind(config: KernelConfig, device: str) -> Row | None:
     return None
 
 
-def applied(chosen: AnyConfig, device: str, smem_limit: int) -> AnyConfig:
+def applied(
+    chosen: AnyConfig, device: str, smem_limit: int, of_any_device: KernelConfig
+) -> AnyConfig:
     """The configuration with the tile that was measured for it; as it is where there is none.
 
-    ``smem_limit`` is what one block of threads may ask for: rows may be written by hand.
+    ``smem_limit`` is what one thread block may ask for: rows may be written by hand. A row that
+    replaces one tile names that of the tables for any device.
     """
-    row = row_of(chosen, device)
+    row = row_of(of_any_device, device)
     if row is None:
         return chosen
     try:

@@ -34,7 +34,7 @@ def of_backward(config: Any) -> BackwardConfigs | None:
     """The tiles of a gradient, or None: that of one kernel, as a sweep finds it, is its own."""
     if config is None:
         return None
-    if _result_of(config) or not hasattr(config, "qkv"):
+    if not isinstance(config, BackwardConfigs):
         field = _result_of(config).removeprefix("d")
         if field in BackwardConfigs._fields:
             return BackwardConfigs(**{field: config})
@@ -58,19 +58,26 @@ def _refusal(argument: str, config: Any, expected: str) -> Exception:
     fix = "the config of a candidate of cuflash.tuning.space is one"
     if _result_of(config) == "out":
         fix = "attention takes it"
-    elif hasattr(config, "qkv") or _result_of(config) in ("dq", "dkv", "dqkv"):
+    elif isinstance(config, BackwardConfigs) or _result_of(config) in ("dq", "dkv", "dqkv"):
         fix = "attention_backward takes it"
     got = config.__class__.__name__
     return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
 
 
-def with_override(chosen: AnyConfig, config: KernelConfig | None, hardware: Hardware) -> AnyConfig:
-    """The tile that the caller, or else a table of what was measured, wants instead.
+def with_override(
+    chosen: AnyConfig,
+    config: KernelConfig | None,
+    hardware: Hardware,
+    of_any_device: KernelConfig | None = None,
+) -> AnyConfig:
+    """The tile that the caller, or else a table of what a user measured, wants instead.
 
-    What follows from the problem stays. ``config`` is one of the same kernel.
+    What follows from the problem stays. ``config`` is one of the same kernel. ``of_any_device`` has
+    the tile that rows name which hold instead of one tile alone: by default the chosen one.
     """
     if config is None:
-        return measured.applied(chosen, hardware.name, hardware.limits.block_smem)
+        own = of_any_device or chosen
+        return measured.applied(chosen, hardware.name, hardware.limits.block_smem, own)
     try:
         return chosen.replace(**measured.tile_fields(config))
     except ValueError as error:

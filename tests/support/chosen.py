@@ -39,7 +39,7 @@ def passes(name: str, problem: Problem, keys: Iterable[str] = "", **given: Any) 
     request = Request(problem, keys=frozenset(keys) & {"k", "v"}, **given)
     kernel = KERNELS[name]
     found = () if kernel.eligible(request) else kernel.chosen(request)
-    return found if found or not request.keys and not kernel.eligible(request) else None
+    return found if found or (not request.keys and not kernel.eligible(request)) else None
 
 
 def one(name: str, problem: Problem, **given: Any) -> Any:
@@ -57,7 +57,7 @@ def fused(problem: Problem, *, ordered: bool) -> Any:
 
 def portable(name: str, problem: Problem, smem_limit: int, copy_bytes: int, **given: Any) -> Any:
     """One pass of a kernel that every architecture has, with so much shared memory."""
-    return one(name, problem, smem_limit=smem_limit, copy_bytes=copy_bytes, capability=80, **given)
+    return one(name, problem, smem_limit=smem_limit, copy_bytes=copy_bytes, **_of_sm80(given))
 
 
 def portable_kv(
@@ -66,7 +66,7 @@ def portable_kv(
     """The passes of the kernel of dk and dv that every architecture has."""
     return passes(
         "backward_dkv_sm80", problem, keys, smem_limit=smem_limit, copy_bytes=copy_bytes,
-        capability=80, **given,
+        **_of_sm80(given),
     )  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def scores(
     problem: Problem, smem_limit: int, copy_bytes: int, grad_of: Any, sums_to: Any, **given: Any
 ) -> Any:
     """The kernel of the gradients of bias, slopes and scale."""
-    request = Request(
-        problem, smem_limit=smem_limit, copy_bytes=copy_bytes, capability=80, **given
-    )
+    request = Request(problem, smem_limit=smem_limit, copy_bytes=copy_bytes, **_of_sm80(given))
     return BackwardScoreConfig.of(request, grad_of, sums_to)
+
+
+def _of_sm80(given: dict[str, Any]) -> dict[str, Any]:
+    return {"capability": 80} | given
