@@ -152,7 +152,7 @@ class KernelConfig:
 
     @property
     def entry(self) -> str:
-        """Name of the ``__global__`` function."""
+        """Name of its function on the device."""
         return f"cuflash_{self.kernel}"
 
     @property
