@@ -94,7 +94,7 @@ class DeviceClock:
         self._fills = 8
         with self.stream:
             self._flush()
-            one = self.between_events(self._flush) / self._fills
+            one = self.between_events(self._flush)[0] / self._fills
         self._fills = max(1, round(HEAD_START_MS / one))
 
     @contextmanager
@@ -117,7 +117,7 @@ class DeviceClock:
         for longer in range(HEAD_STARTS):
             for _ in range(2**longer):
                 self._flush()
-            ms, late = self._between_events(call)
+            ms, late = self.between_events(call)
             if not late:
                 break
         return ms
@@ -162,13 +162,9 @@ class DeviceClock:
         return min(self.once(call) for _ in range(3))
 
     def _share_of(self, replay: Call, count: int) -> float:
-        return self.between_events(replay) / count
+        return self.between_events(replay)[0] / count
 
-    def between_events(self, call: Call) -> float:
-        """Milliseconds of one call, its inputs wherever they are."""
-        return self._between_events(call)[0]
-
-    def _between_events(self, call: Call) -> tuple[float, bool]:
+    def between_events(self, call: Call) -> tuple[float, bool]:
         """Milliseconds of one call, and whether the host launched the last of it too late."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)

@@ -356,23 +356,21 @@ class Lines:
         spent = f"{time.monotonic() - self.start:6.1f} s  "
         if now.stage == "compile":
             self.compiled(now.done, now.total, spent)
-            return
-        if now.row is None:
-            sys.stderr.write(f"{spent}the fastest {now.total} compared once more\n")
-            return
-        row, best = now.row, now.best
-        if now.stage == "final":
-            why = f"{row['status']}, {row['reason']}"
-            sys.stderr.write(f"{spent}{row['key']} left out of the final: {why}\n")
-            return
-        text = row.get("reason", "")[:70]
-        if row["status"] == "ok":
-            text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
-        leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
-        sys.stderr.write(
-            f"{spent}{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
-            f"{text}{leader}\n"
-        )
+        else:
+            sys.stderr.write(f"{spent}{_said(now)}\n")
+
+
+def _said(now: Progress) -> str:
+    row, best = now.row, now.best
+    if row is None:
+        return f"the fastest {now.total} compared once more"
+    if now.stage == "final":
+        return f"{row['key']} left out of the final: {row['status']}, {row['reason']}"
+    text = row.get("reason", "")[:70]
+    if row["status"] == "ok":
+        text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
+    leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
+    return f"{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} {text}{leader}"
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
