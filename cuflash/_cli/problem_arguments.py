@@ -67,7 +67,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--seqlen", type=int, default=8192, help="queries (default: 8192)")
     group.add_argument("--seqlen-k", type=int, help="keys (default: as many as queries)")
     group.add_argument("--head-dim", type=int, default=128, help="default: 128")
-    group.add_argument("--head-dim-v", type=int, help="default: that of q")
+    group.add_argument("--head-dim-v", type=int, help="default: as --head-dim")
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")

@@ -1,12 +1,12 @@
 """How long does the device take for a call, whatever the host does meanwhile?
 
 Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
-for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
-between two events after the cache has been overwritten, for long enough that the host has launched
-all of the call before the device reaches the first event; where it had not, the sample is taken
-again behind more of that. Short ones, where events would measure their own resolution, and those of
-short sequences run in one CUDA graph over enough copies of the inputs that each has left the cache
-before its turn comes again.
+for all of them, and the median is taken. No call finds its inputs in the L2 cache. Long calls run
+between two events, after the cache was overwritten: for so long that the host has launched all of
+the call before the device reaches the first event. Where the host was late the sample is taken
+again behind a longer overwriting. Short calls, where events would measure their own resolution, and
+calls on short sequences run in one CUDA graph over many copies of the inputs: each copy has left
+the cache before its turn comes again.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Workload:
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
             got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
-            refuse("seqlens", got, "lengths whose sum both are")
+            refuse("seqlens", got, "lengths that add up to both")
         if set(self.arrays) >= _BIASES:
             refuse("arrays", "bias and key_bias", "one: a call has one bias")
 
@@ -206,7 +206,7 @@ class Workload:
     def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
         """The keywords that cuflash gets; the values of arrays are the same every time.
 
-        Where they are not to be ``filled``, those with a value for each pair take no memory.
+        Unless they are to be ``filled``, arrays with a value for each pair take no memory.
         """
         options: dict[str, Any] = {
             "causal": self.causal,
