@@ -15,6 +15,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from cuflash._errors import problem_with
+from cuflash._problem.option_table import ARRAYS, of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
@@ -25,10 +26,8 @@ DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np
 PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
-ARRAY_OPTIONS = (
-    "bias", "key_bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
-)  # fmt: skip
-_OF_PAIRS = ("bias", "mask")
+ARRAY_OPTIONS = (*(o.name for o in of_stages() if o.arrays and o.name != "offset"), "key_bias")
+_OF_PAIRS = tuple(name for name, (_, core) in ARRAYS.items() if core == "mn")
 #: Two forms of one option: a value for each pair, or one for each key.
 _BIASES = {"bias", "key_bias"}
 #: Kernels of all gradients.
@@ -246,9 +245,10 @@ class Workload:
             longest = m if name == "q_lengths" else n
             lengths = np.linspace(longest // 2 + 1, longest, self.batch)
             return xp.asarray(lengths[:, None].astype(np.int32))
-        if name == "sink":
-            return xp.asarray(random.standard_normal(heads, np.float32))
-        return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
+        if name == "alibi_slopes":
+            return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
+        shape = (m, n) if name in _OF_PAIRS else (heads,)
+        return xp.asarray(random.standard_normal(shape, np.float32))
 
     def problem(self) -> Problem:
         """What validation makes of the call; no array is filled, and none takes memory.
