@@ -235,8 +235,8 @@ class Workload:
         if name == "mask":
             return xp.asarray(random.random((m, n), np.float32) < 0.9)
         if name in _BIASES:
-            shape = (m if name == "bias" else 1, n)
-            cast = random.standard_normal(shape, np.float32).astype(DTYPES[self.dtype])
+            rows = m if name == "bias" else 1
+            cast = random.standard_normal((rows, n), np.float32).astype(DTYPES[self.dtype])
             # CuPy may not know the dtype, which ml_dtypes has: it moves bytes.
             return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(cast.dtype)
         if name == "segment_ids":
