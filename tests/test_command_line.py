@@ -527,7 +527,7 @@ def installed(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("installed")
-def test_without_the_benchmarks_one_line_says_where_they_are(command):
+def test_without_the_benchmarks_one_line_says_where_they_are(command, monkeypatch):
     told = "cuflash: the benchmarks are not part of the installed package: run this in a checkout"
     lines = ("bench", "bench --set short more", "bench --render a.json")
     for line in (*lines, *(f"plot {kind} a.json" for kind in ("heatmap", "speed", "io"))):
@@ -535,6 +535,9 @@ def test_without_the_benchmarks_one_line_says_where_they_are(command):
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert err.startswith(told)
     assert "\nthe benchmarks are not part of" in command("bench --help")[1]
+    monkeypatch.setattr(select_hardware, "present", lambda device=None: H100)
+    status, _, err = command("explain --io --no-compile")
+    assert (status, err.startswith("cuflash: not measured: the benchmarks are not")) == (0, True)
     assert command("info")[0] == 0
     status, _, err = command("info --set")
     assert (status, "unrecognized arguments: --set" in err) == (2, True)
