@@ -247,8 +247,8 @@ class Workload:
             return xp.asarray(lengths[:, None].astype(np.int32))
         if name == "alibi_slopes":
             return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
-        shape = (m, n) if name in _OF_PAIRS else (heads,)
-        return xp.asarray(random.standard_normal(shape, np.float32))
+        extents: tuple[int, ...] = (m, n) if name in _OF_PAIRS else (heads,)
+        return xp.asarray(random.standard_normal(extents, np.float32))
 
     def problem(self) -> Problem:
         """What validation makes of the call; no array is filled, and none takes memory.
