@@ -124,7 +124,7 @@ def sweep(
     if not isinstance(seed, int):
         raise problem_with("seed", TypeError, got=repr(seed), expected="an int")
     for name, value, unit in (("time_limit", time_limit, ""), ("budget_ms", budget_ms, "milli")):
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
             expected = f"a positive number of {unit}seconds"
             raise problem_with(name, ValueError, got=repr(value), expected=expected)
     chosen = space(workload) if chosen is None else chosen
@@ -289,12 +289,14 @@ class _Running:
         if answer["status"] != "ok":
             alone = {key: self._final([key]) for key in keys}
             failed = {key: own for key, own in alone.items() if own["status"] != "ok"}
-            self._tell_left_out(failed)
+            for key, own in failed.items():
+                self._tell("final", 0, len(failed), {"key": key, **own})
             left_out |= {key: f"{own['status']}, {own['reason']}" for key, own in failed.items()}
             keys = [key for key in keys if key not in failed]
             answer = self._final(keys) if keys else {"status": "ok", "ms": []}
         if answer["status"] != "ok":  # together, though none does alone
-            self._tell_left_out(dict.fromkeys(keys, answer))
+            for key in keys:
+                self._tell("final", 0, len(keys), {"key": key, **answer})
             return
         row = {
             "kind": "final",
@@ -315,10 +317,6 @@ class _Running:
         configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
         request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
         return self._answer(request, self.time_limit * len(configs))
-
-    def _tell_left_out(self, failed: dict[str, Row]) -> None:
-        for key, answer in failed.items():
-            self._tell("final", 0, len(failed), {"key": key, **answer})
 
     def _tell(self, stage: str, done: int, total: int, row: Row | None = None) -> None:
         if self.watcher is not None:
