@@ -1,4 +1,4 @@
-"""How fast is every configuration of a space, on this device, and what sees somebody who waits?"""
+"""How fast is every configuration of a space on this device, and who is told meanwhile?"""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def sweep(
 ) -> Sweep:
     """Compile, check and time the configurations of a space; go on where a file ends.
 
-    Each configuration is compiled beforehand, in parallel processes; compared with the definition
-    in a process of its own; and timed there through the library's own calls, in turns with the
-    shipped configuration, so that clocks and temperature are the same for both. One that fails or
-    hangs costs its row and a new process. At the end the fastest are timed once more, all in turns;
-    what fails or hangs there is left out, and is not the best.
+    Configurations are compiled beforehand, in parallel. Another process compares each with the
+    definition, and times it through the library's own calls, in turns with the shipped
+    configuration: clocks and temperature are the same for both. A configuration that fails or hangs
+    costs its row and a new process. At the end the fastest are timed once more, all in turns; what
+    fails or hangs there is left out, and is not the best.
 
     Parameters
     ----------
@@ -74,10 +74,10 @@ def sweep(
     chosen : Space, optional
         What to try; default: all of the forward that runs here.
     file : path, optional
-        Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
-        be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
-        ``check``, and what it holds is not measured again. Its first line keeps strategy, budget,
-        seed and budget_ms of the run that began it; each final comparison keeps its own run's.
+        Where rows go, one JSON object a line; default: :func:`default_file`. A file that exists
+        must be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
+        ``check``; its rows are not measured again. Strategy, budget, seed and budget_ms are kept in
+        its first line, and with each final comparison.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -86,7 +86,7 @@ def sweep(
     check : bool
         Compare with the definition before timing.
     seed : int
-        Of strategies that draw.
+        Seed of strategies that draw.
     time_limit : float
         Seconds after which a configuration counts as hanging.
     budget_ms : float
@@ -95,7 +95,7 @@ def sweep(
         That compile side by side; default: one for each core.
     progress : bool or callable
         Whether to print a line on standard error for each configuration, with the best so far; or
-        what is called with :class:`Progress` after every step.
+        a function that is called with :class:`Progress` after every step.
     device_command : sequence of str
         The process that owns the device.
 
