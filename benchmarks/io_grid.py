@@ -10,7 +10,7 @@ from cuflash._cli import io_model
 from cuflash._kernels.config import TileConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
-from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
+from cuflash.tuning._kernels import tile_of, with_tile
 from cuflash.tuning._workload import Workload
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -61,17 +61,17 @@ def configs(hardware: Hardware) -> list[TileConfig]:
     found = []
     for kernel, tiles in _TILES.items():
         default: Any = choose(_WORK.problem(), hardware, only=PORTABLE | {kernel})[-1].config
-        if kernel_name(default) == kernel:
+        if default.kernel == kernel:
             found += [with_tile(default, tile) for tile in tiles]
     return found
 
 
 def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
     tile = config.block_m, config.block_n, config.smem_bytes
-    model = io_model.forward(work, *tile, boxes=kernel_name(config) == "forward_sm90")
+    model = io_model.forward(work, *tile, boxes=config.kernel == "forward_sm90")
     return {
         "seqlen": work.seqlen_q,
-        "kernel": kernel_name(config),
+        "kernel": config.kernel,
         "block_m": config.block_m,
         "block_n": config.block_n,
         "read_once": model.read_once,
