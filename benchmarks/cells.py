@@ -13,9 +13,13 @@ import numpy as np
 
 from benchmarks.peers import IMPLEMENTATIONS, Implementation, Unsupported
 from benchmarks.report import first_line, shape_text
-from cuflash._timing.agreement import AGREEMENT, difference
-from cuflash._timing.clock import GRAPH_MS, SHORT_MS, SHORT_SEQLEN, DeviceClock, Measurement
-from cuflash._timing.workload import Workload
+from cuflash._timing.clock import SHORT_MS, DeviceClock, Measurement
+from cuflash.tuning._checking import AGREEMENT, difference
+from cuflash.tuning._workload import Workload
+
+#: Up to this length a graph is timed, however many sequences there are. (D111)
+SHORT_SEQLEN = 1024
+GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
 
 
 @dataclass

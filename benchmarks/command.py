@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import io_grid, memory
 from benchmarks.cells import Run, measure_cell, measure_shapes
+from benchmarks.host_clock import HostClock
 from benchmarks.machine import describe_machine, gpu_module
 from benchmarks.option_costs import measure_options
 from benchmarks.overhead import (
@@ -32,22 +33,19 @@ from benchmarks.overhead import (
 )
 from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
+from benchmarks.plot import read_result
 from benchmarks.report import markdown, write, write_json
+from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
-from cuflash._cli.plot import read_result
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import problem_with
 from cuflash._kernels.config import HEAD_DIMS
-from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock, HostClock
+from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock
 from cuflash._timing.machine import read_clocks
-from cuflash._timing.workload import (
+from cuflash.tuning._workload import (
     DTYPES,
-    MODEL_WIDTH,
     PASSES,
-    TOKENS,
     Workload,
-    square,
-    training,
 )
 
 EXAMPLES = """\
@@ -262,6 +260,11 @@ def rendered(result: dict[str, Any]) -> str:
     if "loaded" in first:
         return io_grid.table(result["rows"]) + "\n"
     return markdown(result)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, as ``python -m cuflash bench``."""
+    return measure(arguments, f"python -m cuflash {' '.join(sys.argv[1:])}")
 
 
 def measure(arguments: argparse.Namespace, command: str) -> int:

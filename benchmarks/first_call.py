@@ -26,7 +26,7 @@ def main(dtype: str, pass_: str) -> dict[str, float]:
     """Time the first and the second call, each until the device has finished."""
     import cupy
 
-    from cuflash._timing.workload import DTYPES
+    from cuflash.tuning._workload import DTYPES
 
     host = np.random.default_rng(0).standard_normal((4, 1, 8, 128, 64)).astype(DTYPES[dtype])
     q, k, v, dout = (cupy.asarray(a.view(np.uint8)).view(host.dtype) for a in host)

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from cuflash._jit import source
-from cuflash._timing.machine import META_KEYS, read_clocks, versions
+from cuflash._timing.machine import read_clocks, versions
+
+#: What the result of a benchmark says of where it was measured.
+META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
 
 
 def commit() -> str:

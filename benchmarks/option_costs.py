@@ -9,7 +9,8 @@ import numpy as np
 
 from benchmarks.cells import Run, free_memory
 from benchmarks.peers import IMPLEMENTATIONS
-from cuflash._timing.workload import Workload, square
+from benchmarks.shapes import square
+from cuflash.tuning import Workload
 
 PLAIN = square(1, 16, 4096, 128, False)
 #: What differs from the plain call.

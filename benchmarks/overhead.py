@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import Run, free_memory, measure_cell
+from benchmarks.host_clock import host_microseconds
 from benchmarks.peers import Implementation
 from benchmarks.report import first_line
-from cuflash._timing.clock import Measurement, host_microseconds
-from cuflash._timing.workload import Workload, square, training
+from benchmarks.shapes import square, training
+from cuflash._timing.clock import Measurement
+from cuflash.tuning import Workload
 
 SMALL = Workload(1, 8, 8, 128, 128, 64, 64, "bfloat16")
 #: Processes that find their kernels in the store: a median and the slowest say more than the best.

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from benchmarks.cells import Run, measure_cell
 from benchmarks.report import shape_text, workload_of
-from cuflash._timing.workload import TOKENS, Workload, square
+from benchmarks.shapes import TOKENS, square
+from cuflash.tuning import Workload
 
 SEQLENS = (4096, 3100, 2048, 1777, 1024, 1024, 900, 777, 512, 300, 256, 200, 128, 100, 77, 65)
 #: 2379 tiles of 128 queries and 128 keys a head, and a dense call that has as many.

@@ -16,7 +16,7 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._arrays import array_module
 from cuflash._timing.clock import Call
-from cuflash._timing.workload import PASSES, Workload
+from cuflash.tuning._workload import PASSES, Workload
 
 Array = Any
 

@@ -1,6 +1,6 @@
 """Which pictures show a comparison with peers and the movement of bytes?
 
-Every function returns a figure of matplotlib, as those of ``cuflash/_cli/pictures.py``.
+Every function returns a figure of matplotlib, as those of ``benchmarks/sweep_pictures.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cuflash._cli.pictures import LEVELS, Figure, new_figure, without
+from benchmarks.sweep_pictures import LEVELS, Figure, new_figure, without
 
 _COLOURS = {
     "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",

@@ -25,9 +25,10 @@ sys.path.insert(0, str(ROOT))
 import cuflash  # noqa: E402
 from benchmarks import report  # noqa: E402
 from benchmarks.command import names_of  # noqa: E402
+from benchmarks.host_clock import HostClock  # noqa: E402
 from benchmarks.machine import describe_machine, gpu_module  # noqa: E402
 from benchmarks.overhead import peak_bytes  # noqa: E402
-from cuflash._timing.clock import DeviceClock, HostClock  # noqa: E402
+from cuflash._timing.clock import DeviceClock  # noqa: E402
 
 Array = Any
 SCALE = 1.8

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.peers import IMPLEMENTATIONS, OURS
 from cuflash._timing.machine import device_slug
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 
 def shape_text(row: dict[str, Any]) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuflash._errors import CompileError, problem_with, shown
-from cuflash._problem.options import flag
+from cuflash._problem.checks import flag
 
 if TYPE_CHECKING:
     from cuflash._kernels.config import KernelConfig
     from cuflash._select.hardware import Hardware
-    from cuflash._timing.workload import Workload
+    from cuflash.tuning._workload import Workload
 
 
 def compile(  # noqa: A001  cuflash.compile, as re.compile
@@ -68,8 +68,8 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     (PosixPath('kernels/...cubin'), ...)
     """
     from cuflash._jit import compilation, cubin_cache
-    from cuflash._timing.workload import Workload
     from cuflash.tuning._facts import compile_all
+    from cuflash.tuning._workload import Workload
 
     hardware = _hardware_of(arch)
     several = isinstance(workloads, Iterable) and not isinstance(workloads, str)

@@ -34,6 +34,16 @@ def problem_with(
     return kind(f"{message}; {fix}" if fix else message)
 
 
+def wrong_type(argument: str, got: object, expected: str, fix: str = "") -> Exception:
+    """Build the TypeError for one bad argument."""
+    return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
+
+
+def wrong_value(argument: str, got: object, expected: str, fix: str = "") -> Exception:
+    """Build the ValueError for one bad argument."""
+    return problem_with(argument, ValueError, got=got, expected=expected, fix=fix)
+
+
 def shown(value: object) -> str:
     """A caller's value in a message: its repr in one line, the ends of a long one."""
     try:

@@ -1,4 +1,4 @@
-// Which weights dropout keeps: the bits that cuflash/_host/philox.py describes, one counter for
+// Which weights dropout keeps: the bits that cuflash/_problem/philox.py describes, one counter for
 // eight scores that one lane holds of two neighbouring tiles of an accumulator. (D7)
 //
 //   queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,      q mod 16 < 8, k mod 16 in 0 2 4 6

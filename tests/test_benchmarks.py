@@ -18,6 +18,7 @@ import cuflash
 from benchmarks import (
     cells,
     command,
+    host_clock,
     machine,
     memory,
     option_costs,
@@ -25,15 +26,16 @@ from benchmarks import (
     packed,
     peers,
     report,
+    shapes,
 )
+from benchmarks.machine import META_KEYS
 from cuflash import reference, tuning
 from cuflash._timing import clock as timing
-from cuflash._timing import workload
-from cuflash._timing.machine import META_KEYS, device_slug
+from cuflash._timing.machine import device_slug
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = ("impl", "pass", "options", "timing", "ms", "tflops")  # of a row, beside its workload
-TINY = workload.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
+TINY = tuning.Workload(2, 4, 4, 33, 33, 16, 16, "float32")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_pairs_are_those_that_are_visible(changes):
 
 
 def test_flops_follow_the_convention_of_publications():
-    work = workload.square(8, 32, 2048, 64, False)
+    work = shapes.square(8, 32, 2048, 64, False)
     assert work.flops("fwd") == 4 * 8 * 32 * 2048 * 2048 * 64
     assert work.flops("bwd") == 2.5 * work.flops("fwd")
     assert work.flops("fwd+bwd") == work.flops("fwd") + work.flops("bwd")
@@ -68,7 +70,7 @@ def test_flops_follow_the_convention_of_publications():
 
 
 def test_kernels_compute_two_products_forward_and_five_or_seven_backward():
-    work = workload.square(2, 16, 4096, 64, causal=True)
+    work = shapes.square(2, 16, 4096, 64, causal=True)
     product = work.flops("fwd") / 2
     of = work.kernel_flops
     assert of("forward_sm90") == 2 * product
@@ -77,9 +79,9 @@ def test_kernels_compute_two_products_forward_and_five_or_seven_backward():
 
 
 def test_training_shapes_have_16384_tokens_and_width_2048():
-    shapes = workload.training((64, 128), (2048, 8192))
-    assert len(set(shapes)) == 8
-    assert {(w.batch * w.seqlen_q, w.heads_q * w.head_dim) for w in shapes} == {(16_384, 2048)}
+    found = shapes.training((64, 128), (2048, 8192))
+    assert len(set(found)) == 8
+    assert {(w.batch * w.seqlen_q, w.heads_q * w.head_dim) for w in found} == {(16_384, 2048)}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -147,7 +149,7 @@ def test_rounds_stay_within_their_limits():
 
 
 def test_host_clock_measures_milliseconds():
-    found = timing.HostClock().measure({"nap": lambda: time.sleep(0.02)}, 1.0)["nap"]
+    found = host_clock.HostClock().measure({"nap": lambda: time.sleep(0.02)}, 1.0)["nap"]
     assert found.timing == "wall"
     assert 20 <= found.ms < 60
 
@@ -177,7 +179,7 @@ def test_samples_that_the_host_launched_late_are_taken_again(late, milliseconds)
 
 def test_host_time_is_per_call_in_the_quietest_window():
     emptied, durations = [], iter([0.02] * 8 + [0.001] * 6 + [0.02] * 10)
-    us = timing.host_microseconds(
+    us = host_clock.host_microseconds(
         [lambda: time.sleep(next(durations))], lambda: emptied.append(None), 2, 3, windows=4,
         warm_up_s=0,
     )  # fmt: skip
@@ -189,7 +191,7 @@ def test_host_time_is_per_call_in_the_quietest_window():
 def run():
     """Return a run on NumPy arrays with the two implementations that need nothing."""
     chosen = [peers.IMPLEMENTATIONS[name] for name in ("cuflash", "naive")]
-    return cells.Run(np, timing.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
+    return cells.Run(np, host_clock.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
 
 
 def test_a_row_says_which_options_were_timed(run):
@@ -493,9 +495,9 @@ def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
     import cupy
 
     ours = [peers.IMPLEMENTATIONS["cuflash"]]
-    run = cells.Run(cupy, clock, ours, ["bfloat16"], list(workload.PASSES), 5.0)
+    run = cells.Run(cupy, clock, ours, ["bfloat16"], list(command.PASSES), 5.0)
     command.SETS["host"][1](run)
-    cells.measure_shapes([workload.square(1, 8, 128, 64, True)])(run)
+    cells.measure_shapes([shapes.square(1, 8, 128, 64, True)])(run)
     assert run.notes == []
     assert [row["timing"] for row in run.rows] == ["host"] * 6 + ["graph"] * 3
     assert all(row["ms"] < 5 for row in run.rows)
@@ -544,7 +546,7 @@ def test_memory_is_counted_beside_operands_in_the_layout_of_each(name):
 def test_every_option_is_timed_against_none(clock, monkeypatch):
     import cupy
 
-    monkeypatch.setattr(option_costs, "PLAIN", workload.square(2, 2, 256, 64, False))
+    monkeypatch.setattr(option_costs, "PLAIN", shapes.square(2, 2, 256, 64, False))
     ours = [peers.IMPLEMENTATIONS["cuflash"]]
     run = cells.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
     command.SETS["options"][1](run)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRIES = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-FOLDERS = ("cuflash", "kernels_cu", "docs", "examples", "tests", "tools")
+FOLDERS = ("cuflash", "kernels_cu", "benchmarks", "docs", "examples", "tests", "tools")
 MOST_ENTRIES, MOST_LINES, WIDTH = 150, 3, 120
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import cuflash
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+MAP = ROOT / "kernels_cu" / "README.md"
 PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))]
 
 
@@ -56,10 +58,46 @@ def test_python_blocks_of_documents_run(path):
         pytest.skip(f"the rest passed; not installed: {', '.join(sorted(absent))}")
 
 
+@pytest.mark.parametrize("path", [*DOCUMENTS, MAP], ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_names_and_folders_in_documents_exist(path):
+    """Dotted names of the library and paths that end in a slash; test_house_rules checks files."""
+    text = path.read_text(encoding="utf-8")
+    for name in set(re.findall(r"(?<![/\w.])cuflash(?:\.[A-Za-z_]\w*)+", text)):
+        pkgutil.resolve_name(name)
+    for folder in set(re.findall(r"`(\w[\w/.\-]*/)`", text)):
+        assert (ROOT / folder).is_dir() or (path.parent / folder).is_dir(), folder
+
+
+def unknown_code(text: str, sources: str) -> set[str]:
+    """Backticked words that no source has, but for instructions and functions of NVIDIA."""
+    others = {"cuLaunchKernelEx", "griddepcontrol"}
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    words = {word for span in spans for word in re.findall(r"[A-Za-z_]\w{3,}", span)}
+    return {word for word in words - others if not word.isupper() and word not in sources}
+
+
+@pytest.mark.parametrize("name", ["forward-sm90.md", "backward-sm90.md", "tuning.md"])
+def test_code_named_in_documents_exists(name):
+    files = [p for folder in ("cuflash", "kernels_cu", "tests", "tools", "benchmarks")
+             for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".cu", ".cuh"}]  # fmt: skip
+    files.remove(Path(__file__).resolve())
+    sources = "\n".join(f"{p.as_posix()}\n{p.read_text(encoding='utf-8')}" for p in files)
+    assert unknown_code((ROOT / "docs" / name).read_text(encoding="utf-8"), sources) == set()
+    assert unknown_code("the barrier `q_absent`, `R2UR`", sources) == {"q_absent"}
+
+
+def test_unknown_names_in_documents_are_noticed(tmp_path):
+    document = tmp_path / "page.md"
+    for text in ("call `cuflash.absent(x)`", "see `cuflash._absent.name`", "in `absent/folder/`"):
+        document.write_text(text)
+        with pytest.raises((AttributeError, ImportError, AssertionError)):
+            test_names_and_folders_in_documents_exist(document)
+
+
 def test_the_map_of_the_cuda_sources_is_whole():
     """Every file in a row of its own question, or its folder in one."""
-    kernels = ROOT / "kernels_cu"
-    text = (kernels / "README.md").read_text(encoding="utf-8")
+    kernels = MAP.parent
+    text = MAP.read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| (.*?) \|", text[: text.index("## Words")], re.MULTILINE))
     named = set(re.findall(r"`([\w/.]+)`", rows)) | {"formulas/"}  # told of with formulas.cuh
     files = {p.relative_to(kernels).as_posix() for p in kernels.rglob("*") if p.is_file()}

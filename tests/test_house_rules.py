@@ -312,11 +312,10 @@ ALLOWED_IMPORTS = {"numpy", "ml_dtypes", "cuflash", "cupy", "cupy_backends", "cu
 OPTIONAL_IMPORTS = {
     PEERS: {"torch", "flash_attn"},
     "benchmarks/accuracy.py": {"matplotlib", "support"},
+    "benchmarks/sweep_pictures.py": {"matplotlib"},
     "benchmarks/points.py": {"torch", "pykeops"},
-    "cuflash/_cli/bench.py": {"benchmarks"},
-    "cuflash/_cli/pictures.py": {"matplotlib"},
-    "cuflash/_cli/plot.py": {"benchmarks"},
-    "cuflash/tuning/_kernel_tuner.py": {"kernel_tuner"},
+    "cuflash/_cli/from_checkout.py": {"benchmarks"},
+    "cuflash/tuning/_strategies.py": {"kernel_tuner"},
 }
 
 

@@ -23,7 +23,8 @@ from cuflash._kernels.config import (
 from cuflash._kernels.config_tf32_sm90 import BackwardKVTf32Sm90Config
 from cuflash._launch import grid as launch_grid
 from cuflash._problem.layout import Layout
-from cuflash._problem.problem import Operand, Problem, describe
+from cuflash._problem.operand import Operand
+from cuflash._problem.problem import Problem, describe
 from cuflash._select import (
     eligibility,
     fused_backward,

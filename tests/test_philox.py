@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash._api import probabilities
-from cuflash._host import philox
+from cuflash._problem import philox
 from support import memory
 
 # Known answers of the authors' library Random123, for philox4x32-10: counter, key, words.

@@ -17,7 +17,7 @@ from support.simulated_sweep import DEVICE, WORK, space_of
 
 matplotlib = pytest.importorskip("matplotlib")
 from benchmarks import pictures as of_benchmarks  # noqa: E402
-from cuflash._cli import pictures  # noqa: E402
+from benchmarks import sweep_pictures as pictures  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SIMULATED = {"device": "simulated", "date": "today"}

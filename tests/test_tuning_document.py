@@ -15,7 +15,7 @@ import pytest
 import shipped_tiles
 
 from cuflash import _cli, tuning
-from cuflash._cli import io_model, profiler, tune
+from cuflash._cli import io_model, tune
 from cuflash._cli.problem_arguments import problem_of
 from cuflash._select import hardware
 from cuflash.tuning import _kernels, _space
@@ -66,7 +66,7 @@ def space_of_command(start: str) -> tuning.Space:
     """What a command of the document sweeps."""
     (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
     given = _cli.parser().parse_args(shlex.split(line)[3:])
-    values = tune._parameters(given.parameters)
+    values = tune.parameters_of(given.parameters)
     arch = given.arch or "sm_90a"
     return tuning.space(problem_of(given), given.kernel, arch=arch, parameters=values)
 
@@ -91,7 +91,7 @@ def test_counts_of_configurations():
         f"{len(legal)} of Hopper's forward, {forward} of the portable one, {dq} and {dkv} of the "
         "portable gradients, dq and dk with dv."
     )
-    says(f"Of more than {_space._FEW:,} those are left out")
+    says(f"Of more than {_space._FEW:,} combinations the list omits")
 
 
 def test_facts_of_the_configurations_that_are_listed():
@@ -261,7 +261,7 @@ def test_one_tile_at_six_lengths():
 
 
 def test_rows_that_are_shipped():
-    """How many there are, and what those that are other tiles than the tables' gain."""
+    """How many there are, and what the tiles gain that the tables do not have."""
     rows = {row.key: row for row in shipped_tiles.rows()}
     gains: dict[object, list[float]] = {}
     for path in sorted(SWEEPS.glob("*.jsonl"), key=lambda path: path.stem):  # 8192 keys, then 2048
@@ -271,7 +271,7 @@ def test_rows_that_are_shipped():
             if tile != table.values:
                 times = shipped_tiles.relative_times(found)
                 gains.setdefault(table.key, []).append(times[tile] / times[table.values])
-    says(f"Of its {len(rows)} rows {len(gains)} are other tiles than the tables'")
+    says(f"Of its {len(rows)} rows {len(gains)} have tiles other than the tables'")
     for long, short in gains.values():
         says(f"{long:.3f} and {short:.3f} (", FACTS)
 
@@ -306,13 +306,13 @@ def test_levels_of_memory():
     says(f"| L2 | {speed('L2 read')}, {wait('L2 read')} | {wait('L2 write')} | |")
     says(f"| shared memory | {speed('shared memory read')} | | |")
     says(f"plot roofline h100.jsonl --memory {file.strip('`')}")
-    says(f"A read is waited for where it ends: {wait(f'{far} read')} to device memory")
+    says(f"A dependent read takes {wait(f'{far} read')} from device memory")
 
 
 def counted(name: str, *seqlens: int, kernel: str = "") -> list[float]:
     """Shares of the model's bytes that ncu counted."""
     return [
-        row["measured"][name] / row[profiler.PREDICTED[name]]
+        row["measured"][name] / row[io_model.PREDICTED[name]]
         for row in result("io")[0]["rows"]
         if row["kernel"].startswith(kernel) and (not seqlens or row["seqlen"] in seqlens)
     ]
@@ -324,16 +324,16 @@ def test_bytes_that_forwards_move():
     commit = found["meta"]["commit"][:8]
     says(f"lengths {seqlens[0]} to {seqlens[-1]}, commit {commit}, {file}) against the model:")
     to_processors = {f"{share:.3f}" for share in counted("L2 to processors")}
-    says(f"| L2 to multiprocessors, every kernel and tile | {' to '.join(to_processors)} |")
+    says(f"| L2 to SMs, every kernel and tile | {' to '.join(to_processors)} |")
     read = counted("device memory read", *(n for n in seqlens if n <= 4096))
     says(f"| device memory read, up to 4096 keys | {min(read):.3f} to {max(read):.2f} | |")
     long = [counted("device memory read", n) for n in (8192, 16384)]
     spans = ", ".join(f"{min(shares):.2f} to {max(shares):.2f}" for shares in long)
     says(f"| device memory read, 8192 and 16384 keys | {spans} |")
     back = counted("processors to L2", kernel="forward_sm90")
-    says(f"| multiprocessors to L2, Hopper | {min(back):.3f} to {max(back):.3f} | |")
+    says(f"| SMs to L2, Hopper | {min(back):.3f} to {max(back):.3f} | |")
     back = counted("processors to L2", kernel="forward_sm80")
-    says(f"| multiprocessors to L2, portable | {min(back):.2f} to {max(back):.2f} |")
+    says(f"| SMs to L2, portable | {min(back):.2f} to {max(back):.2f} |")
     (row,) = (
         row for row in found["rows"]
         if (row["kernel"], row["seqlen"], row["block_m"]) == ("forward_sm90", 4096, 128)
@@ -346,9 +346,9 @@ def test_bytes_that_forwards_move():
         "device memory write",
     ):
         size = row["measured"][name]
-        moved.append(f"{size / 1e6:.2f} MB, {size / row[profiler.PREDICTED[name]]:.3f}")
+        moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(
-        f"device memory read {moved[0]} of the model's, L2 to multiprocessors {moved[1]}, back to "
+        f"device memory read {moved[0]} of the model's, L2 to SMs {moved[1]}, back to "
         f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"
     )
     written = counted("device memory write")
@@ -370,7 +370,7 @@ def test_what_a_speed_draws_from_l2():
     )
     asked = max(row["measured"]["device memory read"] + row["stored"] for row in tiles)
     assert 0.1 < asked / seconds / 1e12 < 0.2
-    says("Device memory is asked for less than 0.2 TB/s.")
+    says("Device memory delivers less than 0.2 TB/s.")
 
 
 def test_what_a_call_holds_beside_its_inputs():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cuflash import _cli, tuning
-from cuflash.tuning import _kernel_tuner
+from cuflash.tuning import _strategies
 from support.simulated_sweep import DEVICE, WORK, space_of
 
 kernel_tuner = pytest.importorskip("kernel_tuner")
@@ -123,13 +123,13 @@ def test_drift_of_the_clocks_does_not_lead_a_search(monkeypatch, swept):
     monkeypatch.setitem(interface.strategy_map, "all_at_once", All)
     rows = {row["key"]: row for row in drifting(swept).rows}
     chosen = space_of(num_q_stages=(1, 2))
-    search = _kernel_tuner.search("all_at_once")
+    search = _strategies.search("all_at_once")
     search(chosen, lambda asked: [rows[c.key] for c in asked], None, 0)
     times = {key_of(answer, swept): answer.get("time") for answer in answers}
     assert times == {key: row.get("relative") for key, row in rows.items()}
 
 
-@pytest.mark.parametrize("strategy", _kernel_tuner.strategies())
+@pytest.mark.parametrize("strategy", _strategies.offered())
 def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, strategy):
     """Every third configuration fails; the same seed asks for the same ones."""
     found = space_of(block_m=(128, 192), num_q_stages=(1, 2))
@@ -143,7 +143,7 @@ def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, stra
             device_command=DEVICE,
         )  # fmt: skip
 
-    package = _kernel_tuner._PACKAGES.get(strategy)
+    package = _strategies._PACKAGES.get(strategy)
     if package is not None and importlib.util.find_spec(strategy) is None:
         with pytest.raises(ImportError, match=f"pip install {package}"):
             swept_into("first")
@@ -156,10 +156,10 @@ def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, stra
     assert [row["key"] for row in again.rows] == keys
 
 
-@pytest.mark.parametrize("strategy", _kernel_tuner.strategies())
+@pytest.mark.parametrize("strategy", _strategies.offered())
 @pytest.mark.parametrize(("block_n", "budget"), [((96,), None), ((64, 96, 128), 1)])
 def test_searches_end_where_there_is_little_to_search(strategy, block_n, budget):
-    if strategy in _kernel_tuner._PACKAGES:
+    if strategy in _strategies._PACKAGES:
         pytest.importorskip(strategy)
     found = space_of(block_m=(64, 128, 192), block_n=block_n, num_q_stages=(1, 2))
     asked = []
@@ -171,7 +171,7 @@ def test_searches_end_where_there_is_little_to_search(strategy, block_n, budget)
             for c in candidates
         ]
 
-    _kernel_tuner.search(strategy)(found, evaluate, budget, 0)
+    _strategies.search(strategy)(found, evaluate, budget, 0)
     assert {c.key for c in asked} <= {c.key for c in found}
     assert len(asked) == (budget or len(found))
 

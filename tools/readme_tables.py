@@ -24,9 +24,9 @@ from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
 from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
-from cuflash._problem import options, problem  # noqa: E402
+from cuflash._problem import checks, options  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
-from cuflash._timing.workload import Workload  # noqa: E402
+from cuflash.tuning._workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 TOKENS, MODEL_WIDTH = 16_384, 2048
@@ -40,7 +40,7 @@ def support() -> str:
     """What runs where, from the tables that the library itself consults."""
     widest = config.HEAD_DIMS[-1]
     lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
-    every = ", ".join(dtype.name for dtype in problem.FLOATS)
+    every = ", ".join(dtype.name for dtype in checks.FLOATS)
     lines.append(f"| NumPy | {every} | any | CPU |")
     devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
     lines.append(f"| CuPy | {every} | 1 to {widest} each | {devices} |")
@@ -141,7 +141,8 @@ def naive() -> str:
         faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
         smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
         texts.append(
-            f"{name} {faster} times as fast with {smaller} times less memory beside the inputs"
+            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
+            "its inputs"
         )
     head_dims, seqlens = (
         " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
@@ -150,9 +151,9 @@ def naive() -> str:
     masks = {True: "causal", False: "full"}
     kinds = " and ".join(masks[value] for value in sorted({cell[2] for cell in times}))
     return wrapped(
-        "Against the same attention made of CuPy's own operations "
+        "Compared with the same attention written in CuPy's operations "
         f"({result['rows'][0]['dtype']}, head size {head_dims}, seqlen {seqlens}, {kinds}; "
-        f"{where}): {texts[0]}, {texts[1]}."
+        f"{where}), {texts[0]}; {texts[1]}."
     )
 
 
@@ -186,20 +187,31 @@ def precise() -> str:
     def both(impl: str) -> str:
         meta = last[impl, "float32"][1]
         ms = (f"{last[impl, dtype][0]['ms']:.0f}" for dtype in ("float32", "float64"))
-        return f"{' and '.join(ms)} ms ({meta['date']}, {short_commit(meta['commit'])})"
+        return (
+            f"{' ms in float32 and '.join(ms)} ms in float64 "
+            f"({meta['date']}, {short_commit(meta['commit'])})"
+        )
 
-    return wrapped(
-        f"Other dtypes, head size 64 and 128, seqlen 4096, full and causal ({where}): float32 "
-        f"{tflops('float32', 'fwd')} TFLOP/s forward, {tflops('float32', 'bwd')} in the gradient, "
-        f"{faster('float32', 'fwd', 'eff')} and {faster('float32', 'bwd', 'eff')} times as fast as "
-        "PyTorch's memory-efficient kernel without TF32; by a single product of TF32 "
-        f"{tflops('TF32', 'fwd')} and {tflops('TF32', 'bwd')}; "
-        f"float64 {tflops('float64', 'fwd')} and {tflops('float64', 'bwd')}, "
-        f"{faster('float64', 'fwd', 'math')} and {faster('float64', 'bwd', 'math')} times as fast "
-        "as PyTorch's unfused form, which holds matrices of M x N. "
-        f"`logsumexp` over {pairs:,} x {pairs:,} points of three coordinates with a bias of keys "
-        f"takes, in float32 and float64, {both('cuflash')}; KeOps {both('keops')}."
+    head = wrapped(
+        "Other dtypes at head sizes 64 and 128, seqlen 4096, full and causal "
+        f"({where}). The peer of float32 is PyTorch's memory-efficient kernel without TF32; the "
+        "peer of float64 is PyTorch's unfused form, which stores matrices of M x N:"
     )
+    rows = ["| arithmetic | forward | gradient |", "|--|--|--|"]
+    kinds = (("float32", "float32", "eff"), ("TF32", "float32 by one TF32 product", None),
+             ("float64", "float64", "math"))  # fmt: skip
+    for kind, name, peer in kinds:
+        texts = [
+            f"{tflops(kind, pass_)} TFLOP/s"
+            + (f", {faster(kind, pass_, peer)} times as fast as the peer" if peer else "")
+            for pass_ in ("fwd", "bwd")
+        ]
+        rows.append(f"| {name} | {' | '.join(texts)} |")
+    points_in_space = wrapped(
+        f"`logsumexp` over {pairs:,} x {pairs:,} points of three coordinates with a bias of keys "
+        f"takes {both('cuflash')}; KeOps takes {both('keops')}."
+    )
+    return "\n".join([head, "", *rows, "", points_in_space])
 
 
 def costs() -> str:
@@ -220,12 +232,14 @@ def costs() -> str:
         cells.setdefault(name, {})[row["pass"]] = (row["ms"], "" if own else " (portable)")
     plain = cells.pop("none")
     none, gradient = (f"{plain[pass_][0]:.3f} ms" for pass_ in ("fwd", "bwd"))
+    portable = any(text for cell in cells.values() for _, text in cell.values())
+    marked = " Cells marked (portable) did not run the Hopper kernels." if portable else ""
     lines = [
         wrapped(
-            "What an option costs, in times of none (bfloat16, 16 heads, 4096 x 4096, head size "
-            f"128; {where}; none takes {none}, its gradient {gradient}; bias and mask of a value "
-            "for each pair, 8 segments, a length of half the keys; portable: not by Hopper's "
-            "kernels):"
+            "Time of a call with one option, relative to the same call without options (bfloat16, "
+            f"16 heads, 4096 x 4096, head size 128; {where}). Without options the forward takes "
+            f"{none} and the gradient {gradient}. Bias and mask have a value for each pair; there "
+            f"are 8 segments; `kv_lengths` is half of the keys.{marked}"
         ),
         "",
         "| option | forward | gradient |",
@@ -242,16 +256,16 @@ def waiting() -> str:
     result, where = measured("overhead")
     ms = {(row["pass"], row["options"]): row["ms"] for row in result["rows"]}
     slowest = next((label for _, label in ms if label.startswith("warm from disk, ")), None)
-    warm = f"{ms['fwd', 'warm from disk']:.0f} ms where the store has the kernel"
+    warm = f"{ms['fwd', 'warm from disk']:.0f} ms if its kernel is in the disk cache"
     if slowest:
         number = slowest.rpartition(" ")[2]
         warm += f" (median of {number} processes; slowest {ms['fwd', slowest]:.0f})"
     return wrapped(
-        f"A call takes {1e3 * ms['fwd', 'known arrays']:.0f} us of the host, "
-        f"{1e3 * ms['fwd', 'new arrays']:.0f} with arrays that it has not seen. "
-        f"The first call of a process takes {ms['fwd', 'cold'] / 1e3:.1f} s, "
-        f"{(ms['fwd', 'cold'] + ms['bwd', 'cold']) / 1e3:.1f} with the gradient, and {warm}; "
-        f"`import cuflash` takes {ms['fwd', 'import']:.0f} ms on top of NumPy ({where})."
+        f"The host spends {1e3 * ms['fwd', 'known arrays']:.0f} us on a call, or "
+        f"{1e3 * ms['fwd', 'new arrays']:.0f} us with arrays that it has not seen before. "
+        f"The first call of a process takes {ms['fwd', 'cold'] / 1e3:.1f} s "
+        f"({(ms['fwd', 'cold'] + ms['bwd', 'cold']) / 1e3:.1f} s with the gradient), or {warm}. "
+        f"`import cuflash` takes {ms['fwd', 'import']:.0f} ms after NumPy ({where})."
     )
 
 
@@ -266,12 +280,13 @@ def gradient() -> str:
         cells.setdefault(cell, {})[row["impl"]] = row["ms"]
     lines = [
         wrapped(
-            "Of the speed of the fastest peer in the same run, bfloat16, 16,384 tokens, heads x "
-            "head_dim = 2048, full and causal, geometric mean and least "
-            f"({where.replace('](', '](../')}):"
+            "Speed relative to the fastest peer in the same run: geometric mean and least of all "
+            "cells. bfloat16, 16,384 tokens, heads x head_dim = 2048, full and causal "
+            f'({where.replace("](", "](../")}). "In order" is the default, deterministic; "any '
+            'order" is `deterministic=False`.'
         ),
         "",
-        "| calls, head_dim | cells | peers | ordered | least | any order | least |",
+        "| calls, head_dim | cells | peers | in order | least | any order | least |",
         "|--" * 7 + "|",
     ]
     names = {"bwd": "gradient", "fwd+bwd": "forward and gradient"}
@@ -312,7 +327,7 @@ def mistakes() -> str:
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
     head = wrapped(
         f"{said['device']}, {said['date']}, sources of digest {said['digest'][:9]}: "
-        f"{said['killed']} of {said['mutants']} mistakes were noticed "
+        f"the tests noticed {said['killed']} of {said['mutants']} mistakes "
         f"([outcomes](../{MISTAKES.relative_to(ROOT).as_posix()}))."
     )
     rest = {o["name"]: o for o in said["outcomes"] if o["outcome"] != "killed"}

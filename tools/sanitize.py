@@ -333,7 +333,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     On a device that has a forward of its own the portable one runs, too.
     """
     import cuflash
-    from cuflash._api.attention import FIELDS
+    from cuflash._problem.option_table import FIELDS
     from cuflash._problem.problem import describe
     from cuflash._select import hardware
     from cuflash._select import portable as select_portable

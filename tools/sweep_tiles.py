@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.shapes import MODEL_WIDTH, TOKENS  # noqa: E402
 from cuflash import tuning  # noqa: E402
 from cuflash._timing.machine import device_slug  # noqa: E402
-from cuflash._timing.workload import MODEL_WIDTH, TOKENS  # noqa: E402
 
 LENGTHS = (8192, 2048)
 Values = Mapping[str, Sequence[int]]

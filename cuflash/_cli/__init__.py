@@ -1,4 +1,4 @@
-"""What can be asked for on the command line? One file for each command."""
+"""What can be asked for on the command line? One module for each command."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from cuflash import __version__
-from cuflash._cli import bench, cache, explain, info, plot, tune
+from cuflash._cli import cache, explain, info, tune
+from cuflash._cli.from_checkout import bench, plot
 from cuflash._errors import CompileError
 
 #: Exit statuses beside 0: something was wrong with what was found, or with what was asked for.
 FOUND_WRONG, ASKED_WRONG, INTERRUPTED = 1, 2, 130
-_COMMANDS = (info, bench, tune, plot, cache, explain)
+_COMMANDS: dict[str, Any] = {
+    "info": info,
+    "bench": bench,
+    "tune": tune,
+    "plot": plot,
+    "cache": cache,
+    "explain": explain,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,14 +35,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = p.add_subparsers(required=True, metavar="command")
-    for module in _COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+    for name, command in _COMMANDS.items():
         own = commands.add_parser(
-            name, help=module.SUMMARY, description=module.SUMMARY, epilog=module.EXAMPLES,
+            name, help=command.SUMMARY, description=command.SUMMARY, epilog=command.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        module.add_arguments(own)
-        own.set_defaults(run=module.run)
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
     return p
 
 
@@ -41,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
     p = parser()
     arguments, unknown = p.parse_known_args(argv)
-    if unknown and not hasattr(arguments, "any_words"):  # of `bench`, where it is not installed
+    if unknown and not hasattr(arguments, "any_words"):  # of a command that is not installed
         p.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)

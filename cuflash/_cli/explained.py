@@ -6,17 +6,21 @@ import operator
 from typing import Any
 
 from cuflash._ahead import kernels_of
-from cuflash._cli import io_gradient, io_model
-from cuflash._kernels.config import (
-    KernelConfig,
-    TileConfig,
-)
+from cuflash._cli import io_model
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
 from cuflash._select.choose import why_portable
-from cuflash._timing.workload import ONE_PASS, Workload
+from cuflash._select.hardware import Hardware
 from cuflash.tuning._facts import Facts, compile_all
-from cuflash.tuning._kernels import kernel_name, tile_of
+from cuflash.tuning._kernels import tile_of
+from cuflash.tuning._workload import ONE_PASS, Workload
+
+#: What kernels without tiles do.
+_STEPS = {
+    "segment_bounds": "the least and the largest id of every 64, by which blocks are left out",
+    "backward_delta": "rowsum(dout * out), which the gradients' kernels read",
+    "backward_convert": "scales and rounds the sums of dq, which tiles of keys add to",
+}
 
 
 def explain(
@@ -41,59 +45,51 @@ def explain(
 
 
 def _described(
-    work: Workload, config: Any, hardware: select_hardware.Hardware, facts: Facts | None
+    work: Workload, config: Any, hardware: Hardware, facts: Facts | None
 ) -> dict[str, Any]:
-    name = kernel_name(config)
     found: dict[str, Any] = {
-        "kernel": name,
+        "kernel": config.kernel,
         "why": _why(work, config, hardware),
         "tile": {},
         "num_threads": config.num_threads,
         "smem_bytes": config.smem_bytes,
     }
     if facts is not None:
-        found |= {
-            "registers": facts.registers,
-            "spill_bytes": facts.spill_bytes,
-            "blocks_per_multiprocessor": facts.blocks_per_multiprocessor,
-        }
-        if facts.error:
-            found["error"] = facts.error
+        names = ("registers", "spill_bytes", "blocks_per_multiprocessor")
+        found |= {name: getattr(facts, name) for name in names}
+        found |= {"error": facts.error} if facts.error else {}
     if config.computes not in ("out", "dq", "dkv", "dqkv"):
         return found
     found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = select_measured.row_behind(config, hardware.name)
     measured = None if row is None else row.measured or "a table in use"
-    found["tile_from"] = measured or f"cuflash/{_table_of(config, name)}.py"
-    grads = io_gradient.grads_of(config)
+    found["tile_from"] = measured or f"cuflash/_select/{_table_of(config)}.py"
+    grads = io_model.grads_of(config)
     if len(grads) == 1:  # a pass of its own
         found["gradient"] = f"d{grads}"
-    once = io_model.least_bytes(work, name, grads) + work.option_bytes()
-    flops = work.kernel_flops(name, grads)
+    once = io_model.least_bytes(work, config.kernel, grads) + work.option_bytes()
+    flops = work.kernel_flops(config.kernel, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
     return found | _roofline(work, config, flops, once, hardware.peak)
 
 
-def _table_of(config: TileConfig, kernel: str) -> str:
+def _table_of(config: Any) -> str:
     """The module that has the table of a tile."""
-    if kernel in ONE_PASS:
-        return "_select/fused_backward"
-    if kernel == "forward_narrow":
-        return "_select/narrow"
-    if kernel.endswith("_tf32_sm90"):
-        return "_select/tf32_sm90"
-    if kernel.endswith("_sm90"):
-        return "_select/sm90"
+    if config.kernel in ONE_PASS:
+        return "fused_backward"
+    for ending, module in (("_narrow", "narrow"), ("_tf32_sm90", "tf32_sm90"), ("_sm90", "sm90")):
+        if config.kernel.endswith(ending):
+            return module
     wide = config.real_bytes == config.element_bytes or config.cuda_cores
-    return "_select/portable_tiles" if wide else "_select/portable"
+    return "portable_tiles" if wide else "portable"
 
 
 def _roofline(
-    work: Workload, config: TileConfig, flops: float, once: int, peak: select_hardware.Peak | None
+    work: Workload, config: Any, flops: float, once: int, peak: select_hardware.Peak | None
 ) -> dict[str, Any]:
     """The least time by the data sheet, and what takes it; None where there is no data sheet.
 
-    Each pass computes an exponential for each pair, those of float64 by multiply-adds. Products of
+    Each pass computes an exponential for each pair, in float64 by multiply-adds. Products of
     CUDA cores are not counted.
     """
     if peak is None:
@@ -114,14 +110,9 @@ def _roofline(
     }
 
 
-def _why(work: Workload, config: KernelConfig, hardware: select_hardware.Hardware) -> str:
-    kernel = kernel_name(config)
-    if kernel == "segment_bounds":
-        return "the least and the largest id of every 64, by which blocks are left out"
-    if kernel == "backward_delta":
-        return "rowsum(dout * out), which the gradients' kernels read"
-    if kernel == "backward_convert":
-        return "scales and rounds the sums of dq, which tiles of keys add to"
+def _why(work: Workload, config: Any, hardware: Hardware) -> str:
+    if config.kernel in _STEPS:
+        return _STEPS[config.kernel]
     problem = work.problem()
     portable = why_portable(problem, hardware, backward=config.computes != "out")
     if getattr(config, "cuda_cores", False):

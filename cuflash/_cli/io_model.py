@@ -1,46 +1,81 @@
-"""Which bytes does attention move? The IO model of FlashAttention, and of the unfused form.
+"""Which bytes does attention move? The IO model of FlashAttention, kernel by kernel.
 
 Standard attention writes and reads the matrices of scores and weights: Theta(N d + N^2) bytes of
-device memory. FlashAttention brings k and v once for every tile of queries: with M elements of
-on-chip memory a tile has Theta(M / d) rows, hence Theta(N^2 d^2 / M) (Dao et al. 2022, theorem 2).
-Theorem 5 says the same of the gradient: ``io_gradient.py``.
-These bytes enter the multiprocessors. Device memory sees them only where L2 does not keep k and v:
-the least that it moves is every operand once. Options that are arrays are not counted.
+device memory. A tile of queries of the forward loads its q once, and k and v of every key that it
+may see: with M elements of on-chip memory a tile has Theta(M / d) rows, hence Theta(N^2 d^2 / M)
+(Dao et al. 2022, theorem 2). Theorem 5 says the same of the gradient: a tile of keys loads its k
+and v once, and q, dout, lse and delta of every query that may see it (one pass for dk and dv, or
+for all gradients); a tile of queries loads its q and dout once, and k and v of every key that it
+may see (a pass for dq). Kernels that go row by row move Theta(N d).
+
+These bytes enter the SMs, through L2. Device memory moves fewer where L2 keeps operands: at least
+every operand once. One pass for all gradients adds to float32 sums of dq: additions leave an SM as
+stores do, and L2 reads and writes the sums itself. Options that are arrays are not counted.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
+from cuflash._ahead import kernels_of
+from cuflash._errors import problem_with
+from cuflash._select.hardware import wanted
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 
-from cuflash._timing.workload import DTYPES, ONE_PASS, Workload
-
-
-def lse_bytes(work: Workload) -> int:
-    """Bytes of a number of lse or delta."""
-    return max(4, DTYPES[work.dtype].itemsize)
+#: What of the model is compared with each counter of a device, for the forward.
+PREDICTED = {
+    "device memory read": "read_once",
+    "device memory write": "stored",
+    "L2 to processors": "loaded",
+    "processors to L2": "stored",
+}
+#: The same for a kernel of the gradient, which may add to a result many times.
+PREDICTED_OF_GRADIENT = {
+    "device memory read": "read_once",
+    "L2 to processors": "loaded",
+    "device memory write": "written_once",
+    "processors to L2": "stored",
+}
+_FLOAT_BYTES = 4
+_SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_sums.cuh
 
 
 class Traffic(NamedTuple):
     """Bytes of one kernel, or of several."""
 
     read_once: int  # every operand: the least that device memory is read
-    loaded: int  # operands that the multiprocessors load, through L2 (D108)
+    loaded: int  # operands that the SMs load, through L2 (D108)
     written_once: int  # every result: the least that device memory is written
-    stored: int  # results that the multiprocessors store, and what they add to them
+    stored: int  # results that the SMs store, and what they add to them
     asymptotic: float  # N^2 d^2 / M of all heads, in bytes, without its constant
     added: int = 0  # of what is stored: L2 reads and writes as much of its own
 
     @property
-    def once(self) -> int:
-        """Every operand once: the least that device memory moves."""
-        return self.read_once + self.written_once
-
-    @property
     def fused(self) -> int:
-        """What crosses the border of the multiprocessors."""
+        """What SMs load and store."""
         return self.loaded + self.stored
+
+
+def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
+    """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
+    configs: list[Any] = [*kernels_of(work, wanted(arch), backward=backward)]
+    (index,) = (i for i, config in enumerate(configs) if config.computes == "out")
+    own = configs[index]
+    _refuse_cuda_cores(own)
+    model = forward(
+        work, own.block_m, own.block_n, own.smem_bytes,
+        boxes=own.tensor_maps, column_parts=own.column_parts,
+    )  # fmt: skip
+    known = model._asdict() | {"unfused": unfused(work)}
+    names = ("read_once", "loaded", "stored", "unfused", "asymptotic")
+    found: dict[str, Any] = {"io": {name: known[name] for name in names}}
+    if backward:
+        parts = {config: gradient(work, config) for config in configs[index + 1 :]}
+        total = together([*parts.values()])._asdict() | {"unfused": unfused(work, "bwd")}
+        rows = [{"kernel": config.kernel, **part._asdict()} for config, part in parts.items()]
+        found["io_gradient"] = {"kernels": rows, "sum": total}
+    return found
 
 
 def forward(
@@ -54,33 +89,57 @@ def forward(
 ) -> Traffic:
     """Bytes that a forward with lse and these tiles moves.
 
-    ``boxes``: TMA brings whole tiles, zeros past the end of an array included. Others bring the
-    keys that some query of the tile may see. ``column_parts`` blocks of threads share a tile, each
+    ``boxes``: TMA loads whole tiles, zeros past the end of an array included. Other kernels load
+    the keys that some query of the tile may see. ``column_parts`` thread blocks share a tile, each
     with its own columns of v.
     """
-    heads = work.batch * work.heads_q
     d, d_v = work.head_dim, work.head_dim_v
-    seen, rows = seen_by(work, block_m), work.seqlen_q
-    keys = seen.rows()
-    if boxes:
-        rows, keys = whole(rows, block_m), seen.in_blocks(block_n)
+    rows, keys, _ = _rows_loaded(work, block_m, block_n, boxes=boxes)
+    elements = column_parts * (rows + keys) * d + keys * d_v
+    loaded = work.batch * work.heads_q * elements * _size(work)
     read, written = least_parts(work, "forward")
-    return Traffic(
-        read_once=read,
-        loaded=heads
-        * (column_parts * (rows + keys) * d + keys * d_v)
-        * DTYPES[work.dtype].itemsize,
-        written_once=written,
-        stored=written,
-        asymptotic=asymptotic(work, smem_bytes),
-    )
+    return Traffic(read, loaded, written, written, _asymptotic(work, smem_bytes))
 
 
-def asymptotic(work: Workload, smem_bytes: int) -> float:
-    """N^2 d^2 / M of all heads, in bytes, for M elements in ``smem_bytes``."""
-    size = DTYPES[work.dtype].itemsize
-    pairs = work.batch * work.heads_q * work.seqlen_q * work.seqlen_k
-    return pairs * work.head_dim * work.head_dim_v / (smem_bytes / size) * size
+def gradient(work: Workload, config: Any) -> Traffic:
+    """Bytes that one kernel of the gradient moves.
+
+    As in :func:`forward` every tile loads its own rows, even if it sees nothing. What the two
+    thread blocks of a pair get by multicast enters both SMs, and counts twice; ds, which they
+    exchange, does not count: it comes from no memory.
+    """
+    _refuse_cuda_cores(config)
+    read, written = least_parts(work, config.kernel, grads_of(config))
+    loaded, stored, added = read, written, 0
+    if config.computes == "convert":
+        loaded = _first_sums(work, config.block_m)
+    elif config.computes == "dq":
+        loaded = _loaded_by_queries(work, config)
+    elif config.computes in ("dkv", "dqkv"):
+        loaded = _loaded_by_keys(work, config)
+    elif config.computes != "delta":
+        raise problem_with(
+            "kernel", ValueError, got=config.kernel,
+            expected="one of the gradients of q, k and v: the IO model has no other",
+        )  # fmt: skip
+    if config.computes == "dqkv":
+        summed = _sums(work, config)
+        stored += summed - _FLOAT_BYTES * work.batch * work.heads_q * work.seqlen_q * work.head_dim
+        added = summed - _first_sums(work, config.block_m)
+    asymptotic = 0.0
+    if config.computes not in ("delta", "convert"):
+        asymptotic = _asymptotic(work, config.smem_bytes * config.cluster_blocks)
+    return Traffic(read, loaded, written, stored, asymptotic, added)
+
+
+def together(parts: Sequence[Traffic]) -> Traffic:
+    """The sum of kernels that run one after the other, each of which starts with empty caches."""
+    return Traffic(*map(sum, zip(*parts, strict=True)))
+
+
+def grads_of(config: Any) -> str:
+    """Which of dk and dv a pass computes, as :func:`least_bytes` has them: "kv", "k" or "v"."""
+    return "".join(key for key in "kv" if getattr(config, f"grad_{key}", True))
 
 
 def unfused(work: Workload, pass_: str = "fwd") -> int:
@@ -94,11 +153,9 @@ def unfused(work: Workload, pass_: str = "fwd") -> int:
     """
     columns = work.head_dim + work.head_dim_v
     m, n = work.seqlen_q, work.seqlen_k
-    if pass_ == "fwd":
-        elements = (m + n) * columns + 4 * m * n
-    else:
-        elements = 2 * (m * work.head_dim + m * work.head_dim_v + n * columns) + 7 * m * n
-    return work.batch * work.heads_q * elements * DTYPES[work.dtype].itemsize
+    factor, arrays = (1, 4) if pass_ == "fwd" else (2, 7)
+    elements = factor * (m + n) * columns + arrays * m * n
+    return work.batch * work.heads_q * elements * _size(work)
 
 
 def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> int:
@@ -109,16 +166,13 @@ def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> int:
 def least_parts(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, int]:
     """What :func:`least_bytes` says, of reading and of writing.
 
-    ``grads`` are those of dk and dv that a pass for them computes: dv alone does not need v.
+    ``grads`` says which of dk and dv a pass computes: a pass for dv alone does not need v.
     """
-    size, statistic = DTYPES[work.dtype].itemsize, lse_bytes(work)
-    rows, keys = (
-        work.batch * work.heads_q * work.seqlen_q,
-        work.batch * work.heads_kv * work.seqlen_k,
-    )
-    d, d_v = work.head_dim, work.head_dim_v
-    q, dout, k, v = rows * d * size, rows * d_v * size, keys * d * size, keys * d_v * size
-    lse, sums = rows * statistic, 4 * rows * d
+    rows, keys = work.heads_q * work.seqlen_q, work.heads_kv * work.seqlen_k
+    size = work.batch * _size(work)
+    q, dout = size * rows * work.head_dim, size * rows * work.head_dim_v
+    k, v = size * keys * work.head_dim, size * keys * work.head_dim_v
+    lse, sums = work.batch * rows * _statistic(work), 4 * work.batch * rows * work.head_dim
     if kernel.startswith("forward"):
         return q + k + v, dout + lse  # out has the size of dout
     if kernel == "backward_delta":
@@ -133,40 +187,85 @@ def least_parts(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, in
     return (read - v, v) if grads == "v" else (read, k + v if grads == "kv" else k)
 
 
-class Seen(NamedTuple):
-    """Rows of the other side that each tile may see: from ``low`` to before ``high``."""
-
-    low: np.ndarray
-    high: np.ndarray
-
-    def rows(self) -> int:
-        """Those rows themselves, of all tiles."""
-        return int((self.high - self.low).sum())
-
-    def in_blocks(self, block: int, end: int | None = None) -> int:
-        """The same in whole blocks, cut off at ``end``."""
-        low, high = self.low // block * block, -(-self.high // block) * block
-        if end is not None:
-            high = np.minimum(high, end)
-        return int(np.where(self.high > self.low, high - low, 0).sum())
+def _rows_loaded(
+    work: Workload, tile: int, block: int, *, boxes: bool, keys: bool = False
+) -> tuple[int, int, int]:
+    """Rows that tiles load: their own, rows of the other side, and how many of these exist."""
+    seen, own = seen_by(work, tile, keys=keys), work.seqlen_k if keys else work.seqlen_q
+    if not boxes:
+        return own, seen.rows(), seen.rows()
+    others = work.seqlen_q if keys else work.seqlen_k
+    return _whole(own, tile), seen.in_blocks(block), seen.in_blocks(block, others)
 
 
-def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
-    """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
-    rows, others = work.seqlen_q, work.seqlen_k
-    left, right = work.bounds()
-    if keys:  # a key sees queries as far ahead as a query sees keys behind
-        rows, others, left, right = others, rows, right, left
-    first = np.arange(0, rows, own)
-    last = np.minimum(first + own, rows) - 1
-    low, high = np.zeros_like(first), np.full_like(first, others)
-    if left is not None:
-        low = np.clip(first + others - rows - left, 0, others)
-    if right is not None:
-        high = np.clip(last + others - rows + right + 1, 0, others)
-    return Seen(low, np.maximum(low, high))
+def _loaded_by_queries(work: Workload, config: Any) -> int:
+    """A tile owns queries and streams keys."""
+    tile, block = config.block_m, config.block_n
+    rows, keys, _ = _rows_loaded(work, tile, block, boxes=config.tensor_maps)
+    loaded = (rows + keys) * _row_bytes(work) + 2 * work.seqlen_q * _statistic(work)
+    return int(config.column_parts * work.batch * work.heads_q * loaded)
 
 
-def whole(rows: int, block: int) -> int:
+def _loaded_by_keys(work: Workload, config: Any) -> int:
+    """A tile owns keys, which the heads of a group share, and streams queries of each head."""
+    tile, block = config.own_rows, config.block_m
+    keys, rows, present = _rows_loaded(work, tile, block, boxes=config.tensor_maps, keys=True)
+    size = _size(work)
+    key_bytes = _row_bytes(work) if getattr(config, "grad_k", True) else size * work.head_dim
+    if config.cluster_blocks == 2:  # half of the columns of the other's k
+        key_bytes += size * 64 * -(-work.head_dim // 128)
+    owners = work.heads_kv if getattr(config, "shared_keys", True) else work.heads_q
+    streamed = rows * _row_bytes(work) + 2 * present * _statistic(work)
+    loaded = owners * keys * key_bytes + config.cluster_blocks * work.heads_q * streamed
+    return int(work.batch * config.column_parts * loaded)
+
+
+def _sums(work: Workload, config: Any) -> int:
+    """Bytes that all tiles of keys store of dq or add to it."""
+    seen = seen_by(work, config.own_rows, keys=True)
+    rows = seen.in_blocks(config.block_m, _whole(work.seqlen_q, _SLICE_ROWS))
+    return _FLOAT_BYTES * work.batch * work.heads_q * rows * work.head_dim
+
+
+def _first_sums(work: Workload, block_m: int) -> int:
+    """Bytes of the sums of the blocks of queries that see any key: the first tile stores them."""
+    seen, end = seen_by(work, block_m), _whole(work.seqlen_q, _SLICE_ROWS)
+    blocks = (seen.high > seen.low).nonzero()[0].tolist()
+    rows = sum(min(block_m, end - block_m * block) for block in blocks)
+    return _FLOAT_BYTES * work.batch * work.heads_q * rows * work.head_dim
+
+
+def _asymptotic(work: Workload, smem_bytes: int) -> float:
+    """N^2 d^2 / M of all heads, in bytes, for M elements in ``smem_bytes``."""
+    pairs = work.batch * work.heads_q * work.seqlen_q * work.seqlen_k
+    size = _size(work)
+    return pairs * work.head_dim * work.head_dim_v / (smem_bytes / size) * size
+
+
+def _refuse_cuda_cores(config: Any) -> None:
+    """Raise for a kernel that reads operands where they lie, once for every product."""
+    if getattr(config, "cuda_cores", False):
+        raise problem_with(
+            "--io", ValueError, got=f"{config.kernel} on CUDA cores",
+            expected="kernels that bring tiles into shared memory: the IO model has no others",
+        )  # fmt: skip
+
+
+def _size(work: Workload) -> int:
+    """Bytes of an element of q, k and v."""
+    return DTYPES[work.dtype].itemsize
+
+
+def _statistic(work: Workload) -> int:
+    """Bytes of one lse or delta."""
+    return max(4, _size(work))
+
+
+def _row_bytes(work: Workload) -> int:
+    """Bytes of a row of q and dout, or of k and v."""
+    return _size(work) * (work.head_dim + work.head_dim_v)
+
+
+def _whole(rows: int, block: int) -> int:
     """Rows in whole blocks."""
     return -(-rows // block) * block

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from cuflash._arrays import Array, write_rounded
-from cuflash._host import philox
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
+from cuflash._problem import philox
+from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Problem, canonical_view, gradient_operand
+from cuflash._problem.problem import Problem, gradient_operand
 
 _BLOCK_M = 256
 _BLOCK_N = 512

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array
-from cuflash._host import philox
+from cuflash._problem import philox
+from cuflash._problem.operand import Operand, canonical_view
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Operand, Problem, canonical_view
+from cuflash._problem.problem import Problem
 from cuflash._problem.score_mod import lent, result_of
 
 Entry = tuple[int | slice, ...]

@@ -75,6 +75,13 @@ class KernelConfig(Frozen):
             return getattr(vars(self)["score"], name)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read older pickles, too, in which the score options are fields of their own."""
+        score = {name: state[name] for name in ScoreConfig._fields if name in state}
+        vars(self).update({name: value for name, value in state.items() if name not in score})
+        if score:
+            vars(self)["score"] = ScoreConfig(**score)
+
     def values(self) -> dict[str, Any]:
         """All fields by name, each part's among them."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash._problem.option_table import ARRAYS, OPTIONS
+
 MAX_BATCH_AXES = 6
 MAX_FORMULA_ARRAYS = 6
 
@@ -32,26 +34,20 @@ GRID = _struct(
     ("owners_per_section", np.int32),
     ("entries_per_owner", np.int32),
 )
+#: Arrays of score options, in the order of the struct.
+SCORE_ARRAYS = tuple(name for o in OPTIONS for name in (*o.arrays, *o.kernel_arrays))
 #: The last two are numbers that a launch patches in like addresses.
 SCORE_POINTERS = (
-    "bias", "mask", "offset", "q_lengths", "kv_lengths", "alibi_slopes", "segment_ids_q",
-    "segment_ids_k", "segment_bounds_q", "segment_bounds_k", "sink", "cu_seqlens_q", "cu_seqlens_k",
+    *SCORE_ARRAYS, "cu_seqlens_q", "cu_seqlens_k",
     *(f"formula_array{i}" for i in range(MAX_FORMULA_ARRAYS)), "dropout_seed", "entry_number",
 )  # fmt: skip
 SCORE = _struct(
     *((name, _POINTER) for name in SCORE_POINTERS),
-    ("bias_layout", LAYOUT),
-    ("mask_layout", LAYOUT),
-    ("offset_strides", BATCH_STRIDES),
-    ("q_lengths_strides", BATCH_STRIDES),
-    ("kv_lengths_strides", BATCH_STRIDES),
-    ("alibi_slopes_strides", BATCH_STRIDES),
-    ("segment_ids_q_strides", BATCH_STRIDES),
-    ("segment_ids_k_strides", BATCH_STRIDES),
-    ("segment_bounds_q_strides", BATCH_STRIDES),
-    ("segment_bounds_k_strides", BATCH_STRIDES),
-    ("sink_strides", BATCH_STRIDES),
-    ("entry_number_strides", BATCH_STRIDES),
+    *(
+        (f"{name}_layout", LAYOUT) if ARRAYS.get(name, ("", ""))[1] == "mn"
+        else (f"{name}_strides", BATCH_STRIDES)
+        for name in (*SCORE_ARRAYS, "entry_number")
+    ),
     ("offset_value", np.int64),
     ("window_left", np.int64),
     ("window_right", np.int64),
@@ -63,13 +59,8 @@ SCORE = _struct(
     ("num_heads", np.int32),
     ("q_length", np.int32),
     ("kv_length", np.int32),
-    ("scale", np.float32),
-    ("scale_log2", np.float32),
-    ("softcap", np.float32),
-    ("inverse_softcap", np.float32),
-    ("dropout_threshold", np.uint32),
-    ("kept_scale", np.float32),
-)
+    *((name, dtype) for o in OPTIONS for name, (dtype, *_) in o.params.items()),
+)  # fmt: skip
 
 
 @functools.cache

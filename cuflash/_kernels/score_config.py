@@ -1,15 +1,20 @@
 """Which score options are compiled into a kernel, and what do they cost it?
 
-Every field becomes a macro, as those of ``_kernels/config.py`` do.
+Every field becomes a macro, as those of ``_kernels/config.py`` do. An option of the table has a
+field of its name; by hand are the fields that depend on several options.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
-from cuflash._errors import problem_with
-from cuflash._host import philox
-from cuflash._problem.problem import Operand, Problem
+from cuflash._errors import wrong_value
+from cuflash._problem.operand import Operand
+from cuflash._problem.option_table import Option, of_stages
+from cuflash._problem.problem import Problem
 
 #: Dtype of an option's array; "none" where the call has none.
 Floats = Literal["none", "float16", "bfloat16", "float32", "float64"]
@@ -20,92 +25,88 @@ Offset = Literal["value", "lengths", "int32", "int64"]
 _MOST_ROWS = 1 << 29  # queries or keys that 32-bit indices of blocks reach
 
 
-class ScoreConfig(NamedTuple):
-    """What kernels are told of score options; bounds, scale and lengths are run-time parameters."""
+#: Options that change a score by more than a factor: the scale is then no part of the exponent.
+CHANGING = (*(option.name for option in of_stages("cap", "add")), "score_mod")
+#: Options that a sum over keys starts from are fields of the forward kernels alone.
+COMPILED = tuple(option for option in of_stages() if option.compiled and option.stage != "row")
 
-    window_left: bool  # is that side bounded?
-    window_right: bool  # causal is window_right with bound 0
-    scale_in_exponent: bool
-    softcap: bool
-    bias: Floats
-    alibi_slopes: Floats
-    mask: bool
-    segment_ids: Integers
-    offset: Offset
-    q_lengths: Integers
-    kv_lengths: Integers
-    score_mod: bool
-    mask_mod: bool
-    formulas: tuple[tuple[str, str], ...]  # files of the source, with the caller's text
-    dropout: bool
-    cu_seqlens: Integers  # "none" where sequences are not packed
+
+def _dtype_or_flag(option: Option, problem: Problem) -> Any:
+    if option.compiled == "dtype":
+        return dtype_of(getattr(problem, next(iter(option.arrays))))
+    return problem.has(option)
+
+
+def _scale_in_exponent(problem: Problem) -> bool:
+    plain = not any(problem.has(option) for option in of_stages("cap", "add"))
+    plain = plain and not (problem.formulas is not None and problem.formulas.score_mod)
+    # Beyond these bounds scale * log2(e) leaves the normal range of float32.
+    return plain and 1e-30 < problem.scale < 1e30
+
+
+def _offset(problem: Problem) -> Offset:
+    bounds = (problem.window_left, problem.window_right)
+    if bounds == (None, None) and problem.alibi_slopes is None:
+        return "value"
+    if problem.offset is not None:
+        return dtype_of(problem.offset)  # type: ignore[return-value]
+    own = problem.q_lengths or problem.kv_lengths or problem.cu_seqlens_q
+    return "lengths" if problem.offset_value is None and own else "value"
+
+
+#: What each field is for a problem. Bounds, scale and lengths are run-time parameters.
+_FIELDS: dict[str, Callable[[Problem], Any]] = {
+    "window_left": lambda p: p.window_left is not None,
+    "window_right": lambda p: p.window_right is not None,  # causal is window_right with bound 0
+    "scale_in_exponent": _scale_in_exponent,
+    **{option.name: functools.partial(_dtype_or_flag, option) for option in COMPILED},
+    "offset": _offset,
+    "score_mod": lambda p: p.formulas is not None and p.formulas.score_mod,
+    "mask_mod": lambda p: p.formulas is not None and p.formulas.mask_mod,
+    "formulas": lambda p: () if p.formulas is None else p.formulas.texts,  # (file, text) pairs
+    "cu_seqlens": lambda p: dtype_of(p.cu_seqlens_q),  # "none" where sequences are not packed
+}
+_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS)))
+
+
+class ScoreConfig(_Fields):  # type: ignore[misc]
+    """What kernels are told of score options: a bool, or a dtype that is "none" where it is absent.
+
+    ``offset`` is a dtype, "value" for one value of the launch, or "lengths" for the default.
+    """
+
+    __slots__ = ()
 
     def check(self) -> None:
         """Raise a ValueError for options that exclude each other."""
-        changed = self.softcap or self.score_mod or not self.bias == self.alibi_slopes == "none"
+        changed = any(getattr(self, name) not in (False, "none") for name in CHANGING)
         if self.scale_in_exponent and changed:
-            raise ValueError(
-                f"{self.scale_in_exponent=} excludes softcap, bias, slopes and score_mod"
-            )
+            raise ValueError(f"{self.scale_in_exponent=} excludes {', '.join(CHANGING)}")
 
 
 def score_config(problem: Problem) -> ScoreConfig:
     """The score options of a problem."""
     if max(problem.seqlen_q, problem.seqlen_k) >= _MOST_ROWS:
-        raise problem_with(
-            "q, k", ValueError, got=f"{problem.seqlen_q} queries, {problem.seqlen_k} keys",
-            expected="fewer than 2^29 of each",
-        )  # fmt: skip
-    formulas = problem.formulas
-    score_mod = formulas is not None and formulas.score_mod
-    changes = (problem.softcap, problem.bias, problem.alibi_slopes)
-    plain = all(option is None for option in changes) and not score_mod
-    return ScoreConfig(
-        window_left=problem.window_left is not None,
-        window_right=problem.window_right is not None,
-        # Beyond these bounds scale * log2(e) leaves the normal range of float32.
-        scale_in_exponent=plain and 1e-30 < problem.scale < 1e30,
-        softcap=problem.softcap is not None,
-        bias=dtype_of(problem.bias),
-        alibi_slopes=dtype_of(problem.alibi_slopes),
-        mask=problem.mask is not None,
-        segment_ids=dtype_of(problem.segment_ids_q),  # type: ignore[arg-type]
-        offset=_offset_of(problem),
-        q_lengths=dtype_of(problem.q_lengths),  # type: ignore[arg-type]
-        kv_lengths=dtype_of(problem.kv_lengths),  # type: ignore[arg-type]
-        score_mod=score_mod,
-        mask_mod=formulas is not None and formulas.mask_mod,
-        formulas=() if formulas is None else formulas.texts,
-        dropout=philox.threshold(problem.dropout) > 0,
-        cu_seqlens=dtype_of(problem.cu_seqlens_q),  # type: ignore[arg-type]
-    )
+        got = f"{problem.seqlen_q} queries, {problem.seqlen_k} keys"
+        raise wrong_value("q, k", got, "fewer than 2^29 of each")
+    return ScoreConfig(*(value(problem) for value in _FIELDS.values()))
+
+
+def present(problem: Problem, *stages: Any) -> set[str]:
+    """Names of the options of these stages that are compiled in; formulas aside."""
+    return {option.name for option in COMPILED if option.stage in stages and problem.has(option)}
 
 
 def needs_score_math(problem: Problem) -> bool:
     """Whether a score takes more than a product, a scale and bounds: registers of its own."""
-    present = (
-        problem.softcap, problem.bias, problem.alibi_slopes, problem.formulas, problem.mask,
-        problem.segment_ids_q,
-    )  # fmt: skip
-    return any(x is not None for x in present) or philox.threshold(problem.dropout) > 0
+    return problem.formulas is not None or bool(present(problem, "cap", "add", "see", "weight"))
 
 
 def register_pressure(problem: Problem) -> int:
     """How many options there are that take registers in a main loop, bias and formulas aside."""
-    present = (problem.mask, problem.segment_ids_q, problem.alibi_slopes, problem.softcap)
-    return sum(x is not None for x in present) + (philox.threshold(problem.dropout) > 0)
+    return sum(option.pressure for option in COMPILED if problem.has(option))
 
 
 def dtype_of(operand: Operand | None) -> Floats:
     """The field of an option that is an array."""
     return "none" if operand is None else operand.dtype.name  # type: ignore[return-value]
-
-
-def _offset_of(problem: Problem) -> Offset:
-    bounds = (problem.window_left, problem.window_right)
-    if bounds == (None, None) and problem.alibi_slopes is None:
-        return "value"
-    if problem.offset is not None:
-        return problem.offset.dtype.name  # type: ignore[return-value]
-    own = problem.q_lengths or problem.kv_lengths or problem.cu_seqlens_q
-    return "lengths" if problem.offset_value is None and own else "value"

@@ -15,7 +15,8 @@ import numpy as np
 from cuflash._kernels.config import SegmentBoundsConfig
 from cuflash._kernels.score_config import Integers
 from cuflash._problem.layout import Layout
-from cuflash._problem.problem import Operand, Problem
+from cuflash._problem.operand import Operand
+from cuflash._problem.problem import Problem
 
 #: That share a pair of bounds: ``bounded_ids`` of ``params.cuh``.
 IDS = 64

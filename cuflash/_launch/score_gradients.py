@@ -10,7 +10,8 @@ import numpy as np
 
 from cuflash._arrays import Array
 from cuflash._kernels.config import GradOf
-from cuflash._problem.problem import Operand, Problem, canonical_view, option_operand
+from cuflash._problem.operand import Operand, canonical_view, option_operand
+from cuflash._problem.problem import Problem
 from cuflash._select.score_sums import ScoreSums
 
 _GROUP = 32  # rows that are added at once

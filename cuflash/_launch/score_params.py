@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,32 +12,26 @@ import cupy
 import numpy as np
 
 from cuflash._arrays import Array, array_module, refuse_capture
-from cuflash._host import philox
 from cuflash._kernels import params, segment_bounds
 from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
 from cuflash._problem.layout import Layout
+from cuflash._problem.operand import Operand, canonical_view
+from cuflash._problem.option_table import ARRAYS, OPTIONS
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Operand, Problem, canonical_view
+from cuflash._problem.problem import Problem
 
 #: Numbers among the addresses.
 NUMBERS = ("dropout_seed", "entry_number")
-_BOUNDS = (
-    "segment_bounds_q",
-    "segment_bounds_k",
-)  # found for each launch: _kernels/segment_bounds.py
 _ARRAYS = tuple(name for name in params.SCORE_POINTERS if name not in NUMBERS)
-_FORMULA_ARRAYS = tuple(f"formula_array{i}" for i in range(params.MAX_FORMULA_ARRAYS))
 _NO_ARRAYS = (0,) * len(_ARRAYS)
 #: What takes the place of addresses in a call with neither arrays nor dropout.
 NOTHING = (0,) * len(params.SCORE_POINTERS)
-_LENGTHS = ("offset", "q_lengths", "kv_lengths")
+_LENGTHS = tuple(name for name, (option, _) in ARRAYS.items() if option.from_host)
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k")
 _INTEGERS = {np.dtype(np.int32), np.dtype(np.int64)}  # that kernels read
 _UNBOUNDED = 1 << 60  # of offsets and windows
 _DISTANCE = 1 << 30  # no key is that far from a query
-#: Caps that change no score of which tanh is to be taken, and whose inverse is a normal number.
-_NO_CAP = {"float32": 2.0**60, "float64": 2.0**900}
 
 
 def fill(score: Any, problem: Problem) -> None:
@@ -59,14 +52,10 @@ def fill(score: Any, problem: Problem) -> None:
     if problem.cu_seqlens_q is not None:
         score["num_sequences"] = problem.cu_seqlens_q.shape[0] - 1
     score["q_length"], score["kv_length"] = q_length, kv_length
-    score["scale"] = problem.scale
-    score["scale_log2"] = problem.scale * math.log2(math.e)
-    score["dropout_threshold"] = philox.threshold(problem.dropout)
-    score["kept_scale"] = philox.kept_scale(problem.dropout)
-    if problem.softcap is not None:
-        softcap = min(problem.softcap, _NO_CAP[problem.lse_dtype.name])
-        score["softcap"] = softcap
-        score["inverse_softcap"] = problem.scale / softcap
+    for option in OPTIONS:
+        if option.number is None or getattr(problem, option.name) is not None:
+            for name, (_, value, _) in option.params.items():
+                score[name] = value(problem)
 
 
 def recomputes_far_rows(problem: Problem) -> bool:
@@ -77,13 +66,12 @@ def recomputes_far_rows(problem: Problem) -> bool:
 
 def layouts(problem: Problem) -> dict[str, Layout]:
     """Layouts of the arrays that are there, by name."""
-    apart = (*_FORMULA_ARRAYS, *_BOUNDS)
-    named = {name: getattr(problem, name) for name in _ARRAYS if name not in apart}
+    named = {name: getattr(problem, name) for name in (*ARRAYS, *_PACKING)}
     found = {name: _layout(problem, name, o) for name, o in named.items() if o is not None}
     if problem.segment_ids_q is not None:
         packed = problem.cu_seqlens_q is not None
         found |= segment_bounds.bounds_of(problem).layouts(packed)
-    if philox.threshold(problem.dropout) or problem.formulas is not None:
+    if problem.dropout or problem.formulas is not None:
         steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
         found["entry_number"] = Layout(1, steps[1:], sequence=steps[0])
     return found

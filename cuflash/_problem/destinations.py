@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, is_cupy, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 
 #: Effort spent on proving that interleaved arrays do not overlap, before they count as overlapping.
 _OVERLAP_WORK: Any = 100_000
@@ -22,20 +22,17 @@ def check_destination(name: str, destination: Array, **inputs: Array) -> None:
     first, like = next(iter(inputs.items()))
     same_module(**{first: like, name: destination})
     if isinstance(destination, np.ndarray) and not destination.flags.writeable:
-        raise problem_with(
-            name, ValueError, got="a read-only array", expected="an array that can be written"
-        )
+        raise wrong_value(name, "a read-only array", "an array that can be written")
     if _overlaps_itself(destination):
-        raise problem_with(
-            name, ValueError,
-            got=f"strides {destination.strides} of shape {destination.shape}",
-            expected="an array whose elements do not overlap each other",
+        raise wrong_value(
+            name, f"strides {destination.strides} of shape {destination.shape}",
+            "an array whose elements do not overlap each other",
         )  # fmt: skip
     for other_name, other in inputs.items():
         if is_cupy(destination) == is_cupy(other) and _share_memory(destination, other):
-            raise problem_with(
-                name, ValueError, got=f"memory shared with {other_name}",
-                expected="memory of its own", fix="results are never computed in place",
+            raise wrong_value(
+                name, f"memory shared with {other_name}", "memory of its own",
+                "results are never computed in place",
             )  # fmt: skip
 
 

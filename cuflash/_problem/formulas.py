@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._arrays import Array, array_module, refuse_capture, same_module
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._kernels import params
 from cuflash._problem.options import Options
 
@@ -62,15 +62,14 @@ def _named(options: Options) -> dict[str, Array]:
     for mod in (options.score_mod, options.mask_mod):
         for name, array in () if mod is None else mod.arrays.items():
             if named.setdefault(name, array) is not array:
-                raise problem_with(
-                    "mask_mod", ValueError, got=f"another array {name!r} than score_mod has",
-                    expected="one array for each name",
+                raise wrong_value(
+                    "mask_mod", f"another array {name!r} than score_mod has",
+                    "one array for each name",
                 )  # fmt: skip
     if len(named) > params.MAX_FORMULA_ARRAYS:
-        raise problem_with(
-            "score_mod, mask_mod", ValueError, got=f"{len(named)} arrays",
-            expected=f"at most {params.MAX_FORMULA_ARRAYS} on a GPU",
-            fix="concatenate some and index the parts",
+        raise wrong_value(
+            "score_mod, mask_mod", f"{len(named)} arrays",
+            f"at most {params.MAX_FORMULA_ARRAYS} on a GPU", "concatenate some and index the parts",
         )  # fmt: skip
     return named
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cuflash._problem.problem import Operand
+from cuflash._problem.operand import Operand
 
 
 class Layout(NamedTuple):

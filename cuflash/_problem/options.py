@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections import namedtuple
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 import numpy as np
 
-from cuflash._arrays import Array, native
-from cuflash._errors import problem_with, shown
+from cuflash._arrays import Array
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.option_table import OPTIONS
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
-#: The farthest that offsets go: with the widest window, twice as wide, no sum of 64 bits wraps and
-#: every query of an array sees as far as the array goes.
-FARTHEST = 2**59
-_WIDEST = 2 * FARTHEST
 
 
 def signature(array: Array | None) -> Signature | None:
@@ -119,61 +116,32 @@ class Options:
 
     def __post_init__(self) -> None:
         set_ = functools.partial(object.__setattr__, self)
-        set_("causal", _causal(self.causal))
-        set_("window", _window(self.window))
-        set_("scale", _number("scale", self.scale))
-        set_("softcap", _number("softcap", self.softcap, positive=True))
-        set_("offset", _integers("offset", self.offset))
-        if isinstance(self.offset, int) and abs(self.offset) > FARTHEST:
-            raise problem_with(
-                "offset", ValueError, got=f"an int of {self.offset.bit_length()} bits",
-                expected="an int from -2^59 to 2^59",
-            )  # fmt: skip
-        set_("q_lengths", _integers("q_lengths", self.q_lengths))
-        set_("kv_lengths", _integers("kv_lengths", self.kv_lengths))
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if value is not None or _DEFAULTS[option.name] is not None:
+                set_(option.name, option.check(option.name, value))
         if isinstance(self.causal, str) and self.offset is not None:
-            raise problem_with(
-                "offset",
-                ValueError,
-                got=f"offset={shown(self.offset)} with causal={self.causal!r}",
-                expected="an alignment word or an offset, not both",
-                fix="write causal=True with offset=",
-            )
-        set_("bias", None if self.bias is None else native("bias", self.bias))
-        set_("mask", None if self.mask is None else native("mask", self.mask))
-        for name, kind in (("score_mod", ScoreMod), ("mask_mod", MaskMod)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise problem_with(
-                    name, TypeError, got=type(value).__name__, expected=f"a cuflash.{kind.__name__}"
-                )
-        for name in ("alibi_slopes", "sink"):
-            value = getattr(self, name)
-            set_(name, None if value is None else native(name, value))
-        set_("segment_ids", _segments(self.segment_ids))
-        set_("dropout", probability("dropout", self.dropout))
-        set_("seed", None if self.seed is None else seed_value(self.seed))
+            got = f"offset={shown(self.offset)} with causal={self.causal!r}"
+            expected = "an alignment word or an offset, not both"
+            raise wrong_value("offset", got, expected, "write causal=True with offset=")
         if self.dropout > 0 and self.seed is None:
-            raise problem_with(
-                "seed", ValueError, got=f"dropout={self.dropout} without seed",
-                expected="an int from 0 to 2^64 - 1",
-                fix="the same seed in forward and backward drops the same scores",
+            raise wrong_value(
+                "seed", f"dropout={self.dropout} without seed", "an int from 0 to 2^64 - 1",
+                "the same seed in forward and backward drops the same scores",
             )  # fmt: skip
-        if self.mask is not None and self.mask.dtype != np.bool_:
-            raise problem_with(
-                "mask",
-                TypeError,
-                got=f"dtype {self.mask.dtype}",
-                expected="dtype bool, True where the query may attend",
-                fix="additive masks go to bias=",
-            )
-        set_("enable_gqa", flag("enable_gqa", self.enable_gqa))
         values = {name: getattr(self, name) for name in OPTION_NAMES}
-        set_("signature", OptionLayout(*map(_part, (values | dict.fromkeys(_APART)).values())))
+        known = values | dict.fromkeys(_APART)
+        set_("signature", OptionLayout(*(_layout(value) for value in known.values())))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
-        if self.segment_ids is not None:
-            values["segment_ids_q"], values["segment_ids_k"] = self.segment_ids
-        set_("arrays", {name: a for name, a in values.items() if hasattr(a, "strides")})
+        set_("arrays", dict(self._own_arrays()))
+
+    def _own_arrays(self) -> Iterator[tuple[str, Array]]:
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            parts = value if isinstance(value, tuple) else (value,)
+            for name, part in zip(option.arrays, parts, strict=False):
+                if hasattr(part, "strides"):
+                    yield name, part
 
     def __hash__(self) -> int:
         return self._hash
@@ -193,14 +161,13 @@ class Options:
         )
 
     def __repr__(self) -> str:
-        texts = {name: f"<{a.dtype} {a.shape}>" for name, a in self.arrays.items()}
-        for f in fields(self):
-            value = getattr(self, f.name, None)
-            if f.name == "segment_ids" and value is not None:
-                texts[f.name] = f"({texts['segment_ids_q']}, {texts['segment_ids_k']})"
-            elif f.init and f.name not in texts and value != f.default:
-                texts[f.name] = repr(value)
-        shown = [f"{name}={texts[name]}" for name in OPTION_NAMES if name in texts]
+        def text(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"({', '.join(map(text, value))})"
+            return f"<{value.dtype} {value.shape}>" if hasattr(value, "strides") else repr(value)
+
+        given = {name: text(getattr(self, name)) for name in OPTION_NAMES}
+        shown = [f"{n}={given[n]}" for n, default in _DEFAULTS.items() if given[n] != repr(default)]
         return f"Options({', '.join(shown)})"
 
 
@@ -228,15 +195,22 @@ class ScoreOptions(TypedDict, total=False):
 
 #: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
 _NEAR = 0.61
-OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options) if f.init)
+_DEFAULTS = {f.name: f.default for f in fields(Options) if f.init}
+OPTION_NAMES = tuple(_DEFAULTS)
 #: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
-_APART = ("seed", "score_mod", "mask_mod")
+_APART = tuple(option.name for option in OPTIONS if not option.in_problem)
 #: Types of objects that never change, and hash by value: options of these alone are cached.
 _VALUES = frozenset(
     {int, float, bool, str, type(None), np.float64, np.float32, np.int64, np.int32, np.bool_}
 )
 #: Options with every array replaced by its layout.
 OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_layout, value))
+    return signature(value) if hasattr(value, "strides") else value
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
@@ -264,18 +238,21 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
         except TypeError:  # something may change or is not hashable; a genuine error comes again
             return _of_keywords(keywords)
     if not isinstance(options, Options):
-        raise problem_with(
-            "options", TypeError, got=type(options).__name__, expected="a cuflash.Options"
-        )
+        raise wrong_type("options", type(options).__name__, "a cuflash.Options")
     if keywords:
-        raise problem_with(
-            "options",
-            TypeError,
-            got=f"options= together with {', '.join(keywords)}",
-            expected="score options in one place",
-            fix="put them all into cuflash.Options(...)",
-        )
+        got, fix = f"options= together with {', '.join(keywords)}", "put them all into Options(...)"
+        raise wrong_type("options", got, "score options in one place", fix)
     return options
+
+
+def with_arrays(options: Options, arrays: dict[str, Array]) -> Options:
+    """The options with other arrays, by their names in ``Options.arrays``."""
+    changes: dict[str, Any] = {}
+    for option in OPTIONS:
+        own = tuple(arrays[name] for name in option.arrays if name in arrays)
+        if own:
+            changes[option.name] = own if len(option.arrays) > 1 else own[0]
+    return replace(options, **changes) if changes else options
 
 
 def _of_keywords(keywords: ScoreOptions) -> Options:
@@ -284,162 +261,7 @@ def _of_keywords(keywords: ScoreOptions) -> Options:
             from difflib import get_close_matches
 
             near = get_close_matches(name, OPTION_NAMES, n=1, cutoff=_NEAR)
-            raise problem_with(
-                name,
-                TypeError,
-                got="an unknown keyword",
-                expected="a parameter of this function or a score option",
-                fix=f"did you mean {near[0]}?" if near else ", ".join(OPTION_NAMES),
-            )
+            fix = f"did you mean {near[0]}?" if near else ", ".join(OPTION_NAMES)
+            expected = "a parameter of this function or a score option"
+            raise wrong_type(name, "an unknown keyword", expected, fix)
     return Options(**keywords)
-
-
-def _part(value: Any) -> Any:
-    if isinstance(value, tuple) and value and hasattr(value[0], "strides"):
-        return tuple(map(signature, value))
-    return signature(value) if hasattr(value, "strides") else value
-
-
-def _causal(value: Any) -> bool | str:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    if isinstance(value, str) and value in ("top_left", "bottom_right"):
-        return value
-    kind = ValueError if isinstance(value, str) else TypeError
-    raise problem_with(
-        "causal", kind, got=shown(value), expected='True, False, "top_left" or "bottom_right"'
-    )
-
-
-def _window(value: Any) -> tuple[int | None, int | None] | None:
-    expected = "a pair (left, right), each None or an int >= 0"
-    if value is None:
-        return None
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        plain = isinstance(value, int)
-        fix = f"for both sides alike write ({shown(value)}, {shown(value)})" if plain else ""
-        raise problem_with("window", TypeError, got=shown(value), expected=expected, fix=fix)
-    sides: list[int | None] = []
-    for side in value:
-        if side is not None and not is_integer(side):
-            raise problem_with("window", TypeError, got=shown(value), expected=expected)
-        number = None if side is None else integer_value("window", side, expected)
-        if number is not None and number < 0:
-            raise problem_with(
-                "window", ValueError, got=shown(value), expected=expected, fix="None is unbounded"
-            )
-        sides.append(None if number is None else min(number, _WIDEST))
-    return (sides[0], sides[1])
-
-
-def is_integer(value: Any) -> bool:
-    """Whether ``value`` is an integer and neither a bool nor an array."""
-    scalar = hasattr(type(value), "__index__") and not hasattr(value, "shape")
-    return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
-
-
-def integer_value(name: str, value: Any, expected: str) -> int:
-    """The int of what :func:`is_integer`; an object of the caller's may refuse it."""
-    try:
-        return operator.index(value)
-    except Exception as error:
-        raise _refused(name, value, error, expected) from error
-
-
-def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
-    got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
-    return problem_with(name, TypeError, got=got, expected=expected)
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False, and nothing that is only like one of them."""
-    if value is True or value is False:
-        return value
-    if not isinstance(value, np.bool_):
-        raise problem_with(name, TypeError, got=shown(value), expected="True or False")
-    return bool(value)
-
-
-def _number(name: str, value: Any, *, positive: bool = False) -> float | None:
-    if value is None:
-        return None
-    expected = f"None or a finite{' positive' if positive else ''} number"
-    number = _finite(name, value, expected)
-    if positive and number <= 0:
-        raise problem_with(name, ValueError, got=shown(value), expected=expected)
-    return number
-
-
-def _finite(name: str, value: Any, expected: str) -> float:
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    wrong = isinstance(value, bool | str | complex | np.void)
-    wrong = wrong or kind not in ("i", "u", "f", "V")  # V: bfloat16
-    if wrong or not hasattr(type(value), "__float__"):
-        raise problem_with(name, TypeError, got=shown(value), expected=expected)
-    if getattr(value, "shape", ()) != ():
-        raise problem_with(name, TypeError, got=f"shape {value.shape}", expected=expected)
-    if hasattr(value, "__cuda_array_interface__"):
-        raise problem_with(
-            name, TypeError, got="an array on a GPU", expected=expected, fix="pass float(value)"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        raise problem_with(
-            name, ValueError, got="an int beyond the range of float", expected=expected
-        ) from None
-    except Exception as error:  # a tensor without memory
-        raise _refused(name, value, error, expected) from error
-    if not math.isfinite(number):
-        raise problem_with(name, ValueError, got=shown(value), expected=expected)
-    return number
-
-
-def probability(name: str, value: Any) -> float:
-    """A number from 0 to 1."""
-    expected = "a finite number from 0 to 1"
-    if value is None or not 0 <= (number := _finite(name, value, expected)) <= 1:
-        raise problem_with(name, ValueError, got=shown(value), expected=expected)
-    return number
-
-
-def seed_value(value: Any) -> int:
-    """An int of 64 bits."""
-    expected = "an int from 0 to 2^64 - 1"
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise problem_with("seed", TypeError, got=shown(value), expected=expected)
-    if not 0 <= value < 2**64:
-        raise problem_with("seed", ValueError, got=shown(value), expected=expected)
-    return int(value)
-
-
-def _integers(name: str, value: Any) -> Array | int | None:
-    expected = "None, an int or an integer array"
-    if value is None:
-        return None
-    if is_integer(value):
-        return integer_value(name, value, expected)
-    if isinstance(value, bool | float):
-        raise problem_with(name, TypeError, got=shown(value), expected=expected)
-    array = native(name, value)
-    if array.dtype.kind not in "iu":
-        raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected=expected)
-    return array
-
-
-def _segments(value: Any) -> tuple[Array, Array] | None:
-    if value is None:
-        return None
-    expected = "a pair of integer arrays, (.., m) for the queries and (.., n) for the keys"
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        fix = "write (ids, ids) for self-attention" if hasattr(value, "strides") else ""
-        raise problem_with(
-            "segment_ids", TypeError, got=type(value).__name__, expected=expected, fix=fix
-        )
-    arrays = [native(f"segment_ids[{i}]", a) for i, a in enumerate(value)]
-    for array in arrays:
-        if array.dtype.kind not in "iu":
-            raise problem_with(
-                "segment_ids", TypeError, got=f"dtype {array.dtype}", expected=expected
-            )
-    return (arrays[0], arrays[1])

@@ -1,8 +1,7 @@
 """What is a call over packed sequences to the kernels? One Problem of all of them.
 
-Its batch is that of q, k and v; arrays of score options have the sequences as one axis more, the
-first. Where sequences end is not read by the host: kernels look it up, and stay within the arrays
-whatever they find.
+Its batch is that of q, k and v; arrays of score options have the sequences as a first axis. The
+host does not read where sequences end: kernels do, and stay within the arrays whatever they find.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from cuflash._arrays import Array
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
+from cuflash._problem.operand import Operand, option_operand
+from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import OPTION_NAMES, Options, signature
 from cuflash._problem.problem import (
-    FLOATS,
-    Operand,
     Problem,
     check_lengths,
     check_module,
     checked_length,
     describe,
-    option_operand,
 )
 
 _LENGTHS = ("q_lengths", "kv_lengths")
-_FLOATING = ("bias", "alibi_slopes", "sink")
-#: Core axes of options that have any: 0 for queries, 1 for keys.
-_CORES = {"bias": (0, 1), "mask": (0, 1), "segment_ids_q": (0,), "segment_ids_k": (1,)}
+Layouts = tuple[tuple[str, Any], ...]  # (name, shape and strides and dtype) of arrays
 
 
 def describe_packed(
@@ -43,72 +39,54 @@ def describe_packed(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call on a GPU; the two ``cu_seqlens`` have been checked."""
-    whole = describe(q, k, v, _of_all(options), axes=axes, precision=precision, out=out)
+    apart = {"segment_ids", *_LENGTHS, *options.arrays}  # these have values for each sequence
+    same = Options(**{name: getattr(options, name) for name in OPTION_NAMES if name not in apart})
+    whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
     for name, array in options.arrays.items():
         check_module(name, array, q)
     check_lengths(whole, options)
-    lengths = [
-        checked_length(name, getattr(options, name), extent)
-        for name, extent in zip(_LENGTHS, (whole.seqlen_q, whole.seqlen_k), strict=True)
-    ]
-    return _packed(
-        whole,
-        tuple((name, signature(array)) for name, array in cu_seqlens.items()),
-        tuple((name, signature(array)) for name, array in options.arrays.items()),
-        tuple(lengths),
+    lengths = (
+        checked_length("q_lengths", options.q_lengths, whole.seqlen_q),
+        checked_length("kv_lengths", options.kv_lengths, whole.seqlen_k),
     )
-
-
-def _of_all(options: Options) -> Options:
-    """The options that say the same of every sequence, lengths apart."""
-    apart = {"segment_ids", *_LENGTHS, *options.arrays}
-    return Options(**{n: getattr(options, n) for n in OPTION_NAMES if n not in apart})
+    ends, arrays = (
+        tuple((name, signature(array)) for name, array in named.items())
+        for named in (cu_seqlens, options.arrays)
+    )
+    return _packed(whole, ends, arrays, lengths)
 
 
 @functools.lru_cache(maxsize=4096)
 def _packed(
-    whole: Problem,
-    cu_seqlens: tuple[tuple[str, Any], ...],
-    arrays: tuple[tuple[str, Any], ...],
-    lengths: tuple[int | None, ...],
+    whole: Problem, cu_seqlens: Layouts, arrays: Layouts, lengths: tuple[int | None, int | None]
 ) -> Problem:
     ends = {name: Operand(dtype, shape, steps, ()) for name, (shape, steps, dtype) in cu_seqlens}
     sequences = ends["cu_seqlens_q"].shape[0] - 1
-    operands = {name: _operand(whole, sequences, name, value) for name, value in arrays}
-    limits = [whole.seqlen_q, whole.seqlen_k]
-    for axis, length in enumerate(lengths):
+    operands = {name: _operand(whole, sequences, name, layout) for name, layout in arrays}
+    limits = {}
+    for axis, total, length in zip("mn", (whole.seqlen_q, whole.seqlen_k), lengths, strict=True):
         # What an array does not hold is no query and no key, wherever a sequence ends.
-        for option, operand in operands.items():
-            if axis in _CORES.get(option, ()):
-                extent = operand.shape[len(operand.summed) + _CORES[option].index(axis)]
-                limits[axis] = min(limits[axis], extent)
-        limits[axis] = min(limits[axis], limits[axis] if length is None else length)
-    lowest, highest = limits
+        extents = [
+            operand.shape[len(operand.summed) + ARRAYS[name][1].index(axis)]
+            for name, operand in operands.items()
+            if axis in ARRAYS[name][1]
+        ]
+        limits[axis] = min(total, *extents, total if length is None else length)
     changes: dict[str, Any] = {**ends, **operands}
-    return replace(whole, q_length_value=lowest, kv_length_value=highest, **changes)
+    return replace(whole, q_length_value=limits["m"], kv_length_value=limits["n"], **changes)
 
 
-def _operand(whole: Problem, sequences: int, name: str, value: Any) -> Operand:
+def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
     """Layout of an option's array: sequences, batch, core."""
-    shape, _, dtype = value
-    cores = _CORES.get(name, ())
-    ndim = len(whole.batch_shape) + 1
-    lead = (1,) * (ndim - len(shape) + len(cores)) + shape[: len(shape) - len(cores)]
+    shape, core = layout[0], ARRAYS[name][1]
     full = (sequences, *whole.batch_shape)
-    fits = len(shape) >= len(cores) and len(lead) == ndim
+    split = len(shape) - len(core)
+    lead = (1,) * (len(full) - split) + shape[:split]
+    fits = split >= 0 and len(lead) == len(full)
     if not fits or any(a not in (1, b) for a, b in zip(lead, full, strict=True)):
-        raise problem_with(
-            name, ValueError, got=f"shape {shape}",
-            expected=f"at most {ndim + len(cores)} axes, sequences first: "
-            f"{full} or 1 in each before the core",
-        )  # fmt: skip
-    if name in _FLOATING and dtype not in FLOATS:
-        raise problem_with(
-            name, TypeError, got=f"dtype {dtype}", expected="a floating dtype of 16, 32 or 64 bits"
-        )
-    totals = (whole.seqlen_q, whole.seqlen_k)
-    own = shape[len(shape) - len(cores) :]
-    extents = tuple(totals[axis] if n == 1 else n for axis, n in zip(cores, own, strict=True))
-    grouped = len(whole.batch) != len(whole.batch_shape)
-    batch = (sequences, *whole.batch)
-    return option_operand(value, batch, extents, whole.batch[-1] if grouped else None)
+        expected = f"at most {len(full) + len(core)} axes, sequences first: "
+        raise wrong_value(name, f"shape {shape}", f"{expected}{full} or 1 in each before the core")
+    totals = {"m": whole.seqlen_q, "n": whole.seqlen_k}
+    own = zip(core, shape[split:], strict=True)
+    extents = tuple(totals[axis] if n == 1 else n for axis, n in own)
+    return option_operand(layout, (sequences, *whole.batch), extents, whole.group_size)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, native
-from cuflash._errors import problem_with, shown
+from cuflash._errors import shown, wrong_type, wrong_value
 
 _RESERVED = ("score", "b", "h", "q", "k")
 #: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
@@ -46,18 +46,17 @@ class _Modifier:
         _require_text("expression", self.expression)
         _require_callable("host", self.host)
         if not isinstance(self.arrays, Mapping):
-            raise problem_with(
-                "arrays", TypeError, got=type(self.arrays).__name__, expected="names and arrays"
-            )
+            raise wrong_type("arrays", type(self.arrays).__name__, "names and arrays")
         checked = {}
         for name, array in self.arrays.items():
             usable = isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None
             if not usable or name in _RESERVED or name in _WORDS or keyword.iskeyword(name):
-                raise problem_with(
-                    "arrays", ValueError, got=f"the name {shown(name)}",
-                    expected=f"an identifier other than {', '.join(_RESERVED)}, words of Python "
+                raise wrong_value(
+                    "arrays",
+                    f"the name {shown(name)}",
+                    f"an identifier other than {', '.join(_RESERVED)}, words of Python "
                     "and C++, and what these reserve",
-                )  # fmt: skip
+                )
             checked[name] = native(f"arrays[{name!r}]", array)
         object.__setattr__(self, "arrays", MappingProxyType(checked))
 
@@ -123,10 +122,9 @@ class ScoreMod(_Modifier):
         except Exception:  # of an object of the caller's
             first = last = math.nan
         if not -math.inf < first < last < math.inf:
-            raise problem_with(
-                "low, high", ValueError, got=f"{shown(low)} and {shown(high)}",
-                expected="two finite numbers, low below high",
-            )  # fmt: skip
+            raise wrong_value(
+                "low, high", f"{shown(low)} and {shown(high)}", "two finite numbers, low below high"
+            )
         score = np.linspace(first, last, 201)
         zero = np.zeros((), np.int64)
 
@@ -146,9 +144,9 @@ class ScoreMod(_Modifier):
         undefined = np.isnan(value) | np.isposinf(value)
         if undefined.any():
             i = int(np.argmax(undefined))
-            raise problem_with(
-                "host", ValueError, got=f"{value[i]} at score {score[i]:.6g}",
-                expected="a number or -inf", fix="low and high say where the formula has values",
+            raise wrong_value(
+                "host", f"{value[i]} at score {score[i]:.6g}", "a number or -inf",
+                "low and high say where the formula has values",
             )  # fmt: skip
         # Beside a key that is hidden there is no slope, but 0 times it has to be 0.
         right = np.where(np.isfinite(slope), right, np.isfinite(given))
@@ -156,10 +154,7 @@ class ScoreMod(_Modifier):
             error = np.where(right, -1, np.nan_to_num(np.abs(given - slope), nan=np.inf))
             i = int(np.argmax(error))
             known = f"{slope[i]:.6g}, the slope of host" if np.isfinite(slope[i]) else "any number"
-            raise problem_with(
-                "host_grad", ValueError, got=f"{given[i]:.6g} at score {score[i]:.6g}",
-                expected=known,
-            )  # fmt: skip
+            raise wrong_value("host_grad", f"{given[i]:.6g} at score {score[i]:.6g}", known)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,40 +203,37 @@ def result_of(
     try:
         array = xp.asarray(result)
     except (TypeError, ValueError) as error:  # a ragged list
-        raise problem_with(name, TypeError, got=str(error), expected="an array") from None
+        raise wrong_type(name, str(error), "an array") from None
     if array.dtype.kind not in kinds:
-        raise problem_with(
-            name, TypeError, got=f"an array of dtype {array.dtype}",
-            expected="booleans" if kinds == "b" else "numbers",
-        )  # fmt: skip
+        raise wrong_type(
+            name, f"an array of dtype {array.dtype}", "booleans" if kinds == "b" else "numbers"
+        )
     try:
         return xp.broadcast_to(array, shape)
     except ValueError:
-        raise problem_with(
-            name, ValueError, got=f"an array of shape {array.shape}",
-            expected=f"one that broadcasts to {shape}, entry by entry",
+        raise wrong_value(
+            name, f"an array of shape {array.shape}",
+            f"one that broadcasts to {shape}, entry by entry",
         ) from None  # fmt: skip
 
 
 def _require_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise problem_with(name, TypeError, got=type(value).__name__, expected="an expression")
+        raise wrong_type(name, type(value).__name__, "an expression")
     if not value.strip():
-        raise problem_with(name, ValueError, got=shown(value), expected="an expression")
+        raise wrong_value(name, shown(value), "an expression")
     spliced = value.replace("\\\r\n", "").replace("\\\n", "")
     if any(wrong in spliced for wrong in ("#", "%:", "??=", "\0")):
-        raise problem_with(
-            name, ValueError, got=shown(value),
-            expected="an expression, without #include or another line for the preprocessor",
+        raise wrong_value(
+            name, shown(value),
+            "an expression, without #include or another line for the preprocessor",
         )  # fmt: skip
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise problem_with(
-            name, ValueError, got=shown(value), expected="an expression in Unicode"
-        ) from None
+        raise wrong_value(name, shown(value), "an expression in Unicode") from None
 
 
 def _require_callable(name: str, value: Any) -> None:
     if not callable(value):
-        raise problem_with(name, TypeError, got=type(value).__name__, expected="a callable")
+        raise wrong_type(name, type(value).__name__, "a callable")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuflash._host import philox
 from cuflash._kernels.config import HEAD_DIMS
 from cuflash._kernels.score_config import register_pressure
 from cuflash._problem.problem import HALVES, Problem
@@ -41,9 +40,8 @@ def against_tf32_forward(problem: Problem) -> str:
 
 def against_tf32(problem: Problem) -> str:
     """Why no kernel of Hopper for float32 serves a problem; empty where gradients are served."""
-    scored = (problem.softcap, problem.bias, problem.alibi_slopes, problem.mask)
-    options = sum(x is not None for x in scored) + (philox.threshold(problem.dropout) > 0)
-    options += 2 * (problem.segment_ids_q is not None)  # ids of both sides
+    options = register_pressure(problem) + (problem.bias is not None)
+    options += problem.segment_ids_q is not None  # ids of both sides: two
     return _first(
         (
             problem.dtype != np.float32,
@@ -75,7 +73,7 @@ def _against_both(problem: Problem) -> str:
 def crowds_gradient(problem: Problem) -> bool:
     """Do options need registers that only smaller tiles of Hopper's gradient leave?"""
     beside = sum(x is not None for x in (problem.bias, problem.formulas))
-    drawn = philox.threshold(problem.dropout) > 0
+    drawn = problem.dropout > 0
     return (drawn or beside > 0) and register_pressure(problem) + beside > 2
 
 

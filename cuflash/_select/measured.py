@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
 from cuflash._kernels.config import TileConfig
+from cuflash._kernels.score_config import CHANGING, COMPILED
+from cuflash._problem.option_table import of_stages
 
 FORMAT = "cuflash tiles 1"
 VARIABLE = "CUFLASH_TILES"
@@ -52,19 +54,10 @@ class Row(NamedTuple):
 _WORDS = {
     "window_left": "window",
     "window_right": "causal",
-    "softcap": "softcap",
-    "bias": "bias",
-    "alibi_slopes": "alibi_slopes",
-    "mask": "mask",
-    "segment_ids": "segment_ids",
-    "q_lengths": "q_lengths",
-    "kv_lengths": "kv_lengths",
-    "score_mod": "score_mod",
-    "mask_mod": "mask_mod",
-    "dropout": "dropout",
+    **{o.name: o.name for o in of_stages() if o in COMPILED or o.stage == "formula"},
     "cu_seqlens": "packed",
     "cuda_cores": "cores",
-    "sink": "sink",
+    **{option.name: option.name for option in of_stages("row")},
 }
 
 
@@ -85,7 +78,7 @@ def options_of(config: Any) -> str:
     words = [
         word for name, word in _WORDS.items() if getattr(config, name, False) not in (False, "none")
     ]
-    plain = not {"softcap", "bias", "alibi_slopes", "score_mod"} & set(words)
+    plain = set(CHANGING).isdisjoint(words)
     if plain and not config.scale_in_exponent:
         words.append("scaled")
     if config.precision == "tf32":

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from cuflash._kernels.config import ForwardNarrowConfig
-from cuflash._kernels.score_config import needs_score_math
+from cuflash._kernels.score_config import needs_score_math, present
 from cuflash._problem.problem import Problem
 from cuflash._select import portable
 from cuflash._select.portable_tiles import Tile
@@ -97,5 +97,4 @@ def _shares_bias(problem: Problem) -> bool:
     """Whether a bias that all queries share is all that is added to scores, and hides keys."""
     if problem.bias is None or problem.bias.strides[-2] != 0:
         return False
-    others = (problem.softcap, problem.alibi_slopes, problem.mask, problem.segment_ids_q)
-    return all(option is None for option in others)
+    return present(problem, "cap", "add", "see") == {"bias"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash._kernels.score_config import present
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
@@ -37,12 +38,10 @@ def with_shared_rows(
 
 def _with_equal_rows(problem: Problem) -> Problem | None:
     """The problem without bounds that depend on the row; None where something else does."""
-    differs = (
-        problem.bias, problem.mask, problem.alibi_slopes, problem.segment_ids_q, problem.formulas,
-        problem.q_lengths, problem.cu_seqlens_q,
-    )  # fmt: skip
+    differs = (problem.formulas, problem.q_lengths, problem.cu_seqlens_q)
     whole = problem.q_length_value in (None, problem.seqlen_q)
-    if not whole or problem.dropout > 0 or any(x is not None for x in differs):
+    of_pairs = present(problem, "add", "see", "weight")
+    if not whole or of_pairs or any(x is not None for x in differs):
         return None
     if problem.window_left is None and problem.window_right is None:
         return problem

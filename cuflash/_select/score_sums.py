@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from cuflash._kernels.config import GradOf, SumsTo
 from cuflash._problem.layout import Layout
-from cuflash._problem.problem import Operand, Problem
+from cuflash._problem.operand import Operand
+from cuflash._problem.problem import Problem
 
 #: Inputs whose gradients are sums of the scores' gradient.
 SUMMED: tuple[GradOf, ...] = ("bias", "alibi_slopes", "scale")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from cuflash._host import philox
 from cuflash._kernels.config import BackwardKVSm90Config, BackwardQSm90Config, ForwardSm90Config
 from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
@@ -290,4 +289,4 @@ def _has_softcap_alone(problem: Problem) -> bool:
     ids = (problem.segment_ids_q, problem.cu_seqlens_q)
     bounds = (problem.window_left, problem.offset, problem.q_lengths, problem.kv_lengths)
     alone = all(other is None for other in (*scored, *ids, *bounds))
-    return alone and problem.softcap is not None and philox.threshold(problem.dropout) == 0
+    return alone and problem.softcap is not None and problem.dropout == 0

@@ -1,12 +1,12 @@
 """How long does the device take for a call, whatever the host does meanwhile?
 
 Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
-for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
-between two events after the cache has been overwritten, for long enough that the host has launched
-all of the call before the device reaches the first event; where it had not, the sample is taken
-again behind more of that. Short ones, where events would measure their own resolution, and those of
-short sequences run in one CUDA graph over enough copies of the inputs that each has left the cache
-before its turn comes again.
+for all of them, and the median is taken. No call finds its inputs in the L2 cache. Long calls run
+between two events, after the cache was overwritten: for so long that the host has launched all of
+the call before the device reaches the first event. Where the host was late the sample is taken
+again behind a longer overwriting. Short calls, where events would measure their own resolution, and
+calls on short sequences run in one CUDA graph over many copies of the inputs: each copy has left
+the cache before its turn comes again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +24,7 @@ Call = Callable[[], Any]
 
 #: Below this a launch gap or an event's resolution (0.5 us) would show: a graph is timed instead.
 SHORT_MS = 0.2
-#: Up to this length a graph is timed, however many sequences there are. (D111)
-SHORT_SEQLEN = 1024
-GRAPH_MS = 2.0  # of calls in a graph, beside which its own launch does not show
 MOST_COPIES = 512
-HOST_WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked (D113)
 HEAD_START_MS = 0.5  # what a call takes the host to launch, and something over (D112)
 HEAD_STARTS = 4  # each twice as long; what is still late then waits for the device itself
 ROUNDS = (11, 60)
@@ -84,29 +79,6 @@ def medians(
     return {name: Measurement(statistics.median(ms), timing) for name, ms in samples.items()}
 
 
-class HostClock:
-    """Times calls that are over when they return: the NumPy path."""
-
-    device_name = "cpu"
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Nothing to set up."""
-        yield
-
-    def once(self, call: Call) -> float:
-        """Milliseconds of one call."""
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Measurement]:
-        """Median wall time of each call."""
-        timers = {name: functools.partial(self.once, call) for name, call in calls.items()}
-        first = [min(timer(), timer()) for timer in timers.values()]
-        return medians(timers, first, budget_ms, "wall")
-
-
 class DeviceClock:
     """Times calls on one stream that CuPy and torch share."""
 
@@ -122,7 +94,7 @@ class DeviceClock:
         self._fills = 8
         with self.stream:
             self._flush()
-            one = self.between_events(self._flush) / self._fills
+            one = self.between_events(self._flush)[0] / self._fills
         self._fills = max(1, round(HEAD_START_MS / one))
 
     @contextmanager
@@ -145,7 +117,7 @@ class DeviceClock:
         for longer in range(HEAD_STARTS):
             for _ in range(2**longer):
                 self._flush()
-            ms, late = self._between_events(call)
+            ms, late = self.between_events(call)
             if not late:
                 break
         return ms
@@ -190,13 +162,9 @@ class DeviceClock:
         return min(self.once(call) for _ in range(3))
 
     def _share_of(self, replay: Call, count: int) -> float:
-        return self.between_events(replay) / count
+        return self.between_events(replay)[0] / count
 
-    def between_events(self, call: Call) -> float:
-        """Milliseconds of one call, its inputs wherever they are."""
-        return self._between_events(call)[0]
-
-    def _between_events(self, call: Call) -> tuple[float, bool]:
+    def between_events(self, call: Call) -> tuple[float, bool]:
         """Milliseconds of one call, and whether the host launched the last of it too late."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)
@@ -205,35 +173,3 @@ class DeviceClock:
         late = bool(start.done)
         stop.synchronize()
         return float(self.cupy.cuda.get_elapsed_time(start, stop)), late
-
-
-def host_microseconds(
-    calls: Sequence[Call],
-    synchronize: Call,
-    batch: int = 50,
-    repeats: int = 20,
-    windows: int = 50,
-    warm_up_s: float = HOST_WARM_UP_S,
-) -> float:
-    """Host time of a call that only enqueues, in microseconds.
-
-    It is the median of the batches of the quietest window: who else has the processor can only
-    add, for seconds at a time. ``calls`` are taken in turns. The queue is emptied between batches,
-    so that the host never waits for the device while the clock runs.
-    """
-    turns = itertools.cycle(calls)
-
-    def of_batch() -> float:
-        chosen = list(itertools.islice(turns, batch))
-        synchronize()
-        start = time.perf_counter()
-        for call in chosen:
-            call()
-        return 1e6 * (time.perf_counter() - start) / batch
-
-    awake = time.perf_counter() + warm_up_s
-    while time.perf_counter() < awake:
-        of_batch()
-    found = min(statistics.median(of_batch() for _ in range(repeats)) for _ in range(windows))
-    synchronize()
-    return found

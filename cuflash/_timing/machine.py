@@ -6,9 +6,6 @@ import re
 import shutil
 import subprocess
 
-#: What the result of a benchmark says of where it was measured.
-META_KEYS = ("device", "driver", "cupy", "nvrtc", "clocks", "date", "commit", "command")
-
 
 def device_slug(name: str) -> str:
     """The model of a device as part of a file name: 'NVIDIA H100 80GB HBM3' is 'h100'."""

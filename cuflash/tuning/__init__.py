@@ -7,14 +7,13 @@ True
 """
 
 from cuflash._select.override import BackwardConfigs
-from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import Facts
 from cuflash.tuning._kernel_tuner import read_cache, write_cache
-from cuflash.tuning._progress import Progress
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import Candidate, Space, space
-from cuflash.tuning._sweep import default_file, sweep
+from cuflash.tuning._sweep import Progress, default_file, sweep
 from cuflash.tuning._table import save, use, user_table
+from cuflash.tuning._workload import Workload
 
 __all__ = [
     "BackwardConfigs",

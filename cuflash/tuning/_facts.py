@@ -1,24 +1,29 @@
-"""What is known of a configuration without a GPU? Registers, spills, blocks that fit together."""
+"""What is known of a configuration without a GPU? Registers, spills, blocks that fit together.
+
+Kernels are compiled by child processes: a compiler that fails or hangs costs one configuration.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash._errors import problem_with, shown
+from cuflash._errors import CompileError, problem_with, shown
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import KernelConfig
-from cuflash._problem.options import integer_value, is_integer
+from cuflash._problem.checks import integer_value, is_integer
 from cuflash._select.hardware import Hardware, occupancy
-from cuflash.tuning._kernels import config_as_json
-from cuflash.tuning._processes import Failure, ask_many
+from cuflash.tuning._kernels import config_as_json, config_from_json
+from cuflash.tuning._processes import Failure, ask_many, serve
 
-_COMMAND = (sys.executable, "-m", "cuflash.tuning._compiling")
+_CHILD = "from cuflash.tuning import _facts; _facts.serve_compiler()"
 #: Seconds for one kernel: the slowest takes ten of a busy core.
 TIME_LIMIT = 120.0
 _MAX_REGISTERS = 255  # of a thread
@@ -65,40 +70,36 @@ def compile_all(
         if processes < 1:
             raise problem_with("processes", ValueError, got=processes, expected="a positive int")
     compiler_id.version()
-    ordered = list(dict.fromkeys(configs))
+    unique = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
-    missing = []
+    missing, requests = [], []
 
     def tell() -> None:
         if progress:
-            progress(len(found), len(ordered))
+            progress(len(found), len(unique))
 
     tell()
-    for config in ordered:
+    for config in unique:
         arch = compilation.architecture(config, hardware.capability)
-        name = None if shared else compilation.stored_name(config, arch)
-        note = None if name is None else _noted(name)
+        note = None if shared else _noted(compilation.stored_name(config, arch))
         if note is None:
-            missing.append((config, arch))
+            folder = str(shared) if shared else None
+            missing.append(config)
+            requests.append({"config": config_as_json(config), "arch": arch, "folder": folder})
         else:
             found[config] = _facts(config, note, hardware)
-        tell()  # also of what is missing: looking up tens of thousands takes a while
-    requests = [
-        {"config": config_as_json(config), "arch": arch, "folder": str(shared) if shared else None}
-        for config, arch in missing
-    ]
+        tell()  # for every one: looking up tens of thousands takes a while
+    command = (sys.executable, "-c", _CHILD)
     workers = processes or os.cpu_count() or 1
-    for number, answer in ask_many(_COMMAND, requests, workers, time_limit):
-        config = missing[number][0]
-        if isinstance(answer, Failure):
-            answer = {"error": str(answer)}
-        found[config] = _facts(config, answer, hardware)
+    for number, answer in ask_many(command, requests, workers, time_limit):
+        note = {"error": str(answer)} if isinstance(answer, Failure) else answer
+        found[missing[number]] = _facts(missing[number], note, hardware)
         tell()
-    return {config: found[config] for config in ordered}
+    return {config: found[config] for config in unique}
 
 
 def _noted(name: str) -> dict[str, Any] | None:
-    """What a compilation noted beside a stored kernel; None where that is not what is there."""
+    """What a compilation noted beside a stored kernel; None for a note of another form."""
     note = cubin_cache.load_note(name)
     if note is None or set(note) != {"registers", "spill_bytes", "warnings", "seconds"}:
         return None
@@ -130,3 +131,42 @@ def _facts(config: KernelConfig, note: dict[str, Any], hardware: Hardware) -> Fa
         warnings=tuple(note["warnings"]),
         compile_seconds=float(note["seconds"]),
     )
+
+
+def serve_compiler() -> None:
+    """Be the child that compiles: a request names a configuration, an architecture, a folder."""
+    serve(_compiled)
+
+
+def _compiled(request: dict[str, Any]) -> dict[str, Any]:
+    """The note of one configuration; its kernel is in the store then."""
+    config, arch = config_from_json(request["config"]), request["arch"]
+    shared = Path(request["folder"]) if request["folder"] else None
+    start = time.perf_counter()
+    try:
+        report = compilation.compile_ahead(config, arch, shared)
+    except CompileError as error:
+        return {"error": first_error(error.log)}
+    except OSError as error:
+        return {"error": f"{error}"}
+    note = {
+        "registers": report.registers,
+        "spill_bytes": report.spill_bytes,
+        "warnings": [_shortened(text) for text in report.warnings],
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    if shared is None:
+        cubin_cache.save_note(compilation.stored_name(config, arch), note)
+    return note
+
+
+def _shortened(warning: str) -> str:
+    """Its number, where ptxas gives one: C7512."""
+    number = re.search(r"\bC\d{4}\b", warning)
+    return number[0] if number else warning
+
+
+def first_error(log: str) -> str:
+    """The line of a compiler's log that says what is wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else "")

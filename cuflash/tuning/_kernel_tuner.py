@@ -1,4 +1,4 @@
-"""How do sweeps and the package kernel-tuner work together? Its searches, its files of results.
+"""How are sweeps written as files of the package kernel-tuner, and its files read?
 
 A cache file of kernel-tuner holds the result of every configuration; with it kernel-tuner simulates
 searches without a device, and its dashboard shows them.
@@ -7,27 +7,19 @@ searches without a device, and its dashboard shows them.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from cuflash._errors import problem_with
 from cuflash._select.measured import parse
 from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
-from cuflash.tuning._space import Candidate, Space, space
+from cuflash.tuning._space import Space, space
 
-if TYPE_CHECKING:
-    from cuflash.tuning._strategies import Evaluate, Strategy
-
-#: Names that kernel-tuner gives to what can go wrong, and those of a sweep.
+#: What can go wrong: the state in a sweep, and kernel-tuner's name.
 _ERRORS = {
     "compile_error": "CompilationFailedConfig",
     "wrong": "RuntimeFailedConfig",
@@ -37,127 +29,7 @@ _ERRORS = {
 }
 _STATES = {"CompilationFailedConfig": "compile_error", "RuntimeFailedConfig": "error"}
 _INVALID = "InvalidConfig"
-#: Strategies that are not offered.
-_LEFT_OUT = {
-    "brute_force",  # is "exhaustive" here
-    "random_sample",  # is "random" here
-    "nsga2",  # weighs several objectives, and a sweep has one
-    "nsga3",
-    "pyatf_strategies",  # combines the values itself, legal or not, and leaves a folder behind
-}
-#: Packages that kernel-tuner does not bring, by the strategy that is named after their module.
-_PACKAGES = {"skopt": "scikit-optimize"}
-#: Options of strategies that are not used as they come.
-_STRATEGY_OPTIONS = {
-    "bayes_opt": {"samplingmethod": "random"},  # no seed decides the other way's
-    "skopt": {"acq_func": "EI"},  # the other way overflows where a configuration fails
-}
-_MAX_THREADS = 1024  # of a block, on every device
-_POPULATION = 20  # of firefly_algorithm, which fails where a space has not more
 _REQUIRED = ("device_name", "kernel_name", "tune_params_keys", "tune_params", "cache")
-
-
-def strategies() -> tuple[str, ...]:
-    """Names of kernel-tuner's search strategies; none where it is not installed."""
-    try:
-        from kernel_tuner.interface import strategy_map
-    except ImportError:
-        return ()
-    return tuple(name for name in strategy_map if name not in _LEFT_OUT)
-
-
-def search(name: str) -> Strategy | None:
-    """A search strategy of kernel-tuner; None where it offers none of this name."""
-    if name not in strategies():
-        return None
-    package = _PACKAGES.get(name)
-    if package is not None and importlib.util.find_spec(name) is None:
-        raise ImportError(f"{package} is not installed: pip install {package}")
-
-    def run(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
-        states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
-        try:
-            _search(name, chosen, evaluate, budget)
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
-
-    return run
-
-
-def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) -> None:
-    from kernel_tuner.interface import Options, strategy_map
-    from kernel_tuner.runners.runner import Runner
-    from kernel_tuner.searchspace import Searchspace
-    from kernel_tuner.util import (
-        CompilationFailedConfig,
-        RuntimeFailedConfig,
-        StopCriterionReached,
-        TuningBudget,
-    )
-
-    legal = {candidate.key: candidate for candidate in chosen}
-    if len(legal) <= _POPULATION:
-        evaluate(list(legal.values())[:budget])
-        return
-    parameters = {name: list(values) for name, values in chosen.parameters.items()}
-
-    class OurRunner(Runner):  # type: ignore[misc]
-        """Answers a strategy with rows of the sweep."""
-
-        simulation_mode = False
-        dev = SimpleNamespace(max_threads=_MAX_THREADS)  # bayes_opt reads it
-
-        def get_device_info(self) -> Any:
-            return None
-
-        def get_environment(self, tuning_options: Any) -> dict[str, Any]:  # noqa: ARG002
-            return {"device_name": chosen.hardware.name}
-
-        def run(self, parameter_space: Iterable[Any], tuning_options: Any) -> list[Any]:
-            wanted = [tuple(int(v) for v in element) for element in parameter_space]
-            served: list[Candidate] = []
-            for values in wanted:
-                if tuning_options.budget.is_done():
-                    break
-                tuning_options.budget.add_evaluations(1)
-                served.append(legal[",".join(map(str, values))])
-            rows = evaluate(served)
-            results: list[Any] = [_result(row) for row in rows]
-            return results + [None] * (len(wanted) - len(results))
-
-    def _result(row: Row) -> dict[str, Any]:
-        result = dict(row["values"])
-        if row["status"] == "ok":
-            return result | {"time": row["relative"]}  # no clocks in it; a search needs no more
-        failed = CompilationFailedConfig if row["status"] == "compile_error" else None
-        return result | {"__error__": (failed or RuntimeFailedConfig)()}
-
-    known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
-    searchspace = Searchspace(
-        None, None, None, from_cache={"tune_params": parameters, "cache": known}
-    )
-    searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's, which no seed decides
-    fevals = min(budget or len(legal), len(legal))
-    options = Options(
-        {
-            "tune_params": parameters,
-            "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),
-            "max_fevals": fevals,
-            "objective": ["time"],
-            "objective_higher_is_better": [False],
-            "budget": TuningBudget(None, fevals),
-            "restrictions": None,
-            "cache": {},
-            "metrics": None,
-            "verbose": False,
-            "simulated_time": 0,
-        }
-    )
-    with contextlib.suppress(StopCriterionReached):
-        strategy_map[name].tune(searchspace, OurRunner(), options)
 
 
 def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
@@ -167,8 +39,8 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     drift by several percent within a sweep, and kernel-tuner would take what was timed at the
     highest for the fastest. What was measured is under "cuflash", from where it is read back.
 
-    Combinations that are not legal are members, too, as invalid ones, as far as the space lists
-    them, so that a simulation may meet any combination of the parameters that was swept.
+    Illegal combinations are members as well, as invalid ones, as far as the space lists them: a
+    simulation may meet any combination of the parameters that was swept.
     """
     names = list(found.header["parameters"])
     entries: dict[str, Any] = {}

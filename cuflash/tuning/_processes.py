@@ -1,7 +1,7 @@
 """How is work done in processes that may fail or hang, while this one goes on?
 
 A child reads one JSON object a line and answers each with one. Whoever waits longer than it wants
-to ends the child; the next request starts another one. A child whose parent is gone ends at once.
+to ends the child; the next request starts another one. A child ends when its parent is gone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,37 +39,31 @@ class Child:
         self.command = list(command)
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._last_words = ""
+        self._errors: IO[bytes] | None = None
 
     @property
-    def running(self) -> bool:
-        """Whether there is a process that remembers what it was told."""
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def identity(self) -> object:
-        """Another one after every start."""
-        return self._process
+    def process(self) -> subprocess.Popen[str] | None:
+        """The process that remembers what it was told; None where there is none."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process if running else None
 
     def ask(self, request: Answer, time_limit: float) -> Answer:
         """The answer, or a Failure after ``time_limit`` seconds or the end of the process."""
-        if not self.running:
-            self._start()
-        process = self._process
-        if process is None or process.stdin is None:
+        process = self.process or self._started()
+        if process.stdin is None:
             raise Failure("crash", "the process did not start")
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except OSError:
-            raise self._ended() from None
+            raise self._ended(process) from None
         try:
             line = self._answers.get(timeout=time_limit)
         except queue.Empty:
             self.close()
             raise Failure("hang", f"no answer within {time_limit:g} s") from None
         if line is None:
-            raise self._ended()
+            raise self._ended(process)
         answer: Answer = json.loads(line)
         return answer
 
@@ -78,74 +74,70 @@ class Child:
             return
         process.kill()
         process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
+        for stream in (process.stdin, process.stdout, self._errors):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
 
-    def _start(self) -> None:
+    def _started(self) -> subprocess.Popen[str]:
         self.close()
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join((package, *(p for p in sys.path if p)))
-        self._answers, self._last_words = queue.SimpleQueue(), ""
+        self._answers, self._errors = queue.SimpleQueue(), tempfile.TemporaryFile()  # noqa: SIM115
         process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             text=True, encoding="utf-8", env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         self._process = process
-        for target in (self._listen, self._note):
-            stream = process.stdout if target == self._listen else process.stderr
-            threading.Thread(target=target, args=(stream, self._answers), daemon=True).start()
+        given = (process.stdout, self._answers)
+        threading.Thread(target=_listen, args=given, daemon=True).start()
+        return process
 
-    def _listen(self, stream: IO[str], answers: queue.SimpleQueue[str | None]) -> None:
-        with contextlib.suppress(ValueError, OSError):  # closed
-            for line in stream:
-                answers.put(line)
-        answers.put(None)
-
-    def _note(self, stream: IO[str], _: queue.SimpleQueue[str | None]) -> None:
-        with contextlib.suppress(ValueError, OSError):
-            for line in stream:
-                self._last_words = (self._last_words + line)[-_LAST_WORDS:]
-
-    def _ended(self) -> Failure:
-        process = self._process
-        code = None if process is None else process.wait()
-        words = self._last_words.strip().splitlines()
+    def _ended(self, process: subprocess.Popen[str]) -> Failure:
+        """What a process that is gone leaves to say: its last line of standard error."""
+        code, words = process.wait(), b""
+        with contextlib.suppress(OSError, ValueError):  # closed by another thread
+            if self._errors is not None:
+                self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _LAST_WORDS))
+                words = self._errors.read()
         self.close()
-        return Failure("crash", f"exit status {code}: {words[-1] if words else 'no message'}")
+        lines = words.decode("utf-8", "replace").strip().splitlines()
+        return Failure("crash", f"exit status {code}: {lines[-1] if lines else 'no message'}")
+
+
+def _listen(stream: IO[str], answers: queue.SimpleQueue[str | None]) -> None:
+    with contextlib.suppress(ValueError, OSError):  # closed
+        for line in stream:
+            answers.put(line)
+    answers.put(None)
 
 
 def ask_many(
     command: Sequence[str], requests: Sequence[Answer], processes: int, time_limit: float
 ) -> Iterator[tuple[int, Answer | Failure]]:
     """Answers with the numbers of their requests, as they come, from several children."""
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in range(len(requests)):
-        waiting.put(number)
-    done: queue.SimpleQueue[tuple[int, Answer | Failure]] = queue.SimpleQueue()
+    if not requests:
+        return
     children = [Child(command) for _ in range(min(processes, len(requests)))]
-    stopped = threading.Event()
+    idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
+    for child in children:
+        idle.put(child)
 
-    def work(child: Child) -> None:
-        while not stopped.is_set():
-            try:
-                number = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((number, child.ask(requests[number], time_limit)))
-            except Failure as failure:
-                done.put((number, failure))
+    def ask(number: int) -> tuple[int, Answer | Failure]:
+        child = idle.get()
+        try:
+            return number, child.ask(requests[number], time_limit)
+        except Failure as failure:
+            return number, failure
+        finally:
+            idle.put(child)
 
-    threads = [threading.Thread(target=work, args=(child,), daemon=True) for child in children]
+    pool = ThreadPoolExecutor(len(children))
     try:
-        for thread in threads:
-            thread.start()
-        for _ in requests:
-            yield done.get()
+        for done in as_completed([pool.submit(ask, number) for number in range(len(requests))]):
+            yield done.result()
     finally:
-        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
             child.close()
 

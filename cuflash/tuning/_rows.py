@@ -19,8 +19,8 @@ from typing import Any
 
 from cuflash._errors import problem_with
 from cuflash._select.measured import parse
-from cuflash._timing.workload import Workload
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
+from cuflash.tuning._workload import Workload
 
 FORMAT = 1
 STATES = ("ok", "compile_error", "wrong", "error", "crash", "hang")
@@ -122,7 +122,7 @@ class Sweep:
         return float(best["relative"])
 
     def _final_ms(self) -> dict[str, float]:
-        """Times of the final comparison by key, that of the shipped configuration included.
+        """Times of the final comparison by key, the shipped configuration's included.
 
         Which is timed twice where it is among the fastest: it takes the shorter of both times.
         """
@@ -161,22 +161,26 @@ def checked(given: Iterable[Any], each: str) -> Sweep:
 
     ``each`` is the word for one of them: a line of a file.
     """
-    header: Row | None = None
-    rows: list[Row] = []
-    finals: list[Row] = []
+    found: Sweep | None = None
     for number, row in enumerate(given, start=1):
         place = f"{each} {number}"
-        _check(place, row, first=header is None)
-        if header is None:
-            header = row
-        elif row["kind"] == "config":
-            _check_values(place, row, header)
-            rows.append(row)
+        kind = row.get("kind") if isinstance(row, dict) else None
+        if found is None and kind == "sweep":
+            _check_header(place, row)
+            found = Sweep(row)
+        elif found is None:
+            raise ValueError(f'{place}: not an object of kind "sweep"')
+        elif kind == "config":
+            _check_config(place, row, found.header)
+            found.rows.append(row)
+        elif kind == "final":
+            _check_final(place, row)
+            found.finals.append(row)
         else:
-            finals.append(row)
-    if header is None:
+            raise ValueError(f'{place}: not kind "config" or "final"')
+    if found is None:
         raise ValueError(f"no complete {each}")
-    return Sweep(header, rows, finals)
+    return found
 
 
 _NUMBER = (int, float)
@@ -196,77 +200,74 @@ _HOLDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }  # fmt: skip
 
 
-def _check(place: str, row: Any, *, first: bool) -> None:
-    """Raise unless a line is one of its place, and holds what is read of it."""
-
-    def require(kind: str) -> None:
-        missing = [name for name in _HOLDS[kind] if name not in row]
-        if missing:
-            raise ValueError(f"{place}: no {', '.join(missing)}")
-        for name, types in _HOLDS[kind].items():
-            if not isinstance(row[name], types):
-                raise ValueError(f"{place}: {name} {short(row[name])}")
-
-    kind = row.get("kind") if isinstance(row, dict) else None
-    if (kind == "sweep") != first or kind not in ("sweep", "config", "final"):
-        what = 'an object of kind "sweep"' if first else 'kind "config" or "final"'
-        raise ValueError(f"{place}: not {what}")
-    require(kind)
-    if kind == "config" and row["status"] not in STATES:
-        raise ValueError(f"{place}: status {row['status']!r}")
-    if kind == "config" and row["status"] == "ok":
-        require("ok")
-        check_times(place, {name: row[name] for name in _TIMES if name in row})
-    if kind == "sweep" and row["format"] != FORMAT:
+def _check_header(place: str, row: Row) -> None:
+    _require(place, row, "sweep")
+    if row["format"] != FORMAT:
         raise ValueError(f"format {row['format']!r}")
-    if kind == "sweep" and not all(isinstance(v, list) for v in row["parameters"].values()):
-        raise ValueError(f"{place}: parameters {short(row['parameters'])}")
-    if kind == "sweep" and row["workload"] is not None:
-        require("ours")
-        if not _is_tile(row["default"], row["parameters"]):
-            raise ValueError(f"{place}: default {short(row['default'])}")
-        _check_problem(place, row)
-    if kind == "final" and not isinstance(row.get("left_out", {}), dict):
-        raise ValueError(f"{place}: left_out {short(row['left_out'])}")
-    if kind == "final":
-        check_times(place, row["ms"])
-        check_times(place, {n: row[n] for n in ("default_ms",) if n in row})
+    parameters = row["parameters"]
+    if not all(isinstance(values, list) for values in parameters.values()):
+        raise _wrong(place, "parameters", parameters)
+    if row["workload"] is None:
+        return
+    _require(place, row, "ours")
+    default = row["default"].split(",")
+    whole = len(default) == len(parameters)
+    if not whole or not all(re.fullmatch("-?[0-9]{1,9}", value) for value in default):
+        raise _wrong(place, "default", row["default"])
+    try:
+        Workload.from_json(row["workload"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: workload ({error})") from None
+    count = row.get("multiprocessors", 1)
+    if not isinstance(count, int) or count < 1:
+        raise _wrong(place, "multiprocessors", count)
+    kernel = row["kernel"]
+    if kernel in KERNELS and list(parameters) != list(PARAMETERS[KERNELS[kernel]]):
+        raise ValueError(f"{place}: parameters {', '.join(parameters)} of {kernel}")
+
+
+def _check_config(place: str, row: Row, header: Row) -> None:
+    """Raise unless a configuration has a value for each parameter: an int for our kernels."""
+    _require(place, row, "config")
+    if row["status"] not in STATES:
+        raise ValueError(f"{place}: status {row['status']!r}")
+    if row["status"] == "ok":
+        _require(place, row, "ok")
+        check_times(place, {name: row[name] for name in _TIMES if name in row})
+    values = row["values"]
+    kinds = int if header["workload"] is not None else (int, float, str)
+    whole = all(isinstance(value, kinds) for value in values.values())
+    if list(values) != list(header["parameters"]) or not whole:
+        raise _wrong(place, "values", values)
+
+
+def _check_final(place: str, row: Row) -> None:
+    _require(place, row, "final")
+    if not isinstance(row.get("left_out", {}), dict):
+        raise _wrong(place, "left_out", row["left_out"])
+    check_times(place, row["ms"])
+    check_times(place, {name: row[name] for name in ("default_ms",) if name in row})
+
+
+def _require(place: str, row: Row, kind: str) -> None:
+    """Raise unless a line has the entries of its kind, of the types that are read."""
+    missing = [name for name in _HOLDS[kind] if name not in row]
+    if missing:
+        raise ValueError(f"{place}: no {', '.join(missing)}")
+    for name, types in _HOLDS[kind].items():
+        if not isinstance(row[name], types):
+            raise _wrong(place, name, row[name])
 
 
 def check_times(place: str, times: Row) -> None:
     """Raise unless all are times, or quotients of times."""
     for name, value in times.items():
         if not isinstance(value, _NUMBER) or not _LEAST < value < _MOST:
-            raise ValueError(f"{place}: {name} {short(value)}")
+            raise _wrong(place, name, value)
 
 
-def _check_problem(place: str, header: Row) -> None:
-    """Raise unless the problem is one, and parameters and device are such as its kernel has."""
-    try:
-        Workload.from_json(header["workload"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: workload ({error})") from None
-    processors = header.get("multiprocessors", 1)
-    if not isinstance(processors, int) or processors < 1:
-        raise ValueError(f"{place}: multiprocessors {short(processors)}")
-    kernel, names = header["kernel"], list(header["parameters"])
-    if kernel in KERNELS and names != list(PARAMETERS[KERNELS[kernel]]):
-        raise ValueError(f"{place}: parameters {', '.join(names)} of {kernel}")
-
-
-def _check_values(place: str, row: Row, header: Row) -> None:
-    """Raise unless a configuration has a value for each parameter: an int for our kernels."""
-    values = row["values"]
-    kinds = int if header["workload"] is not None else (int, float, str)
-    whole = all(isinstance(value, kinds) for value in values.values())
-    if list(values) != list(header["parameters"]) or not whole:
-        raise ValueError(f"{place}: values {short(values)}")
-
-
-def _is_tile(key: str, parameters: Row) -> bool:
-    """Whether a key has a number for each parameter."""
-    values = key.split(",")
-    return len(values) == len(parameters) and all(re.fullmatch("-?[0-9]{1,9}", v) for v in values)
+def _wrong(place: str, name: str, value: object) -> Exception:
+    return ValueError(f"{place}: {name} {short(value)}")
 
 
 def _foreign(path: Path, got: str) -> Exception:

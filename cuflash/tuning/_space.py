@@ -14,7 +14,6 @@ from cuflash._kernels.config import RESERVED_SMEM, TileConfig
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import PORTABLE, Wanted, choose
 from cuflash._select.hardware import Hardware, registers_of_thread, wanted
-from cuflash._timing.workload import Workload
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     KERNELS,
@@ -24,6 +23,7 @@ from cuflash.tuning._kernels import (
     with_tile,
 )
 from cuflash.tuning._values import lane_registers, shares_evenly, superset
+from cuflash.tuning._workload import Workload
 
 #: Combinations of which all that are not legal are listed with their reasons, too.
 _FEW = 20_000

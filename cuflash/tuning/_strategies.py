@@ -1,20 +1,45 @@
 """In which order are configurations tried, and which of them?
 
 A strategy is given a space and a function that returns rows of candidates, and calls it with as
-many candidates at a time as it can: they are compiled side by side.
+many candidates at a time as it can: they are compiled side by side. Two are built in; others are
+search strategies of the package kernel-tuner.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from cuflash._errors import problem_with
+from cuflash.tuning._rows import Row
 from cuflash.tuning._space import Candidate, Space
 
-Evaluate = Callable[[Sequence[Candidate]], list[dict[str, Any]]]
+Evaluate = Callable[[Sequence[Candidate]], list[Row]]
 Strategy = Callable[[Space, Evaluate, int | None, int], None]
+
+#: Strategies of kernel-tuner that are not offered.
+_LEFT_OUT = {
+    "brute_force",  # is "exhaustive" here
+    "random_sample",  # is "random" here
+    "nsga2",  # weighs several objectives, and a sweep has one
+    "nsga3",
+    "pyatf_strategies",  # combines the values itself, legal or not, and leaves a folder behind
+}
+#: Packages that kernel-tuner does not bring, by the strategy that is named after their module.
+_PACKAGES = {"skopt": "scikit-optimize"}
+#: Options of strategies that are not used as they come.
+_STRATEGY_OPTIONS = {
+    "bayes_opt": {"samplingmethod": "random"},  # no seed decides the other way's
+    "skopt": {"acq_func": "EI"},  # the other way overflows where a configuration fails
+}
+_MAX_THREADS = 1024  # of a thread block, on every device
+_POPULATION = 20  # of firefly_algorithm, which fails where a space has not more
 
 
 def exhaustive(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:  # noqa: ARG001
@@ -34,15 +59,114 @@ _BUILT_IN: dict[str, Strategy] = {"exhaustive": exhaustive, "random": drawn}
 
 def strategy_of(name: str) -> Strategy:
     """A strategy by name, of this package or of kernel-tuner."""
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    from cuflash.tuning import _kernel_tuner
-
-    searched = _kernel_tuner.search(name)
+    searched = _BUILT_IN.get(name) or search(name)
     if searched is None:
-        known = [*_BUILT_IN, *_kernel_tuner.strategies()]
+        known = [*_BUILT_IN, *offered()]
         raise problem_with(
             "strategy", ValueError, got=repr(name), expected=f"one of {', '.join(known)}",
-            fix="" if _kernel_tuner.strategies() else 'pip install "cuflash[tune]" brings others',
+            fix="" if offered() else 'pip install "cuflash[tune]" brings others',
         )  # fmt: skip
     return searched
+
+
+def offered() -> tuple[str, ...]:
+    """Names of kernel-tuner's search strategies; none where it is not installed."""
+    try:
+        from kernel_tuner.interface import strategy_map
+    except ImportError:
+        return ()
+    return tuple(name for name in strategy_map if name not in _LEFT_OUT)
+
+
+def search(name: str) -> Strategy | None:
+    """A search strategy of kernel-tuner; None where it offers none of this name."""
+    if name not in offered():
+        return None
+    package = _PACKAGES.get(name)
+    if package is not None and importlib.util.find_spec(name) is None:
+        raise ImportError(f"{package} is not installed: pip install {package}")
+
+    def run(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            _search(name, chosen, evaluate, budget)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+    return run
+
+
+def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) -> None:
+    from kernel_tuner.interface import Options, strategy_map
+    from kernel_tuner.runners.runner import Runner
+    from kernel_tuner.searchspace import Searchspace
+    from kernel_tuner.util import (
+        CompilationFailedConfig,
+        RuntimeFailedConfig,
+        StopCriterionReached,
+        TuningBudget,
+    )
+
+    legal = {candidate.key: candidate for candidate in chosen}
+    if len(legal) <= _POPULATION:
+        evaluate(list(legal.values())[:budget])
+        return
+    parameters = {name: list(values) for name, values in chosen.parameters.items()}
+
+    class OurRunner(Runner):  # type: ignore[misc]
+        """Answers a strategy with rows of the sweep."""
+
+        simulation_mode = False
+        dev = SimpleNamespace(max_threads=_MAX_THREADS)  # bayes_opt reads it
+
+        def get_device_info(self) -> Any:
+            return None
+
+        def get_environment(self, tuning_options: Any) -> dict[str, Any]:  # noqa: ARG002
+            return {"device_name": chosen.hardware.name}
+
+        def run(self, parameter_space: Iterable[Any], tuning_options: Any) -> list[Any]:
+            wanted = [tuple(int(v) for v in element) for element in parameter_space]
+            served: list[Candidate] = []
+            for values in wanted:
+                if tuning_options.budget.is_done():
+                    break
+                tuning_options.budget.add_evaluations(1)
+                served.append(legal[",".join(map(str, values))])
+            rows = evaluate(served)
+            results: list[Any] = [_result(row) for row in rows]
+            return results + [None] * (len(wanted) - len(results))
+
+    def _result(row: Row) -> dict[str, Any]:
+        result = dict(row["values"])
+        if row["status"] == "ok":
+            return result | {"time": row["relative"]}  # no clocks in it; a search needs no more
+        failed = CompilationFailedConfig if row["status"] == "compile_error" else None
+        return result | {"__error__": (failed or RuntimeFailedConfig)()}
+
+    known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
+    searchspace = Searchspace(
+        None, None, None, from_cache={"tune_params": parameters, "cache": known}
+    )
+    searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's, which no seed decides
+    fevals = min(budget or len(legal), len(legal))
+    options = Options(
+        {
+            "tune_params": parameters,
+            "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),
+            "max_fevals": fevals,
+            "objective": ["time"],
+            "objective_higher_is_better": [False],
+            "budget": TuningBudget(None, fevals),
+            "restrictions": None,
+            "cache": {},
+            "metrics": None,
+            "verbose": False,
+            "simulated_time": 0,
+        }
+    )
+    with contextlib.suppress(StopCriterionReached):
+        strategy_map[name].tune(searchspace, OurRunner(), options)

@@ -1,30 +1,47 @@
-"""How fast is every configuration of a space, on the device at hand?"""
+"""How fast is every configuration of a space, on this device, and what sees somebody who waits?"""
 
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cuflash._errors import problem_with
 from cuflash._jit import source
-from cuflash._timing.workload import Workload
+from cuflash._timing.machine import device_slug
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
 from cuflash.tuning._kernels import config_as_json
 from cuflash.tuning._processes import Child, Failure
-from cuflash.tuning._progress import Lines, Progress, Watcher
 from cuflash.tuning._rows import FORMAT, Row, Sweep, SweepFile
 from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._strategies import strategy_of
+from cuflash.tuning._workload import Workload
 
 _COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
 #: Seconds for the process to start, fill its arrays and compute the definition.
 _OPEN_LIMIT = 180.0
 #: How many of the fastest are compared once more at the end.
 _FINALISTS = 5
+_QUIET_SECONDS = 3.0  # between lines of a log that count compiled kernels
+
+
+class Progress(NamedTuple):
+    """What a sweep has just done."""
+
+    stage: str  # "compile", "time" or "final"
+    done: int
+    total: int
+    row: Row | None = None  # the configuration that was timed, or left out of the final
+    best: Row | None = None  # the fastest so far
+
+
+Watcher = Callable[[Progress], None]
 
 
 def sweep(
@@ -60,7 +77,7 @@ def sweep(
         Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
         be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
         ``check``, and what it holds is not measured again. Its first line keeps strategy, budget,
-        seed and budget_ms of the run that began it; each final comparison, those of its own run.
+        seed and budget_ms of the run that began it; each final comparison keeps its own run's.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -122,48 +139,53 @@ def sweep(
     explore = strategy_of(strategy)
     file = default_file(chosen) if file is None else file
     watcher = (Lines() if progress else None) if isinstance(progress, bool) else progress
-    child = Child(device_command)
+    running = _Running(
+        chosen,
+        Child(device_command),
+        {"strategy": strategy, "budget": budget, "seed": seed, "budget_ms": float(budget_ms)},
+        check=check,
+        time_limit=time_limit,
+        processes=processes,
+        watcher=watcher,
+        total=min(len(chosen), budget or len(chosen)),
+    )
     try:
-        made: Row = {"strategy": strategy, "budget": budget}
-        made |= {"seed": seed, "budget_ms": float(budget_ms)}
-        running = _Running(chosen, child, file, check, time_limit, made, processes, watcher)
-        running.total = min(len(chosen), budget or len(chosen))
+        running.open_file(file)
         explore(chosen, running.evaluate, budget, seed)
         running.compare_fastest()
         return running.file.sweep
     finally:
-        child.close()
+        running.child.close()
 
 
+@dataclass
 class _Running:
     """One sweep under way."""
 
-    def __init__(
-        self,
-        chosen: Space,
-        child: Child,
-        file: str | os.PathLike[str],
-        check: bool,
-        time_limit: float,
-        made: Row,
-        processes: int | None,
-        progress: Watcher | None,
-    ) -> None:
-        self.space, self.child, self.check = chosen, child, check
-        self.time_limit, self.made, self.processes = time_limit, made, processes
-        self.progress = progress
-        self.total = len(chosen)
+    space: Space
+    child: Child
+    made: Row  # how it was asked for
+    check: bool
+    time_limit: float
+    processes: int | None
+    watcher: Watcher | None
+    total: int  # configurations that are timed at most
+
+    def __post_init__(self) -> None:
         self.began = time.perf_counter()
         self.opened: object = None  # the process that knows the problem
+
+    def open_file(self, path: str | os.PathLike[str]) -> None:
+        """Begin the file, or go on with it, once the device is known."""
         device = self._asked({"do": "describe"}, _OPEN_LIMIT)
-        planned, here = chosen.hardware, (device["device"], device["arch"])
+        planned, here = self.space.hardware, (device["device"], device["arch"])
         if (planned.name, planned.arch) != here:
             raise problem_with(
                 "chosen", ValueError, got=f"a space for {planned.name} ({planned.arch})",
                 expected=f"one for the device here, {here[0]} ({here[1]})",
                 fix="leave arch out when it is made",
             )  # fmt: skip
-        self.file = SweepFile(file, self._header(device))
+        self.file = SweepFile(path, self._header(device))
 
     def _header(self, device: Row) -> Row:
         described = {name: value for name, value in device.items() if name != "status"}
@@ -184,7 +206,7 @@ class _Running:
         }
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
-        """Rows of these candidates, in order: those of the file, or newly measured."""
+        """Rows of these candidates, in order: from the file, or newly measured."""
         missing = [c for c in candidates if c.key not in self.file.sweep.done]
         if missing:
             self.space.compile(
@@ -223,7 +245,7 @@ class _Running:
 
     def _open(self) -> None:
         """Have a process that knows the problem; what fails here would fail for every candidate."""
-        if self.child.running and self.opened is self.child.identity:
+        if self.opened is not None and self.opened is self.child.process:
             return
         request = {
             "do": "open",
@@ -234,10 +256,10 @@ class _Running:
             "budget_ms": self.made["budget_ms"],
         }
         self._asked(request, _OPEN_LIMIT)
-        self.opened = self.child.identity
+        self.opened = self.child.process
 
     def _answer(self, request: Row, limit: float) -> Row:
-        """The answer; where none comes, why. A process whose device crashed is ended."""
+        """The answer; where none comes, why. A process is ended after its device crashed."""
         try:
             answer = {"status": "ok"} | self.child.ask(request, limit)
         except Failure as failure:
@@ -276,7 +298,7 @@ class _Running:
             return
         row = {
             "kind": "final",
-            "ms": dict(zip(keys, answer["ms"], strict=False)),  # that of the default is the last
+            "ms": dict(zip(keys, answer["ms"], strict=False)),  # the default's is the last
             **({"default_ms": answer["ms"][-1]} if keys else {}),
             **({"left_out": left_out} if left_out else {}),
             "clocks": answer.get("clocks"),
@@ -299,23 +321,68 @@ class _Running:
             self._tell("final", 0, len(failed), {"key": key, **answer})
 
     def _tell(self, stage: str, done: int, total: int, row: Row | None = None) -> None:
-        if self.progress is not None:
+        if self.watcher is not None:
             timed = self.file.sweep.timed
-            self.progress(Progress(stage, done, total, row, timed[0] if timed else None))
+            self.watcher(Progress(stage, done, total, row, timed[0] if timed else None))
+
+
+class Compiled:
+    """How many kernels are ready: in one line of a terminal, every few seconds in a file."""
+
+    def __init__(self) -> None:
+        self.said = -math.inf
+
+    def __call__(self, done: int, total: int, before: str = "") -> None:
+        """Say it, or leave it to a later call."""
+        text = f"{before}{done} of {total} compiled"
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{text}" + "\n" * (done == total))
+        elif done == total or now - self.said >= _QUIET_SECONDS:
+            sys.stderr.write(f"{text}\n")
+            self.said = now
+        sys.stderr.flush()
+
+
+class Lines:
+    """A line on standard error for each configuration, with the best so far."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.compiled = Compiled()
+
+    def __call__(self, now: Progress) -> None:
+        """Say what has just been done."""
+        spent = f"{time.monotonic() - self.start:6.1f} s  "
+        if now.stage == "compile":
+            self.compiled(now.done, now.total, spent)
+        else:
+            sys.stderr.write(f"{spent}{_said(now)}\n")
+
+
+def _said(now: Progress) -> str:
+    row, best = now.row, now.best
+    if row is None:
+        return f"the fastest {now.total} compared once more"
+    if now.stage == "final":
+        return f"{row['key']} left out of the final: {row['status']}, {row['reason']}"
+    text = row.get("reason", "")[:70]
+    if row["status"] == "ok":
+        text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
+    leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
+    return f"{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} {text}{leader}"
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
-    from cuflash._timing.machine import device_slug
-
     work = chosen.workload
-    dims = str(work.head_dim)
-    if work.head_dim_v != work.head_dim:
-        dims += f"-{work.head_dim_v}"
-    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
-    words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
-    words += ["unordered"] * (not work.deterministic)
-    words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
-    words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
-    words.append(f"{work.seqlen_q}x{work.seqlen_k}")
+    dims = [work.head_dim] + [work.head_dim_v] * (work.head_dim_v != work.head_dim)
+    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{'-'.join(map(str, dims))}"]
+    options = {
+        work.dtype: True, "tf32": work.precision == "tf32", "causal": work.causal,
+        "unordered": not work.deterministic, "window": work.window is not None,
+        "softcap": work.softcap is not None, "dropout": work.dropout > 0,
+    }  # fmt: skip
+    words += [name for name, given in options.items() if given]
+    words += [*work.arrays, f"{work.seqlen_q}x{work.seqlen_k}"]
     return Path(folder, "-".join(words).replace("_", "-") + ".jsonl")

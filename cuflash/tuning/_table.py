@@ -9,55 +9,36 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from cuflash._api import recall
 from cuflash._errors import problem_with
-from cuflash._kernels.config import ForwardNarrowConfig
 from cuflash._select import measured as select_measured
 from cuflash._select.hardware import present, typical
 from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import default_config, default_configs
+from cuflash.tuning._workload import Workload
 
 
-class Use:
-    """Tiles in use; as a context manager, until its end."""
-
-    def __init__(self, before: dict[select_measured.Key, select_measured.Row]) -> None:
-        self._before = before
-
-    def __enter__(self) -> Use:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _put(self._before)
-
-
-def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
+def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
     """Use measured tiles in this process from now on, before the shipped ones.
 
     Parameters
     ----------
     file : path, Sweep or None
         The file of a sweep, a file of tiles, such as :func:`user_table`, or a result of
-        :func:`sweep`; None for the shipped tiles alone. Rows are added to those in use.
+        :func:`sweep`; None for the shipped tiles alone. Rows are added to the rows in use.
 
     Returns
     -------
-    Use
+    context manager
         ``with cuflash.tuning.use(file): ...`` ends with the block.
 
     Raises
     ------
     ValueError
         For a file that is neither, a tile that is not legal, or one without a row for the device
-        at hand.
+        here.
 
     Notes
     -----
@@ -71,13 +52,17 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
     ...     pass  # calls here run with the shipped tiles
     """
     before = dict(select_measured.in_use())
+    ending = contextlib.ExitStack()
+    ending.callback(_put, before)
     if file is None:
         _put({})
-        return Use(before)
+        return ending
     if isinstance(file, Sweep):
         rows, where = best_rows(file), "sweep"
+    elif select_measured.is_sweep(Path(file)):
+        rows, where = best_rows(load(file)), str(file)
     else:
-        rows, where = rows_of(Path(file)), str(file)
+        rows, where = select_measured.read(Path(file)), str(file)
     for row in rows:
         _check(row, where)
     device = present()
@@ -88,7 +73,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> Use:
             expected=f"some for the device here, {device.name}",
         )  # fmt: skip
     _put(before | {row.key: row for row in rows})
-    return Use(before)
+    return ending
 
 
 def _put(rows: dict[select_measured.Key, select_measured.Row]) -> None:
@@ -99,18 +84,12 @@ def _put(rows: dict[select_measured.Key, select_measured.Row]) -> None:
         launch.forget_plans()
 
 
-def rows_of(path: Path) -> list[select_measured.Row]:
-    """Rows of a file of tiles, or the best of the file of a sweep."""
-    return best_rows(load(path)) if select_measured.is_sweep(path) else select_measured.read(path)
-
-
-def best_rows(found: Sweep, margin: float = 0.0) -> list[select_measured.Row]:
+def best_rows(found: Sweep) -> list[select_measured.Row]:
     """The best of a sweep as rows, one for each pass that was timed with it.
 
-    It is the tile that all were compared with unless another is faster by ``margin``.
+    It is the tile that all were compared with unless another is faster.
     """
-    faster = found.best_relative * (1 + margin) <= 1
-    return _rows(found, found.best["values"] if faster else found.default_values)
+    return _rows(found, found.best["values"] if found.best_relative <= 1 else found.default_values)
 
 
 def table_rows(found: Sweep) -> list[select_measured.Row]:
@@ -126,8 +105,8 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measure
             expected="a sweep of cuflash's kernels",
         )  # fmt: skip
     like = typical(header["arch"])
-    processors = header.get("multiprocessors", like.multiprocessors)
-    of_tables = like._replace(name="", multiprocessors=processors)  # no measured row is for it
+    count = header.get("multiprocessors", like.multiprocessors)
+    of_tables = like._replace(name="", multiprocessors=count)  # no measured row is for it
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return [
         select_measured.Row(
@@ -148,10 +127,8 @@ def _check(row: select_measured.Row, where: str) -> None:
             where, ValueError, got=f"parameter {unknown[0]!r} of {row.key.kernel}",
             expected=f"one of {', '.join(PARAMETERS[kind])}",
         )  # fmt: skip
-    from cuflash._timing.workload import Workload
-
     sizes = (row.key.head_dim, row.key.head_dim_v)
-    if kind is ForwardNarrowConfig:  # whose true ones stand among the options
+    if row.key.kernel == "forward_narrow":  # its true ones stand among the options
         true = re.search(r"(\d+)x(\d+)", row.key.options)
         sizes = (int(true[1]), int(true[2])) if true else sizes
     try:
@@ -174,8 +151,8 @@ def user_table() -> Path:
 def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
     """Keep the best of a sweep in a file of tiles, this user's by default; return its path.
 
-    Rows of other keys stay, those that other threads and processes save meanwhile, too. A
-    ValueError for a tile that is not legal.
+    Rows of other keys stay, also rows that other threads and processes save meanwhile. A ValueError
+    for a tile that is not legal.
     """
     path = user_table() if file is None else Path(file)
     own = {row.key: row for row in best_rows(found)}
@@ -192,7 +169,7 @@ def _alone(path: Path) -> Iterator[None]:
     """Keep other threads and processes from changing a file: by a lock on one beside it.
 
     The system frees the lock where its holder ends; the file ``*.lock`` stays, for whoever removed
-    it would take the lock of those who wait for it.
+    it would take the lock of others who wait for it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)

@@ -10,21 +10,21 @@ It goes the library's own way, ``config=`` of the public functions. What it is a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cuflash._kernels.config import TileConfig
 from cuflash._problem.options import Options
-from cuflash._timing.agreement import AGREEMENT, difference
-from cuflash._timing.clock import ROUNDS, SHORT_MS, DeviceClock, Measurement
+from cuflash._timing.clock import ROUNDS, SHORT_MS, Call, DeviceClock, Measurement
 from cuflash._timing.machine import read_clocks, versions
-from cuflash._timing.workload import Workload
 from cuflash.tuning import _checking
-from cuflash.tuning._compiling import first_error
+from cuflash.tuning._checking import AGREEMENT, difference
+from cuflash.tuning._facts import first_error
 from cuflash.tuning._kernels import config_from_json
 from cuflash.tuning._processes import serve
+from cuflash.tuning._workload import Workload
 
 _DEFAULT = "the default"
 
@@ -35,82 +35,53 @@ class Calls:
     def __init__(self, workload: Workload, kernel: str, copies: int = 1) -> None:
         import cupy
 
-        self.workload, self.kernel = workload, kernel
+        import cuflash
+
+        self.backward = not kernel.startswith("forward")
+        self.wrt = _checking.gradients_of(kernel) if self.backward else ()
         self.inputs = workload.inputs(cupy, copies)
-        self.options = Options(**workload.score_options(cupy))
+        options = Options(**workload.score_options(cupy))
+        self.given: dict[str, Any] = {"options": options, "precision": workload.precision}
         self.results = [self._allocated(*arrays) for arrays in self.inputs]
         self.statistics: list[tuple[Any, Any]] = []
-        if not kernel.startswith("forward"):
-            self.statistics = [self._forward(*arrays[:3]) for arrays in self.inputs]
+        if self.backward:
+            for q, k, v, _ in self.inputs:
+                found = cuflash.attention(q, k, v, return_lse=True, **self.given)
+                self.statistics.append((found.out, found.lse))
+            self.given |= {"wrt": self.wrt, "deterministic": workload.deterministic}
 
     def _allocated(self, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Any]:
         """Where the calls write, so that they can be captured in a graph."""
         import cupy
 
-        if self.kernel.startswith("forward"):
-            return {
-                "out": cupy.empty_like(dout),
-                "lse": cupy.empty(
-                    q.shape[:-1], np.float64 if q.dtype == np.float64 else np.float32
-                ),
-            }
-        arrays = {"q": q, "k": k, "v": v}
-        wrt = _checking.gradients_of(self.kernel)
-        return {f"d{name}": cupy.empty_like(arrays[name]) for name in wrt}
+        if self.backward:
+            arrays = {"q": q, "k": k, "v": v}
+            return {f"d{name}": cupy.empty_like(arrays[name]) for name in self.wrt}
+        kind = np.float64 if q.dtype == np.float64 else np.float32
+        return {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], kind)}
 
-    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        import cuflash
-
-        found = cuflash.attention(
-            q, k, v, options=self.options, return_lse=True, precision=self.workload.precision
-        )
-        return found.out, found.lse
-
-    def of(self, config: TileConfig) -> list[Callable[[], None]]:
+    def of(self, config: TileConfig) -> list[Call]:
         """The library's own calls with a configuration."""
         return [self._call(number, config) for number in range(len(self.inputs))]
 
-    def _call(self, number: int, config: TileConfig) -> Callable[[], None]:
+    def _call(self, number: int, config: TileConfig) -> Call:
         import cupy
 
         import cuflash
 
         q, k, v, dout = self.inputs[number]
-        results = self.results[number]
-        backward = not self.kernel.startswith("forward")
+        results, common = self.results[number], ("options", "precision")
         size = cuflash.workspace_size(
-            q, k, v, backward=backward, options=self.options, precision=self.workload.precision
+            q, k, v, backward=self.backward, **{name: self.given[name] for name in common}
         )
         room = cupy.empty(size, np.uint8) if size else None
-        if not backward:
-            pair = (results["out"], results["lse"])
-
-            def forward() -> None:
-                cuflash.attention(
-                    q,
-                    k,
-                    v,
-                    options=self.options,
-                    return_lse=True,
-                    out=pair,
-                    workspace=room,
-                    config=config,
-                    precision=self.workload.precision,
-                )
-
-            return forward
-        out, lse = self.statistics[number]
-        wrt = _checking.gradients_of(self.kernel)
-        gradients = cuflash.Gradients(**results)
-
-        def gradient() -> None:
-            cuflash.attention_backward(
-                dout, q, k, v, out, lse, wrt=wrt, grads_out=gradients, options=self.options,
-                workspace=room, config=config, precision=self.workload.precision,
-                deterministic=self.workload.deterministic,
-            )  # fmt: skip
-
-        return gradient
+        given = self.given | {"workspace": room, "config": config}
+        if self.backward:
+            arrays = (dout, q, k, v, *self.statistics[number])
+            gradients = cuflash.Gradients(**results)
+            return partial(cuflash.attention_backward, *arrays, grads_out=gradients, **given)
+        pair = (results["out"], results["lse"])
+        return partial(cuflash.attention, q, k, v, return_lse=True, out=pair, **given)
 
     def on_host(self) -> _checking.Results:
         """The results of the first call, where NumPy reads them."""
@@ -134,7 +105,7 @@ class Bench:
         self.default = config_from_json(request["default"])
         self.ordered = getattr(self.default, "ordered", True)  # are the same bits promised?
         self.check = bool(request["check"])
-        self.default_graph: tuple[Callable[[], None], Any] | None = None
+        self.default_graph: tuple[Call, Any] | None = None
         with self.clock.scope():
             self.calls = Calls(workload, self.kernel)
             self._run(self.calls, self.default)
@@ -229,8 +200,8 @@ class Bench:
         }
         return self.clock.measure_graphs(graphs, budget_ms)
 
-    def _captured(self, config: TileConfig, calls: list[Callable[[], None]]) -> Callable[[], None]:
-        """A graph of the calls; that of the default is kept, since graphs own counters for ever."""
+    def _captured(self, config: TileConfig, calls: list[Call]) -> Call:
+        """A graph of the calls; the default's is kept, since graphs own counters for ever."""
         if config != self.default:
             return self.clock.capture(calls)
         if self.default_graph is None:

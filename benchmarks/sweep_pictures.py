@@ -1,7 +1,7 @@
 """Which pictures show a sweep? Drawn by matplotlib, which comes with the extra "plot".
 
-Every function returns a figure; :func:`save` writes PNG and SVG. The pictures of benchmarks are in
-``benchmarks/pictures.py`` of a checkout.
+Every function returns a figure; :func:`save` writes PNG and SVG. ``benchmarks/pictures.py`` has the
+pictures of comparisons.
 """
 
 from __future__ import annotations

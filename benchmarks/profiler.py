@@ -1,9 +1,12 @@
-"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present."""
+"""Which bytes does the device say were moved? NVIDIA's profiler ncu, where it is present.
+
+As a program this module is what ncu watches: calls of several problems, one launch of each.
+"""
 
 from __future__ import annotations
 
 import csv
-import io
+import itertools
 import json
 import os
 import shutil
@@ -11,8 +14,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from cuflash._timing.workload import Workload
+from cuflash.tuning._workload import Workload
 
 #: Metric of ncu for each row that is reported.
 METRICS = {
@@ -21,27 +25,27 @@ METRICS = {
     "L2 to processors": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "processors to L2": "l1tex__m_l1tex2xbar_write_bytes.sum",
 }
-#: What of the IO model each row is compared with.
-PREDICTED = {
-    "device memory read": "read_once",
-    "device memory write": "stored",
-    "L2 to processors": "loaded",
-    "processors to L2": "stored",
-}
-#: The same for a kernel of the gradient, which may add to a result many times.
-PREDICTED_OF_GRADIENT = {
-    "device memory read": "read_once",
-    "L2 to processors": "loaded",
-    "device memory write": "written_once",
-    "processors to L2": "stored",
-}
-_NAME = "Kernel Name"
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 
-class NotProfiled(Exception):
+class NotProfiled(RuntimeError):
     """There is no profiler, or it may not count here; the text says which."""
+
+
+def count(work: Workload, found: dict[str, Any]) -> None:
+    """Add what the device counts to the predictions of ``io_model.predicted``.
+
+    NotProfiled where it cannot; the kernels of the gradient are counted one by one, and summed.
+    """
+    (found["io"]["measured"],) = moved_bytes([(work, None)])
+    if "io_gradient" not in found:
+        return
+    own = found["io_gradient"]
+    counted = gradient_bytes(work, [row["kernel"] for row in own["kernels"]])
+    for row, counters in zip(own["kernels"], counted, strict=True):
+        row["measured"] = counters
+    own["sum"]["measured"] = {name: sum(c[name] for c in counted) for name in METRICS}
 
 
 def moved_bytes(calls: Sequence[tuple[Workload, dict[str, int] | None]]) -> list[dict[str, float]]:
@@ -76,12 +80,12 @@ def _counted(
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
-    package = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
+    checkout = str(Path(__file__).resolve().parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((checkout, *sys.path))}
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._cli.profiled_calls", *words,
+        sys.executable, "-m", "benchmarks.profiler", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
@@ -97,23 +101,56 @@ def _counted(
 def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
     """The table that ncu prints: names, units, then a row for each kernel, "" if it has no name."""
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None or len(lines) < start + 3:
+    table = list(itertools.dropwhile(lambda line: not line.startswith('"ID"'), lines))
+    if len(table) < 3:
         said = [line for line in lines if "==ERROR==" in line] or lines[-1:] or ["nothing"]
         raise NotProfiled(f"ncu says: {said[0].removeprefix('==ERROR== ')}")
-    names, units, *rows = csv.reader(io.StringIO("\n".join(lines[start:])))
-    column = {name: number for number, name in enumerate(names)}
+    units, *rows = csv.DictReader(table)
     for metric in METRICS.values():
-        if metric not in column:
+        if metric not in units:
             raise NotProfiled(f"ncu does not know {metric} of this device")
-    return [
-        (
-            row[column[_NAME]].partition("(")[0] if _NAME in column else "",  # types may follow
-            {
-                label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
-                for label, metric in METRICS.items()
-            },
-        )
-        for row in rows
-        if len(row) == len(names)
-    ]
+    found = []
+    for row in rows:
+        if None in row.values():  # a remark below the table
+            continue
+        counters = {
+            label: float(row[metric].replace(",", "")) * _UNITS[units[metric]]
+            for label, metric in METRICS.items()
+        }
+        found.append((row.get("Kernel Name", "").partition("(")[0], counters))  # types may follow
+    return found
+
+
+def run_calls(*, backward: bool) -> None:
+    """Run what comes on standard input: a list of pairs, a problem's fields and a tile or null.
+
+    ``backward``: the gradient of each, behind its forward.
+    """
+    import cupy
+
+    import cuflash
+    from cuflash import tuning
+    from cuflash.tuning._kernels import with_tile
+
+    for given, tile in json.load(sys.stdin):
+        work = Workload.from_json(given)
+        ((q, k, v, dout),) = work.inputs(cupy)
+        common: dict[str, Any] = {
+            "options": cuflash.Options(**work.score_options(cupy)),
+            "precision": "tf32" if work.precision == "tf32" else None,
+            "deterministic": work.deterministic,
+        }
+        config = None
+        if tile is not None:
+            kernel = "forward_sm80" if "num_warps" in tile else None
+            config = with_tile(tuning.space(work, kernel).default, tile)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, config=config, **common)
+        if backward:
+            cuflash.attention_backward(dout, q, k, v, out, lse, **common)
+        cupy.cuda.Device().synchronize()
+        del q, k, v, dout, out, lse
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+if __name__ == "__main__":
+    run_calls(backward="--backward" in sys.argv[1:])

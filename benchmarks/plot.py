@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cuflash._cli.bench import find_benchmarks
+from benchmarks.machine import META_KEYS
 from cuflash._errors import problem_with
-from cuflash._timing.machine import META_KEYS
 
-SUMMARY = "draw sweeps and benchmarks, PNG and SVG"
 EXAMPLES = """\
 examples:
   python -m cuflash plot heatmap h100-forward-sm90-d128.jsonl
@@ -30,6 +28,7 @@ _KINDS = ("heatmap", "parallel", "roofline", "speed", "memory", "io")
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
+    p.epilog = EXAMPLES
     p.add_argument("kind", choices=_KINDS)
     p.add_argument("files", nargs="+", type=Path, metavar="file")
     p.add_argument("--out", type=Path, help="path without suffix (default: that of the file)")
@@ -42,36 +41,33 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw one picture."""
-    from cuflash._cli import pictures
+    from benchmarks import sweep_pictures
 
     if arguments.kind != "roofline" and len(arguments.files) > 1:
         raise ValueError(f"files: got {len(arguments.files)}, expected one for {arguments.kind}")
     figure = _drawn(arguments)
     first = arguments.files[0]
     out = arguments.out or first.with_name(f"{first.stem}-{arguments.kind}")
-    files = pictures.save(figure, Path(f"{out}.png"))
+    files = sweep_pictures.save(figure, Path(f"{out}.png"))
     print(json.dumps([str(f) for f in files]) if arguments.json else "\n".join(map(str, files)))
     return 0
 
 
 def _drawn(arguments: argparse.Namespace) -> Any:
-    from cuflash._cli import pictures
+    from benchmarks import pictures, sweep_pictures
 
     kind, first = arguments.kind, arguments.files[0]
     if kind == "heatmap":
-        return pictures.heat_map(_sweep(first), arguments.across, arguments.along)
+        return sweep_pictures.heat_map(_sweep(first), arguments.across, arguments.along)
     if kind == "parallel":
-        return pictures.parallel_coordinates(_sweep(first))
+        return sweep_pictures.parallel_coordinates(_sweep(first))
     if kind == "roofline":
         levels = read_result(arguments.memory)["rows"] if arguments.memory else []
-        return pictures.roofline([_sweep(path) for path in arguments.files], levels)
-    find_benchmarks()
-    from benchmarks import pictures as of_benchmarks
-
+        return sweep_pictures.roofline([_sweep(path) for path in arguments.files], levels)
     result = read_result(first)
     if kind == "io":
-        return of_benchmarks.movement(result)
-    draw = of_benchmarks.speed if kind == "speed" else of_benchmarks.memory
+        return pictures.movement(result)
+    draw = pictures.speed if kind == "speed" else pictures.memory
     return draw(result, arguments.pass_)
 
 

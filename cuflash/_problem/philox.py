@@ -35,6 +35,11 @@ def threshold(p: float) -> int:
     return round(65536 * p)
 
 
+def rounded(p: float) -> float:
+    """The probability that 16 random bits give."""
+    return threshold(p) / 65536
+
+
 def kept_scale(p: float) -> float:
     """Factor of the scores that are kept; 0 where none is."""
     dropped = threshold(p)

@@ -1,0 +1,193 @@
+"""Is a value what its argument has to be? Each check returns the plain form of a value, or raises.
+
+A check takes the argument's name, for the message, and the value.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from cuflash._arrays import Array, native
+from cuflash._errors import shown, wrong_type, wrong_value
+
+FLOATS = tuple(np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64))
+#: The largest offset, either way. The widest window is twice as wide: no sum of 64 bits wraps, and
+#: every query of an array sees as far as the array goes.
+FARTHEST = 2**59
+_WIDEST = 2 * FARTHEST
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer and neither a bool nor an array."""
+    scalar = hasattr(type(value), "__index__") and not hasattr(value, "shape")
+    return isinstance(value, np.integer) or (scalar and not isinstance(value, bool))
+
+
+def integer_value(name: str, value: Any, expected: str) -> int:
+    """The int of what :func:`is_integer`; an object of the caller's may refuse it."""
+    try:
+        return operator.index(value)
+    except Exception as error:
+        raise _refused(name, value, error, expected) from error
+
+
+def _refused(name: str, value: Any, error: Exception, expected: str) -> Exception:
+    got = f"{type(value).__name__} that is no number ({type(error).__name__}: {error})"
+    return wrong_type(name, got, expected)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that is only like one of them."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
+        raise wrong_type(name, shown(value), "True or False")
+    return bool(value)
+
+
+def alignment(name: str, value: Any) -> bool | str:
+    """True, False or one of two words."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, str) and value in ("top_left", "bottom_right"):
+        return value
+    wrong = wrong_value if isinstance(value, str) else wrong_type
+    raise wrong(name, shown(value), 'True, False, "top_left" or "bottom_right"')
+
+
+def window(name: str, value: Any) -> tuple[int | None, int | None]:
+    """A pair of bounds, each None or an int from 0 on."""
+    expected = "a pair (left, right), each None or an int >= 0"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        same = f"for both sides alike write ({shown(value)}, {shown(value)})"
+        raise wrong_type(name, shown(value), expected, same if isinstance(value, int) else "")
+    sides: list[int | None] = []
+    for side in value:
+        if side is not None and not is_integer(side):
+            raise wrong_type(name, shown(value), expected)
+        bound = None if side is None else integer_value(name, side, expected)
+        if bound is not None and bound < 0:
+            raise wrong_value(name, shown(value), expected, "None is unbounded")
+        sides.append(None if bound is None else min(bound, _WIDEST))
+    return (sides[0], sides[1])
+
+
+def finite(name: str, value: Any, expected: str = "None or a finite number") -> float:
+    """A finite number."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    wrong = isinstance(value, bool | str | complex | np.void)
+    wrong = wrong or kind not in ("i", "u", "f", "V")  # V: bfloat16
+    if wrong or not hasattr(type(value), "__float__"):
+        raise wrong_type(name, shown(value), expected)
+    if getattr(value, "shape", ()) != ():
+        raise wrong_type(name, f"shape {value.shape}", expected)
+    if hasattr(value, "__cuda_array_interface__"):
+        raise wrong_type(name, "an array on a GPU", expected, "pass float(value)")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise wrong_value(name, "an int beyond the range of float", expected) from None
+    except Exception as error:  # a tensor without memory
+        raise _refused(name, value, error, expected) from error
+    if not math.isfinite(number):
+        raise wrong_value(name, shown(value), expected)
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite positive number."""
+    expected = "None or a finite positive number"
+    number = finite(name, value, expected)
+    if number <= 0:
+        raise wrong_value(name, shown(value), expected)
+    return number
+
+
+def probability(name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    expected = "a finite number from 0 to 1"
+    if value is None or not 0 <= (number := finite(name, value, expected)) <= 1:
+        raise wrong_value(name, shown(value), expected)
+    return number
+
+
+def seed(name: str, value: Any) -> int:
+    """An int of 64 bits."""
+    expected = "an int from 0 to 2^64 - 1"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise wrong_type(name, shown(value), expected)
+    if not 0 <= value < 2**64:
+        raise wrong_value(name, shown(value), expected)
+    return int(value)
+
+
+def integers(name: str, value: Any) -> Array | int:
+    """An int, or an integer array."""
+    expected = "None, an int or an integer array"
+    if is_integer(value):
+        return integer_value(name, value, expected)
+    if isinstance(value, bool | float):
+        raise wrong_type(name, shown(value), expected)
+    array = native(name, value)
+    if array.dtype.kind not in "iu":
+        raise wrong_type(name, f"dtype {array.dtype}", expected)
+    return array
+
+
+def offset(name: str, value: Any) -> Array | int:
+    """An integer or an integer array; a number is within :data:`FARTHEST`."""
+    value = integers(name, value)
+    if isinstance(value, int) and abs(value) > FARTHEST:
+        got = f"an int of {value.bit_length()} bits"
+        raise wrong_value(name, got, "an int from -2^59 to 2^59")
+    return value
+
+
+def floats(name: str, value: Any) -> Array:
+    """An array of a floating dtype that the library serves."""
+    array = native(name, value)
+    if array.dtype not in FLOATS:
+        fix = "boolean masks go to mask=" if array.dtype == np.bool_ else ""
+        expected = "a floating dtype of 16, 32 or 64 bits"
+        raise wrong_type(name, f"dtype {array.dtype}", expected, fix)
+    return array
+
+
+def booleans(name: str, value: Any) -> Array:
+    """An array of bools."""
+    array = native(name, value)
+    if array.dtype != np.bool_:
+        expected = "dtype bool, True where the query may attend"
+        raise wrong_type(name, f"dtype {array.dtype}", expected, "additive masks go to bias=")
+    return array
+
+
+def pair_of_ids(name: str, value: Any) -> tuple[Array, Array]:
+    """Two integer arrays, of queries and of keys."""
+    expected = "a pair of integer arrays, (.., m) for the queries and (.., n) for the keys"
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        fix = "write (ids, ids) for self-attention" if hasattr(value, "strides") else ""
+        raise wrong_type(name, type(value).__name__, expected, fix)
+    arrays = [native(f"{name}[{i}]", a) for i, a in enumerate(value)]
+    for array in arrays:
+        if array.dtype.kind not in "iu":
+            raise wrong_type(name, f"dtype {array.dtype}", expected)
+    return (arrays[0], arrays[1])
+
+
+def require_shape(name: str, array: Array, shape: tuple[int, ...], like: str) -> None:
+    """Raise unless ``array`` has exactly this shape."""
+    if array.shape != shape:
+        raise wrong_value(name, f"shape {array.shape}", f"shape {shape}, that of {like}")
+
+
+def require_float(name: str, array: Array) -> None:
+    """Raise unless ``array`` has a floating dtype that the library serves."""
+    if array.dtype not in FLOATS:
+        expected = "float16, bfloat16, float32 or float64"
+        raise wrong_type(name, f"dtype {array.dtype}", expected)
