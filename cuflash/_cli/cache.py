@@ -40,7 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--arch", help="warm: for devices of this architecture (default: the one here)")
     p.add_argument("--head-dims", type=listed(int), default=[64, 128], help="warm: default 64,128")
     p.add_argument("--dtypes", type=listed(str), default=["bfloat16", "float16"], help="warm")
-    p.add_argument("--backward", action="store_true", help="warm: gradients, too")
+    p.add_argument("--backward", action="store_true", help="warm: also gradients")
     p.add_argument("--processes", type=positive, help="warm: default one for each core")
     p.add_argument("--json", action="store_true", help="print JSON")
 

@@ -35,7 +35,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="of packed sequences, in place of --batch and --seqlen: attention_varlen",
     )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
-    p.add_argument("--backward", action="store_true", help="the kernels of the gradient, too")
+    p.add_argument("--backward", action="store_true", help="also the kernels of the gradient")
     p.add_argument(
         "--io", action="store_true",
         help="bytes by the IO model, of the forward, and with --backward of each kernel behind it",
@@ -109,7 +109,7 @@ def _rows(own: dict[str, Any], device: str) -> Iterator[tuple[str, str]]:
     elif "registers" in own:
         registers = f"{own['registers']} a thread, {own['spill_bytes']} bytes spilled"
         threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"
-        yield "registers", f"{registers}; {threads} a multiprocessor"
+        yield "registers", f"{registers}; {threads} an SM"
     else:
         yield "registers", "unknown: not compiled"
     if "tflop" in own:

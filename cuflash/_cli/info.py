@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if found is not None:
         limits, peak = found.limits, found.peak
         table["limits"] = (
-            f"{found.multiprocessors} multiprocessors, {limits.block_smem // 1024} KiB of shared "
+            f"{found.multiprocessors} SMs, {limits.block_smem // 1024} KiB of shared "
             f"memory a block, {found.l2_bytes >> 20} MiB of L2"
         )
         if peak is not None:

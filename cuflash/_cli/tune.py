@@ -71,7 +71,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
     group.add_argument("--list", action="store_true", help="list and compile, time nothing")
     group.add_argument("--save", action="store_true", help="keep the best in this user's table")
-    group.add_argument("--kernel-tuner", type=Path, metavar="JSON", help="write its format, too")
+    group.add_argument("--kernel-tuner", type=Path, metavar="JSON", help="also write its format")
     group.add_argument("--json", action="store_true", help="print JSON, progress to stderr")
 
 
@@ -152,7 +152,7 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
     work = f"{found.workload} {found.workload.dtype}"
     print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
     print("shared memory and threads of a block; registers of a thread, bytes of them spilled;")
-    print("blocks and warps of a multiprocessor; seconds to compile; warnings of ptxas")
+    print("blocks and warps of an SM; seconds to compile; warnings of ptxas")
     titles = f"{'KiB':>7}{'threads':>9}{'regs':>6}{'spill':>7}{'blocks':>8}{'warps':>7}{'s':>6}"
     print(f"{','.join(found.parameters)}\n{'':<18}{titles}")
     for c in chosen:

@@ -1,8 +1,8 @@
 """Does a configuration compute what the reference says, as exactly as the shipped one does?
 
-The error of each result against the definition in float64, on a small problem whose tiles are cut
-off on both sides and whose rings of buffers go round: by maximum at most twice that of the shipped
-configuration and a unit in the last place, by root mean square at most 1.25 times, gradients 1.5
+Errors are differences from the definition in float64, on a small problem: its tiles are cut off on
+both sides, and its rings of buffers go round. The largest error may be twice the shipped
+configuration's and a unit in the last place, the root mean square 1.25 times, of gradients 1.5
 times. The shipped configuration itself must agree with the definition.
 """
 
@@ -68,7 +68,7 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
 
 
 def gradients_of(kernel: str) -> tuple[str, ...]:
-    """The inputs whose gradients a kernel computes."""
+    """The inputs of which a kernel computes gradients."""
     if kernel in ONE_PASS:
         return ("q", "k", "v")
     return ("q",) if "_dq_" in kernel else ("k", "v")
@@ -121,8 +121,3 @@ def difference(a: Any, b: Any) -> float:
     xp = array_module(a)
     a, b = a.astype(np.float32), b.astype(np.float32)
     return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))
-
-
-def as_rows(found: dict[str, Errors]) -> dict[str, Any]:
-    """For a file: maximum and root mean square by name."""
-    return {name: [*own] for name, own in found.items()}

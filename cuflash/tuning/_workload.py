@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -117,7 +117,7 @@ class Workload:
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
             got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
-            refuse("seqlens", got, "lengths whose sum both are")
+            refuse("seqlens", got, "lengths that add up to both")
         if set(self.arrays) >= _BIASES:
             refuse("arrays", "bias and key_bias", "one: a call has one bias")
 
@@ -146,12 +146,7 @@ class Workload:
             return float(self.seqlen_q * self.seqlen_k)
         if self.window is None and self.seqlen_q == self.seqlen_k:
             return self.seqlen_q * self.seqlen_k / 2
-        left, right = self.bounds()
-        diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
-        last = np.full(self.seqlen_q, self.seqlen_k - 1) if right is None else diagonal + right
-        first = np.zeros(self.seqlen_q, int) if left is None else diagonal - left
-        seen = np.minimum(last, self.seqlen_k - 1) - np.maximum(first, 0) + 1
-        return float(np.maximum(seen, 0).sum())
+        return float(seen_by(self, 1).rows())
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations by the field's count: backward is 2.5 times forward."""
@@ -210,7 +205,7 @@ class Workload:
     def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
         """The keywords that cuflash gets; the values of arrays are the same every time.
 
-        Where they are not to be ``filled``, those with a value for each pair take no memory.
+        Unless they are to be ``filled``, arrays with a value for each pair take no memory.
         """
         options: dict[str, Any] = {
             "causal": self.causal,
@@ -240,8 +235,8 @@ class Workload:
         if name == "mask":
             return xp.asarray(random.random((m, n), np.float32) < 0.9)
         if name in _BIASES:
-            shape = (m if name == "bias" else 1, n)
-            cast = random.standard_normal(shape, np.float32).astype(DTYPES[self.dtype])
+            rows = m if name == "bias" else 1
+            cast = random.standard_normal((rows, n), np.float32).astype(DTYPES[self.dtype])
             # CuPy may not know the dtype, which ml_dtypes has: it moves bytes.
             return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(cast.dtype)
         if name == "segment_ids":
@@ -252,8 +247,8 @@ class Workload:
             return xp.asarray(lengths[:, None].astype(np.int32))
         if name == "alibi_slopes":
             return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
-        shape = (m, n) if name in _OF_PAIRS else (heads,)
-        return xp.asarray(random.standard_normal(shape, np.float32))
+        extents: tuple[int, ...] = (m, n) if name in _OF_PAIRS else (heads,)
+        return xp.asarray(random.standard_normal(extents, np.float32))
 
     def problem(self) -> Problem:
         """What validation makes of the call; no array is filled, and none takes memory.
@@ -318,3 +313,37 @@ def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
             expected="sizes whose bytes an address can count",
         )  # fmt: skip
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, steps[::-1])
+
+
+class Seen(NamedTuple):
+    """Rows of the other side that each tile may see: from ``low`` to before ``high``."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+    def rows(self) -> int:
+        """The rows that all tiles see, summed over tiles."""
+        return int((self.high - self.low).sum())
+
+    def in_blocks(self, block: int, end: int | None = None) -> int:
+        """The same in whole blocks, cut off at ``end``."""
+        low, high = self.low // block * block, -(-self.high // block) * block
+        if end is not None:
+            high = np.minimum(high, end)
+        return int(np.where(self.high > self.low, high - low, 0).sum())
+
+
+def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
+    """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
+    rows, others = work.seqlen_q, work.seqlen_k
+    left, right = work.bounds()
+    if keys:  # a key sees queries as far ahead as a query sees keys behind
+        rows, others, left, right = others, rows, right, left
+    first = np.arange(0, rows, own)
+    last = np.minimum(first + own, rows) - 1
+    low, high = np.zeros_like(first), np.full_like(first, others)
+    if left is not None:
+        low = np.clip(first + others - rows - left, 0, others)
+    if right is not None:
+        high = np.clip(last + others - rows + right + 1, 0, others)
+    return Seen(low, np.maximum(low, high))
