@@ -1,47 +1,42 @@
 """Which kernels are there? One line each; of those of one result the best comes first."""
 
+# ruff: noqa: F401, I001
 from __future__ import annotations
-
-from importlib import import_module
 
 from cuflash._kernels.config import KernelConfig
 
-_NAMES = (
-    # out
-    "forward_sm90",
-    "forward_narrow",
-    "forward_tf32_sm90",
-    "forward_sm80",
-    # dq, dk and dv in one pass
-    "backward_sm90",
-    "backward_pair_sm90",
-    # dk and dv
-    "backward_dkv_sm90",
-    "backward_dkv_tf32_sm90",
-    "backward_dkv_partners",
-    "backward_dkv_sm80",
-    # dq
-    "backward_dq_sm90",
-    "backward_dq_tf32_sm90",
-    "backward_dq_partners",
-    "backward_dq_sm80",
-    # steps on the way
-    "segment_bounds",
-    "backward_delta",
-    "backward_dscore_sm80",
-    "backward_convert",
-)
+# out
+from cuflash._kernels.forward_sm90 import ForwardSm90Config
+from cuflash._kernels.forward_narrow import ForwardNarrowConfig
+from cuflash._kernels.forward_tf32_sm90 import ForwardTf32Sm90Config
+from cuflash._kernels.forward_sm80 import ForwardConfig
 
+# dq, dk and dv in one pass
+from cuflash._kernels.backward_sm90 import BackwardOnePassConfig
+from cuflash._kernels.backward_pair_sm90 import BackwardPairConfig
 
-def room(name: str) -> type[KernelConfig]:
-    """The kernel that the module of this name holds."""
-    module = import_module(f"cuflash._kernels.{name}")
-    kernels = (found for found in vars(module).values() if getattr(found, "kernel", "") == name)
-    return next(kernels)  # type: ignore[no-any-return]
+# dk and dv
+from cuflash._kernels.backward_dkv_sm90 import BackwardKVSm90Config
+from cuflash._kernels.backward_dkv_tf32_sm90 import BackwardKVTf32Sm90Config
+from cuflash._kernels.backward_dkv_partners import BackwardKVPartnersConfig
+from cuflash._kernels.backward_dkv_sm80 import BackwardKVConfig
 
+# dq
+from cuflash._kernels.backward_dq_sm90 import BackwardQSm90Config
+from cuflash._kernels.backward_dq_tf32_sm90 import BackwardQTf32Sm90Config
+from cuflash._kernels.backward_dq_partners import BackwardQPartnersConfig
+from cuflash._kernels.backward_dq_sm80 import BackwardQConfig
 
-#: By name, in this order.
-KERNELS: dict[str, type[KernelConfig]] = {name: room(name) for name in _NAMES}
+# steps on the way
+from cuflash._kernels.segment_bounds import SegmentBoundsConfig
+from cuflash._kernels.backward_delta import DeltaConfig
+from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
+from cuflash._kernels.backward_convert import BackwardConvertConfig
+
+#: By name, in the order of the lines above.
+KERNELS: dict[str, type[KernelConfig]] = {
+    kernel.kernel: kernel for kernel in tuple(globals().values()) if getattr(kernel, "kernel", "")
+}
 
 
 def that_compute(result: str) -> tuple[type[KernelConfig], ...]:
