@@ -72,6 +72,14 @@ def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, sai
     assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
 
 
+@pytest.mark.long
+def test_a_mistake_is_noticed_in_its_copy(tmp_path):
+    """A process of its own imports the copy, whatever this program has imported before."""
+    (mistake,) = (m for m in ON_THE_HOST if m.name == "options compared without the seed")
+    found = mutants.judge(mistake, tmp_path, float("inf"))
+    assert found.outcome == "killed", found.last_line
+
+
 def test_a_mistake_that_is_in_two_places_is_refused():
     twice = mutants.Mutant("twice", "a.cuh", "x", "y", ("test",))
     assert twice.applied("a x b") == "a y b"

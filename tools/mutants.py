@@ -47,6 +47,9 @@ NO_PROGRAM = ("CompileError", "CalledProcessError")
 PRELOADED = ("numpy", "ml_dtypes", "cupy", "cupy_backends.cuda.libs.nvrtc", "pytest")
 PROCESSES = multiprocessing.get_context("forkserver")
 FAILED, HUNG = 1, 3  # statuses of pytest and of tests/gpu_watchdog.py
+ANOTHER_PROJECT = 99  # status where the tests have imported cuflash from elsewhere than the copy
+#: Modules of the project that this program imports.
+OURS = ("cuflash", "gpu_digest")
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,15 @@ def pytest_in(folder: Path, tests: Sequence[str], kernels: Path, said: Path) -> 
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
     sys.path[:] = [str(folder), *(entry for entry in sys.path if not _leads_to_root(entry))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]  # this program has imported them, without the mistake
     os.environ["CUPY_CACHE_DIR"] = str(kernels)
     import pytest
 
     arguments = ("-q", "-x", "--tb=line", "-p", "no:cacheprovider", "--gpu-timeout=20")
-    status = pytest.main([*arguments, *tests])
+    status = int(pytest.main([*arguments, *tests]))
+    if not Path(str(sys.modules["cuflash"].__file__)).is_relative_to(folder):
+        status = ANOTHER_PROJECT
     sys.stdout.flush()
     os._exit(status)
 
