@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_digest
+from cuflash._timing.machine import query_driver
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("cuflash", "kernels_cu", "tests", "tools", "pyproject.toml")
@@ -202,20 +202,12 @@ def kept(said: dict[str, Any], now: dict[str, str]) -> list[Outcome]:
     return [Outcome(**o) for o in said["outcomes"] if o["outcome"] in settled]
 
 
-def device() -> str:
-    """The GPU that the driver names first."""
-    program = shutil.which("nvidia-smi")
-    command = [program or "", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True) if program else None
-    return done.stdout.splitlines()[0].strip() if done and done.stdout else "no GPU"
-
-
 def report(outcomes: Sequence[Outcome], seconds: float, kind: str = "gpu") -> dict[str, Any]:
     """The outcomes as JSON."""
     killed = sum(o.outcome == "killed" for o in outcomes)
     return {
         **state(kind),
-        "device": device() if kind == "gpu" else "no GPU",
+        "device": next(iter(query_driver("name")), "") if kind == "gpu" else "no GPU",
         "date": dt.date.today().isoformat(),
         "mutants": len(outcomes),
         "killed": killed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
@@ -28,7 +28,7 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients
@@ -343,7 +343,8 @@ def _calls(
         q, k, v = (_part(whole, name, array, s) for name, array in zip(QKV, qkv, strict=True))
         own_out = None if out is None else _part(whole, "out", out, s)
         layout: dict[str, Any] = {"axes": whole.axes, "precision": whole.precision, "out": own_out}
-        own = _own_options(whole, options, s)
+        arrays = {n: _own_part(whole, n, array, s) for n, array in options.arrays.items()}
+        own = with_arrays(options, arrays)
         calls.append(Call(s, (q, k, v), own, describe(q, k, v, own, **layout)))
     return calls
 
@@ -374,29 +375,15 @@ def _check_axes(whole: Problem, name: str, array: Array, sequences: int) -> None
 
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
-    core = len(ARRAYS[name][1])
     if array.ndim == _most_axes(whole, name):
         array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
-    lengths = {"segment_ids_q": (s.q,), "segment_ids_k": (s.k,)}.get(name, (s.q, s.k))
-    for axis, part in zip(range(-core, 0), lengths, strict=False):
-        extent = part.stop - part.start
-        if array.shape[axis] != 1:
-            if array.shape[axis] < extent:
-                raise wrong_value(
-                    name, f"shape {array.shape}",
-                    f"extent 1 or at least {extent}, that of sequence {s.index}",
-                )  # fmt: skip
-            index: list[Any] = [slice(None)] * array.ndim
-            index[axis] = slice(0, extent)
-            array = array[tuple(index)]
-    return array
-
-
-def _own_options(whole: Problem, options: Options, s: Sequence) -> Options:
-    """The options of one sequence."""
-    own: dict[str, Any] = {
-        name: _own_part(whole, name, array, s) for name, array in options.arrays.items()
-    }
-    if "segment_ids_q" in own:
-        own["segment_ids"] = (own.pop("segment_ids_q"), own.pop("segment_ids_k"))
-    return replace(options, **own) if own else options
+    core = ARRAYS[name][1]
+    index: list[Any] = [...]
+    for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
+        part = s.q if axis == "m" else s.k
+        length = part.stop - part.start
+        if 1 != extent < length:
+            expected = f"extent 1 or at least {length}, that of sequence {s.index}"
+            raise wrong_value(name, f"shape {array.shape}", expected)
+        index.append(slice(0, max(length, int(extent == 1))))
+    return array[tuple(index)]

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -243,6 +243,16 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
         got, fix = f"options= together with {', '.join(keywords)}", "put them all into Options(...)"
         raise wrong_type("options", got, "score options in one place", fix)
     return options
+
+
+def with_arrays(options: Options, arrays: dict[str, Array]) -> Options:
+    """The options with other arrays, by their names in ``Options.arrays``."""
+    changes: dict[str, Any] = {}
+    for option in OPTIONS:
+        own = tuple(arrays[name] for name in option.arrays if name in arrays)
+        if own:
+            changes[option.name] = own if len(option.arrays) > 1 else own[0]
+    return replace(options, **changes) if changes else options
 
 
 def _of_keywords(keywords: ScoreOptions) -> Options:
