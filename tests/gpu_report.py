@@ -12,8 +12,6 @@ in which no GPU test ran leaves the file alone.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from cuflash._timing.machine import versions
 from gpu_digest import digest
 
 OUTCOMES = ("passed", "failed", "skipped")
@@ -34,26 +33,12 @@ def describe_machine() -> dict[str, str | None]:
     found: dict[str, str | None] = dict.fromkeys(MACHINE)
     try:
         import cupy
-        from cupy_backends.cuda.libs import nvrtc
 
-        found["cupy"] = cupy.__version__
-        found["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-        found["device"] = properties["name"].decode()
-        found["driver"] = driver_version() or str(cupy.cuda.runtime.driverGetVersion())
+        found |= {"device": properties["name"].decode(), **versions()}
     except (ImportError, RuntimeError):
         pass
     return found
-
-
-def driver_version() -> str | None:
-    """Ask nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
 
 
 class Recorder:

@@ -197,7 +197,7 @@ def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("options", [{}, {"softcap": 1e6}, {"sink": np.array(0.0)}], ids=str)
 def test_a_key_that_takes_everything_gives_its_value(options: dict[str, Any]) -> None:
-    """Logits near 1e5, of which float32 keeps 128ths: the weight of the largest is 1, to the bit."""
+    """Logits near 1e5, of which float32 keeps 128ths: the largest weight is 1 to the bit."""
     rng = np.random.default_rng(0)
     q, k, v = ((100 + rng.random((n, 96))).astype(np.float32) for n in (40, 60, 60))
     k[7] += 1
