@@ -125,6 +125,11 @@ def pytest_in(folder: Path, tests: Sequence[str], kernels: Path, said: Path) -> 
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
     sys.path[:] = [str(folder), *(entry for entry in sys.path if not _leads_to_root(entry))]
+    # What this program has imported of the project has no mistake.
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if not name.startswith("__") and any(path.is_relative_to(ROOT / part) for part in COPIED):
+            del sys.modules[name]
     os.environ["CUPY_CACHE_DIR"] = str(kernels)
     import pytest
 
