@@ -438,7 +438,7 @@ def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
     assert not forward or of_float32 or chosen.one("forward_sm90", problem) is not None
     gradient = [c.source for c in backward_of(problem, H100)][1:]
     hopper = all(s.endswith("_sm90.cu") or s == "backward_convert.cu" for s in gradient)
-    assert hopper == (why_portable(problem, H100, backward=True) == "")
+    assert hopper == (why_portable(problem, H100, "dq") == "")
     assert why_portable(problem, select_hardware.typical("sm_80"))
 
 

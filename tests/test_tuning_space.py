@@ -300,8 +300,6 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
 
 
 def test_every_kernel_travels():
-    kinds = kernel_config.KernelConfig.__subclasses__()
-    assert {kind.kernel for kind in kinds} == set(registry.KERNELS)
     assert set(registry.KERNELS) == {path.stem for path in kernels_dir().glob("*.cu")}
 
 
