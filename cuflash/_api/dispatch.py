@@ -9,6 +9,7 @@ import numpy as np
 from cuflash._api.arguments import Saved
 from cuflash._arrays import Array, Triple, is_cupy
 from cuflash._host import attention
+from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 
@@ -25,7 +26,7 @@ def run_forward(
 ) -> None:
     """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
 
-    ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
+    ``for_kernels`` are the workspace, a configuration, and where packed sequences end.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
@@ -63,7 +64,7 @@ def run_backward(
 
 def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
-    no_scores = problem.seqlen_k == 0 and problem.sink is None
+    no_scores = problem.seqlen_k == 0 and not any(map(problem.has, of_stages("row")))
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 

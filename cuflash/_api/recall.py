@@ -1,7 +1,7 @@
-"""Was this call made before? Then what was checked still holds, and only addresses are new.
+"""Was this call made before? Then its checks still hold, and only addresses are new.
 
-A key holds all that checks and kernels depend on: layouts, alignment, devices, options without
-arrays. Calls with anything else (axes, destinations, NumPy arrays) are described anew each time.
+A key holds everything that checks and kernels depend on: layouts, alignment, devices, options
+without arrays. Calls with anything else (axes, destinations, NumPy arrays) are checked every time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def recall(options: Options, how: bool, operands: Triple, given: Triple | None =
 
 def may_be_known(options: Options) -> bool:
     """Whether calls with these options depend on nothing that may change between them."""
-    apart = (options.seed, options.score_mod, options.mask_mod)
-    return not options.arrays and apart == (None, None, None)
+    formulas = (options.seed, options.score_mod, options.mask_mod)
+    return not options.arrays and formulas == (None, None, None)
 
 
 def remember(

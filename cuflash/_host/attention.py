@@ -197,7 +197,7 @@ def backward(
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:
-    """Values in powers of two, by column, of which no sum over keys overflows, and those powers."""
+    """Values times powers of two, of which no sum over keys overflows, and the powers by column."""
     most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
     largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
     overflows = largest > np.finfo(v.dtype).max / (2 * most)

@@ -1,4 +1,4 @@
-"""What do kernels get to know of the score options? Numbers, layouts, and where arrays lie."""
+"""Which parameters of score options do kernels get? Numbers, layouts and addresses."""
 
 from __future__ import annotations
 
