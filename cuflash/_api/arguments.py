@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,18 +14,9 @@ from cuflash._problem.destinations import check_destination
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, common_dtype
-from cuflash._results import Gradients
+from cuflash._results import Gradients, Saved
 
 QKV = ("q", "k", "v")
-
-
-class Saved(NamedTuple):
-    """What a gradient reads beside operands: cotangents, and results of the forward."""
-
-    dout: Array
-    out: Array
-    lse: Array
-    dlse: Array | None
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Triple]:

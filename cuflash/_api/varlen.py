@@ -11,7 +11,6 @@ import numpy as np
 
 from cuflash._api.arguments import (
     QKV,
-    Saved,
     by_field,
     check_common,
     check_saved,
@@ -31,7 +30,7 @@ from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
 
 
