@@ -9,10 +9,10 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash._api.dispatch import check_common, launch, operands, run_backward, run_forward
-from cuflash._api.recall import may_be_known, recall, remember
 from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
 from cuflash._errors import problem_with, shown
 from cuflash._problem.checks import flag, require_float, require_shape
+from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.destinations import check_destination
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import Options, ScoreOptions, resolve
@@ -185,11 +185,10 @@ def attention(
             out = allocate(xp, "out", problem.out_shape, problem.dtype)
         if lse is None and (return_lse or xp is np):
             lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
-        run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
-        if plain and xp is not np and may_be_known(chosen):
-            repeat = launch().repeated_forward(problem, q, k, v, lse)
-            if repeat is not None:
-                remember(repeat, chosen, return_lse, (q, k, v))
+        plan = run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
+        if plain and plan is not None and may_be_known(chosen):
+            repeat = launch().repeated_forward(plan, problem, q, lse)
+            remember(repeat, chosen, return_lse, (q, k, v))
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -318,7 +317,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = given["q"] is q and given["k"] is k and given["v"] is v
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, q, k, v, dout, out, lse)
+            repeat = launch().repeated_backward(plan, problem, q, k, v, dout, out, lse)
             if repeat is not None:
                 remember(repeat, chosen, deterministic, (q, k, v), (dout, out, lse))
         return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})

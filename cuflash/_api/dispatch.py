@@ -58,20 +58,21 @@ def run_forward(
     *,
     first_entry: int = 0,
     **of_packed: Any,
-) -> None:
+) -> Any:
     """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
 
-    ``of_packed`` says to kernels where packed sequences end.
+    ``of_packed`` says to kernels where packed sequences end. Returns the plan that kernels ran by.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
-    elif is_cupy(q):
-        own = {"workspace": workspace, "config": config, **of_packed}
-        launch().forward(problem, q, k, v, options, out, lse, **own)
-    else:
-        attention.forward(problem, q, k, v, options, out, lse, first_entry=first_entry)
+        return None
+    path: Any = attention
+    extra: dict[str, Any] = {"first_entry": first_entry}
+    if is_cupy(q):
+        path, extra = launch(), {"workspace": workspace, "config": config, **of_packed}
+    return path.forward(problem, q, k, v, options, out, lse, **extra)
 
 
 def run_backward(
