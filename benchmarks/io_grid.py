@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuflash._cli import io_model, profiler
+from benchmarks import profiler
+from cuflash._cli import io_model
 from cuflash._kernels.config import TileConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
-from cuflash.tuning._kernels import kernel_name, tile_of, with_tile
+from cuflash.tuning._kernels import tile_of, with_tile
 from cuflash.tuning._workload import Workload
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -42,11 +43,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """What the model predicts, and shares of it that were counted, in lines."""
     lines = [
         f"{'seqlen':>6}  {'kernel':<13} {'tile':<9} {'from L2':>12}  counted / model: "
-        f"{', '.join(profiler.PREDICTED)}"
+        f"{', '.join(io_model.PREDICTED)}"
     ]
     for row in rows:
         own = row.get("measured", {})
-        shares = [f"{own[name] / row[of]:.3f}" for name, of in profiler.PREDICTED.items() if own]
+        shares = [f"{own[name] / row[of]:.3f}" for name, of in io_model.PREDICTED.items() if own]
         tile = f"{row['block_m']}x{row['block_n']}"
         lines.append(
             f"{row['seqlen']:>6}  {row['kernel']:<13} {tile:<9} {row['loaded'] / 1e6:>9.1f} MB  "
@@ -60,17 +61,17 @@ def configs(hardware: Hardware) -> list[TileConfig]:
     found = []
     for kernel, tiles in _TILES.items():
         default: Any = choose(_WORK.problem(), hardware, only=PORTABLE | {kernel})[-1].config
-        if kernel_name(default) == kernel:
+        if default.kernel == kernel:
             found += [with_tile(default, tile) for tile in tiles]
     return found
 
 
 def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
     tile = config.block_m, config.block_n, config.smem_bytes
-    model = io_model.forward(work, *tile, boxes=kernel_name(config) == "forward_sm90")
+    model = io_model.forward(work, *tile, boxes=config.kernel == "forward_sm90")
     return {
         "seqlen": work.seqlen_q,
-        "kernel": kernel_name(config),
+        "kernel": config.kernel,
         "block_m": config.block_m,
         "block_n": config.block_n,
         "read_once": model.read_once,

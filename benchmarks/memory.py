@@ -56,8 +56,9 @@ class _Bench:
     def _median_ms(self, call: Callable[[], Any], *, cold: bool) -> float:
         with self.clock.scope():
             call()
-            once = self.clock.once if cold else self.clock.between_events
-            return statistics.median(once(call) for _ in range(_ROUNDS))
+            if cold:
+                return statistics.median(self.clock.once(call) for _ in range(_ROUNDS))
+            return statistics.median(self.clock.between_events(call)[0] for _ in range(_ROUNDS))
 
     def _kernel(self, name: str) -> Callable[..., None]:
         code = (_SOURCES / f"{name}.cu").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cuflash._arrays import native
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_type
 from cuflash._problem import philox
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.score_mod import lent
@@ -500,9 +500,9 @@ def _operands(
         {"q": q, "k": k, "v": v}.items(), axes or _NO_AXES, strict=False
     ):
         if not isinstance(native(name, array), np.ndarray):
-            raise problem_with(
-                name, TypeError, got="a CuPy array", expected="a NumPy array",
-                fix="write cupy.asnumpy: the reference runs on the host",
+            raise wrong_type(
+                name, "a CuPy array", "a NumPy array",
+                "write cupy.asnumpy: the reference runs on the host",
             )  # fmt: skip
         arrays[name] = _to_canonical(array, pair).astype(dtype)
     q, k, v = arrays.values()

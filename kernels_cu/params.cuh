@@ -29,28 +29,30 @@ struct Layout {
 };
 
 // Everything score.cuh needs. An absent array is a null pointer and is not compiled in.
+// Written by tools/gen_score_params.py: do not edit.
+// clang-format off
 struct ScoreParams {
-  const void* bias;              // (m, n)
-  const uint8_t* mask;           // (m, n), nonzero = may attend
-  const void* offset;            // ()
-  const void* q_lengths;         // ()
-  const void* kv_lengths;        // ()
-  const void* alibi_slopes;      // ()
-  const void* segment_ids_q;     // (m), contiguous
-  const void* segment_ids_k;     // (n), contiguous
+  const void* bias;  // (m, n)
+  const uint8_t* mask;  // (m, n)
+  const void* offset;  // ()
+  const void* q_lengths;  // ()
+  const void* kv_lengths;  // ()
+  const void* alibi_slopes;  // ()
+  const void* segment_ids_q;  // (m)
+  const void* segment_ids_k;  // (n)
   const void* segment_bounds_q;  // (ceil(m / bounded_ids)) IdBounds, contiguous
-  const void* segment_bounds_k;  // (ceil(n / bounded_ids))
-  const void* sink;              // ()
+  const void* segment_bounds_k;  // (ceil(n / bounded_ids)) IdBounds, contiguous
+  const void* sink;  // ()
   const void* cu_seqlens_q;  // (sequences + 1), contiguous: where packed sequences begin and end
-  const void* cu_seqlens_k;
+  const void* cu_seqlens_k;  // (sequences + 1), contiguous
   const void* formula_array0;  // of the caller's formulas, contiguous
   const void* formula_array1;
   const void* formula_array2;
   const void* formula_array3;
   const void* formula_array4;
   const void* formula_array5;
-  uint64_t dropout_seed;  // numbers, patched at each launch as the addresses are
-  uint64_t entry_number;  // of the first batch entry
+  uint64_t dropout_seed;  // a number, patched at each launch as the addresses are
+  uint64_t entry_number;  // of the first batch entry, patched like the seed
   Layout bias_layout;
   Layout mask_layout;
   BatchStrides offset_strides;
@@ -64,11 +66,11 @@ struct ScoreParams {
   BatchStrides sink_strides;
   BatchStrides entry_number_strides;
   int64_t offset_value;  // used where Config::offset is `value`
-  int64_t window_left;   // used where Config::window_left; below 2^60
+  int64_t window_left;  // used where Config::window_left; below 2^60
   int64_t window_right;
   int32_t diagonal_begin;  // what Score makes of these, used where Config::offset is `value`
   int32_t diagonal_end;
-  int32_t seqlen_q;  // extents of the arrays; of packed ones, those of all sequences
+  int32_t seqlen_q;  // extents of the arrays; of packed ones, of all sequences together
   int32_t seqlen_k;
   int32_t num_sequences;
   int32_t num_heads;
@@ -77,10 +79,12 @@ struct ScoreParams {
   Real scale;
   Real scale_log2;  // scale * log2(e)
   Real softcap;
-  Real inverse_softcap;        // scale / softcap
+  Real inverse_softcap;  // scale / softcap
   uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
-  Real kept_scale;             // of the others
+  Real kept_scale;  // of the others
 };
+// clang-format on
+// End of what tools/gen_score_params.py writes.
 
 // Tiles of one launch in the order of scheduler.cuh.
 struct Grid {

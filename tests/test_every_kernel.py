@@ -116,8 +116,8 @@ def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget
     import cupy
 
     from cuflash._launch import plan_cache
-    from support.portable import planned_launchers
     from cuflash._select import hardware
+    from support.portable import planned_launchers
 
     call = call_of(kernel, name)
     plan_cache.forget()

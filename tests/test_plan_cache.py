@@ -36,7 +36,9 @@ def known(monkeypatch):
     """Return the result of three arrays whose call is known: their addresses."""
     monkeypatch.setattr(plan_cache, "_plans", {})
     monkeypatch.setattr(plan_cache, "_kinds", set())
-    plan_cache.remember(lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3)
+    plan_cache.remember(
+        lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3
+    )
 
 
 @pytest.mark.usefixtures("known")

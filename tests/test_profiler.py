@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import profiler
 from cuflash import _cli
-from cuflash._cli import profiler
+from cuflash._cli import io_model
 from cuflash.tuning._workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
@@ -50,7 +51,7 @@ def test_what_ncu_refuses_is_said(text, message):
 
 
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
-PROGRAM = "cuflash._cli.profiler"
+PROGRAM = "benchmarks.profiler"
 GRADIENT = ["backward_delta", "backward_sm90", "backward_convert"]
 #: In place of ncu: keeps what it was asked, counts as many bytes as there are queries of a call; of
 #: a gradient that many of the first kernel, twice as many of the second.
@@ -130,7 +131,7 @@ def test_the_device_moves_what_the_model_predicts(words, own, names, capsys):
             pytest.skip(err.strip())
         found = json.loads(out)[own]
         io = found.get("sum", found)
-        shares = {name: io["measured"][name] / io[profiler.PREDICTED[name]] for name in names}
+        shares = {name: io["measured"][name] / io[io_model.PREDICTED[name]] for name in names}
         if all(share == pytest.approx(1, abs=0.1) for share in shares.values()):
             return
     pytest.fail(f"of the model's: {shares}")

@@ -158,8 +158,8 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch, capsys):
 def test_curves_agree_on_the_gpu(head_dim):
     """Rows of 6 columns are no multiples of 16 bytes; Hopper's own kernels take those of 64."""
     from cuflash._launch import plan_cache
-    from support.portable import planned_launchers
     from cuflash._select import hardware
+    from support.portable import planned_launchers
 
     device = array_device.gpu()
     dtypes = [d for d in train_transformer.DTYPES if device.serves(np.dtype(d))]

@@ -15,7 +15,7 @@ import pytest
 import shipped_tiles
 
 from cuflash import _cli, tuning
-from cuflash._cli import io_model, profiler, tune
+from cuflash._cli import io_model, tune
 from cuflash._cli.problem_arguments import problem_of
 from cuflash._select import hardware
 from cuflash.tuning import _kernels, _space
@@ -66,7 +66,7 @@ def space_of_command(start: str) -> tuning.Space:
     """What a command of the document sweeps."""
     (line,) = (line for line in LINES if line.startswith(f"python -m cuflash {start}"))
     given = _cli.parser().parse_args(shlex.split(line)[3:])
-    values = tune._parameters(given.parameters)
+    values = tune.parameters_of(given.parameters)
     arch = given.arch or "sm_90a"
     return tuning.space(problem_of(given), given.kernel, arch=arch, parameters=values)
 
@@ -312,7 +312,7 @@ def test_levels_of_memory():
 def counted(name: str, *seqlens: int, kernel: str = "") -> list[float]:
     """Shares of the model's bytes that ncu counted."""
     return [
-        row["measured"][name] / row[profiler.PREDICTED[name]]
+        row["measured"][name] / row[io_model.PREDICTED[name]]
         for row in result("io")[0]["rows"]
         if row["kernel"].startswith(kernel) and (not seqlens or row["seqlen"] in seqlens)
     ]
@@ -346,7 +346,7 @@ def test_bytes_that_forwards_move():
         "device memory write",
     ):
         size = row["measured"][name]
-        moved.append(f"{size / 1e6:.2f} MB, {size / row[profiler.PREDICTED[name]]:.3f}")
+        moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(
         f"device memory read {moved[0]} of the model's, L2 to SMs {moved[1]}, back to "
         f"L2 {moved[2]}, device memory written {moved[3]} for the last of these reasons"

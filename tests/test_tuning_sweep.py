@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -70,10 +71,9 @@ def timed(tmp_path: Path) -> list[str]:
     return [line for line in (tmp_path / "log").read_text().split() if line != "open"]
 
 
-def swept(tmp_path, found=None, **given):
-    return tuning.sweep(
-        WORK, found or space_of(), file=tmp_path / "rows.jsonl", device_command=DEVICE, **given
-    )
+def swept(tmp_path, found=None, name="rows.jsonl", work=WORK, **given):
+    given = {"device_command": DEVICE} | given
+    return tuning.sweep(work, found or space_of(), file=tmp_path / name, **given)
 
 
 def fastest(found) -> str:
@@ -138,13 +138,15 @@ def test_wrong_arguments_are_named_before_a_process_is_started(tmp_path, trouble
         ({"seed": "x"}, TypeError, "seed: got 'x', expected an int"),
         ({"budget": 0}, ValueError, "budget: got 0, expected a positive int"),
         ({"found": [1]}, TypeError, "chosen: got list, expected what tuning.space returns"),
+        ({"strategy": "best"}, ValueError, "strategy: got 'best', expected one of exhaustive"),
+        ({"work": replace(WORK, causal=True)}, ValueError, "chosen: got a space of"),
     ):
         with pytest.raises(kind, match=message):
             swept(tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []
     empty = space_of()
     empty.candidates = [c for c in empty.candidates if c.config is None]
-    result = tuning.sweep(WORK, empty, file=tmp_path / "rows.jsonl", device_command=DEVICE)
-    assert result.rows == []  # and not all that there is
+    assert tuning.sweep(WORK, empty, file=tmp_path / "a", device_command=DEVICE).rows == []
 
 
 def test_a_device_that_cannot_run_the_default_ends_the_sweep(tmp_path, trouble):
@@ -157,10 +159,7 @@ def test_a_device_that_cannot_run_the_default_ends_the_sweep(tmp_path, trouble):
 def in_the_final(tmp_path, monkeypatch, kinds, **given):
     monkeypatch.setenv("FINAL_TROUBLE", json.dumps(kinds))
     device = (sys.executable, "-c", FAILS_IN_THE_FINAL)
-    return tuning.sweep(
-        WORK, space_of(), file=tmp_path / "rows.jsonl", device_command=device, time_limit=0.5,
-        **given,
-    )  # fmt: skip
+    return swept(tmp_path, device_command=device, time_limit=0.5, **given)
 
 
 def test_what_fails_in_the_final_is_left_out_of_it(tmp_path, trouble, monkeypatch, capfd):
@@ -306,12 +305,8 @@ def gone(tmp_path) -> bool:
 
 def test_random_draws_without_return_and_the_same_with_the_same_seed(tmp_path, trouble):
     found = space_of(num_q_stages=(1, 2))
-    first = tuning.sweep(
-        WORK, found, file=tmp_path / "a", strategy="random", budget=6, seed=3, device_command=DEVICE
-    )
-    again = tuning.sweep(
-        WORK, found, file=tmp_path / "b", strategy="random", budget=6, seed=3, device_command=DEVICE
-    )
+    given = {"strategy": "random", "budget": 6, "seed": 3}
+    first, again = (swept(tmp_path, found, name, **given) for name in "ab")
     keys = [row["key"] for row in first.rows]
     assert len(set(keys)) == 6
     assert [row["key"] for row in again.rows] == keys
@@ -371,11 +366,13 @@ def test_a_sweep_goes_where_its_problem_says(tmp_path, trouble, monkeypatch):
     assert tuning.load(path).rows == result.rows
 
 
-TIMED = (
-    '{{"kind": "config", "key": "1", "status": "ok", "ms": {ms}, "relative": 1, "values": '
-    '{{"block_m": 128, "block_n": 64, "num_stages": {stages}, "num_q_stages": 1, '
-    '"overlap_quarters": 1}}}}\n'
-)
+VALUES = {
+    "block_m": 128, "block_n": 64, "num_stages": 2, "num_q_stages": 1, "overlap_quarters": 1,
+}  # fmt: skip
+CONFIG = {
+    "kind": "config", "key": "1", "status": "ok", "ms": 1, "relative": 1, "values": VALUES,
+}  # fmt: skip
+FINAL = {"kind": "final", "ms": {}}
 
 
 @pytest.mark.parametrize(
@@ -385,26 +382,19 @@ TIMED = (
         ("not a sweep\n", "line 1: no JSON"),
         ('{"cache": {}}\n', 'line 1: not an object of kind "sweep"'),
         ('{"kind": "sweep", "format": 1}\n', "line 1: no workload, kernel"),
-        ("HEADER{}\n", 'line 2: not kind "config"'),
-        ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "fine"}\n', "status 'fine'"),
-        (
-            'HEADER{"kind": "config", "key": "1", "values": {"a": 1}, "status": "hang"}\n',
-            "values {",
-        ),
-        ("HEADER" + TIMED.format(ms="0", stages="2"), "line 2: ms 0"),
-        ("HEADER" + TIMED.format(ms="NaN", stages="2"), "line 2: ms NaN"),
-        ("HEADER" + TIMED.format(ms="1", stages='"2"'), "line 2: values {"),
-        ('HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok"}\n', "no ms, relative"),
-        ('HEADER{"kind": "config", "key": 1, "values": {}, "status": "ok"}\n', "line 2: key 1"),
-        (
-            'HEADER{"kind": "config", "key": "1", "values": {}, "status": "ok", "ms": 1, '
-            '"relative": null}\n',
-            "line 2: relative null",
-        ),
-        ('HEADER{"kind": "final", "ms": {"1": "fast"}}\n', 'line 2: 1 "fast"'),
-        ('HEADER{"kind": "final", "ms": [1]}\n', "line 2: ms [1]"),
-        ('HEADER{"kind": "final", "ms": {}, "left_out": []}\n', "line 2: left_out []"),
-        ('HEADER{"kind": "final", "ms": {}, "default_ms": "x"}\n', 'line 2: default_ms "x"'),
+        ({}, 'line 2: not kind "config"'),
+        (CONFIG | {"status": "fine"}, "status 'fine'"),
+        (CONFIG | {"status": "hang", "values": {"a": 1}}, "values {"),
+        (CONFIG | {"ms": 0}, "line 2: ms 0"),
+        (CONFIG | {"ms": math.nan}, "line 2: ms NaN"),
+        (CONFIG | {"values": VALUES | {"num_stages": "2"}}, "line 2: values {"),
+        ({n: CONFIG[n] for n in ("kind", "key", "status", "values")}, "no ms, relative"),
+        (CONFIG | {"key": 1}, "line 2: key 1"),
+        (CONFIG | {"relative": None}, "line 2: relative null"),
+        (FINAL | {"ms": {"1": "fast"}}, 'line 2: 1 "fast"'),
+        (FINAL | {"ms": [1]}, "line 2: ms [1]"),
+        (FINAL | {"left_out": []}, "line 2: left_out []"),
+        (FINAL | {"default_ms": "x"}, 'line 2: default_ms "x"'),
         ("HEADER{oh\nno}\n", "line 2: no JSON"),
         ('{"kind": "sw', "no complete line"),
         (b"\xff\xfe\x00", "bytes that are no text"),
@@ -417,7 +407,8 @@ def test_corrupt_and_foreign_files_are_refused(tmp_path, trouble, content, messa
     else:
         swept(tmp_path, budget=1)
         header = path.read_text().splitlines(keepends=True)[0]
-        path.write_text(content.replace("HEADER", header))
+        text = content if isinstance(content, str) else f"HEADER{json.dumps(content)}\n"
+        path.write_text(text.replace("HEADER", header))
     before = path.read_bytes()
     if message is None:
         assert len(swept(tmp_path, budget=1).rows) == 1
@@ -478,16 +469,6 @@ def test_another_space_does_not_go_on(tmp_path, trouble):
     other.default = next(iter(other)).config
     with pytest.raises(ValueError, match='got a sweep with default "128,128'):
         swept(tmp_path, other)
-
-
-def test_wrong_arguments_are_named(tmp_path):
-    with pytest.raises(ValueError, match="strategy: got 'best', expected one of exhaustive"):
-        swept(tmp_path, strategy="best")
-    with pytest.raises(ValueError, match="budget: got 0, expected a positive int"):
-        swept(tmp_path, budget=0)
-    with pytest.raises(ValueError, match="chosen: got a space of"):
-        tuning.sweep(replace(WORK, causal=True), space_of(), file=tmp_path / "rows.jsonl")
-    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_the_shipped_configuration_is_best_where_it_wins_the_final(tmp_path, trouble):

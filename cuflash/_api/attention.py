@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._api.dispatch import check_common, launch, operands, run_backward, run_forward
-from cuflash._arrays import Array, allocate, native, on_device_of, on_own_device, same_module
-from cuflash._errors import problem_with, shown
-from cuflash._problem.checks import flag, require_float, require_shape
+from cuflash._api.arguments import (
+    QKV,
+    by_field,
+    check_common,
+    check_saved,
+    gradient_buffers,
+    gradient_names,
+    operands,
+    result_pair,
+    results,
+    saved_arrays,
+)
+from cuflash._api.dispatch import launch, run_backward, run_forward
+from cuflash._arrays import Array, on_device_of, on_own_device
 from cuflash._launch.plan_cache import may_be_known, recall, remember
-from cuflash._problem.destinations import check_destination
-from cuflash._problem.option_table import FIELDS
+from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import override
-
-_WRT = ("q", "k", "v")
 
 
 @overload
@@ -163,32 +169,17 @@ def attention(
     if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
     with on_device_of(q):
-        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
-        xp, q, k, v = operands(**given)
+        xp, given, qkv = operands(q, k, v)
         check_common(xp, deterministic, workspace, config)
         config = override.of_forward(config)
-        out, lse = result_pair(out, return_lse)
-        problem = describe(q, k, v, chosen, axes=axes, precision=precision, out=out)
-        if out is not None:
-            check_destination("out", out, **given)  # as they came: promotion makes copies
-        if lse is not None:
-            require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
-            if lse.dtype != problem.lse_dtype:
-                raise problem_with(
-                    "out",
-                    TypeError,
-                    got=f"lse of dtype {lse.dtype}",
-                    expected=str(problem.lse_dtype),
-                )
-            check_destination("lse", lse, **given, out=out, **chosen.arrays)
-        if out is None:
-            out = allocate(xp, "out", problem.out_shape, problem.dtype)
-        if lse is None and (return_lse or xp is np):
-            lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
-        plan = run_forward(problem, q, k, v, chosen, out, lse, workspace, config)
+        pair = result_pair(out, return_lse)
+        problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
+        inputs = given | chosen.arrays
+        out, lse = results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
+        plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
         if plain and plan is not None and may_be_known(chosen):
-            repeat = launch().repeated_forward(plan, problem, q, lse)
-            remember(repeat, chosen, return_lse, (q, k, v))
+            repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+            remember(repeat, chosen, return_lse, qkv)
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -202,7 +193,7 @@ def attention_backward(
     /,
     *,
     dlse: Array | None = None,
-    wrt: tuple[str, ...] = _WRT,
+    wrt: tuple[str, ...] = QKV,
     grads_out: Gradients | None = None,
     options: Options | None = None,
     axes: Any = None,
@@ -284,43 +275,31 @@ def attention_backward(
     """
     chosen = resolve(options, score_options)
     plain = dlse is grads_out is axes is precision is workspace is config is None
-    plain = plain and isinstance(deterministic, bool) and (wrt is _WRT or _is_qkv(wrt))
+    plain = plain and isinstance(deterministic, bool) and (wrt is QKV or _is_qkv(wrt))
     if plain:
         known: Gradients | None = recall(chosen, deterministic, (q, k, v), (dout, out, lse))
         if known is not None:
             return known
     with on_device_of(dout):
         wanted = gradient_names(wrt, chosen)
-        given = {name: native(name, a) for name, a in zip(_WRT, (q, k, v), strict=True)}
-        given |= {name: a for name, a in chosen.arrays.items() if name in FIELDS}
-        xp, q, k, v = operands(q, k, v)
-        if "scale" in wanted:
-            given["scale"] = xp.empty(())
-        dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
-        dlse = None if dlse is None else native("dlse", dlse)
-        same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+        xp, given, qkv = operands(q, k, v)
+        saved = saved_arrays(qkv[0], dout, out, lse, dlse)
         check_common(xp, deterministic, workspace, config)
         config = override.of_backward(config)
-        problem = describe(q, k, v, chosen, axes=axes, precision=precision)
-        for name, array in (("dout", dout), ("out", out)):
-            require_float(name, array)
-            require_shape(name, array, problem.out_shape, "the result of attention")
-        for name, array in (("lse", lse), ("dlse", dlse)):
-            if array is not None:
-                require_float(name, array)
-                require_shape(name, array, problem.lse_shape, "the lse of attention")
-        read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, **chosen.arrays}
-        gradients = gradient_buffers(xp, wanted, grads_out, given, read)
+        problem = describe(*qkv, chosen, axes=axes, precision=precision)
+        check_saved(problem, saved, "attention")
+        inputs = given | chosen.arrays
+        gradients = gradient_buffers(xp, wanted, grads_out, inputs, saved._asdict())
         plan = run_backward(
-            problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
-            deterministic=bool(deterministic),
+            problem, qkv, chosen, saved, gradients,
+            workspace=workspace, config=config, deterministic=bool(deterministic),
         )  # fmt: skip
-        unpromoted = given["q"] is q and given["k"] is k and given["v"] is v
+        unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, problem, q, k, v, dout, out, lse)
+            repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
             if repeat is not None:
-                remember(repeat, chosen, deterministic, (q, k, v), (dout, out, lse))
-        return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+                remember(repeat, chosen, deterministic, qkv, saved[:3])
+        return by_field(gradients)
 
 
 def attention_vjp(
@@ -371,7 +350,7 @@ def attention_vjp(
     result = attention(q, k, v, return_lse=True, **common)
 
     def pullback(
-        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = _WRT
+        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = QKV
     ) -> Gradients:
         return attention_backward(
             dout, q, k, v, result.out, result.lse, dlse=dlse, wrt=wrt, **common
@@ -420,83 +399,13 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
-    xp, q, k, v = operands(q, k, v)
-    problem = describe(q, k, v, chosen, axes=axes, precision=precision)
+    xp, _, qkv = operands(q, k, v)
+    problem = describe(*qkv, chosen, axes=axes, precision=precision)
     if xp is np:
         return 0
     return int(launch().workspace_size(problem, "backward" if backward else "forward"))
 
 
-def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
-    """The destinations of out and lse."""
-    if out is None:
-        return None, None
-    if not return_lse:
-        if isinstance(out, tuple):
-            raise problem_with(
-                "out", TypeError, got="a tuple", expected="one array",
-                fix="with return_lse=True it is a pair (out, lse)",
-            )  # fmt: skip
-        return native("out", out), None
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise problem_with(
-            "out", TypeError, got=type(out).__name__, expected="a pair (out, lse) with return_lse"
-        )
-    return native("out", out[0]), native("out", out[1])
-
-
-def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
-    """The inputs whose gradients are asked for, in the order of FIELDS."""
-    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
-    if not isinstance(wrt, tuple | list):
-        raise problem_with("wrt", TypeError, got=shown(wrt), expected=expected)
-    for name in wrt:
-        if not isinstance(name, str) or name not in FIELDS:
-            raise problem_with("wrt", ValueError, got=shown(wrt), expected=expected)
-        if name not in (*_WRT, "scale") and name not in options.arrays:
-            raise problem_with(
-                "wrt", ValueError, got=shown(wrt), expected=f"inputs of the call; {name} is not one"
-            )
-    return tuple(name for name in FIELDS if name in wrt)
-
-
 def _is_qkv(wrt: Any) -> bool:
     """Whether it is a tuple that names q, k and v in order: arrays are not compared with names."""
-    return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == _WRT
-
-
-def gradient_buffers(
-    xp: ModuleType,
-    wanted: tuple[str, ...],
-    grads_out: Gradients | None,
-    inputs: dict[str, Array],
-    read: dict[str, Array | None],
-) -> dict[str, Array]:
-    """Arrays for the gradients by input name: those of ``grads_out``, else new ones.
-
-    The caller's have to be apart from the ``inputs``, from all else that is ``read``, and from each
-    other.
-    """
-    if grads_out is not None and not isinstance(grads_out, Gradients):
-        raise problem_with(
-            "grads_out", TypeError, got=type(grads_out).__name__, expected="a cuflash.Gradients"
-        )
-    taken = inputs | {name: array for name, array in read.items() if array is not None}
-    buffers: dict[str, Array] = {}
-    for name in wanted:
-        argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
-        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
-        if buffer is None:
-            buffers[name] = allocate(xp, argument, like.shape, like.dtype)
-            continue
-        buffer = buffers[name] = native(argument, buffer)
-        same_module(**{name: like, argument: buffer})
-        require_shape(argument, buffer, like.shape, name)
-        if buffer.dtype != like.dtype:
-            raise problem_with(
-                argument, TypeError, got=f"dtype {buffer.dtype}",
-                expected=f"{like.dtype} as in {name}",
-            )  # fmt: skip
-        check_destination(argument, buffer, **taken)
-        taken[argument] = buffer
-    return buffers
+    return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == QKV

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
-from cuflash._errors import problem_with, shown
+from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
 from cuflash._results import AttentionResult
@@ -53,20 +53,18 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     True
     """
     if not is_integer(axis):
-        raise problem_with("axis", TypeError, got=shown(axis), expected="an int")
+        raise wrong_type("axis", shown(axis), "an int")
     axis = integer_value("axis", axis, "an int")
     outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
     xp = same_module(outs=outs, lses=lses)
     for name, array in (("outs", outs), ("lses", lses)):
         require_float(name, array)
     if not 0 <= axis < lses.ndim:
-        raise problem_with(
-            "axis", ValueError, got=shown(axis), expected=f"an axis from 0 to {lses.ndim - 1}"
-        )
+        raise wrong_value("axis", shown(axis), f"an axis from 0 to {lses.ndim - 1}")
     require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
     refuse_captured(xp, "merge")
     if lses.shape[axis] == 0:
-        raise problem_with("outs", ValueError, got="no parts", expected="at least one part")
+        raise wrong_value("outs", "no parts", "at least one part")
     dtype = arithmetic(lses.dtype)
     with np.errstate(all="ignore"):
         parts = xp.moveaxis(lses, axis, 0).astype(dtype)
@@ -150,23 +148,19 @@ def _stacked(name: str, parts: Any, axis: int) -> Array:
     if not isinstance(parts, list | tuple):
         return native(name, parts)
     if axis != 0:
-        raise problem_with(
-            "axis", ValueError, got=shown(axis), expected="0 for a sequence of parts"
-        )
+        raise wrong_value("axis", shown(axis), "0 for a sequence of parts")
     if not parts:
-        raise problem_with(name, ValueError, got="no parts", expected="at least one part")
+        raise wrong_value(name, "no parts", "at least one part")
     arrays = [native(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     xp = same_module(**{f"{name}[{i}]": array for i, array in enumerate(arrays)})
     for i, array in enumerate(arrays):
         if array.ndim >= _MAX_AXES:
-            raise problem_with(
-                f"{name}[{i}]", ValueError, got=f"{array.ndim} axes",
-                expected=f"fewer than {_MAX_AXES}", fix="reshape some into one",
+            raise wrong_value(
+                f"{name}[{i}]", f"{array.ndim} axes", f"fewer than {_MAX_AXES}",
+                "reshape some into one",
             )  # fmt: skip
         require_shape(f"{name}[{i}]", array, arrays[0].shape, f"{name}[0]")
         if array.dtype != arrays[0].dtype:
-            raise problem_with(
-                f"{name}[{i}]", TypeError, got=f"dtype {array.dtype}", expected=arrays[0].dtype
-            )
+            raise wrong_type(f"{name}[{i}]", f"dtype {array.dtype}", arrays[0].dtype)
     refuse_captured(xp, "merge")
     return xp.stack(arrays)

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._api.attention import attention, attention_backward, gradient_names
-from cuflash._api.dispatch import operands
+from cuflash._api.arguments import gradient_names, operands
+from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
     array_module,
@@ -19,7 +19,7 @@ from cuflash._arrays import (
     refuse_captured,
     same_module,
 )
-from cuflash._errors import problem_with, shown
+from cuflash._errors import problem_with, shown, wrong_type, wrong_value
 from cuflash._host.scores import Scores, Tile, arithmetic
 from cuflash._problem import checks, philox
 from cuflash._problem.checks import require_float, require_shape
@@ -135,9 +135,7 @@ def logsumexp_backward(
     """
     chosen = resolve(options, score_options)
     if "v" in gradient_names(wrt, chosen):
-        raise problem_with(
-            "wrt", ValueError, got=shown(wrt), expected="inputs of the call; v is not one"
-        )
+        raise wrong_value("wrt", shown(wrt), "inputs of the call; v is not one")
     dlse = native("dlse", dlse)
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
@@ -203,7 +201,7 @@ def weights(
     array([[0.355, 0.215, 0.215, 0.215]])
     """
     chosen = resolve(options, score_options)
-    xp, q, k, _ = operands(q, k, k)
+    xp, _, (q, k, _) = operands(q, k, k)
     lse = native("lse", lse)
     same_module(q=q, lse=lse)
     refuse_captured(xp, "weights")
@@ -211,9 +209,9 @@ def weights(
     require_float("lse", lse)
     require_shape("lse", lse, problem.lse_shape, "the lse of attention")
     if rows is None and cols is None:
-        raise problem_with(
-            "rows", ValueError, got="neither rows nor cols", expected="a selection",
-            fix="rows=slice(None) asks for the whole matrix",
+        raise wrong_value(
+            "rows", "neither rows nor cols", "a selection",
+            "rows=slice(None) asks for the whole matrix",
         )  # fmt: skip
     m = xp.arange(problem.seqlen_q)[_selection("rows", rows, problem.seqlen_q, xp)]
     n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
@@ -269,12 +267,12 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
            [ True,  True, False,  True]])
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
-        raise problem_with("shape", ValueError, got=shown(shape), expected="a tuple batch + (m, n)")
+        raise wrong_value("shape", shown(shape), "a tuple batch + (m, n)")
     if not all(map(checks.is_integer, shape)):
-        raise problem_with("shape", TypeError, got=shown(shape), expected="extents >= 0")
+        raise wrong_type("shape", shown(shape), "extents >= 0")
     extents = tuple(checks.integer_value("shape", extent, "extents >= 0") for extent in shape)
     if min(extents) < 0:
-        raise problem_with("shape", ValueError, got=shown(shape), expected="extents >= 0")
+        raise wrong_value("shape", shown(shape), "extents >= 0")
     xp = np if like is None else same_module(like=native("like", like))
     refuse_captured(xp, "dropout_mask")
     p, seed = checks.probability("p", p), checks.seed("seed", seed)
@@ -282,10 +280,9 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
         try:
             mask = xp.empty(extents, bool)
         except (MemoryError, OverflowError, ValueError) as error:
-            raise problem_with(
-                "shape", ValueError, got=shown(shape),
-                expected=f"that of an array that fits into memory ({error})",
-            ) from None  # fmt: skip
+            raise wrong_value(
+                "shape", shown(shape), f"that of an array that fits into memory ({error})"
+            ) from None
         if not mask.size:
             return mask
         entries = mask.reshape(-1, *extents[-2:])
@@ -312,7 +309,7 @@ def _no_result(
     q: Any, k: Any, v: Array, *, options: Options, axes: Any, precision: Any, **_: Any
 ) -> Array:
     """The result of a call without values: an array of its shape, and no bytes."""
-    problem = describe(*operands(q, k, v)[1:], options, axes=axes, precision=precision)
+    problem = describe(*operands(q, k, v)[2], options, axes=axes, precision=precision)
     return array_module(v).empty(problem.out_shape, problem.dtype)
 
 
@@ -333,12 +330,11 @@ def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
     if array.shape == (0,):  # an empty list has no integers
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise problem_with(name, TypeError, got=shown(chosen), expected=expected)
+        raise wrong_type(name, shown(chosen), expected)
     if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
         low, high = int(array.min()), int(array.max())
         if low < -extent or high >= extent:
-            raise problem_with(
-                name, ValueError, got=f"indices from {low} to {high}",
-                expected=f"indices from {-extent} to {extent - 1}",
-            )  # fmt: skip
+            raise wrong_value(
+                name, f"indices from {low} to {high}", f"indices from {-extent} to {extent - 1}"
+            )
     return xp.asarray(array)

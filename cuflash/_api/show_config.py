@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import ml_dtypes
 import numpy as np
 
-from cuflash._errors import problem_with, shown
+from cuflash._errors import shown, wrong_value
 
 
 @overload
@@ -46,7 +46,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     ['cuflash', 'cupy', 'device']
     """
     if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
-        raise problem_with("mode", ValueError, got=shown(mode), expected="'stdout' or 'dicts'")
+        raise wrong_value("mode", shown(mode), "'stdout' or 'dicts'")
     table = {
         "cuflash": f"{_version()} ({os.path.dirname(__file__)})",
         "python": f"{platform.python_version()} ({platform.platform()})",

@@ -9,23 +9,30 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._api.attention import gradient_buffers, gradient_names, result_pair
-from cuflash._api.dispatch import check_common, operands, run_backward, run_forward
-from cuflash._arrays import Array, allocate, native, on_own_device, same_module, write_rounded
-from cuflash._errors import problem_with
+from cuflash._api.arguments import (
+    QKV,
+    Saved,
+    by_field,
+    check_common,
+    check_saved,
+    gradient_buffers,
+    gradient_names,
+    operands,
+    result_pair,
+    results,
+    saved_arrays,
+)
+from cuflash._api.dispatch import run_backward, run_forward
+from cuflash._arrays import Array, Triple, native, on_own_device, same_module, write_rounded
+from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
-from cuflash._problem.checks import flag, require_float, require_shape
-from cuflash._problem.destinations import check_destination
-from cuflash._problem.option_table import FIELDS
+from cuflash._problem.checks import flag
+from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import override
-
-#: Which pair of ``axes`` a packed matrix has.
-_PAIRS = {"q": 0, "k": 1, "v": 2, "out": 3, "dout": 3}
-_CORES = {"bias": 2, "mask": 2, "segment_ids_q": 1, "segment_ids_k": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Call:
     """What one sequence computes: a checked problem on views of the packed matrices."""
 
     sequence: Sequence
-    parts: dict[str, Array]
+    qkv: Triple
     options: Options
     problem: Problem
 
@@ -110,53 +117,27 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
-    given = {name: native(name, a) for name, a in (("q", q), ("k", k), ("v", v))}
-    xp, q, k, v = operands(**given)
+    xp, given, qkv = operands(q, k, v)
     check_common(xp, deterministic, workspace, config)
     config = override.of_forward(config)
-    out, lse = result_pair(out, flag("return_lse", return_lse))
-    whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision, out=out)
+    pair = result_pair(out, flag("return_lse", return_lse))
+    layout: dict[str, Any] = {"axes": axes, "precision": precision, "out": pair[0]}
+    whole = describe(*qkv, _without_arrays(chosen), **layout)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
-    if out is not None:
-        check_destination("out", out, **inputs)
-    if lse is not None:
-        require_shape("lse", lse, whole.lse_shape, "batch + (total_q,)")
-        if lse.dtype != whole.lse_dtype:
-            raise problem_with(
-                "out", TypeError, got=f"lse of dtype {lse.dtype}", expected=str(whole.lse_dtype)
-            )
-        check_destination("lse", lse, **inputs, out=out)
-    if out is None:
-        out = allocate(xp, "out", whole.out_shape, whole.dtype)
-    if lse is None:
-        lse = allocate(xp, "out", whole.lse_shape, whole.lse_dtype)
-    if xp is not np:
-        common: dict[str, Any] = {"axes": axes, "precision": precision, "out": out}
-        problem = describe_packed(q, k, v, chosen, ends, **common)
+    out, lse = results(xp, pair, whole, inputs, with_lse=True)
+    if xp is np:
+        _forward_on_the_host(whole, chosen, _sequences(whole, inputs), qkv, out, lse)
+    else:
+        problem = describe_packed(*qkv, chosen, ends, **layout)
         if count:
-            run_forward(problem, q, k, v, chosen, out, lse, workspace, config, cu_seqlens=ends)
+            run_forward(
+                problem, qkv, chosen, out, lse,
+                workspace=workspace, config=config, cu_seqlens=ends,
+            )  # fmt: skip
         else:
             out.fill(0)
             lse.fill(-np.inf)
-        return AttentionResult(out, lse) if return_lse else out
-    destinations = out, lse
-    if chosen.score_mod is not None or chosen.mask_mod is not None:
-        # A formula may raise in any sequence, and then nothing has been written.
-        out, lse = np.empty_like(out), np.empty_like(lse)
-    calls = _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v, out=out)
-    out.fill(0)
-    lse.fill(-np.inf)
-    for call in calls:
-        s, parts = call.sequence, call.parts
-        run_forward(
-            call.problem, parts["q"], parts["k"], parts["v"], call.options, parts["out"],
-            lse[..., s.q], workspace, config, first_entry=s.index * math.prod(whole.batch),
-        )  # fmt: skip
-    for destination, filled in zip(destinations, (out, lse), strict=True):
-        if destination is not filled:
-            destination[...] = filled
-    out, lse = destinations
     return AttentionResult(out, lse) if return_lse else out
 
 
@@ -216,59 +197,83 @@ def attention_varlen_backward(
     """
     chosen = resolve(options, score_options)
     wanted = gradient_names(wrt, chosen)
-    given = {name: native(name, a) for name, a in (("q", q), ("k", k), ("v", v))}
-    xp, q, k, v = operands(**given)
-    dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
-    dlse = None if dlse is None else native("dlse", dlse)
-    same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+    xp, given, qkv = operands(q, k, v)
+    saved = saved_arrays(qkv[0], dout, out, lse, dlse)
     check_common(xp, deterministic, workspace, config)
     config = override.of_backward(config)
-    whole = describe(q, k, v, _without_arrays(chosen), axes=axes, precision=precision)
+    layout: dict[str, Any] = {"axes": axes, "precision": precision}
+    whole = describe(*qkv, _without_arrays(chosen), **layout)
     ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
     count = _check_ends(ends)
-    for name, array, shape in (
-        ("dout", dout, whole.out_shape),
-        ("out", out, whole.out_shape),
-        ("lse", lse, whole.lse_shape),
-        ("dlse", dlse, whole.lse_shape),
-    ):
-        if array is not None:
-            require_float(name, array)
-            require_shape(name, array, shape, "the result of attention_varlen")
-    read = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    likes = inputs | {"scale": xp.empty(())} if "scale" in wanted else inputs
-    gradients = gradient_buffers(xp, wanted, grads_out, likes, read)
-    if xp is not np:
-        problem = describe_packed(q, k, v, chosen, ends, axes=axes, precision=precision)
+    check_saved(whole, saved, "attention_varlen")
+    gradients = gradient_buffers(xp, wanted, grads_out, inputs, saved._asdict())
+    if xp is np:
+        _backward_on_the_host(whole, chosen, _sequences(whole, inputs), qkv, saved, gradients)
+    else:
+        problem = describe_packed(*qkv, chosen, ends, **layout)
         for gradient in gradients.values():
             gradient.fill(0)
         if count:
             run_backward(
-                problem, dout, q, k, v, out, lse, dlse, chosen, gradients, workspace, config,
-                deterministic=bool(deterministic), cu_seqlens=ends,
+                problem, qkv, chosen, saved, gradients, deterministic=bool(deterministic),
+                workspace=workspace, config=config, cu_seqlens=ends,
             )  # fmt: skip
-        return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+    return by_field(gradients)
+
+
+def _forward_on_the_host(
+    whole: Problem,
+    options: Options,
+    sequences: tuple[Sequence, ...],
+    qkv: Triple,
+    out: Array,
+    lse: Array,
+) -> None:
+    """Compute each sequence by itself."""
+    destinations = out, lse
+    if options.score_mod is not None or options.mask_mod is not None:
+        # A formula may raise in any sequence, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
+    calls = _calls(whole, options, sequences, qkv, out)
+    out.fill(0)
+    lse.fill(-np.inf)
+    for call in calls:
+        s = call.sequence
+        first = s.index * math.prod(whole.batch)
+        rows = _part(whole, "out", out, s), lse[..., s.q]
+        run_forward(call.problem, call.qkv, call.options, *rows, first_entry=first)
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
+
+
+def _backward_on_the_host(
+    whole: Problem,
+    options: Options,
+    sequences: tuple[Sequence, ...],
+    qkv: Triple,
+    saved: Saved,
+    gradients: dict[str, Array],
+) -> None:
+    """Add up the gradients of each sequence in the dtype of its arithmetic."""
     sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}
-    for call in _calls(whole, chosen, _sequences(whole, inputs), q=q, k=k, v=v):
-        s, parts = call.sequence, call.parts
+    for call in _calls(whole, options, sequences, qkv):
+        s = call.sequence
         targets = {
-            name: _part(whole, name, a, s) if name in _PAIRS
+            name: _part(whole, name, a, s) if name in QKV
             else a if name == "scale" else _own_part(whole, name, a, s)
             for name, a in sums.items()
         }  # fmt: skip
-        results = {name: np.empty(a.shape, a.dtype) for name, a in targets.items()}
-        run_backward(
-            call.problem, _part(whole, "dout", dout, s), parts["q"], parts["k"], parts["v"],
-            _part(whole, "out", out, s), lse[..., s.q], None if dlse is None else dlse[..., s.q],
-            call.options, results, workspace, config,
-            first_entry=s.index * math.prod(whole.batch),
-        )  # fmt: skip
+        parts = {name: np.empty(a.shape, a.dtype) for name, a in targets.items()}
+        dlse = None if saved.dlse is None else saved.dlse[..., s.q]
+        dout, out = (_part(whole, "out", a, s) for a in (saved.dout, saved.out))
+        rows = Saved(dout, out, saved.lse[..., s.q], dlse)
+        first = s.index * math.prod(whole.batch)
+        run_backward(call.problem, call.qkv, call.options, rows, parts, first_entry=first)
         for name, target in targets.items():
-            target += results[name]
-    with np.errstate(all="ignore"):
-        for name, gradient in gradients.items():
-            write_rounded(gradient, sums[name])
-    return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+            target += parts[name]
+    for name, gradient in gradients.items():
+        write_rounded(gradient, sums[name])
 
 
 def _inputs(
@@ -294,17 +299,13 @@ def _check_ends(ends: dict[str, Array]) -> int:
     """The number of sequences, after what can be checked without reading a value."""
     for name, array in ends.items():
         if array.dtype.kind not in "iu":
-            raise problem_with(name, TypeError, got=f"dtype {array.dtype}", expected="integers")
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
         if array.ndim != 1 or array.size == 0:
-            raise problem_with(
-                name, ValueError, got=f"shape {array.shape}", expected="shape (sequences + 1,)"
-            )
+            raise wrong_value(name, f"shape {array.shape}", "shape (sequences + 1,)")
     counts = [array.size - 1 for array in ends.values()]
     if counts[0] != counts[1]:
-        raise problem_with(
-            "cu_seqlens_k", ValueError, got=f"{counts[1]} sequences",
-            expected=f"{counts[0]} sequences as in cu_seqlens_q",
-        )  # fmt: skip
+        expected = f"{counts[0]} sequences as in cu_seqlens_q"
+        raise wrong_value("cu_seqlens_k", f"{counts[1]} sequences", expected)
     return int(counts[0])
 
 
@@ -314,13 +315,11 @@ def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]
     for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
         values = inputs[name].tolist()
         if any(a > b for a, b in itertools.pairwise(values)):
-            raise problem_with(
-                name, ValueError, got="values that decrease", expected="none that do"
-            )
+            raise wrong_value(name, "values that decrease", "none that do")
         if not 0 <= values[0] <= values[-1] <= total:
-            raise problem_with(
-                name, ValueError, got=f"values from {values[0]} to {values[-1]}",
-                expected=f"values from 0 to {total}, the number of packed rows",
+            raise wrong_value(
+                name, f"values from {values[0]} to {values[-1]}",
+                f"values from 0 to {total}, the number of packed rows",
             )  # fmt: skip
         ends.append(values)
     pairs = (itertools.pairwise(values) for values in ends)
@@ -330,53 +329,52 @@ def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]
 
 
 def _calls(
-    whole: Problem, options: Options, sequences: tuple[Sequence, ...], **matrices: Array
+    whole: Problem,
+    options: Options,
+    sequences: tuple[Sequence, ...],
+    qkv: Triple,
+    out: Array | None = None,
 ) -> list[Call]:
     """The call of each sequence: a list, so that all are checked before anything is written."""
     for name, array in options.arrays.items():
         _check_axes(whole, name, array, len(sequences))
     calls = []
     for s in sequences:
-        parts = {name: _part(whole, name, array, s) for name, array in matrices.items()}
+        q, k, v = (_part(whole, name, array, s) for name, array in zip(QKV, qkv, strict=True))
+        own_out = None if out is None else _part(whole, "out", out, s)
+        layout: dict[str, Any] = {"axes": whole.axes, "precision": whole.precision, "out": own_out}
         own = _own_options(whole, options, s)
-        problem = describe(
-            parts["q"], parts["k"], parts["v"], own, axes=whole.axes, precision=whole.precision,
-            out=parts.get("out"),
-        )  # fmt: skip
-        calls.append(Call(s, parts, own, problem))
+        calls.append(Call(s, (q, k, v), own, describe(q, k, v, own, **layout)))
     return calls
 
 
 def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
-    """View of one sequence of a packed matrix."""
+    """View of one sequence of a packed matrix: of q, k, v, or of one like out."""
     index: list[Any] = [slice(None)] * matrix.ndim
-    index[whole.axes[_PAIRS[name]][0]] = s.k if name in ("k", "v") else s.q
+    pair = whole.axes[QKV.index(name) if name in QKV else 3]
+    index[pair[0]] = s.k if name in ("k", "v") else s.q
     return matrix[tuple(index)]
 
 
 def _most_axes(whole: Problem, name: str) -> int:
     """As many as a score option's array has with sequences, batch and core."""
-    return 1 + len(whole.batch_shape) + _CORES.get(name, 0)
+    return 1 + len(whole.batch_shape) + len(ARRAYS[name][1])
 
 
 def _check_axes(whole: Problem, name: str, array: Array, sequences: int) -> None:
-    core, most = _CORES.get(name, 0), _most_axes(whole, name)
+    core, most = len(ARRAYS[name][1]), _most_axes(whole, name)
     if not core <= array.ndim <= most:
-        raise problem_with(
-            name, ValueError, got=f"shape {array.shape}",
-            expected=f"{core} to {most} axes, sequences first" if core
-            else f"at most {most} axes, sequences first",
-        )  # fmt: skip
+        count = f"{core} to {most}" if core else f"at most {most}"
+        raise wrong_value(name, f"shape {array.shape}", f"{count} axes, sequences first")
     if array.ndim == most and array.shape[0] not in (1, sequences):
-        raise problem_with(
-            name, ValueError, got=f"shape {array.shape}",
-            expected=f"{sequences} or 1 sequences in the first axis",
-        )  # fmt: skip
+        raise wrong_value(
+            name, f"shape {array.shape}", f"{sequences} or 1 sequences in the first axis"
+        )
 
 
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
-    core = _CORES.get(name, 0)
+    core = len(ARRAYS[name][1])
     if array.ndim == _most_axes(whole, name):
         array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
     lengths = {"segment_ids_q": (s.q,), "segment_ids_k": (s.k,)}.get(name, (s.q, s.k))
@@ -384,9 +382,9 @@ def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
         extent = part.stop - part.start
         if array.shape[axis] != 1:
             if array.shape[axis] < extent:
-                raise problem_with(
-                    name, ValueError, got=f"shape {array.shape}",
-                    expected=f"extent 1 or at least {extent}, that of sequence {s.index}",
+                raise wrong_value(
+                    name, f"shape {array.shape}",
+                    f"extent 1 or at least {extent}, that of sequence {s.index}",
                 )  # fmt: skip
             index: list[Any] = [slice(None)] * array.ndim
             index[axis] = slice(0, extent)

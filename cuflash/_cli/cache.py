@@ -9,6 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import cuflash
+from cuflash._cli.problem_arguments import listed, positive
+from cuflash._jit import cubin_cache
+from cuflash.tuning._workload import Workload
+
 SUMMARY = "list, verify, warm or clear the store of compiled kernels"
 EXAMPLES = """\
 examples:
@@ -30,22 +35,18 @@ _ENTRY = re.compile(rb"\.text\.(cuflash_\w+)")
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    from cuflash._cli.problem_arguments import listed, positive
-
     p.add_argument("action", choices=("list", "verify", "warm", "clear"))
     p.add_argument("--folder", type=Path, help="another folder than the store of this machine")
     p.add_argument("--arch", help="warm: for devices of this architecture (default: the one here)")
     p.add_argument("--head-dims", type=listed(int), default=[64, 128], help="warm: default 64,128")
     p.add_argument("--dtypes", type=listed(str), default=["bfloat16", "float16"], help="warm")
-    p.add_argument("--backward", action="store_true", help="warm: gradients, too")
+    p.add_argument("--backward", action="store_true", help="warm: also gradients")
     p.add_argument("--processes", type=positive, help="warm: default one for each core")
     p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked for."""
-    from cuflash._jit import cubin_cache
-
     folder = arguments.folder or cubin_cache.folder()
     if arguments.action == "warm":
         return _warm(arguments)
@@ -69,12 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    from cuflash._jit import cubin_cache
-
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
     rows = []
-    for path in files:
-        if path.suffix != ".cubin" or not _FILE.fullmatch(path.name):
+    for path in sorted(folder.glob("*.cubin")):
+        if not _FILE.fullmatch(path.name):
             continue
         whole = cubin_cache.verified(path)
         entry = _ENTRY.search(cubin_cache.read(path)) if whole else None
@@ -103,9 +101,6 @@ def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any
 
 
 def _warm(arguments: argparse.Namespace) -> int:
-    import cuflash
-    from cuflash.tuning._workload import Workload
-
     works = [
         Workload(16, 16, 16, 4096, 4096, d, d, dtype, causal=causal)
         for d in arguments.head_dims

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cuflash._cli import explained, from_checkout, io_model
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 from cuflash._errors import problem_with
+from cuflash._select import hardware
 from cuflash.tuning._workload import Workload
 
 SUMMARY = "which kernel and tiles run for a call, why, and what bounds them"
@@ -34,7 +35,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="of packed sequences, in place of --batch and --seqlen: attention_varlen",
     )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
-    p.add_argument("--backward", action="store_true", help="the kernels of the gradient, too")
+    p.add_argument("--backward", action="store_true", help="also the kernels of the gradient")
     p.add_argument(
         "--io", action="store_true",
         help="bytes by the IO model, of the forward, and with --backward of each kernel behind it",
@@ -45,8 +46,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain one call."""
-    from cuflash._cli.explained import explain
-
     work = problem_of(arguments)
     if arguments.seqlens:
         lengths = tuple(arguments.seqlens)
@@ -57,28 +56,25 @@ def run(arguments: argparse.Namespace) -> int:
             "--seqlens", ValueError, got=f"{len(work.seqlens)} packed sequences with --io",
             expected="a batch: the IO model has no packed sequences",
         )  # fmt: skip
-    call = functools.partial(explain, work, arch=arguments.arch, backward=arguments.backward)
+    given: dict[str, Any] = {"arch": arguments.arch, "backward": arguments.backward}
     try:
-        found = call(compiled=not arguments.no_compile)
+        found = explained.explain(work, **given, compiled=not arguments.no_compile)
     except ImportError as error:
         print(f"cuflash: registers are unknown: {error}", file=sys.stderr)
-        found = call(compiled=False)
+        found = explained.explain(work, **given, compiled=False)
     if arguments.io:
-        found |= _io(work, arguments.arch, backward=arguments.backward)
+        found |= _io(work, **given)
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(_lines(found)))
     return int(any("error" in own for own in found["kernels"]))
 
 
 def _io(work: Workload, arch: str | None, *, backward: bool) -> dict[str, Any]:
     """What the IO model predicts, with what the counters of a device say where they can be read."""
-    from cuflash._cli import io_model, profiler
-    from cuflash._select import hardware
-
     found = io_model.predicted(work, arch=arch, backward=backward)
     if arch is None and hardware.present() is not None:
         try:
-            profiler.count(work, found)
-        except profiler.NotProfiled as reason:
+            from_checkout.module("profiler").count(work, found)
+        except (ImportError, RuntimeError) as reason:
             print(f"cuflash: not measured: {reason}", file=sys.stderr)
     return found
 
@@ -88,30 +84,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for own in found["kernels"]:
         gradient = f" ({own['gradient']})" if "gradient" in own else ""
         lines += ["", own["kernel"] + gradient]
-        if own["why"]:
-            lines.append(f"  why             {own['why']}")
-        tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())
-        lines.append(f"  tile            {tile or 'fixed'}")
-        if tile:
-            lines.append(f"  tile from       {own['tile_from']}")
-        lines.append(f"  shared memory   {own['smem_bytes'] / 1024:.1f} KiB a block")
-        if "error" in own:
-            lines.append(f"  did not compile {own['error']}")
-        elif "registers" in own:
-            threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"
-            lines.append(
-                f"  registers       {own['registers']} a thread, {own['spill_bytes']} bytes "
-                f"spilled; {threads} a multiprocessor"
-            )
-        else:
-            lines.append("  registers       unknown: not compiled")
-        if "tflop" in own:
-            lines.append(
-                f"  work            {own['tflop']:.4g} TFLOP on {own['once'] / 1e6:.4g} MB: "
-                f"{own['intensity']:.4g} FLOP/byte"
-            )
-        if "bound_ms" in own:
-            lines.append(f"  roofline        {_bound(own, found['device'])}")
+        lines += [f"  {name:<15} {text}" for name, text in _rows(own, found["device"])]
     if "io" in found:
         arrays = found["workload"]["arrays"]
         without = f", as without {', '.join(arrays)}" if arrays else ""
@@ -120,6 +93,30 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines += ["", f"MB of the gradient (IO model{without})"]
             lines += _gradient_lines(found["io_gradient"])
     return lines
+
+
+def _rows(own: dict[str, Any], device: str) -> Iterator[tuple[str, str]]:
+    """What is said of one kernel: name and text of each line."""
+    if own["why"]:
+        yield "why", own["why"]
+    tile = ", ".join(f"{name} {value}" for name, value in own["tile"].items())
+    yield "tile", tile or "fixed"
+    if tile:
+        yield "tile from", own["tile_from"]
+    yield "shared memory", f"{own['smem_bytes'] / 1024:.1f} KiB a block"
+    if "error" in own:
+        yield "did not compile", own["error"]
+    elif "registers" in own:
+        registers = f"{own['registers']} a thread, {own['spill_bytes']} bytes spilled"
+        threads = f"{own['blocks_per_multiprocessor']} x {own['num_threads']} threads"
+        yield "registers", f"{registers}; {threads} an SM"
+    else:
+        yield "registers", "unknown: not compiled"
+    if "tflop" in own:
+        work = f"{own['tflop']:.4g} TFLOP on {own['once'] / 1e6:.4g} MB"
+        yield "work", f"{work}: {own['intensity']:.4g} FLOP/byte"
+    if "bound_ms" in own:
+        yield "roofline", _bound(own, device)
 
 
 def _bound(own: dict[str, Any], device: str) -> str:
@@ -133,8 +130,6 @@ def _bound(own: dict[str, Any], device: str) -> str:
 
 
 def _io_lines(io: dict[str, Any]) -> list[str]:
-    from cuflash._cli.profiler import PREDICTED
-
     rows = [
         ("q, k and v once", io["read_once"], "the least that device memory is read"),
         ("loaded by tiles", io["loaded"], "q once, k and v once for each tile of queries"),
@@ -142,18 +137,16 @@ def _io_lines(io: dict[str, Any]) -> list[str]:
         ("unfused", io["unfused"], "device memory, with scores and weights as arrays"),
         ("N^2 d^2 / M", io["asymptotic"], "the theorem, without its constant"),
     ]
-    lines = [_io_line(*row) for row in rows]
     for name, value in io.get("measured", {}).items():
-        share = value / io[PREDICTED[name]]
-        lines.append(_io_line(name, value, f"by ncu, {share:.3f} of the model's"))
-    return lines
+        rows.append(
+            (name, value, f"by ncu, {value / io[io_model.PREDICTED[name]]:.3f} of the model's")
+        )
+    return [_io_line(*row) for row in rows]
 
 
 def _gradient_lines(io: dict[str, Any]) -> list[str]:
     """A row for each kernel and one for all; below it what was counted, and its share."""
-    from cuflash._cli.profiler import PREDICTED_OF_GRADIENT as predicted
-
-    total = io["sum"]
+    total, predicted = io["sum"], io_model.PREDICTED_OF_GRADIENT
     lines = [_table_row("", [field.replace("_", " ") for field in predicted.values()])]
     for row in (*io["kernels"], {"kernel": "all", **total}):
         cells = [f"{row[field] / 1e6:.2f}" for field in predicted.values()]

@@ -1,7 +1,7 @@
-"""Which commands need a checkout? Their code is in its folder ``benchmarks/``.
+"""What needs a checkout? Its code is in the folder ``benchmarks/``.
 
-The installed package lacks that folder: comparisons with peers and pictures serve whoever develops
-kernels. Without it a command says in one line where to get it.
+The installed package lacks that folder: comparisons with peers, pictures and counters of a device
+serve whoever develops kernels. Without it a command says in one line where to get it.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from types import ModuleType
 from cuflash._jit.source import kernels_dir
 
 
+def module(name: str) -> ModuleType:
+    """A module of ``benchmarks/``; an ImportError where this is no checkout."""
+    checkout = kernels_dir().parent
+    if not (checkout / "benchmarks" / "command.py").is_file():
+        raise ImportError(
+            "the benchmarks are not part of the installed package: run this in a checkout of the "
+            "sources of cuflash, which has the folder benchmarks/"
+        )
+    if sys.path[:1] != [str(checkout)]:  # before any other package of that name
+        sys.path.insert(0, str(checkout))
+    from benchmarks import command, plot, profiler
+
+    return {"command": command, "plot": plot, "profiler": profiler}[name]
+
+
 @dataclass(frozen=True)
 class FromCheckout:
     """A command that is described and run by a module of ``benchmarks/``."""
 
-    name: str
+    module: str
     SUMMARY: str
     EXAMPLES: str = ""
 
     def add_arguments(self, p: argparse.ArgumentParser) -> None:
         """Describe the command, as far as it is here."""
         try:
-            self._module().add_arguments(p)
+            module(self.module).add_arguments(p)
         except ImportError as absent:
             p.epilog = str(absent)
             p.set_defaults(any_words=True)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do what is asked for."""
-        status: int = self._module().run(arguments)
-        return status
-
-    def _module(self) -> ModuleType:
-        checkout = kernels_dir().parent
-        if not (checkout / "benchmarks" / "command.py").is_file():
-            raise ImportError(
-                "the benchmarks are not part of the installed package: run this in a checkout of "
-                "the sources of cuflash, which has the folder benchmarks/"
-            )
-        if sys.path[:1] != [str(checkout)]:  # before any other package of that name
-            sys.path.insert(0, str(checkout))
-        from benchmarks import command, plot
-
-        return {"bench": command, "plot": plot}[self.name]
+        return int(module(self.module).run(arguments))
 
 
 bench = FromCheckout(
-    "bench",
+    "command",
     "time calls next to whatever peers are importable, or the device's memory (in a checkout)",
 )
 plot = FromCheckout("plot", "draw sweeps and benchmarks, PNG and SVG")

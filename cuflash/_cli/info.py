@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from cuflash import show_config
+from cuflash._select import hardware, measured
 
 SUMMARY = "versions, device and folders, for a bug report"
 EXAMPLES = """\
@@ -22,15 +24,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
-    from cuflash._select import hardware, measured
-
     table = show_config(mode="dicts")
     found = hardware.present()
     counts = []
-    for name, rows_of in (
-        ("shipped", measured.shipped),
-        (f"of {measured.VARIABLE}", measured.in_use),
-    ):
+    tables: dict[str, Any] = {
+        "shipped": measured.shipped,
+        f"of {measured.VARIABLE}": measured.in_use,
+    }
+    for name, rows_of in tables.items():
         try:
             rows = rows_of()
         except (ValueError, OSError) as error:
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if found is not None:
         limits, peak = found.limits, found.peak
         table["limits"] = (
-            f"{found.multiprocessors} multiprocessors, {limits.block_smem // 1024} KiB of shared "
+            f"{found.multiprocessors} SMs, {limits.block_smem // 1024} KiB of shared "
             f"memory a block, {found.l2_bytes >> 20} MiB of L2"
         )
         if peak is not None:

@@ -18,13 +18,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cuflash._ahead import kernels_of
 from cuflash._errors import problem_with
 from cuflash._select.hardware import wanted
-from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 
+#: What of the model is compared with each counter of a device, for the forward.
+PREDICTED = {
+    "device memory read": "read_once",
+    "device memory write": "stored",
+    "L2 to processors": "loaded",
+    "processors to L2": "stored",
+}
+#: The same for a kernel of the gradient, which may add to a result many times.
+PREDICTED_OF_GRADIENT = {
+    "device memory read": "read_once",
+    "L2 to processors": "loaded",
+    "device memory write": "written_once",
+    "processors to L2": "stored",
+}
 _FLOAT_BYTES = 4
 _SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_sums.cuh
 
@@ -173,40 +185,6 @@ def least_parts(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, in
     if "_dq_" in kernel:
         return read, q
     return (read - v, v) if grads == "v" else (read, k + v if grads == "kv" else k)
-
-
-class Seen(NamedTuple):
-    """Rows of the other side that each tile may see: from ``low`` to before ``high``."""
-
-    low: np.ndarray
-    high: np.ndarray
-
-    def rows(self) -> int:
-        """The rows that all tiles see, summed over tiles."""
-        return int((self.high - self.low).sum())
-
-    def in_blocks(self, block: int, end: int | None = None) -> int:
-        """The same in whole blocks, cut off at ``end``."""
-        low, high = self.low // block * block, -(-self.high // block) * block
-        if end is not None:
-            high = np.minimum(high, end)
-        return int(np.where(self.high > self.low, high - low, 0).sum())
-
-
-def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
-    """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
-    rows, others = work.seqlen_q, work.seqlen_k
-    left, right = work.bounds()
-    if keys:  # a key sees queries as far ahead as a query sees keys behind
-        rows, others, left, right = others, rows, right, left
-    first = np.arange(0, rows, own)
-    last = np.minimum(first + own, rows) - 1
-    low, high = np.zeros_like(first), np.full_like(first, others)
-    if left is not None:
-        low = np.clip(first + others - rows - left, 0, others)
-    if right is not None:
-        high = np.clip(last + others - rows + right + 1, 0, others)
-    return Seen(low, np.maximum(low, high))
 
 
 def _rows_loaded(

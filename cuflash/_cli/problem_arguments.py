@@ -3,59 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
+
+
+def _typed(read: Callable[[str], Value], expected: str) -> Callable[[str], Value]:
+    """An argparse type of what is read from a text; a ValueError refuses it."""
+
+    def parse(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+
+    return parse
 
 
 def listed(kind: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     """An argparse type: values between commas, one at least."""
 
-    def parse(text: str) -> list[Value]:
-        try:
-            found = [kind(part) for part in text.split(",") if part]
-        except ValueError:
-            found = []
+    def read(text: str) -> list[Value]:
+        found = [kind(part) for part in text.split(",") if part]
         if not found:
-            what = "ints" if kind is int else "values"
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {what} between commas")
+            raise ValueError
         return found
 
-    return parse
+    return _typed(read, f"{'ints' if kind is int else 'values'} between commas")
 
 
-def positive(text: str) -> int:
-    """An argparse type: an int from 1 on."""
-    value = int(text) if text.strip().isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive int")
-    return value
+def _above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    return read
 
 
-def positive_number(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive number")
-    return value
-
-
-def sides(text: str) -> tuple[int | None, int | None]:
-    """A window: "512,0", one side empty for no bound."""
-    parts = text.split(",")
-    try:
-        left, right = (int(part) if part else None for part in parts)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected LEFT,RIGHT, an empty side for no bound"
-        ) from None
+def _sides(text: str) -> tuple[int | None, int | None]:
+    left, right = (int(part) if part else None for part in text.split(","))
     return left, right
+
+
+positive = _typed(_above_zero(int), "a positive int")
+positive_number = _typed(_above_zero(float), "a positive number")  # a finite one
+#: A window: "512,0", one side empty for no bound.
+sides = _typed(_sides, "LEFT,RIGHT, an empty side for no bound")
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--seqlen", type=int, default=8192, help="queries (default: 8192)")
     group.add_argument("--seqlen-k", type=int, help="keys (default: as many as queries)")
     group.add_argument("--head-dim", type=int, default=128, help="default: 128")
-    group.add_argument("--head-dim-v", type=int, help="default: that of q")
+    group.add_argument("--head-dim-v", type=int, help="default: as --head-dim")
     group.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")
@@ -83,26 +83,22 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def problem_of(arguments: argparse.Namespace) -> Workload:
+def problem_of(given: argparse.Namespace) -> Workload:
     """The problem that :func:`add_problem` describes."""
-
-    def given(value: int | None, default: int) -> int:
-        return default if value is None else value
-
     return Workload(
-        batch=arguments.batch,
-        heads_q=arguments.heads,
-        heads_kv=given(arguments.heads_kv, arguments.heads),
-        seqlen_q=arguments.seqlen,
-        seqlen_k=given(arguments.seqlen_k, arguments.seqlen),
-        head_dim=arguments.head_dim,
-        head_dim_v=given(arguments.head_dim_v, arguments.head_dim),
-        dtype=arguments.dtype,
-        precision=arguments.precision,
-        causal=arguments.causal,
-        deterministic=not arguments.unordered,
-        window=arguments.window,
-        softcap=arguments.softcap,
-        dropout=arguments.dropout,
-        arrays=tuple(arguments.arrays),
+        given.batch,
+        given.heads,
+        given.heads if given.heads_kv is None else given.heads_kv,
+        given.seqlen,
+        given.seqlen if given.seqlen_k is None else given.seqlen_k,
+        given.head_dim,
+        given.head_dim if given.head_dim_v is None else given.head_dim_v,
+        given.dtype,
+        precision=given.precision,
+        causal=given.causal,
+        deterministic=not given.unordered,
+        window=given.window,
+        softcap=given.softcap,
+        dropout=given.dropout,
+        arrays=tuple(given.arrays),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cuflash import tuning
+from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import (
     add_problem,
     listed,
@@ -16,6 +19,11 @@ from cuflash._cli.problem_arguments import (
     positive_number,
     problem_of,
 )
+from cuflash._select import hardware
+from cuflash._timing.clock import WITHIN_ROUNDS
+from cuflash.tuning._kernels import KERNELS
+from cuflash.tuning._strategies import strategy_of
+from cuflash.tuning._sweep import Compiled
 
 SUMMARY = "sweep the configurations of a kernel, and keep the fastest"
 EXAMPLES = """\
@@ -38,9 +46,6 @@ or cannot be made to compile, 2 a wrong argument or file, 130 interrupted
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    from cuflash._timing.clock import WITHIN_ROUNDS
-    from cuflash.tuning._kernels import KERNELS
-
     add_problem(p)
     group = p.add_argument_group("sweep")
     group.add_argument("--kernel", choices=tuple(KERNELS), help="default: the forward that runs")
@@ -66,35 +71,26 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--arch", help="list for this architecture, sm_90a; nothing is timed")
     group.add_argument("--list", action="store_true", help="list and compile, time nothing")
     group.add_argument("--save", action="store_true", help="keep the best in this user's table")
-    group.add_argument("--kernel-tuner", type=Path, metavar="JSON", help="write its format, too")
+    group.add_argument("--kernel-tuner", type=Path, metavar="JSON", help="also write its format")
     group.add_argument("--json", action="store_true", help="print JSON, progress to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, or list where nothing can be timed."""
-    from cuflash import tuning
-    from cuflash._cli.info import no_device
-    from cuflash._select import hardware
-    from cuflash.tuning._strategies import strategy_of
-
     work = problem_of(arguments)
     strategy_of(arguments.strategy)  # a wrong name is told before anything is compiled
     found = tuning.space(
-        work, arguments.kernel, arch=arguments.arch, parameters=_parameters(arguments.parameters)
+        work, arguments.kernel, arch=arguments.arch, parameters=parameters_of(arguments.parameters)
     )
-    present = hardware.present()
-    if arguments.list or arguments.arch is not None or present is None:
-        compiled = _list(found, arguments)
-        if arguments.list or arguments.arch is not None:
-            return 0 if compiled else 1
+    if arguments.list or arguments.arch is not None:
+        return 0 if _list(found, arguments) else 1
+    if hardware.present() is None:
         later = (
             "; the same command on a machine with one finds what was compiled, if the store of "
             "kernels is shared"
         )
-        print(
-            f"nothing was timed: {no_device()}{later if compiled else ''}",
-            file=sys.stderr,
-        )
+        compiled = _list(found, arguments)
+        print(f"nothing was timed: {no_device()}{later if compiled else ''}", file=sys.stderr)
         return 1
     file = arguments.file or tuning.default_file(found)
     result = tuning.sweep(
@@ -107,34 +103,31 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         best = result.best
     except ValueError as error:  # of what was found, not of what was asked for
-        _report(result, None, file, arguments)
+        _report(result, None, file, as_json=arguments.json)
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
     if arguments.save:
         print(f"kept in {tuning.save(result)}", file=sys.stderr)
-    _report(result, best, file, arguments)
+    _report(result, best, file, as_json=arguments.json)
     return 0
 
 
-def _parameters(given: list[str]) -> dict[str, list[int]]:
-    found = {}
+def parameters_of(given: list[str]) -> dict[str, list[int]]:
+    """Values by name of words NAME=VALUE,VALUE."""
+    found: dict[str, list[int]] = {}
     for text in given:
-        name, sign, values = text.partition("=")
+        name, _, values = text.partition("=")
         if name in found:
             raise ValueError(f"parameters: got {name} twice, expected {name}=VALUE,VALUE once")
         try:
             found[name] = listed(int)(values)
         except argparse.ArgumentTypeError:
-            sign = ""
-        if not sign:
-            raise ValueError(f"parameters: got {text!r}, expected NAME=VALUE,VALUE")
+            raise ValueError(f"parameters: got {text!r}, expected NAME=VALUE,VALUE") from None
     return found
 
 
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all of it compiles."""
-    from cuflash.tuning._sweep import Compiled
-
     chosen = list(found)[: arguments.budget]
     try:
         facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
@@ -158,14 +151,13 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
         return right
     work = f"{found.workload} {found.workload.dtype}"
     print(f"{found.kernel} for {found.hardware.name} ({found.hardware.arch}): {work}")
-    names = ",".join(found.parameters)
     print("shared memory and threads of a block; registers of a thread, bytes of them spilled;")
-    print("blocks and warps of a multiprocessor; seconds to compile; warnings of ptxas")
+    print("blocks and warps of an SM; seconds to compile; warnings of ptxas")
     titles = f"{'KiB':>7}{'threads':>9}{'regs':>6}{'spill':>7}{'blocks':>8}{'warps':>7}{'s':>6}"
-    print(f"{names}\n{'':<18}{titles}")
+    print(f"{','.join(found.parameters)}\n{'':<18}{titles}")
     for c in chosen:
         mark = "  <- shipped" if c.key == found.default_key else ""
-        print(f"{c.key:<18}{_line(c, facts).rstrip()}{mark}")
+        print(f"{c.key:<18}{_line(c, facts.get(c.key)).rstrip()}{mark}")
     refused = len(found.candidates) - len(found)
     print(f"{len(found)} legal, {refused} combinations are not (--json says why)")
     return right
@@ -174,34 +166,26 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
 def _facts_of(candidate: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     """In values that JSON knows, None for what only a compiler knows."""
     if candidate.key in facts:
-        own: dict[str, Any] = facts[candidate.key].as_json()
-        return own
-    from cuflash.tuning import Facts
-
+        return dict(facts[candidate.key].as_json())
     smem_bytes = candidate.config.smem_bytes
-    return dict.fromkeys(Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
+    return dict.fromkeys(tuning.Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
 
 
-def _line(candidate: Any, facts: Mapping[str, Any]) -> str:
-    config, own = candidate.config, facts.get(candidate.key)
+def _line(candidate: Any, own: Any) -> str:
     if own is not None and own.error:
         return f"  {own.error}"
-    known = f"{config.smem_bytes / 1024:7.1f}{config.num_threads:9}"
+    known = f"{candidate.config.smem_bytes / 1024:7.1f}{candidate.config.num_threads:9}"
     if own is None:
         return f"{known}{'?':>6}{'?':>7}{'?':>8}{'?':>7}{'?':>6}"
-    return (
-        f"{known}{own.registers:6}{own.spill_bytes:7}"
-        f"{own.blocks_per_multiprocessor:8}{own.warps_per_multiprocessor:7}"
-        f"{own.compile_seconds:6.1f}  {' '.join(own.warnings)}"
-    )
+    blocks, warps = own.blocks_per_multiprocessor, own.warps_per_multiprocessor
+    compiled = f"{own.registers:6}{own.spill_bytes:7}{blocks:8}{warps:7}{own.compile_seconds:6.1f}"
+    return f"{known}{compiled}  {' '.join(own.warnings)}"
 
 
-def _report(result: Any, best: Any, file: Path, arguments: argparse.Namespace) -> None:
-    states: dict[str, int] = {}
-    for row in result.rows:
-        states[row["status"]] = states.get(row["status"], 0) + 1
+def _report(result: Any, best: Any, file: Path, *, as_json: bool) -> None:
+    states = Counter(row["status"] for row in result.rows)
     final = result.finals[-1] if result.finals else None
-    if arguments.json:
+    if as_json:
         print(json.dumps({"file": str(file), "best": best, "states": states, "final": final}))
         return
     print(f"{file}: {', '.join(f'{count} {state}' for state, count in sorted(states.items()))}")

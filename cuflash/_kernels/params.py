@@ -59,7 +59,7 @@ SCORE = _struct(
     ("num_heads", np.int32),
     ("q_length", np.int32),
     ("kv_length", np.int32),
-    *((name, dtype) for o in OPTIONS for name, (dtype, _) in o.params.items()),
+    *((name, dtype) for o in OPTIONS for name, (dtype, *_) in o.params.items()),
 )  # fmt: skip
 
 

@@ -28,6 +28,10 @@ Addresses = Mapping[str, int]
 #: Operands that kernels read and write in the dtype that q, k and v promote to.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
+#: The struct whose fields come before the tensor maps.
+_BEFORE_MAPS = {
+    "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
+}  # fmt: skip
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
 _STORED_ROWS = 64  # of out: those of a warpgroup
 
@@ -116,7 +120,7 @@ def plan_launch(
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
         maps = maps_of(config, problem, layouts, addresses or {})
-        end = min(struct.fields[n][1] for n in struct.names or () if n.endswith("_map"))
+        end = kernel_params.maps_at(_BEFORE_MAPS[config.params])
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
             drawn_on = device if blocks > hardware.multiprocessors else None
@@ -169,10 +173,15 @@ def fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) -> 
             strides["axis"][-1] = layout.sequence // layout.itemsize
 
 
+def _mapped(config: Any) -> tuple[str, ...]:
+    """The operands that a kernel loads by tensor maps."""
+    return kernel_params.MAPPED if config.computes == "out" else kernel_params.BACKWARD_MAPPED
+
+
 def maps_of(config: Any, problem: Problem, layouts: Layouts, addresses: Addresses) -> Maps | None:
     """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
     forward = config.computes == "out"
-    mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
+    mapped = _mapped(config)
     layouts = _with_sums(LaunchStep(config), problem, layouts)
     work = _work_of(config, problem, None)
     grid = _grid_of(config, problem, layouts, work)

@@ -1,10 +1,10 @@
 """Was this call made before? The one cache of plans: a repeated call is one lookup.
 
-A key holds the values of all that a plan depends on: layouts, dtypes, alignment, device, options; no
-identities, no addresses, no stream. There are two kinds of keys. A plain call (CuPy arrays, options
-without arrays, no axes, no destinations) is found before anything is checked: its value repeats it.
-Any other call is checked first, and found by its Problem and the layouts of its results: its value
-is the Plan that launches it.
+A key holds the values of all that a plan depends on: layouts, dtypes, alignment, device and
+options, but no identities, no addresses and no stream. There are two kinds of keys. A plain call
+(CuPy arrays, options without arrays, no axes, no destinations) is found before anything is checked:
+the function that is kept repeats it. Any other call is checked first, and found by its Problem and
+the layouts of its results: what is kept is the Plan that launches it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def recall(options: Options, flag: bool, operands: Triple, given: Triple | None 
 
 def may_be_known(options: Options) -> bool:
     """Whether calls with these options depend on nothing that may change between them."""
-    return not options.arrays and options.seed is options.score_mod is options.mask_mod is None
+    changing = (options.seed, options.score_mod, options.mask_mod)
+    return not options.arrays and changing == (None, None, None)
 
 
 def remember(

@@ -48,7 +48,7 @@ def fill(score: Any, problem: Problem) -> None:
     score["q_length"], score["kv_length"] = q_length, kv_length
     for option in OPTIONS:
         if option.number is None or getattr(problem, option.name) is not None:
-            for name, (_, value) in option.params.items():
+            for name, (_, value, _) in option.params.items():
                 score[name] = value(problem)
 
 

@@ -25,18 +25,15 @@ def check_destination(name: str, destination: Array, **inputs: Array) -> None:
         raise wrong_value(name, "a read-only array", "an array that can be written")
     if _overlaps_itself(destination):
         raise wrong_value(
-            name,
-            f"strides {destination.strides} of shape {destination.shape}",
+            name, f"strides {destination.strides} of shape {destination.shape}",
             "an array whose elements do not overlap each other",
-        )
+        )  # fmt: skip
     for other_name, other in inputs.items():
         if is_cupy(destination) == is_cupy(other) and _share_memory(destination, other):
             raise wrong_value(
-                name,
-                f"memory shared with {other_name}",
-                "memory of its own",
+                name, f"memory shared with {other_name}", "memory of its own",
                 "results are never computed in place",
-            )
+            )  # fmt: skip
 
 
 def _overlaps_itself(array: Array) -> bool:

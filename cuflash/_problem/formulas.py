@@ -63,17 +63,14 @@ def _named(options: Options) -> dict[str, Array]:
         for name, array in () if mod is None else mod.arrays.items():
             if named.setdefault(name, array) is not array:
                 raise wrong_value(
-                    "mask_mod",
-                    f"another array {name!r} than score_mod has",
+                    "mask_mod", f"another array {name!r} than score_mod has",
                     "one array for each name",
-                )
+                )  # fmt: skip
     if len(named) > params.MAX_FORMULA_ARRAYS:
         raise wrong_value(
-            "score_mod, mask_mod",
-            f"{len(named)} arrays",
-            f"at most {params.MAX_FORMULA_ARRAYS} on a GPU",
-            "concatenate some and index the parts",
-        )
+            "score_mod, mask_mod", f"{len(named)} arrays",
+            f"at most {params.MAX_FORMULA_ARRAYS} on a GPU", "concatenate some and index the parts",
+        )  # fmt: skip
     return named
 
 

@@ -33,8 +33,8 @@ class Option(NamedTuple):
     number: Callable[[Any], Any] | None = None
     #: What kernels are compiled for: whether it is there, or the dtype of its array.
     compiled: Literal["", "flag", "dtype"] = ""
-    #: Numbers that kernels get: a dtype (float32 is float64 for float64) and the value.
-    params: dict[str, tuple[type, Callable[[Any], float]]] = {}  # noqa: RUF012
+    #: Numbers that kernels get: dtype (float32 is float64 for float64), value, a comment.
+    params: dict[str, tuple[type, Callable[[Any], float], str]] = {}  # noqa: RUF012
     kernel_arrays: tuple[str, ...] = ()  # arrays made of its own, which kernels get beside them
     pressure: int = 0  # registers that it takes in a main loop, by rank
     grad: str = ""  # the field of Gradients, where it has a gradient
@@ -85,15 +85,15 @@ OPTIONS = (
     Option(
         "scale", checks.finite, "scale", grad="dscale",
         params={
-            "scale": (np.float32, lambda problem: problem.scale),
-            "scale_log2": (np.float32, lambda problem: problem.scale * math.log2(math.e)),
+            "scale": (np.float32, lambda p: p.scale, ""),
+            "scale_log2": (np.float32, lambda p: p.scale * math.log2(math.e), "scale * log2(e)"),
         },
     ),
     Option(
         "softcap", checks.positive, "cap", number=_as_it_is, compiled="flag", pressure=1,
         params={
-            "softcap": (np.float32, _cap),
-            "inverse_softcap": (np.float32, lambda problem: problem.scale / _cap(problem)),
+            "softcap": (np.float32, _cap, ""),
+            "inverse_softcap": (np.float32, lambda p: p.scale / _cap(p), "scale / softcap"),
         },
     ),
     Option("score_mod", _formula(ScoreMod), "formula", in_problem=False),
@@ -101,8 +101,11 @@ OPTIONS = (
     Option(
         "dropout", checks.probability, "weight", number=philox.rounded, compiled="flag", pressure=1,
         params={
-            "dropout_threshold": (np.uint32, lambda problem: philox.threshold(problem.dropout)),
-            "kept_scale": (np.float32, lambda problem: philox.kept_scale(problem.dropout)),
+            "dropout_threshold": (
+                np.uint32, lambda p: philox.threshold(p.dropout),
+                "weights whose 16 bits are below are dropped",
+            ),
+            "kept_scale": (np.float32, lambda p: philox.kept_scale(p.dropout), "of the others"),
         },
     ),
     Option("seed", checks.seed, "weight", in_problem=False),

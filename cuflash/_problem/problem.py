@@ -16,7 +16,6 @@ import numpy as np
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FARTHEST, FLOATS
-from cuflash._problem.destinations import check_destination
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
     Axes,
@@ -134,8 +133,6 @@ def describe(
         signature(q), signature(k), signature(v), options.signature, pairs, precision,
         signature(out),
     )  # fmt: skip
-    if out is not None:
-        check_destination("out", out, q=q, k=k, v=v, **options.arrays)
     check_lengths(problem, options)
     return problem
 

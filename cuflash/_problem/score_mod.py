@@ -145,11 +145,9 @@ class ScoreMod(_Modifier):
         if undefined.any():
             i = int(np.argmax(undefined))
             raise wrong_value(
-                "host",
-                f"{value[i]} at score {score[i]:.6g}",
-                "a number or -inf",
+                "host", f"{value[i]} at score {score[i]:.6g}", "a number or -inf",
                 "low and high say where the formula has values",
-            )
+            )  # fmt: skip
         # Beside a key that is hidden there is no slope, but 0 times it has to be 0.
         right = np.where(np.isfinite(slope), right, np.isfinite(given))
         if not right.all():
@@ -214,10 +212,9 @@ def result_of(
         return xp.broadcast_to(array, shape)
     except ValueError:
         raise wrong_value(
-            name,
-            f"an array of shape {array.shape}",
+            name, f"an array of shape {array.shape}",
             f"one that broadcasts to {shape}, entry by entry",
-        ) from None
+        ) from None  # fmt: skip
 
 
 def _require_text(name: str, value: Any) -> None:
@@ -228,10 +225,9 @@ def _require_text(name: str, value: Any) -> None:
     spliced = value.replace("\\\r\n", "").replace("\\\n", "")
     if any(wrong in spliced for wrong in ("#", "%:", "??=", "\0")):
         raise wrong_value(
-            name,
-            shown(value),
+            name, shown(value),
             "an expression, without #include or another line for the preprocessor",
-        )
+        )  # fmt: skip
     try:
         value.encode()
     except UnicodeEncodeError:

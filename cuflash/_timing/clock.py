@@ -1,12 +1,12 @@
 """How long does the device take for a call, whatever the host does meanwhile?
 
 Candidates of one cell are timed in turns, in one run, so that clocks and temperature are the same
-for all of them, and the median is taken. No call finds its inputs in the L2 cache: long calls run
-between two events after the cache has been overwritten, for long enough that the host has launched
-all of the call before the device reaches the first event; where it had not, the sample is taken
-again behind more of that. Short ones, where events would measure their own resolution, and those of
-short sequences run in one CUDA graph over enough copies of the inputs that each has left the cache
-before its turn comes again.
+for all of them, and the median is taken. No call finds its inputs in the L2 cache. Long calls run
+between two events, after the cache was overwritten: for so long that the host has launched all of
+the call before the device reaches the first event. Where the host was late the sample is taken
+again behind a longer overwriting. Short calls, where events would measure their own resolution, and
+calls on short sequences run in one CUDA graph over many copies of the inputs: each copy has left
+the cache before its turn comes again.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DeviceClock:
         self._fills = 8
         with self.stream:
             self._flush()
-            one = self.between_events(self._flush) / self._fills
+            one = self.between_events(self._flush)[0] / self._fills
         self._fills = max(1, round(HEAD_START_MS / one))
 
     @contextmanager
@@ -117,7 +117,7 @@ class DeviceClock:
         for longer in range(HEAD_STARTS):
             for _ in range(2**longer):
                 self._flush()
-            ms, late = self._between_events(call)
+            ms, late = self.between_events(call)
             if not late:
                 break
         return ms
@@ -162,13 +162,9 @@ class DeviceClock:
         return min(self.once(call) for _ in range(3))
 
     def _share_of(self, replay: Call, count: int) -> float:
-        return self.between_events(replay) / count
+        return self.between_events(replay)[0] / count
 
-    def between_events(self, call: Call) -> float:
-        """Milliseconds of one call, its inputs wherever they are."""
-        return self._between_events(call)[0]
-
-    def _between_events(self, call: Call) -> tuple[float, bool]:
+    def between_events(self, call: Call) -> tuple[float, bool]:
         """Milliseconds of one call, and whether the host launched the last of it too late."""
         start, stop = (self.cupy.cuda.Event() for _ in range(2))
         start.record(self.stream)

@@ -1,15 +1,15 @@
 """Does a configuration compute what the reference says, as exactly as the shipped one does?
 
-The error of each result against the definition in float64, on a small problem whose tiles are cut
-off on both sides and whose rings of buffers go round: by maximum at most twice that of the shipped
-configuration and a unit in the last place, by root mean square at most 1.25 times, gradients 1.5
+Errors are differences from the definition in float64, on a small problem: its tiles are cut off on
+both sides, and its rings of buffers go round. The largest error may be twice the shipped
+configuration's and a unit in the last place, the root mean square 1.25 times, of gradients 1.5
 times. The shipped configuration itself must agree with the definition.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_dtypes import finfo
@@ -17,7 +17,7 @@ from ml_dtypes import finfo
 from cuflash import reference
 from cuflash._arrays import array_module
 from cuflash._select.pack_gqa import FEW
-from cuflash.tuning._workload import DTYPES, Workload
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
 
 Results = dict[str, np.ndarray]
 #: By dtype: two correct results differ by a few roundings of the operands; a wrong mask by order 1.
@@ -27,9 +27,8 @@ _RMS = {"out": 1.25, "lse": 1.25}
 _GRADIENT_RMS = 1.5
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Of one result against the definition."""
+class Errors(NamedTuple):
+    """Differences of one result from the definition."""
 
     largest: float
     rms: float
@@ -40,17 +39,16 @@ def small(workload: Workload) -> Workload:
 
     So few rows stay as few: heads that share keys are rows of one tile then, and others are not.
     """
-    group, heads_kv = workload.heads_q // workload.heads_kv, 1
-    few = workload.seqlen_q <= FEW
-    if few:
-        heads_kv = min(workload.heads_kv, 2)
+    group, keys = workload.heads_q // workload.heads_kv, _KEYS
+    if workload.seqlen_q == workload.seqlen_k and workload.causal:
+        keys = _ROWS
+    if workload.seqlen_q <= FEW:
+        rows, heads_kv = workload.seqlen_q, min(workload.heads_kv, 2)
     else:
-        group = min(group, 2)
-    keys = _ROWS if workload.seqlen_q == workload.seqlen_k and workload.causal else _KEYS
+        rows, heads_kv, group = _ROWS, 1, min(group, 2)
     return replace(
-        workload, batch=2, heads_kv=heads_kv, heads_q=heads_kv * group,
-        seqlen_q=workload.seqlen_q if few else _ROWS, seqlen_k=keys,
-    )  # fmt: skip
+        workload, batch=2, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_q=rows, seqlen_k=keys
+    )
 
 
 def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) -> Results:
@@ -70,8 +68,8 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
 
 
 def gradients_of(kernel: str) -> tuple[str, ...]:
-    """The inputs whose gradients a kernel computes."""
-    if kernel in ("backward_sm90", "backward_pair_sm90"):
+    """The inputs of which a kernel computes gradients."""
+    if kernel in ONE_PASS:
         return ("q", "k", "v")
     return ("q",) if "_dq_" in kernel else ("k", "v")
 
@@ -88,11 +86,6 @@ def errors(results: Results, truth: Results) -> dict[str, Errors]:
     return found
 
 
-def _kind(name: str, dtype: str) -> Any:
-    """Dtype of a result."""
-    return np.float32 if name == "lse" and dtype != "float64" else DTYPES[dtype]
-
-
 def complaint(
     own: dict[str, Errors], shipped: dict[str, Errors], truth: Results, dtype: str
 ) -> str:
@@ -101,7 +94,8 @@ def complaint(
     slack = float(np.finfo(accumulator).eps)  # what sums in another order differ by
     for name, mine in own.items():
         theirs = shipped[name]
-        about: Any = finfo(_kind(name, dtype))  # type: ignore[no-untyped-call]
+        kind = accumulator if name == "lse" else DTYPES[dtype]
+        about: Any = finfo(kind)  # type: ignore[no-untyped-call]
         largest = np.abs(np.where(np.isfinite(truth[name]), truth[name], 0.0)).max()
         unit = float(about.eps) * max(float(largest), float(about.smallest_normal))
         factor = _RMS.get(name, _GRADIENT_RMS)
@@ -131,4 +125,4 @@ def difference(a: Any, b: Any) -> float:
 
 def as_rows(found: dict[str, Errors]) -> dict[str, Any]:
     """For a file: maximum and root mean square by name."""
-    return {name: [e.largest, e.rms] for name, e in found.items()}
+    return {name: [*own] for name, own in found.items()}

@@ -70,16 +70,16 @@ def compile_all(
         if processes < 1:
             raise problem_with("processes", ValueError, got=processes, expected="a positive int")
     compiler_id.version()
-    ordered = list(dict.fromkeys(configs))
+    unique = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
     missing, requests = [], []
 
     def tell() -> None:
         if progress:
-            progress(len(found), len(ordered))
+            progress(len(found), len(unique))
 
     tell()
-    for config in ordered:
+    for config in unique:
         arch = compilation.architecture(config, hardware.capability)
         note = None if shared else _noted(compilation.stored_name(config, arch))
         if note is None:
@@ -95,7 +95,7 @@ def compile_all(
         note = {"error": str(answer)} if isinstance(answer, Failure) else answer
         found[missing[number]] = _facts(missing[number], note, hardware)
         tell()
-    return {config: found[config] for config in ordered}
+    return {config: found[config] for config in unique}
 
 
 def _noted(name: str) -> dict[str, Any] | None:

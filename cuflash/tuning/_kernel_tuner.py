@@ -19,7 +19,7 @@ from cuflash._select.measured import parse
 from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
 from cuflash.tuning._space import Space, space
 
-#: Names that kernel-tuner gives to what can go wrong, and those of a sweep.
+#: What can go wrong: the state in a sweep, and kernel-tuner's name.
 _ERRORS = {
     "compile_error": "CompilationFailedConfig",
     "wrong": "RuntimeFailedConfig",
@@ -39,8 +39,8 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     drift by several percent within a sweep, and kernel-tuner would take what was timed at the
     highest for the fastest. What was measured is under "cuflash", from where it is read back.
 
-    Combinations that are not legal are members, too, as invalid ones, as far as the space lists
-    them, so that a simulation may meet any combination of the parameters that was swept.
+    Illegal combinations are members as well, as invalid ones, as far as the space lists them: a
+    simulation may meet any combination of the parameters that was swept.
     """
     names = list(found.header["parameters"])
     entries: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """How is work done in processes that may fail or hang, while this one goes on?
 
 A child reads one JSON object a line and answers each with one. Whoever waits longer than it wants
-to ends the child; the next request starts another one. A child whose parent is gone ends at once.
+to ends the child; the next request starts another one. A child ends when its parent is gone.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Sweep:
         return float(best["relative"])
 
     def _final_ms(self) -> dict[str, float]:
-        """Times of the final comparison by key, that of the shipped configuration included.
+        """Times of the final comparison by key, the shipped configuration's included.
 
         Which is timed twice where it is among the fastest: it takes the shorter of both times.
         """
@@ -218,9 +218,9 @@ def _check_header(place: str, row: Row) -> None:
         Workload.from_json(row["workload"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: workload ({error})") from None
-    processors = row.get("multiprocessors", 1)
-    if not isinstance(processors, int) or processors < 1:
-        raise _wrong(place, "multiprocessors", processors)
+    count = row.get("multiprocessors", 1)
+    if not isinstance(count, int) or count < 1:
+        raise _wrong(place, "multiprocessors", count)
     kernel = row["kernel"]
     if kernel in KERNELS and list(parameters) != list(PARAMETERS[KERNELS[kernel]]):
         raise ValueError(f"{place}: parameters {', '.join(parameters)} of {kernel}")

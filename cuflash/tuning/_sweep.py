@@ -77,7 +77,7 @@ def sweep(
         Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
         be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
         ``check``, and what it holds is not measured again. Its first line keeps strategy, budget,
-        seed and budget_ms of the run that began it; each final comparison, those of its own run.
+        seed and budget_ms of the run that began it; each final comparison keeps its own run's.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -206,7 +206,7 @@ class _Running:
         }
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
-        """Rows of these candidates, in order: those of the file, or newly measured."""
+        """Rows of these candidates, in order: from the file, or newly measured."""
         missing = [c for c in candidates if c.key not in self.file.sweep.done]
         if missing:
             self.space.compile(
@@ -259,7 +259,7 @@ class _Running:
         self.opened = self.child.process
 
     def _answer(self, request: Row, limit: float) -> Row:
-        """The answer; where none comes, why. A process whose device crashed is ended."""
+        """The answer; where none comes, why. A process is ended after its device crashed."""
         try:
             answer = {"status": "ok"} | self.child.ask(request, limit)
         except Failure as failure:
@@ -298,7 +298,7 @@ class _Running:
             return
         row = {
             "kind": "final",
-            "ms": dict(zip(keys, answer["ms"], strict=False)),  # that of the default is the last
+            "ms": dict(zip(keys, answer["ms"], strict=False)),  # the default's is the last
             **({"default_ms": answer["ms"][-1]} if keys else {}),
             **({"left_out": left_out} if left_out else {}),
             "clocks": answer.get("clocks"),
@@ -356,35 +356,33 @@ class Lines:
         spent = f"{time.monotonic() - self.start:6.1f} s  "
         if now.stage == "compile":
             self.compiled(now.done, now.total, spent)
-            return
-        if now.row is None:
-            sys.stderr.write(f"{spent}the fastest {now.total} compared once more\n")
-            return
-        row, best = now.row, now.best
-        if now.stage == "final":
-            why = f"{row['status']}, {row['reason']}"
-            sys.stderr.write(f"{spent}{row['key']} left out of the final: {why}\n")
-            return
-        text = row.get("reason", "")[:70]
-        if row["status"] == "ok":
-            text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
-        leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
-        sys.stderr.write(
-            f"{spent}{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} "
-            f"{text}{leader}\n"
-        )
+        else:
+            sys.stderr.write(f"{spent}{_said(now)}\n")
+
+
+def _said(now: Progress) -> str:
+    row, best = now.row, now.best
+    if row is None:
+        return f"the fastest {now.total} compared once more"
+    if now.stage == "final":
+        return f"{row['key']} left out of the final: {row['status']}, {row['reason']}"
+    text = row.get("reason", "")[:70]
+    if row["status"] == "ok":
+        text = f"{row['ms']:.4g} ms, {row['relative']:.3f} of the default's"
+    leader = "" if best is None else f"  best {best['key']} {best['relative']:.3f}"
+    return f"{now.done:>4}/{now.total}  {row['key']:<16} {row['status']:<7} {text}{leader}"
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
     work = chosen.workload
-    dims = str(work.head_dim)
-    if work.head_dim_v != work.head_dim:
-        dims += f"-{work.head_dim_v}"
-    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{dims}", work.dtype]
-    words += ["tf32"] * (work.precision == "tf32") + ["causal"] * work.causal
-    words += ["unordered"] * (not work.deterministic)
-    words += ["window"] * (work.window is not None) + ["softcap"] * (work.softcap is not None)
-    words += ["dropout"] * (work.dropout > 0) + list(work.arrays)
-    words.append(f"{work.seqlen_q}x{work.seqlen_k}")
+    dims = [work.head_dim] + [work.head_dim_v] * (work.head_dim_v != work.head_dim)
+    words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{'-'.join(map(str, dims))}"]
+    options = {
+        work.dtype: True, "tf32": work.precision == "tf32", "causal": work.causal,
+        "unordered": not work.deterministic, "window": work.window is not None,
+        "softcap": work.softcap is not None, "dropout": work.dropout > 0,
+    }  # fmt: skip
+    words += [name for name, given in options.items() if given]
+    words += [*work.arrays, f"{work.seqlen_q}x{work.seqlen_k}"]
     return Path(folder, "-".join(words).replace("_", "-") + ".jsonl")

@@ -27,7 +27,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
     ----------
     file : path, Sweep or None
         The file of a sweep, a file of tiles, such as :func:`user_table`, or a result of
-        :func:`sweep`; None for the shipped tiles alone. Rows are added to those in use.
+        :func:`sweep`; None for the shipped tiles alone. Rows are added to the rows in use.
 
     Returns
     -------
@@ -102,8 +102,8 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measure
             expected="a sweep of cuflash's kernels",
         )  # fmt: skip
     like = typical(header["arch"])
-    processors = header.get("multiprocessors", like.multiprocessors)
-    of_tables = like._replace(name="", multiprocessors=processors)  # no measured row is for it
+    count = header.get("multiprocessors", like.multiprocessors)
+    of_tables = like._replace(name="", multiprocessors=count)  # no measured row is for it
     measured = f"{found.device}, {header['date'][:10]}, kernels {header['kernels'][:9]}"
     return [
         select_measured.Row(
@@ -148,8 +148,8 @@ def user_table() -> Path:
 def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
     """Keep the best of a sweep in a file of tiles, this user's by default; return its path.
 
-    Rows of other keys stay, those that other threads and processes save meanwhile, too. A
-    ValueError for a tile that is not legal.
+    Rows of other keys stay, also rows that other threads and processes save meanwhile. A ValueError
+    for a tile that is not legal.
     """
     path = user_table() if file is None else Path(file)
     own = {row.key: row for row in best_rows(found)}
@@ -166,7 +166,7 @@ def _alone(path: Path) -> Iterator[None]:
     """Keep other threads and processes from changing a file: by a lock on one beside it.
 
     The system frees the lock where its holder ends; the file ``*.lock`` stays, for whoever removed
-    it would take the lock of those who wait for it.
+    it would take the lock of others who wait for it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)

@@ -6,15 +6,16 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from cuflash._errors import problem_with
+from cuflash._problem.option_table import ARRAYS, of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
@@ -25,17 +26,12 @@ DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np
 PASSES = ("fwd", "bwd", "fwd+bwd")
 PRECISIONS = ("ieee", "tf32")
 #: Options of a score that are arrays.
-ARRAY_OPTIONS = (
-    "bias", "key_bias", "mask", "alibi_slopes", "segment_ids", "sink", "q_lengths", "kv_lengths"
-)  # fmt: skip
-_OF_PAIRS = ("bias", "mask")
+ARRAY_OPTIONS = (*(o.name for o in of_stages() if o.arrays and o.name != "offset"), "key_bias")
+_OF_PAIRS = tuple(name for name, (_, core) in ARRAYS.items() if core == "mn")
 #: Two forms of one option: a value for each pair, or one for each key.
 _BIASES = {"bias", "key_bias"}
 #: Kernels of all gradients.
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
-
-
-Check = Callable[[Any], bool]
 
 
 def _is_count(value: Any) -> bool:
@@ -46,17 +42,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_window(value: Any) -> bool:
     if not isinstance(value, tuple):
         return value is None
     return len(value) == 2 and all(side is None or _is_count(side) for side in value)
 
 
-def _is_among(*words: str) -> Check:
+Check = Callable[[Any], bool]
+
+
+def _is_among(words: Iterable[str]) -> Check:
     return lambda value: isinstance(value, str) and value in words
 
 
@@ -64,29 +59,23 @@ def _is_tuple_of(right: Check) -> Check:
     return lambda value: isinstance(value, tuple) and all(map(right, value))
 
 
-_SIZE: tuple[Check, str] = (lambda value: _is_count(value) and value > 0, "a positive int")
+_SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 #: What each field may be, and the words for it.
 _FIELDS: dict[str, tuple[Check, str]] = {
-    "batch": _SIZE,
-    "heads_q": _SIZE,
-    "heads_kv": _SIZE,
-    "seqlen_q": _SIZE,
-    "seqlen_k": _SIZE,
-    "head_dim": _SIZE,
+    **dict.fromkeys(_SIZES, (lambda value: _is_count(value) and value > 0, "a positive int")),
     "head_dim_v": (_is_count, "an int from 0 on"),
-    "dtype": (_is_among(*DTYPES), f"one of {', '.join(DTYPES)}"),
-    "causal": (_is_bool, "a bool"),
+    "dtype": (_is_among(DTYPES), f"one of {', '.join(DTYPES)}"),
+    **dict.fromkeys(("causal", "deterministic"), (lambda value: isinstance(value, bool), "a bool")),
     "window": (_is_window, "None or a tuple (left, right), each None or an int from 0 on"),
-    "precision": (_is_among(*PRECISIONS), '"ieee" or "tf32"'),
-    "layout": (_is_among("bhsd"), '"bhsd"'),
-    "deterministic": (_is_bool, "a bool"),
+    "precision": (_is_among(PRECISIONS), '"ieee" or "tf32"'),
+    "layout": (_is_among(["bhsd"]), '"bhsd"'),
     "softcap": (
         lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
         "None or a finite positive number",
     ),
     "dropout": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "arrays": (
-        _is_tuple_of(_is_among(*ARRAY_OPTIONS)),
+        _is_tuple_of(_is_among(ARRAY_OPTIONS)),
         f"a tuple of names among {', '.join(ARRAY_OPTIONS)}",
     ),
     "seqlens": (_is_tuple_of(_is_count), "a tuple of ints from 0 on"),
@@ -128,7 +117,7 @@ class Workload:
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
             got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
-            refuse("seqlens", got, "lengths whose sum both are")
+            refuse("seqlens", got, "lengths that add up to both")
         if set(self.arrays) >= _BIASES:
             refuse("arrays", "bias and key_bias", "one: a call has one bias")
 
@@ -157,12 +146,7 @@ class Workload:
             return float(self.seqlen_q * self.seqlen_k)
         if self.window is None and self.seqlen_q == self.seqlen_k:
             return self.seqlen_q * self.seqlen_k / 2
-        left, right = self.bounds()
-        diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
-        last = np.full(self.seqlen_q, self.seqlen_k - 1) if right is None else diagonal + right
-        first = np.zeros(self.seqlen_q, int) if left is None else diagonal - left
-        seen = np.minimum(last, self.seqlen_k - 1) - np.maximum(first, 0) + 1
-        return float(np.maximum(seen, 0).sum())
+        return float(seen_by(self, 1).rows())
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations by the field's count: backward is 2.5 times forward."""
@@ -170,17 +154,18 @@ class Workload:
         return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
     def kernel_flops(self, kernel: str, grads: str = "kv") -> float:
-        """Those of the products that a kernel of ``kernels_cu`` computes: "backward_dq_sm80".
+        """Operations of the products that a kernel computes: "backward_dq_sm80".
 
-        ``grads`` are those of dk and dv that a pass for them computes.
+        ``grads`` says which of dk and dv a pass for them computes.
         """
         d, d_v = self.head_dim, self.head_dim_v
         width = d + d_v
         if kernel in ONE_PASS:
             width = 3 * d + 2 * d_v
+        elif "_dq_" in kernel:
+            width = 2 * d + d_v
         elif kernel.startswith("backward"):
-            keys = {"kv": 2 * (d + d_v), "k": 2 * d + d_v, "v": d + d_v}[grads]
-            width = 2 * d + d_v if "_dq_" in kernel else keys
+            width = {"kv": 2 * (d + d_v), "k": 2 * d + d_v, "v": d + d_v}[grads]
         return 2 * self.batch * self.heads_q * width * self.visible_pairs()
 
     @property
@@ -190,9 +175,8 @@ class Workload:
 
     def input_bytes(self, pass_: str) -> int:
         """Bytes that one call reads and writes at least."""
-        q = self.batch * self.heads_q * self.seqlen_q
-        k = self.batch * self.heads_kv * self.seqlen_k
-        forward = q * (self.head_dim + self.head_dim_v) + k * (self.head_dim + self.head_dim_v)
+        rows = self.heads_q * self.seqlen_q + self.heads_kv * self.seqlen_k
+        forward = self.batch * rows * (self.head_dim + self.head_dim_v)
         return DTYPES[self.dtype].itemsize * forward * (1 if pass_ == "fwd" else 2)
 
     def option_bytes(self) -> int:
@@ -221,7 +205,7 @@ class Workload:
     def score_options(self, xp: ModuleType = np, *, filled: bool = True) -> dict[str, Any]:
         """The keywords that cuflash gets; the values of arrays are the same every time.
 
-        Where they are not to be ``filled``, those with a value for each pair take no memory.
+        Unless they are to be ``filled``, arrays with a value for each pair take no memory.
         """
         options: dict[str, Any] = {
             "causal": self.causal,
@@ -236,15 +220,15 @@ class Workload:
         }
         if self.arrays:
             random = np.random.default_rng(0)
+            pairs = (self.seqlen_q, self.seqlen_k)
             for name in self.arrays:
-                described = not filled and name in _OF_PAIRS
-                array = self._described(name) if described else self._array(name, random, xp)
+                if name in _OF_PAIRS and not filled:
+                    kind = np.dtype(bool) if name == "mask" else DTYPES[self.dtype]
+                    array: Any = _unfilled(pairs, kind)
+                else:
+                    array = self._array(name, random, xp)
                 given["bias" if name in _BIASES else name] = array
         return given
-
-    def _described(self, name: str) -> np.ndarray:
-        kind = np.dtype(bool) if name == "mask" else DTYPES[self.dtype]
-        return _unfilled((self.seqlen_q, self.seqlen_k), kind)
 
     def _array(self, name: str, random: np.random.Generator, xp: ModuleType) -> Any:
         m, n, heads = self.seqlen_q, self.seqlen_k, self.heads_q
@@ -252,16 +236,19 @@ class Workload:
             return xp.asarray(random.random((m, n), np.float32) < 0.9)
         if name in _BIASES:
             rows = m if name == "bias" else 1
-            return _moved(random.standard_normal((rows, n), np.float32), self.dtype, xp)
+            cast = random.standard_normal((rows, n), np.float32).astype(DTYPES[self.dtype])
+            # CuPy may not know the dtype, which ml_dtypes has: it moves bytes.
+            return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(cast.dtype)
         if name == "segment_ids":
             return tuple(xp.asarray(np.arange(s) * 8 // s, np.int32) for s in (m, n))
         if name in ("q_lengths", "kv_lengths"):
             longest = m if name == "q_lengths" else n
             lengths = np.linspace(longest // 2 + 1, longest, self.batch)
             return xp.asarray(lengths[:, None].astype(np.int32))
-        if name == "sink":
-            return xp.asarray(random.standard_normal(heads, np.float32))
-        return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
+        if name == "alibi_slopes":
+            return xp.asarray(2.0 ** -np.linspace(1, 8, heads, dtype=np.float32))
+        extents: tuple[int, ...] = (m, n) if name in _OF_PAIRS else (heads,)
+        return xp.asarray(random.standard_normal(extents, np.float32))
 
     def problem(self) -> Problem:
         """What validation makes of the call; no array is filled, and none takes memory.
@@ -281,12 +268,10 @@ class Workload:
         return describe_packed(q, k, v, options, ends, axes=None, precision=self.precision)
 
     def __str__(self) -> str:
-        heads = str(self.heads_q)
-        if self.heads_q != self.heads_kv:
-            heads += f"/{self.heads_kv}"
-        dims = str(self.head_dim)
-        if self.head_dim_v != self.head_dim:
-            dims += f"/{self.head_dim_v}"
+        def both(one: int, other: int) -> str:
+            return f"{one}" if one == other else f"{one}/{other}"
+
+        heads, dims = both(self.heads_q, self.heads_kv), both(self.head_dim, self.head_dim_v)
         words = [f"b{self.batch}", f"h{heads}", f"{self.seqlen_q}x{self.seqlen_k}", f"d{dims}"]
         words.append("causal" if self.causal else "full")
         words += [] if self.window is None else [f"window {self.window}"]
@@ -297,8 +282,7 @@ class Workload:
 
     def as_json(self) -> dict[str, Any]:
         """The fields, in values that JSON knows."""
-        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return fields
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Workload:
@@ -331,7 +315,35 @@ def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, steps[::-1])
 
 
-def _moved(array: Any, dtype: str, xp: ModuleType) -> Any:
-    """As an array of ``xp`` in a dtype that NumPy may have from ml_dtypes."""
-    cast = array.astype(DTYPES[dtype])
-    return cast if xp is np else xp.asarray(cast.view(np.uint8)).view(DTYPES[dtype])
+class Seen(NamedTuple):
+    """Rows of the other side that each tile may see: from ``low`` to before ``high``."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+    def rows(self) -> int:
+        """The rows that all tiles see, summed over tiles."""
+        return int((self.high - self.low).sum())
+
+    def in_blocks(self, block: int, end: int | None = None) -> int:
+        """The same in whole blocks, cut off at ``end``."""
+        low, high = self.low // block * block, -(-self.high // block) * block
+        if end is not None:
+            high = np.minimum(high, end)
+        return int(np.where(self.high > self.low, high - low, 0).sum())
+
+
+def seen_by(work: Workload, own: int, *, keys: bool = False) -> Seen:
+    """What each tile of ``own`` queries may see, or, of ``keys``, may be seen by."""
+    rows, others = work.seqlen_q, work.seqlen_k
+    left, right = work.bounds()
+    if keys:  # a key sees queries as far ahead as a query sees keys behind
+        rows, others, left, right = others, rows, right, left
+    first = np.arange(0, rows, own)
+    last = np.minimum(first + own, rows) - 1
+    low, high = np.zeros_like(first), np.full_like(first, others)
+    if left is not None:
+        low = np.clip(first + others - rows - left, 0, others)
+    if right is not None:
+        high = np.clip(last + others - rows + right + 1, 0, others)
+    return Seen(low, np.maximum(low, high))

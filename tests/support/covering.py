@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import MaskMod, ScoreMod
+from cuflash._problem.option_table import OPTIONS, Option
 from support.memory import Placement
 from support.problems import (
     DTYPES,
@@ -48,6 +49,13 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "layout": ("dense", "sequence outside heads", "strided", "constant axes"),
     "deterministic": ("yes", "no"),
 }
+#: Options that a factor has by hand; every other option of the table is a factor by its name.
+BY_HAND = (
+    "causal", "window", "offset", "enable_gqa", "mask", "bias", "alibi_slopes", "softcap", "sink",
+    "dropout", "seed", "segment_ids", "q_lengths", "kv_lengths", "score_mod", "mask_mod", "scale",
+)  # fmt: skip
+OTHERS = {option.name: option for option in OPTIONS if option.name not in BY_HAND}
+FACTORS |= dict.fromkeys(OTHERS, ("none", "some"))
 #: An alignment word and an offset are two answers to one question: a ValueError. No dtype is
 #: narrower than 16 bits.
 EXCLUDED = (
@@ -231,10 +239,21 @@ def _options(
         },
         "formulas": {"score": flipped, "pairs": thinned, "both": flipped | thinned},
     }
+    for name, option in OTHERS.items():
+        levels[name] = {"some": {name: _some(option, rng, seqlen_q, seqlen_k)}}
     options: dict[str, Any] = {}
     for name, of_level in levels.items():
         options |= of_level.get(row[name], {})
     return options
+
+
+def _some(option: Option, rng: np.random.Generator, seqlen_q: int, seqlen_k: int) -> Any:
+    """A value of an option of the table: an array for all heads, or a number."""
+    extents = {"m": seqlen_q, "n": seqlen_k}
+    for core in option.arrays.values():
+        array = rng.standard_normal((HEADS, *(extents[axis] for axis in core)), np.float32)
+        return array < 1 if option.compiled == "flag" else array
+    return 0.5
 
 
 def _laid_out(call: Call, layout: str) -> Call:

@@ -1,18 +1,20 @@
-"""Does the IO model of the gradient say what a walk over its tiles counts, kernel by kernel?"""
+"""Does the IO model say what a walk over tiles counts, kernel by kernel?"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import cuflash
+from benchmarks import profiler
 from cuflash import _cli, reference
-from cuflash._cli import io_model, profiler
+from cuflash._cli import io_model
 from cuflash._select import hardware
 from cuflash._select.portable_gradients import backward_score_config
-from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload
+from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 from support.chosen import backward_of
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
@@ -61,7 +63,7 @@ def chosen(work, arch):
 
 
 class Walk:
-    """Counts what the blocks of threads of one kernel load, store and add, tile by tile."""
+    """Counts what the thread blocks of one kernel load, store and add, tile by tile."""
 
     def __init__(self, work, config):
         self.work, self.config, self.name = work, config, config.kernel
@@ -131,6 +133,51 @@ class Walk:
                     self.stored += slices * 16 * work.head_dim * 4
                     self.added += slices * 16 * work.head_dim * 4 if begin in visited else 0
                     visited.add(begin)
+
+
+@pytest.mark.parametrize("side", [10**30, 2**63])
+def test_a_window_wider_than_arrays_sees_all(capsys, side):
+    assert command(capsys, "--seqlen", "700", "--window", f"{side},{side}")[0] == 0
+    work = Workload(1, 1, 1, 700, 70, 32, 32, "bfloat16")
+    whole = seen_by(work, 64)
+    for window in ((side, side), (None, side), (side, None)):
+        seen = seen_by(replace(work, window=window), 64)
+        np.testing.assert_array_equal((seen.low, seen.high), (whole.low, whole.high))
+
+
+def test_a_forward_counted_by_hand():
+    # Two heads, 4 tiles of 64 queries, each loading all of 256 keys: d = 32, d_v = 16, 2 bytes.
+    work = Workload(1, 2, 2, 256, 256, 32, 16, "bfloat16")
+    found = io_model.forward(work, 64, 64, 48 * 1024)
+    assert found.loaded == 2 * (256 * 32 + 4 * 256 * (32 + 16)) * 2
+    assert found.stored == 2 * (256 * 16 * 2 + 256 * 4)
+    # Boxes of 96 rows and 80 keys: 3 tiles of 4 boxes.
+    boxed = io_model.forward(work, 96, 80, 48 * 1024, boxes=True)
+    assert boxed.loaded == 2 * (3 * 96 * 32 + 3 * 4 * 80 * (32 + 16)) * 2
+    assert found.read_once == 2 * (256 * 32 + 256 * (32 + 16)) * 2
+    assert (
+        io_model.unfused(work)
+        == 2 * 2 * (256 * (32 + 16) + 256 * (32 + 16)) * 2 // 2 + 2 * 4 * 256**2 * 2
+    )
+    assert found.asymptotic == 2 * 256**2 * 32 * 16 / (24 * 1024) * 2
+
+
+def test_tiles_see_what_is_visible():
+    work = Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", causal=True)
+    seen = seen_by(work, 64)
+    assert (list(seen.low), list(seen.high)) == ([0] * 4, [64, 128, 192, 256])
+    assert (seen.rows(), seen.in_blocks(64), seen.in_blocks(128)) == (640, 640, 128 * 6)
+    of_keys = seen_by(work, 64, keys=True)
+    assert (list(of_keys.low), list(of_keys.high)) == ([0, 64, 128, 192], [256] * 4)
+    window = Workload(1, 1, 1, 256, 256, 32, 32, "bfloat16", window=(0, 0))
+    assert seen_by(window, 64).rows() == 256
+    cut = Workload(1, 1, 1, 100, 300, 32, 32, "bfloat16")
+    seen = seen_by(cut, 64)
+    assert (seen.rows(), seen.in_blocks(128), seen.in_blocks(128, 300)) == (600, 768, 600)
+    late = Workload(1, 1, 1, 100, 50, 32, 32, "bfloat16", causal=True)
+    seen = seen_by(late, 32)
+    assert list(seen.high - seen.low) == [0, 14, 46, 50]
+    assert seen.in_blocks(16) == 16 + 48 + 64
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -228,7 +275,7 @@ def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
     def gradient_bytes(work, kernels):
         asked.append(kernels)
         parts = io_model.predicted(work, backward=True)["io_gradient"]["kernels"]
-        of = profiler.PREDICTED_OF_GRADIENT.items()
+        of = io_model.PREDICTED_OF_GRADIENT.items()
         return [{name: part[field] / 2 for name, field in of} for part in parts]
 
     monkeypatch.setattr(

@@ -6,7 +6,7 @@ As a program this module is what ncu watches: calls of several problems, one lau
 from __future__ import annotations
 
 import csv
-import io
+import itertools
 import json
 import os
 import shutil
@@ -25,26 +25,11 @@ METRICS = {
     "L2 to processors": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "processors to L2": "l1tex__m_l1tex2xbar_write_bytes.sum",
 }
-#: What of the IO model each row is compared with.
-PREDICTED = {
-    "device memory read": "read_once",
-    "device memory write": "stored",
-    "L2 to processors": "loaded",
-    "processors to L2": "stored",
-}
-#: The same for a kernel of the gradient, which may add to a result many times.
-PREDICTED_OF_GRADIENT = {
-    "device memory read": "read_once",
-    "L2 to processors": "loaded",
-    "device memory write": "written_once",
-    "processors to L2": "stored",
-}
-_NAME = "Kernel Name"
 _TIME_LIMIT = 120.0
 _UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 
-class NotProfiled(Exception):
+class NotProfiled(RuntimeError):
     """There is no profiler, or it may not count here; the text says which."""
 
 
@@ -95,12 +80,12 @@ def _counted(
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")
-    package = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((package, *sys.path))}
+    checkout = str(Path(__file__).resolve().parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((checkout, *sys.path))}
     command = [
         program, "--csv", "--page", "raw", "--kernel-name", f"regex:{kernels}",
         "--metrics", ",".join(METRICS.values()),
-        sys.executable, "-m", "cuflash._cli.profiler", *words,
+        sys.executable, "-m", "benchmarks.profiler", *words,
     ]  # fmt: skip
     given = json.dumps([[work.as_json(), tile] for work, tile in calls])
     try:
@@ -116,26 +101,24 @@ def _counted(
 def read_counters(text: str) -> list[tuple[str, dict[str, float]]]:
     """The table that ncu prints: names, units, then a row for each kernel, "" if it has no name."""
     lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None or len(lines) < start + 3:
+    table = list(itertools.dropwhile(lambda line: not line.startswith('"ID"'), lines))
+    if len(table) < 3:
         said = [line for line in lines if "==ERROR==" in line] or lines[-1:] or ["nothing"]
         raise NotProfiled(f"ncu says: {said[0].removeprefix('==ERROR== ')}")
-    names, units, *rows = csv.reader(io.StringIO("\n".join(lines[start:])))
-    column = {name: number for number, name in enumerate(names)}
+    units, *rows = csv.DictReader(table)
     for metric in METRICS.values():
-        if metric not in column:
+        if metric not in units:
             raise NotProfiled(f"ncu does not know {metric} of this device")
-    return [
-        (
-            row[column[_NAME]].partition("(")[0] if _NAME in column else "",  # types may follow
-            {
-                label: float(row[column[metric]].replace(",", "")) * _UNITS[units[column[metric]]]
-                for label, metric in METRICS.items()
-            },
-        )
-        for row in rows
-        if len(row) == len(names)
-    ]
+    found = []
+    for row in rows:
+        if None in row.values():  # a remark below the table
+            continue
+        counters = {
+            label: float(row[metric].replace(",", "")) * _UNITS[units[metric]]
+            for label, metric in METRICS.items()
+        }
+        found.append((row.get("Kernel Name", "").partition("(")[0], counters))  # types may follow
+    return found
 
 
 def run_calls(*, backward: bool) -> None:

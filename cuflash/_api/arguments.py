@@ -1,0 +1,166 @@
+"""What do all functions ask of operands, of saved results and of where to write?"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash._arrays import Array, Triple, allocate, array_module, converted, native, same_module
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import flag, require_float, require_shape
+from cuflash._problem.destinations import check_destination
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import Options
+from cuflash._problem.problem import Problem, common_dtype
+from cuflash._results import Gradients
+
+QKV = ("q", "k", "v")
+
+
+class Saved(NamedTuple):
+    """What a gradient reads beside operands: cotangents, and results of the forward."""
+
+    dout: Array
+    out: Array
+    lse: Array
+    dlse: Array | None
+
+
+def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Triple]:
+    """The library of q, k and v, the arrays as they came, and all three in one dtype."""
+    given = {"q": native("q", q), "k": native("k", k), "v": native("v", v)}
+    xp = same_module(**given)
+    q, k, v = given.values()
+    if not q.dtype == k.dtype == v.dtype:
+        dtype = common_dtype({name: array.dtype for name, array in given.items()})
+        q, k, v = (converted(name, array, dtype) for name, array in given.items())
+    return xp, given, (q, k, v)
+
+
+def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
+    """Raise for a wrong value of what says how to compute."""
+    flag("deterministic", deterministic)
+    if workspace is not None:
+        if native("workspace", workspace).dtype != np.uint8:
+            expected = "a uint8 array of workspace_size(...) bytes"
+            raise wrong_type("workspace", f"dtype {workspace.dtype}", expected)
+        own = array_module(workspace)
+        if own is not xp:
+            raise wrong_type(
+                "workspace", f"a {own.__name__} array", f"a {xp.__name__} array like q"
+            )
+    if xp is np and config is not None:
+        fix = "it selects the tiles of a GPU kernel"
+        raise wrong_type("config", shown(config), "None for NumPy arrays", fix)
+
+
+def result_pair(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
+    """The caller's destinations of out and lse."""
+    if out is None:
+        return None, None
+    if not return_lse:
+        if isinstance(out, tuple):
+            raise wrong_type("out", "a tuple", "one array", "with return_lse=True it is a pair")
+        return native("out", out), None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise wrong_type("out", type(out).__name__, "a pair (out, lse) with return_lse")
+    return native("out", out[0]), native("out", out[1])
+
+
+def results(
+    xp: ModuleType,
+    pair: tuple[Array | None, Array | None],
+    problem: Problem,
+    inputs: dict[str, Array],
+    *,
+    with_lse: bool,
+) -> tuple[Array, Array]:
+    """Where out and lse go: the caller's ``pair``, apart from all ``inputs``, or new arrays.
+
+    Without lse, if nobody asked for it, on a GPU: None.
+    """
+    out, lse = pair
+    if out is not None:
+        check_destination("out", out, **inputs)  # as they came: promotion makes copies
+    if lse is not None:
+        require_shape("lse", lse, problem.lse_shape, "batch + (m,)")
+        if lse.dtype != problem.lse_dtype:
+            raise wrong_type("out", f"lse of dtype {lse.dtype}", str(problem.lse_dtype))
+        check_destination("lse", lse, **inputs, out=out)
+    if out is None:
+        out = allocate(xp, "out", problem.out_shape, problem.dtype)
+    if lse is None and with_lse:
+        lse = allocate(xp, "out", problem.lse_shape, problem.lse_dtype)
+    return out, lse
+
+
+def saved_arrays(q: Array, dout: Any, out: Any, lse: Any, dlse: Any) -> Saved:
+    """What a gradient reads, as arrays of the library of q."""
+    dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
+    dlse = None if dlse is None else native("dlse", dlse)
+    same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
+    return Saved(dout, out, lse, dlse)
+
+
+def check_saved(problem: Problem, saved: Saved, function: str) -> None:
+    """Raise unless the arrays are of the shapes that ``function`` returned."""
+    for name, array in saved._asdict().items():
+        if array is not None:
+            shape = problem.lse_shape if name in ("lse", "dlse") else problem.out_shape
+            like = f"{'the lse' if shape is problem.lse_shape else 'the result'} of {function}"
+            require_float(name, array)
+            require_shape(name, array, shape, like)
+
+
+def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
+    """The inputs whose gradients are asked for, in the order of FIELDS."""
+    expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
+    if not isinstance(wrt, tuple | list):
+        raise wrong_type("wrt", shown(wrt), expected)
+    for name in wrt:
+        if not isinstance(name, str) or name not in FIELDS:
+            raise wrong_value("wrt", shown(wrt), expected)
+        if name not in (*QKV, "scale") and name not in options.arrays:
+            raise wrong_value("wrt", shown(wrt), f"inputs of the call; {name} is not one")
+    return tuple(name for name in FIELDS if name in wrt)
+
+
+def gradient_buffers(
+    xp: ModuleType,
+    wanted: tuple[str, ...],
+    grads_out: Gradients | None,
+    inputs: dict[str, Array],
+    read: dict[str, Array | None],
+) -> dict[str, Array]:
+    """Arrays for the gradients by input name: fields of ``grads_out``, else new ones.
+
+    The caller's have to be apart from the ``inputs``, from all else that is ``read``, and from each
+    other.
+    """
+    if grads_out is not None and not isinstance(grads_out, Gradients):
+        raise wrong_type("grads_out", type(grads_out).__name__, "a cuflash.Gradients")
+    if "scale" in wanted:
+        inputs = inputs | {"scale": xp.empty(())}
+    taken = inputs | {name: array for name, array in read.items() if array is not None}
+    buffers: dict[str, Array] = {}
+    for name in wanted:
+        argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
+        buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
+        if buffer is None:
+            buffers[name] = allocate(xp, argument, like.shape, like.dtype)
+            continue
+        buffer = buffers[name] = native(argument, buffer)
+        same_module(**{name: like, argument: buffer})
+        require_shape(argument, buffer, like.shape, name)
+        if buffer.dtype != like.dtype:
+            raise wrong_type(argument, f"dtype {buffer.dtype}", f"{like.dtype} as in {name}")
+        check_destination(argument, buffer, **taken)
+        taken[argument] = buffer
+    return buffers
+
+
+def by_field(gradients: dict[str, Array]) -> Gradients:
+    """Gradients by input name as what functions return."""
+    return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})

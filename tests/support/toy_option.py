@@ -1,0 +1,121 @@
+"""Does the copy of the library that test_toy_option.py made serve its option `shift`?
+
+python tests/support/toy_option.py PART [...], in the copy.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import Options, reference
+from cuflash._problem.problem import describe
+from support import covering, problems
+
+SHIFT = np.array([0.5, -2.0, 1.0], np.float32)
+
+
+def near(found: Any, expected: Any, dtype: str, name: str) -> None:
+    """Compare within what arithmetic in ``dtype`` and the dtype of ``found`` explain."""
+    rtol = 1e-9 if found.dtype == dtype == "float64" else 1e-3
+    size = np.abs(expected[np.isfinite(expected)]).max(initial=1)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, rtol=rtol, atol=rtol * size, err_msg=name
+    )
+
+
+def calls() -> None:
+    """What a user meets: the formula, the name of the option in errors, equality."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 4))
+    plain = cuflash.logsumexp(x, x)
+    np.testing.assert_allclose(cuflash.logsumexp(x, x, shift=SHIFT), plain + SHIFT[:, None])
+    assert repr(Options(shift=SHIFT)) == "Options(shift=<float32 (3,)>)"
+    for wrong, text in (
+        (np.ones(3, int), "shift: got dtype int64, expected a floating dtype"),
+        (np.ones(4), "shift: got shape (4,), expected a shape that broadcasts to (2, 3)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+            cuflash.logsumexp(x, x, shift=wrong)
+
+
+def covered() -> None:
+    """Every three levels of options that the new one is among, on the CPU path."""
+    rows = covering.rows()
+    beside = {level for row in rows if row["shift"] == "some" for level in row.items()}
+    assert beside >= {(n, level) for n, of in covering.FACTORS.items() for level in of} - {
+        ("shift", "none")
+    }
+    tried = 0
+    for number, row in enumerate(rows):
+        halves = row["dtype"] in problems.HALVES
+        halves = halves or (row["dtype"] == "float32" and row["operand dtypes"] != "same")
+        if row["shift"] == "none" or halves:
+            continue
+        call = covering.call_of(row, number)
+        result = problems.run(np, call)
+        if call.sequences:
+            call, result = problems.unpacked(call, result)
+        inputs = [call.array(name).astype(np.float64) for name in ("q", "k", "v", "dout")]
+        *qkv, dout = inputs
+        out, lse = reference.attention(*qkv, return_lse=True, **call.options)
+        grads = reference.attention_backward(
+            dout, *qkv, dlse=call.dlse, wrt=call.wrt, **call.options
+        )
+        near(result.out, out, row["dtype"], f"out, {row}")
+        near(result.lse, lse, row["dtype"], f"lse, {row}")
+        for name, gradient in result.gradients.items():
+            near(gradient, getattr(grads, problems.FIELDS[name]), row["dtype"], f"{name}, {row}")
+        tried += 1
+    assert tried > 20, tried
+
+
+def choice() -> None:
+    """What is derived beside the calls: macros, the words of tiles, workloads."""
+    from cuflash._kernels.score_config import score_config
+    from cuflash._select.choose import choose
+    from cuflash._select.hardware import typical
+    from cuflash._select.measured import options_of
+    from cuflash.tuning import Workload
+
+    work = Workload(1, 3, 3, 64, 64, 64, 64, "float32", arrays=("shift",))
+    assert score_config(work.problem()).shift == "float32"
+    (step,) = choose(work.problem(), typical("sm_80"))
+    assert step.config.defines()["CUFLASH_SHIFT"] == "float32"
+    assert "shift" in options_of(step.config).split()
+
+
+def kernels(folder: str, dtype: str) -> None:
+    """The portable kernels, forward and gradients, beside a sink and a causal bound."""
+    from cuflash._launch import run
+    from support.host_device import host_device, on_device, options_on_device
+
+    rng = np.random.default_rng(1)
+    arrays = rng.standard_normal((4, 2, 3, 40, 16)).astype(dtype)
+    options = {"shift": SHIFT, "sink": np.array([0.5, 1.0, -1.0]), "causal": True}
+    expected = reference.attention(*arrays[:3].astype(np.float64), return_lse=True, **options)
+    grads = reference.attention_backward(
+        arrays[3].astype(np.float64), *arrays[:3].astype(np.float64), **options
+    )
+    with host_device(Path(folder)) as device:
+        q, k, v, dout = map(on_device, arrays)
+        given = options_on_device(Options(**options))
+        problem = describe(q, k, v, given)
+        out, lse = (device.memory(shape, dtype) for shape in (problem.out_shape, problem.lse_shape))
+        run.forward(problem, q, k, v, given, out, lse)
+        found = {name: device.memory(q.shape, dtype) for name in "qkv"}
+        run.backward(problem, dout, q, k, v, out, lse, None, given, found)
+    near(out, expected.out, dtype, "out")
+    near(lse, expected.lse, dtype, "lse")
+    for name, gradient in found.items():
+        near(gradient, getattr(grads, f"d{name}"), dtype, name)
+
+
+if __name__ == "__main__":
+    parts = {"calls": calls, "covering": covered, "choice": choice, "kernels": kernels}
+    parts[sys.argv[1]](*sys.argv[2:])

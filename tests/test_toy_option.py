@@ -1,0 +1,105 @@
+"""What does a new score option cost? One is added here: few files, and no kernel.
+
+`shift`, a number for each head that is added to its scores, goes into a copy of the library by the
+edits that docs/adding-a-feature.md asks for. The copy then runs it on the CPU path, in the covering
+array and in kernels that a C++ compiler makes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gen_score_params
+import pytest
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from support.host_device import COMPILER
+
+ROOT = Path(__file__).resolve().parents[1]
+#: By file: a text that is there once, and what is written before it.
+EDITS = {
+    "cuflash/_problem/option_table.py": (
+        ('    Option(\n        "scale"', '    Option("shift", checks.floats, "add", {"shift": ""}, '
+         'compiled="dtype", pressure=1),\n'),
+    ),
+    "cuflash/_problem/options.py": (
+        ("    #: Plain values and the layouts", "    shift: Array | None = None\n"),
+        ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"),
+    ),
+    "cuflash/reference.py": (
+        ("    mod_slope = np.ones((), dtype)\n", "    if options.shift is not None:\n"
+         "        score = score + np.asarray(options.shift).astype(dtype)[..., None, None]\n"),
+    ),
+    "cuflash/_host/scores.py": (
+        ('        self._mask = of_entry("mask")\n', '        self._shift = of_entry("shift")\n'),
+        ("        mod_slope = None\n", "        if self._shift is not None:\n"
+         "            score += self._narrowed(self._shift)[..., None, None]\n"),
+    ),
+    "kernels_cu/config.cuh": (
+        ("#ifndef CUFLASH_SOFTCAP\n", "#ifndef CUFLASH_SHIFT\n#define CUFLASH_SHIFT none\n"
+         "#endif\n"),
+        ("  static constexpr bool softcap =", "  static constexpr Dtype shift = "
+         "Dtype::CUFLASH_SHIFT;\n"),
+    ),
+    "kernels_cu/score.cuh": (
+        ("  Real slope;\n", "  Real shift;\n"),
+        ("    if constexpr (Config::alibi_slopes != Dtype::none) {\n      slope =",
+         "    if constexpr (Config::shift != Dtype::none) {\n"
+         "      shift = read_real<Config::shift>(params.shift, entry * params.shift_strides);\n"
+         "    }\n"),
+        ("    if constexpr (Config::alibi_slopes != Dtype::none) {\n      return",
+         "    if constexpr (Config::shift != Dtype::none) logit += shift;\n"),
+    ),
+}  # fmt: skip
+
+
+def test_the_struct_of_the_kernels_is_that_of_the_table():
+    assert gen_score_params.FILE.read_text(encoding="utf-8") == gen_score_params.generate()
+
+
+def test_adding_an_option_edits_few_files_and_no_kernel():
+    assert len(EDITS) <= 6
+    assert not [path for path in EDITS if path.endswith(".cu")]
+
+
+@pytest.fixture(scope="module")
+def copy_with_option(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with the option, and the tests' support."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("cuflash", "kernels_cu", "tests/support", "tools"):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for name, edits in EDITS.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        for place, added in edits:
+            assert text.count(place) == 1, f"{name}: {place!r}"
+            text = text.replace(place, added + place)
+        (folder / name).write_text(text, encoding="utf-8")
+    in_copy(folder, "tools/gen_score_params.py")
+    return folder
+
+
+def in_copy(folder: Path, *words: str) -> None:
+    paths = os.pathsep.join((str(folder), str(folder / "tests")))
+    run = subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("part", ["calls", "covering", "choice"])
+def test_the_option_is_everywhere(copy_with_option, part):
+    in_copy(copy_with_option, "tests/support/toy_option.py", part)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernels_compute_with_the_option(copy_with_option, tmp_path, dtype):
+    in_copy(copy_with_option, "tests/support/toy_option.py", "kernels", str(tmp_path), dtype)
