@@ -131,6 +131,11 @@ struct Score {
       Config::window_left || Config::window_right || may_hide_rows;
   static constexpr bool masks_before_full = Config::window_left;
 
+  // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
+  // weight of a row's maximum is 1, and not what its reference was rounded by.
+  static constexpr bool folds_scale =
+      Config::scale_in_exponent && Config::dtype != Dtype::float32;
+
   const ScoreParams& params;
   const Seqlen seqlen;
   const Formulas formulas;
@@ -384,13 +389,14 @@ struct Score {
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge. (D2)
   __device__ __forceinline__ Real reference(Real maximum) const {
-    return Config::scale_in_exponent ? maximum * params.scale_log2 : maximum;
+    return folds_scale ? maximum * params.scale_log2 : maximum;
   }
 
   // Is a row with this reference to be computed pair by pair?
   __device__ __forceinline__ bool is_far(Real reference) const {
-    constexpr Real least = Config::scale_in_exponent ? far_from_0 : far_from_0 * ln_2;
-    return fabs(reference) >= least && fabs(reference) < infinity();
+    const Real exponent = folds_scale ? reference : reference * exponent_factor();
+    const bool overflows = !folds_scale && fabs(reference) >= Real(0x1p126);  // in a difference
+    return (fabs(exponent) >= far_from_0 || overflows) && fabs(reference) < infinity();
   }
 
   // A maximum with about this reference, where the scale is a factor of exponents.
@@ -401,27 +407,23 @@ struct Score {
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
   // comes first: a bias may be as large as float32 goes.
   __device__ __forceinline__ Real exponent(Real value, Real reference) const {
-    return Config::scale_in_exponent ? fma(value, params.scale_log2, -reference)
-                                     : (value - reference) * log2_e;
+    return folds_scale ? fma(value, params.scale_log2, -reference)
+                       : (value - reference) * exponent_factor();
   }
 
-  // What it multiplies a value by, where the scale is a factor of exponents.
-  __device__ __forceinline__ Real exponent_factor() const { return params.scale_log2; }
+  // What it multiplies a value by.
+  __device__ __forceinline__ Real exponent_factor() const {
+    return Config::scale_in_exponent ? params.scale_log2 : log2_e;
+  }
 
   // log2 of exp(from - to), of two references.
   __device__ __forceinline__ Real exponent_between(Real from, Real to) const {
-    return Config::scale_in_exponent ? from - to : (from - to) * log2_e;
+    return folds_scale ? from - to : (from - to) * exponent_factor();
   }
 
   // lse of a row from the reference of its maximum and its sum of exponentials.
   __device__ __forceinline__ Real lse(Real reference, Real sum) const {
-    if constexpr (!Config::scale_in_exponent) return reference + log(sum);
-    if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
-    // The backward multiplies by scale, which is not ln_2 scale_log2 but for a rounding of each: of
-    // a logit of 100 that makes a weight err by 60 roundings, and all of a column alike.
-    const Real rest = fma(-ln_2, params.scale_log2, params.scale);
-    const Real factor = params.scale_log2 > 0 ? rest / params.scale_log2 : 0;
-    return fma(reference, ln_2, fma(reference, factor, log(sum)));
+    return folds_scale ? fma(reference, ln_2, log(sum)) : fma(reference, unit(), log(sum));
   }
 
   // One more score of every row of an entry, of a key without a value.
@@ -438,9 +440,10 @@ struct Score {
     return q_idx < seqlen.q ? sink(entry) : -infinity();
   }
 
-  // The sink as a reference.
-  __device__ __forceinline__ Real sink_reference(const BatchIndex& entry) const {
-    return Config::scale_in_exponent ? sink(entry) * log2_e : sink(entry);
+  // log2 of exp(sink - logit), for the logit of a reference.
+  __device__ __forceinline__ Real sink_exponent(const BatchIndex& entry, Real reference) const {
+    const Real at = sink(entry);
+    return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
   }
 
   // A value of `apply` as a logit, rounded.

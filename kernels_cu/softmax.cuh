@@ -19,14 +19,13 @@ __device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchInde
   if constexpr (!Score::has_sink) {
     return {1, sum, score.lse(reference, sum)};
   } else {
-    const Real sink = score.sink_reference(entry);
-    const Real larger = fmax(reference, sink);
-    const Real weight = power_of_two(score.exponent_between(reference, larger));
-    const Real added = power_of_two(score.exponent_between(sink, larger));
+    const Real sink = score.sink_exponent(entry, reference);
+    const Real larger = fmax(sink, Real(0));
+    const Real weight = power_of_two(-larger);
+    const Real added = power_of_two(sink - larger);
     const Real total = fma(sum, weight, added);
     // A sink far from 0 is not rounded again.
-    const Real lse =
-        sink < reference ? score.lse(reference, total) : score.sink(entry) + log(total);
+    const Real lse = sink < 0 ? score.lse(reference, total) : score.sink(entry) + log(total);
     return {weight, total, lse};
   }
 }
@@ -45,9 +44,9 @@ __device__ __forceinline__ bool is_unsure(const Score& score, Real reference, Re
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
 
-// Of float32: equal weights are rounded alike in every block, so what roundings add to their sum is
-// kept and taken off at the end (Neumaier 1974); a block that a row does not see changes neither.
-// In 16 bits a weight errs by more than that; sums of float64 are exact enough.
+// Of float32: equal weights are rounded alike in every block, so what a rounding adds to their sum
+// is kept and taken off the next block's (Kahan 1965); a block that a row does not see changes no
+// bit. In 16 bits a weight errs by more than that; sums of float64 are exact enough.
 constexpr bool keeps_loss = Config::dtype == Dtype::float32;
 
 // State of 16 `slices` rows of a warp: this lane holds rows t/4 and t/4 + 8 of each slice. Scores
@@ -56,7 +55,7 @@ template <int slices>
 struct OnlineSoftmax {
   Real row_max[slices][2];
   Real row_sum[slices][2];   // of this lane's columns only, until `finish`
-  Real row_loss[slices][2];  // what roundings have added to it
+  Real row_loss[slices][2];  // what the last rounding has added to it
   WarpPowers power;
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -98,7 +97,7 @@ struct OnlineSoftmax {
             o_acc[s][t][2 * half + 1] *= rescale;
           }
         }
-        Real sum = keeps_loss ? 0 : row_sum[s][half];
+        Real sum = keeps_loss ? -row_loss[s][half] : row_sum[s][half];
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -109,7 +108,7 @@ struct OnlineSoftmax {
         }
         if constexpr (keeps_loss) {
           const Real total = row_sum[s][half] + sum;
-          row_loss[s][half] += (total - row_sum[s][half]) - sum;
+          row_loss[s][half] = (total - row_sum[s][half]) - sum;
           row_sum[s][half] = total;
         } else {
           row_sum[s][half] = sum;

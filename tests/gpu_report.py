@@ -3,7 +3,7 @@
     python -m pytest --gpu-report tests/gpu_report.json
 
 writes ``device, driver, cupy, nvrtc, passed, failed, skipped, seconds, digest`` and, under
-``tests``, the outcome of every test marked gpu. The counts are of those tests alone; ``others``
+``tests``, the outcome of every test marked gpu. The counts are of GPU tests alone; ``others``
 counts the rest of the same runs. A report of the same digest is continued, so that a run may be
 split into shards: the latest result of a test counts, and being skipped displaces no result. A run
 in which no GPU test ran leaves the file alone.
@@ -12,8 +12,6 @@ in which no GPU test ran leaves the file alone.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from cuflash._timing.machine import versions
 from gpu_digest import digest
 
 OUTCOMES = ("passed", "failed", "skipped")
@@ -34,30 +33,16 @@ def describe_machine() -> dict[str, str | None]:
     found: dict[str, str | None] = dict.fromkeys(MACHINE)
     try:
         import cupy
-        from cupy_backends.cuda.libs import nvrtc
 
-        found["cupy"] = cupy.__version__
-        found["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-        found["device"] = properties["name"].decode()
-        found["driver"] = driver_version() or str(cupy.cuda.runtime.driverGetVersion())
+        found |= {"device": properties["name"].decode(), **versions()}
     except (ImportError, RuntimeError):
         pass
     return found
 
 
-def driver_version() -> str | None:
-    """Ask nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
-
-
 class Recorder:
-    """Collects outcomes of one run and joins them with those that the file holds."""
+    """Collects outcomes of one run and joins them with the outcomes in the file."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self.path = path

@@ -107,43 +107,43 @@ def test_unknown_parts_are_refused(tmp_path, capsys):
     assert "unknown part sanitiser" in capsys.readouterr().err
 
 
-def checkout(tmp_path):
-    """Return a folder of results and one that stands for a checkout."""
+@pytest.fixture
+def taken(tmp_path):
+    """Return a function that takes a result; and the folders of results and of a checkout."""
     out, root = tmp_path / "out", tmp_path / "root"
     for folder in (out, root / "tests", root / "benchmarks" / "results"):
         folder.mkdir(parents=True)
-    return out, root
+
+    def take(topic, rows, command, *commit):
+        """Return what stands in the checkout: meta and Markdown."""
+        name = f"h100-{topic}-2026-01-01"
+        result = {"meta": META | {"command": command}, "rows": rows, "notes": []}
+        (out / f"{name}.json").write_text(json.dumps(result))
+        (out / f"{name}.md").write_text("as it was")
+        (out / "other.json").write_text("{}")
+        assert gpu_evidence.take_results(out, root, *commit) == [f"{name}.json"]
+        kept = root / "benchmarks" / "results" / f"{name}.json"
+        return json.loads(kept.read_text())["meta"], kept.with_suffix(".md").read_text()
+
+    return take, out, root
 
 
-def test_results_know_their_commit_and_not_their_folder(tmp_path):
-    out, root = checkout(tmp_path)
-    command = "python benchmarks/bench.py --out /somewhere/out --set short"
-    result = {"meta": META | {"command": command}, "rows": [], "notes": []}
-    (out / "h100-short-2026-01-01.json").write_text(json.dumps(result))
-    (out / "h100-short-2026-01-01.md").write_text("as it was")
-    (out / "other.json").write_text("{}")
-    assert gpu_evidence.take_results(out, root) == ["h100-short-2026-01-01.json"]
-    kept = json.loads((root / "benchmarks" / "results" / "h100-short-2026-01-01.json").read_text())
-    assert kept["meta"]["commit"] == META["commit"]
-    assert gpu_evidence.take_results(out, root, "f" * 40) == ["h100-short-2026-01-01.json"]
-    written = root / "benchmarks" / "results" / "h100-short-2026-01-01.json"
-    meta = json.loads(written.read_text())["meta"]
-    assert meta["command"] == "python benchmarks/bench.py --set short"
-    assert meta["commit"] == "f" * 40
-    text = written.with_suffix(".md").read_text()
-    assert "f" * 40 in text
-    assert "somewhere" not in text
+def test_results_know_their_commit_and_not_their_folder(taken):
+    take, _, _ = taken
+    for commit in ((), ("f" * 40,)):
+        command = "python benchmarks/bench.py --out /somewhere/out --set short"
+        meta, text = take("short", [], command, *commit)
+        assert meta["command"] == "python benchmarks/bench.py --set short"
+        assert meta["commit"] == (commit or (META["commit"],))[0]
+        assert meta["commit"] in text
+        assert "somewhere" not in text
 
 
-def test_points_keep_a_table_of_their_own(tmp_path):
-    out, root = checkout(tmp_path)
+def test_points_keep_a_table_of_their_own(taken):
+    take, out, _ = taken
     row = {"impl": "keops", "dtype": "float32", "points": 4096, "ms": 2.0, "error": 1e-6}
     command = f"python benchmarks/points.py --dtype float32 --out {out}"
-    result = {"meta": META | {"command": command}, "notes": [], "rows": [row | {"extra_bytes": 0}]}
-    (out / "h100-points-2026-01-01.json").write_text(json.dumps(result))
-    (out / "h100-points-2026-01-01.md").write_text("as it was")
-    assert gpu_evidence.take_results(out, root) == ["h100-points-2026-01-01.json"]
-    text = (root / "benchmarks" / "results" / "h100-points-2026-01-01.md").read_text()
+    _, text = take("points", [row | {"extra_bytes": 0}], command)
     assert "`python benchmarks/points.py --dtype float32`" in text
     assert "| keops | float32 | 4,096 x 4,096 | 2 | 1.0e-06 | 0.0 MB |" in text
 
@@ -156,12 +156,12 @@ def test_committed_tables_are_those_of_their_rows(path):
 
 @pytest.mark.parametrize("name", gpu_evidence.REPORTS)
 @pytest.mark.parametrize("digest", [gpu_digest.digest(), "another"])
-def test_a_report_of_other_sources_stays(tmp_path, digest, name):
-    out, root = checkout(tmp_path)
+def test_a_report_of_other_sources_stays(taken, digest, name):
+    _, out, root = taken
     (out / name).write_text(json.dumps({"digest": digest}))
-    taken = gpu_evidence.take_reports(out, root)
-    assert (root / "tests" / name).exists() == bool(taken)
-    assert taken == ([name] if digest == gpu_digest.digest() else [])
+    expected = [name] if digest == gpu_digest.digest() else []
+    assert gpu_evidence.take_reports(out, root) == expected
+    assert (root / "tests" / name).exists() == bool(expected)
     assert gpu_evidence.take_results(out, root) == []
 
 

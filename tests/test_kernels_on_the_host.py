@@ -194,6 +194,19 @@ def test_blocks_that_a_row_does_not_see_leave_its_bits() -> None:
     np.testing.assert_array_equal(lse_with_hidden, lse)
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("options", [{}, {"softcap": 1e6}, {"sink": np.array(0.0)}], ids=str)
+def test_a_key_that_takes_everything_gives_its_value(options: dict[str, Any]) -> None:
+    """Logits near 1e5, of which float32 keeps 128ths: the largest weight is 1 to the bit."""
+    rng = np.random.default_rng(0)
+    q, k, v = ((100 + rng.random((n, 96))).astype(np.float32) for n in (40, 60, 60))
+    k[7] += 1
+    v = np.round(v * 1024) / 1024  # its parts of TF32 lose no bit
+    call = Call(q, k, v, np.zeros_like(q), options={}, wrt=())
+    out, _, _ = results(call, cuflash.Options(**options))
+    np.testing.assert_array_equal(out, np.broadcast_to(v[7], out.shape))
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("device")
 def test_tf32_rounds_operands_and_nothing_else() -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+import subprocess
+import sys
 
 import mutants
 import pytest
-import test_every_kernel
-import test_float64_references
-import test_forward_narrow
-import test_forward_sm90
-import test_tf32_sm90
 from readme_tables import MISTAKES
 
 ALL, ON_THE_HOST = mutants.mutants(), mutants.mutants("host")
@@ -36,51 +32,22 @@ def test_there_are_enough_and_they_differ():
         assert kernel in files
 
 
-def test_their_tests_exist():
-    kernels = set(test_every_kernel.HEAD_DIMS)
-    cases = {
-        test_every_kernel: {f"{kernel}-{name}" for kernel, name in test_every_kernel.CASES},
-        test_tf32_sm90: {
-            f"{head_dims}-{name}-{precision}"
-            for head_dims, name in test_tf32_sm90.CASES
-            for precision in ("ieee", "tf32")
-        },
-        test_forward_narrow: {
-            f"{dtype}-{head_dims}-{name}"
-            for dtype, head_dims in test_forward_narrow.SIZES
-            for name in test_forward_narrow.NAMES
-        },
-        test_float64_references: {
-            f"gpu-{bounds}-{order}"
-            for bounds in test_float64_references.BOUNDS
-            for order in test_float64_references.ORDERS
-        },
-        test_forward_sm90: {
-            f"{dtype}-{head_dims}"
-            for head_dims in test_forward_sm90.ROWS
-            for dtype in ("float16", "float32", "float64")
-        },
-    }
-    modules = {module.__name__: module for module in cases}
-    for mutant in ALL:
-        assert mutant.tests
-        for test in mutant.tests:
-            module, function, case = re.fullmatch(r"tests/(\w+)\.py::(\w+)\[(.+)\]", test).groups()
-            assert hasattr(modules[module], function)
-            known = cases[modules[module]] | kernels | {"64", "128"}
-            assert case in known, test
+def collected(tests, marks) -> str:
+    """Return what pytest lists of tests with these marks; it fails where one does not exist."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", marks, *sorted(tests)], cwd=mutants.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout
 
 
-def test_tests_of_mistakes_on_the_host_exist_and_need_no_gpu():
-    assert len({m.name for m in ON_THE_HOST}) == len(ON_THE_HOST)
-    for mutant in ON_THE_HOST:
-        assert mutant.tests
-        for test in mutant.tests:
-            path, function = re.fullmatch(r"(tests/\w+\.py)::(\w+)(?:\[.+\])?", test).groups()
-            text = (mutants.ROOT / path).read_text(encoding="utf-8")
-            (decorators,) = re.findall(rf"((?:^[@ )].*\n)*)^def {function}\(", text, re.M)
-            assert "mark.gpu" not in decorators
-            assert "cupy" not in test
+@pytest.mark.parametrize(("every", "marks"), [(ALL, "gpu"), (ON_THE_HOST, "not gpu")], ids=len)
+def test_their_tests_exist_on_a_gpu_or_without(every, marks):
+    tests = {test for mutant in every for test in mutant.tests}
+    listed = collected(tests, marks)
+    assert all(mutant.tests for mutant in every)
+    assert not [test for test in tests if f"{test}\n" not in listed and f"{test}[" not in listed]
 
 
 @pytest.mark.parametrize("mutant", [ALL[0], ON_THE_HOST[0]], ids=lambda m: m.kind)
@@ -103,6 +70,21 @@ def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, sai
     monkeypatch.setattr(mutants, "run_tests", lambda *_: (status, said))
     found = mutants.judge(ON_THE_HOST[0], tmp_path, float("inf"))
     assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_tests_of_a_copy_import_the_copy(tmp_path, value):
+    """Not what the program itself has imported of the project."""
+    files = {
+        "cuflash/__init__.py": f"value = {value}\n",
+        "conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--gpu-timeout')\n",
+        "tests/test_it.py": "import cuflash\n\n\ndef test_it():\n    assert cuflash.value == 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    status, said = mutants.run_tests(tmp_path, ["tests/test_it.py"], tmp_path / "kernels", 120.0)
+    assert status == (0 if value == 1 else mutants.FAILED), said
 
 
 def test_a_mistake_that_is_in_two_places_is_refused():

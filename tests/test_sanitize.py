@@ -24,10 +24,7 @@ SUMS = "backward_dscore_sm80.cu"
 @pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.name)
 def test_case_is_a_legal_call(case):
     sanitize.run(np, case)
-
-
-def test_cases_have_names_of_their_own():
-    assert len({case.name for case in sanitize.CASES}) == len(sanitize.CASES)
+    assert [own.name for own in sanitize.CASES].count(case.name) == 1
 
 
 def test_misaligned_case_is_misaligned():
@@ -50,14 +47,15 @@ def launched():
 
 
 def test_the_cases_reach_every_kernel(launched):
-    """Those of `kernels_cu/memory` are none of a call."""
-    sources = {config.source for configs in launched.values() for config in configs}
-    assert sources == {path.name for path in KERNELS.glob("*.cu")}
-
-
-def test_the_cases_reach_every_kernel_of_cuda_cores(launched):
-    of_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
-    assert {c.source for c in of_cores if getattr(c, "cuda_cores", False)} == {*PORTABLE, SUMS}
+    """Kernels of `kernels_cu/memory` are none of a call."""
+    configs = [config for found in launched.values() for config in found]
+    assert {config.source for config in configs} == {path.name for path in KERNELS.glob("*.cu")}
+    on_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
+    assert {c.source for c in on_cores if getattr(c, "cuda_cores", False)} == {*PORTABLE, SUMS}
+    sums = {(c.grad_of, c.sums_to) for c in configs if c.source == SUMS}
+    assert sums >= {
+        ("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("source", PORTABLE)
@@ -73,13 +71,6 @@ def test_every_score_option_meets_the_portable_kernels(launched, source):
     assert not missed
     assert met["bias"] >= {"float16", "float32"}
     assert met["offset"] >= {"value", "lengths", "int64"}
-
-
-def test_sums_of_every_kind_are_met(launched):
-    found = [config for configs in launched.values() for config in configs if config.source == SUMS]
-    assert {(config.grad_of, config.sums_to) for config in found} >= {
-        ("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{"arch": "sm_90"}, {"portable": True, "lead": 1}], ids=str)
@@ -162,36 +153,27 @@ def test_report_says_what_each_tool_came_to(program, tmp_path):
 
 def test_report_is_continued_by_other_tools_and_not_clean_with_findings(program, tmp_path):
     path = tmp_path / "report.json"
+
+    def report_of(*tools):
+        words = [word for tool in tools for word in ("--tool", tool)]
+        status = sanitize.main(["--jobs", "2", *words, "--json", str(path)])
+        return status, json.loads(path.read_text())
+
     program(CLEAN)
-    assert sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)]) == 0
-    assert not json.loads(path.read_text())["clean"]  # three tools are missing
-    others = [word for tool in sanitize.TOOLS if tool != "memcheck" for word in ("--tool", tool)]
-    assert sanitize.main(["--jobs", "2", *others, "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["clean"]
+    status, report = report_of("memcheck")
+    assert (status, report["clean"]) == (0, False)  # three tools are missing
+    status, report = report_of(*(tool for tool in sanitize.TOOLS if tool != "memcheck"))
+    assert (status, report["clean"]) == (0, True)
+    for name in ("digest", "cases", "sanitizer"):  # of another state
+        path.write_text(json.dumps(report | {name: "another"}))
+        assert list(report_of("memcheck")[1]["tools"]) == ["none", "memcheck"]
+    for unreadable in ("", "[]", "{}", "null"):
+        path.write_text(unreadable)
+        assert report_of(*sanitize.TOOLS)[1]["clean"]
     program(RAN + "print('========= ERROR SUMMARY: 2 errors')")
-    assert sanitize.main(["--jobs", "2", "--tool", "initcheck", "--json", str(path)]) == 1
-    report = json.loads(path.read_text())
-    assert (report["findings"], report["clean"]) == (4, False)
+    status, report = report_of("initcheck")
+    assert (status, report["findings"], report["clean"]) == (1, 4, False)
     assert [tool for tool, said in report["tools"].items() if not said["clean"]] == ["initcheck"]
-
-
-@pytest.mark.parametrize("name", ["digest", "cases", "sanitizer"])
-def test_report_of_another_state_is_replaced(program, tmp_path, name):
-    path = tmp_path / "report.json"
-    program(CLEAN)
-    sanitize.main(["--jobs", "2", "--json", str(path)])
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: "another"}))
-    sanitize.main(["--jobs", "2", "--tool", "memcheck", "--json", str(path)])
-    assert list(json.loads(path.read_text())["tools"]) == ["none", "memcheck"]
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", "null"])
-def test_unreadable_report_is_replaced(program, tmp_path, content):
-    path = tmp_path / "report.json"
-    path.write_text(content)
-    program(CLEAN)
-    assert sanitize.main(["--jobs", "2", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["clean"]
 
 
 def test_report_of_some_cases_is_refused(program, tmp_path, capsys):
@@ -202,11 +184,8 @@ def test_report_of_some_cases_is_refused(program, tmp_path, capsys):
     assert not (tmp_path / "report.json").exists()
 
 
-def test_absent_sanitizer_is_no_success(monkeypatch, capsys):
+def test_absent_sanitizer_and_unknown_case_are_no_success(monkeypatch, capsys):
+    assert sanitize.main(["--case", "no such case"]) == 1
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
     assert sanitize.main([]) == 2
     assert "not there" in capsys.readouterr().out
-
-
-def test_unknown_case_is_no_success(capsys):
-    assert sanitize.main(["--case", "no such case"]) == 1

@@ -31,7 +31,7 @@ EDITS = {
         ("    #: Plain values and the layouts", "    shift: Array | None = None\n"),
         ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"),
     ),
-    "cuflash/reference.py": (
+    "cuflash/reference/_score.py": (
         ("    mod_slope = np.ones((), dtype)\n", "    if options.shift is not None:\n"
          "        score = score + np.asarray(options.shift).astype(dtype)[..., None, None]\n"),
     ),

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._api.arguments import Saved
 from cuflash._arrays import Array, Triple, is_cupy
 from cuflash._host import attention
+from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
+from cuflash._results import Saved
 
 
 def run_forward(
@@ -35,7 +36,7 @@ def run_forward(
         return None
     if is_cupy(out):
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    attention.forward(problem, *qkv, options, out, lse, first_entry=first_entry)
+    attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
     return None
 
 
@@ -57,15 +58,17 @@ def run_backward(
         for gradient in gradients.values():
             gradient.fill(0)
         return None
-    given = (problem, saved.dout, *qkv, saved.out, saved.lse, saved.dlse, options, gradients)
-    if is_cupy(saved.dout):
+    dout, out, lse, dlse = saved
+    if is_cupy(dout):
+        given = (problem, dout, *qkv, out, lse, dlse, options, gradients)
         return launch().backward(*given, **for_kernels)
-    return attention.backward(*given, first_entry=first_entry)
+    attention.backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
+    return None
 
 
 def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
-    no_scores = problem.seqlen_k == 0 and problem.sink is None
+    no_scores = problem.seqlen_k == 0 and not any(map(problem.has, of_stages("row")))
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 

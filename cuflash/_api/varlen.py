@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
 
 from cuflash._api.arguments import (
     QKV,
-    Saved,
     by_field,
     check_common,
     check_saved,
@@ -28,10 +27,10 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
 
 
@@ -85,13 +84,13 @@ def attention_varlen(
         Values.
     cu_seqlens_q, cu_seqlens_k : integer array, (sequences + 1,)
         Sequence ``i`` has the queries ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``, and keys
-        alike. Empty sequences are legal. On a GPU the host reads none of these numbers: rows
-        that an array has not are left out, and numbers that decrease are undefined.
+        likewise. Empty sequences are legal. On a GPU the host does not read these numbers: rows
+        beyond an array are left out, and decreasing numbers are undefined.
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
         As in :func:`attention`, of a batch (sequences,) + batch: per-sequence values have that
         axis first, positions count from the start of a sequence, and extents (m, n) of mask and
-        bias are 1 or no less than the longest sequence. Lengths are none above that of their
-        sequence; on a GPU they are compared with all packed rows, and end where it ends.
+        bias are 1 or at least the longest sequence. ``q_lengths`` and ``kv_lengths`` are at most
+        the length of their sequence; on a GPU they end where the sequence ends.
 
     Returns
     -------
@@ -279,7 +278,7 @@ def _backward_on_the_host(
 def _inputs(
     given: dict[str, Array], options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Where sequences end, and every array that is read, by name: all of one library."""
+    """Where sequences end, and every array that is read, by name; all belong to one library."""
     ends = {
         "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
@@ -291,12 +290,12 @@ def _inputs(
 
 
 def _without_arrays(options: Options) -> Options:
-    """What the packed operands can be checked with before sequences are cut out."""
+    """The options that check packed operands before sequences are cut out."""
     return Options(causal=bool(options.causal), enable_gqa=options.enable_gqa)
 
 
 def _check_ends(ends: dict[str, Array]) -> int:
-    """The number of sequences, after what can be checked without reading a value."""
+    """The number of sequences; raise for what is wrong without a look at the values."""
     for name, array in ends.items():
         if array.dtype.kind not in "iu":
             raise wrong_type(name, f"dtype {array.dtype}", "integers")
@@ -310,7 +309,7 @@ def _check_ends(ends: dict[str, Array]) -> int:
 
 
 def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
-    """The sequences, after every check of the values that end them."""
+    """The sequences; raise for values that cannot end them."""
     ends = []
     for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
         values = inputs[name].tolist()
@@ -343,7 +342,8 @@ def _calls(
         q, k, v = (_part(whole, name, array, s) for name, array in zip(QKV, qkv, strict=True))
         own_out = None if out is None else _part(whole, "out", out, s)
         layout: dict[str, Any] = {"axes": whole.axes, "precision": whole.precision, "out": own_out}
-        own = _own_options(whole, options, s)
+        arrays = {n: _own_part(whole, n, array, s) for n, array in options.arrays.items()}
+        own = with_arrays(options, arrays)
         calls.append(Call(s, (q, k, v), own, describe(q, k, v, own, **layout)))
     return calls
 
@@ -357,7 +357,7 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
 
 
 def _most_axes(whole: Problem, name: str) -> int:
-    """As many as a score option's array has with sequences, batch and core."""
+    """The most axes of a score option's array: sequences, batch and core."""
     return 1 + len(whole.batch_shape) + len(ARRAYS[name][1])
 
 
@@ -374,29 +374,15 @@ def _check_axes(whole: Problem, name: str, array: Array, sequences: int) -> None
 
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
-    core = len(ARRAYS[name][1])
     if array.ndim == _most_axes(whole, name):
         array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
-    lengths = {"segment_ids_q": (s.q,), "segment_ids_k": (s.k,)}.get(name, (s.q, s.k))
-    for axis, part in zip(range(-core, 0), lengths, strict=False):
-        extent = part.stop - part.start
-        if array.shape[axis] != 1:
-            if array.shape[axis] < extent:
-                raise wrong_value(
-                    name, f"shape {array.shape}",
-                    f"extent 1 or at least {extent}, that of sequence {s.index}",
-                )  # fmt: skip
-            index: list[Any] = [slice(None)] * array.ndim
-            index[axis] = slice(0, extent)
-            array = array[tuple(index)]
-    return array
-
-
-def _own_options(whole: Problem, options: Options, s: Sequence) -> Options:
-    """The options of one sequence."""
-    own: dict[str, Any] = {
-        name: _own_part(whole, name, array, s) for name, array in options.arrays.items()
-    }
-    if "segment_ids_q" in own:
-        own["segment_ids"] = (own.pop("segment_ids_q"), own.pop("segment_ids_k"))
-    return replace(options, **own) if own else options
+    core = ARRAYS[name][1]
+    index: list[Any] = [...]
+    for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
+        part = s.q if axis == "m" else s.k
+        length = part.stop - part.start
+        if 1 != extent < length:
+            expected = f"extent 1 or at least {length}, the length of sequence {s.index}"
+            raise wrong_value(name, f"shape {array.shape}", expected)
+        index.append(slice(0, max(length, int(extent == 1))))
+    return array[tuple(index)]

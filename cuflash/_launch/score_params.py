@@ -1,4 +1,4 @@
-"""What do kernels get to know of the score options? Numbers, layouts and arrays."""
+"""Which parameters of score options do kernels get? Numbers, layouts and arrays."""
 
 from __future__ import annotations
 

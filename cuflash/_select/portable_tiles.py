@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 # Of the parts of k and v one stage: two would leave no room for their low parts. (D36)
 _FORWARD_FLOAT32: Tiles = {
-    32: (Tile(64, 64, 4, 2),),
+    32: (Tile(128, 32, 4, 2),),  # D124
     64: (Tile(128, 64, 8, 1),),
     96: (Tile(64, 48, 4, 2), Tile(64, 32, 4, 2), Tile(64, 48, 4, 1)),
     128: (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)),

@@ -121,8 +121,3 @@ def difference(a: Any, b: Any) -> float:
     xp = array_module(a)
     a, b = a.astype(np.float32), b.astype(np.float32)
     return float(xp.sqrt(xp.square(a - b).sum() / xp.square(b).sum()))
-
-
-def as_rows(found: dict[str, Errors]) -> dict[str, Any]:
-    """For a file: maximum and root mean square by name."""
-    return {name: [*own] for name, own in found.items()}

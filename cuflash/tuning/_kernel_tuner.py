@@ -17,7 +17,7 @@ from typing import Any
 from cuflash._errors import problem_with
 from cuflash._select.measured import parse
 from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
-from cuflash.tuning._space import Space, space
+from cuflash.tuning._space import space
 
 #: What can go wrong: the state in a sweep, and kernel-tuner's name.
 _ERRORS = {
@@ -42,31 +42,27 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
     Illegal combinations are members as well, as invalid ones, as far as the space lists them: a
     simulation may meet any combination of the parameters that was swept.
     """
-    names = list(found.header["parameters"])
-    entries: dict[str, Any] = {}
-    for candidate in _swept(found).candidates if found.header["workload"] else ():
-        if candidate.config is None:
-            values = dict(zip(names, candidate.values, strict=True))
-            entries[candidate.key] = values | {"__error__": _INVALID, "time": _INVALID}
-    for row in found.rows:
-        entries[row["key"]] = _entry(found, row)
-    work = found.header["workload"]
+    work, parameters = found.header["workload"], found.header["parameters"]
+    names, entries = list(parameters), {}
+    if work:
+        arch = found.header["arch"]
+        swept = space(found.workload, found.kernel, arch=arch, parameters=parameters)
+        for candidate in swept.candidates:
+            if candidate.config is None:
+                values = dict(zip(names, candidate.values, strict=True))
+                entries[candidate.key] = values | {"__error__": _INVALID, "time": _INVALID}
+    entries |= {row["key"]: _entry(found, row) for row in found.rows}
     content = {
         "device_name": found.device,
         "kernel_name": found.kernel,
         "problem_size": [work["batch"] * work["heads_q"], work["seqlen_q"]] if work else [],
         "tune_params_keys": names,
-        "tune_params": found.header["parameters"],
+        "tune_params": parameters,
         "objective": "time",  # a list, as kernel-tuner 1.5 writes, is none to its dashboard (D107)
         "cache": entries,
         "cuflash": {"header": found.header, "finals": found.finals, "rows": found.rows},
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _swept(found: Sweep) -> Space:
-    header = found.header
-    return space(found.workload, found.kernel, arch=header["arch"], parameters=header["parameters"])
 
 
 def _entry(found: Sweep, row: Row) -> dict[str, Any]:
@@ -96,7 +92,7 @@ def read_cache(path: str | os.PathLike[str]) -> Sweep:
     try:
         content = _content(path.read_text(encoding="utf-8"))
         ours = content.get("cuflash")
-        return _own_sweep(ours) if ours else _foreign_sweep(content)
+        return checked(_own_rows(ours) if ours else _foreign_rows(content), "row")
     except ValueError as error:
         raise problem_with(
             str(path), ValueError, got=f"something else ({error})",
@@ -120,17 +116,17 @@ def _content(text: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _own_sweep(ours: Any) -> Sweep:
+def _own_rows(ours: Any) -> list[Any]:
     """The sweep that :func:`write_cache` wrote."""
-    if not isinstance(ours, dict):
-        raise ValueError(f"cuflash {short(ours)}")
-    lists: list[Any] = [ours.get("rows"), ours.get("finals")]
+    lists: list[Any] = [
+        ours.get(name) if isinstance(ours, dict) else None for name in ("rows", "finals")
+    ]
     if not all(isinstance(rows, list) for rows in lists):
-        raise ValueError("cuflash without lists of rows and finals")
-    return checked(itertools.chain([ours.get("header")], *lists), "row")
+        raise ValueError(f"cuflash {short(ours)}, without lists of rows and finals")
+    return [ours.get("header"), *itertools.chain(*lists)]
 
 
-def _foreign_sweep(content: dict[str, Any]) -> Sweep:
+def _foreign_rows(content: dict[str, Any]) -> list[Row]:
     """The rows of somebody else's kernel; times are relative to the fastest."""
     names = content["tune_params_keys"]
     if not all(isinstance(name, str) for name in names):
@@ -151,7 +147,7 @@ def _foreign_sweep(content: dict[str, Any]) -> Sweep:
     for row in rows:
         if row["status"] == "ok":
             row["relative"] = row["ms"] / fastest
-    return checked([header, *rows], "row")
+    return [header, *rows]
 
 
 def _foreign_row(key: str, entry: Any, names: Sequence[str]) -> Row | None:

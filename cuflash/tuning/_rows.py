@@ -68,18 +68,15 @@ class Sweep:
 
     @property
     def timed(self) -> list[Row]:
-        """Rows of the configurations that compute what the reference says, fastest first.
-
-        By the time relative to the shipped configuration, in turns with which each was timed.
-        """
+        """Rows of right configurations, fastest first, by their times over the shipped one's."""
         timed = [row for row in self.rows if row["status"] == "ok"]
         return sorted(timed, key=lambda row: (row["relative"], row["key"]))
 
     def steady_ms(self, row: Row) -> float:
         """Time of a row at the clocks of the whole sweep.
 
-        Its time relative to the shipped configuration, in turns with which it was timed, by the
-        median time of that: what the clocks did meanwhile cancels.
+        It was timed in turns with the shipped configuration. The quotient of both times, by the
+        median time of the shipped one: what the clocks did meanwhile cancels.
         """
         shipped = [r["default_ms"] for r in self.rows if r["status"] == "ok" and "default_ms" in r]
         return float(row["relative"] * statistics.median(shipped) if shipped else row["ms"])
@@ -92,8 +89,8 @@ class Sweep:
     def best(self) -> Row:
         """The fastest of the final comparison, else of all; a ValueError where there is none.
 
-        One that failed in the final comparison is not taken. The shipped configuration, with which
-        all are compared, is one of them where it was swept.
+        A configuration that failed in the final comparison is not taken. The shipped one takes part
+        where it was swept.
         """
         left_out = self.finals[-1].get("left_out", {}) if self.finals else {}
         timed = {row["key"]: row for row in self.timed if row["key"] not in left_out}
@@ -106,11 +103,8 @@ class Sweep:
                 expected="at least one configuration that runs and is right",
                 fix=next(iter(of_one), ""),
             )  # fmt: skip
-        if self.finals:
-            ms = {key: ms for key, ms in self._final_ms().items() if key in timed}
-            if ms:
-                return timed[min(ms, key=lambda key: (ms[key], key))]
-        return next(iter(timed.values()))
+        ms = {key: ms for key, ms in self._final_ms().items() if key in timed}
+        return timed[min(ms, key=lambda key: (ms[key], key))] if ms else next(iter(timed.values()))
 
     @property
     def best_relative(self) -> float:
@@ -124,7 +118,7 @@ class Sweep:
     def _final_ms(self) -> dict[str, float]:
         """Times of the final comparison by key, the shipped configuration's included.
 
-        Which is timed twice where it is among the fastest: it takes the shorter of both times.
+        Where that is among the fastest it was timed twice: it takes the shorter of both times.
         """
         if not self.finals:
             return {}
@@ -290,11 +284,10 @@ class SweepFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write(header)
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Keep rows."""
-        for row in rows:
-            (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
-            self._write(row)
+    def append(self, row: Row) -> None:
+        """Keep a row."""
+        (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
+        self._write(row)
 
     def _refuse_other(self, header: Row) -> None:
         for name in _SAME:

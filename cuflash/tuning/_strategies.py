@@ -87,11 +87,14 @@ def search(name: str) -> Strategy | None:
         raise ImportError(f"{package} is not installed: pip install {package}")
 
     def run(chosen: Space, evaluate: Evaluate, budget: int | None, seed: int) -> None:
+        if len(chosen) <= _POPULATION:
+            evaluate(list(chosen)[:budget])
+            return
         states = random.getstate(), np.random.get_state()  # noqa: NPY002  kernel-tuner draws there
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         try:
-            _search(name, chosen, evaluate, budget)
+            _search(name, chosen, evaluate, min(budget or len(chosen), len(chosen)))
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
@@ -99,7 +102,7 @@ def search(name: str) -> Strategy | None:
     return run
 
 
-def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) -> None:
+def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
     from kernel_tuner.interface import Options, strategy_map
     from kernel_tuner.runners.runner import Runner
     from kernel_tuner.searchspace import Searchspace
@@ -111,9 +114,6 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
     )
 
     legal = {candidate.key: candidate for candidate in chosen}
-    if len(legal) <= _POPULATION:
-        evaluate(list(legal.values())[:budget])
-        return
     parameters = {name: list(values) for name, values in chosen.parameters.items()}
 
     class OurRunner(Runner):  # type: ignore[misc]
@@ -141,32 +141,29 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, budget: int | None) ->
             return results + [None] * (len(wanted) - len(results))
 
     def _result(row: Row) -> dict[str, Any]:
-        result = dict(row["values"])
-        if row["status"] == "ok":
-            return result | {"time": row["relative"]}  # no clocks in it; a search needs no more
-        failed = CompilationFailedConfig if row["status"] == "compile_error" else None
-        return result | {"__error__": (failed or RuntimeFailedConfig)()}
+        if row["status"] == "ok":  # no clocks in it; a search needs no more
+            return {**row["values"], "time": row["relative"]}
+        compiled = row["status"] != "compile_error"
+        failed = RuntimeFailedConfig() if compiled else CompilationFailedConfig()
+        return {**row["values"], "__error__": failed}
 
     known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
     searchspace = Searchspace(
         None, None, None, from_cache={"tune_params": parameters, "cache": known}
     )
     searchspace.get_LHS_sample = searchspace.get_random_sample  # diff_evo's, which no seed decides
-    fevals = min(budget or len(legal), len(legal))
-    options = Options(
-        {
-            "tune_params": parameters,
-            "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),
-            "max_fevals": fevals,
-            "objective": ["time"],
-            "objective_higher_is_better": [False],
-            "budget": TuningBudget(None, fevals),
-            "restrictions": None,
-            "cache": {},
-            "metrics": None,
-            "verbose": False,
-            "simulated_time": 0,
-        }
-    )
+    options = Options({
+        "tune_params": parameters,
+        "strategy_options": Options({"max_fevals": fevals, **_STRATEGY_OPTIONS.get(name, {})}),
+        "max_fevals": fevals,
+        "objective": ["time"],
+        "objective_higher_is_better": [False],
+        "budget": TuningBudget(None, fevals),
+        "restrictions": None,
+        "cache": {},
+        "metrics": None,
+        "verbose": False,
+        "simulated_time": 0,
+    })  # fmt: skip
     with contextlib.suppress(StopCriterionReached):
         strategy_map[name].tune(searchspace, OurRunner(), options)

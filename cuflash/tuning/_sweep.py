@@ -1,4 +1,4 @@
-"""How fast is every configuration of a space, on this device, and what sees somebody who waits?"""
+"""How fast is every configuration of a space on this device, and who is told meanwhile?"""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def sweep(
 ) -> Sweep:
     """Compile, check and time the configurations of a space; go on where a file ends.
 
-    Each configuration is compiled beforehand, in parallel processes; compared with the definition
-    in a process of its own; and timed there through the library's own calls, in turns with the
-    shipped configuration, so that clocks and temperature are the same for both. One that fails or
-    hangs costs its row and a new process. At the end the fastest are timed once more, all in turns;
-    what fails or hangs there is left out, and is not the best.
+    Configurations are compiled beforehand, in parallel. Another process compares each with the
+    definition, and times it through the library's own calls, in turns with the shipped
+    configuration: clocks and temperature are the same for both. A configuration that fails or hangs
+    costs its row and a new process. At the end the fastest are timed once more, all in turns; what
+    fails or hangs there is left out, and is not the best.
 
     Parameters
     ----------
@@ -74,10 +74,10 @@ def sweep(
     chosen : Space, optional
         What to try; default: all of the forward that runs here.
     file : path, optional
-        Where rows go, one JSON object a line; default: :func:`default_file`. If it exists, it must
-        be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
-        ``check``, and what it holds is not measured again. Its first line keeps strategy, budget,
-        seed and budget_ms of the run that began it; each final comparison keeps its own run's.
+        Where rows go, one JSON object a line; default: :func:`default_file`. A file that exists
+        must be a sweep of the same problem, kernel, device, driver, NVRTC, kernel sources and
+        ``check``; its rows are not measured again. Strategy, budget, seed and budget_ms are kept in
+        its first line, and with each final comparison.
     strategy : str
         ``"exhaustive"``, ``"random"``, or a search strategy of the package kernel-tuner (extra
         ``tune``), such as ``"genetic_algorithm"``.
@@ -86,7 +86,7 @@ def sweep(
     check : bool
         Compare with the definition before timing.
     seed : int
-        Of strategies that draw.
+        Seed of strategies that draw.
     time_limit : float
         Seconds after which a configuration counts as hanging.
     budget_ms : float
@@ -95,7 +95,7 @@ def sweep(
         That compile side by side; default: one for each core.
     progress : bool or callable
         Whether to print a line on standard error for each configuration, with the best so far; or
-        what is called with :class:`Progress` after every step.
+        a function that is called with :class:`Progress` after every step.
     device_command : sequence of str
         The process that owns the device.
 
@@ -124,7 +124,7 @@ def sweep(
     if not isinstance(seed, int):
         raise problem_with("seed", TypeError, got=repr(seed), expected="an int")
     for name, value, unit in (("time_limit", time_limit, ""), ("budget_ms", budget_ms, "milli")):
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
             expected = f"a positive number of {unit}seconds"
             raise problem_with(name, ValueError, got=repr(value), expected=expected)
     chosen = space(workload) if chosen is None else chosen
@@ -207,21 +207,17 @@ class _Running:
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
         """Rows of these candidates, in order: from the file, or newly measured."""
-        missing = [c for c in candidates if c.key not in self.file.sweep.done]
+        rows = {row["key"]: row for row in self.file.sweep.rows}
+        missing = {c.key: c for c in candidates if c.key not in rows}  # each once
         if missing:
             self.space.compile(
-                missing,
-                processes=self.processes,
-                time_limit=COMPILE_LIMIT,
+                [*missing.values()], processes=self.processes, time_limit=COMPILE_LIMIT,
                 progress=lambda done, total: self._tell("compile", done, total),
-            )
-        for candidate in missing:
-            if candidate.key in self.file.sweep.done:  # a strategy may ask twice for one
-                continue
-            row = self._row(candidate)
-            self.file.append([row])
-            self._tell("time", len(self.file.sweep.rows), self.total, row)
-        rows = {row["key"]: row for row in self.file.sweep.rows}
+            )  # fmt: skip
+        for key, candidate in missing.items():
+            rows[key] = self._row(candidate)
+            self.file.append(rows[key])
+            self._tell("time", len(self.file.sweep.rows), self.total, rows[key])
         return [rows[c.key] for c in candidates]
 
     def _row(self, candidate: Candidate) -> Row:
@@ -289,12 +285,14 @@ class _Running:
         if answer["status"] != "ok":
             alone = {key: self._final([key]) for key in keys}
             failed = {key: own for key, own in alone.items() if own["status"] != "ok"}
-            self._tell_left_out(failed)
+            for key, own in failed.items():
+                self._tell("final", 0, len(failed), {"key": key, **own})
             left_out |= {key: f"{own['status']}, {own['reason']}" for key, own in failed.items()}
             keys = [key for key in keys if key not in failed]
             answer = self._final(keys) if keys else {"status": "ok", "ms": []}
         if answer["status"] != "ok":  # together, though none does alone
-            self._tell_left_out(dict.fromkeys(keys, answer))
+            for key in keys:
+                self._tell("final", 0, len(keys), {"key": key, **answer})
             return
         row = {
             "kind": "final",
@@ -305,7 +303,7 @@ class _Running:
             "made": self.made,
             "seconds": round(time.perf_counter() - self.began, 1),  # of this run, all of it
         }
-        self.file.append([row])
+        self.file.append(row)
         if keys:
             self._tell("final", len(keys), len(keys))
 
@@ -315,10 +313,6 @@ class _Running:
         configs = [self.space.candidate(key).config for key in keys] + [self.space.default]
         request = {"do": "final", "configs": [config_as_json(c) for c in configs if c]}
         return self._answer(request, self.time_limit * len(configs))
-
-    def _tell_left_out(self, failed: dict[str, Row]) -> None:
-        for key, answer in failed.items():
-            self._tell("final", 0, len(failed), {"key": key, **answer})
 
     def _tell(self, stage: str, done: int, total: int, row: Row | None = None) -> None:
         if self.watcher is not None:

@@ -1,6 +1,6 @@
 """A process that checks and times configurations on the device: the child of ``_sweep.py``.
 
-It goes the library's own way, ``config=`` of the public functions. What it is asked:
+It calls the public functions with ``config=``. Its requests:
 
     {"do": "describe"}                          the device, the driver, NVRTC
     {"do": "open", workload, kernel, default, check, budget_ms}
@@ -17,6 +17,7 @@ import numpy as np
 
 from cuflash._kernels.config import TileConfig
 from cuflash._problem.options import Options
+from cuflash._select.hardware import present
 from cuflash._timing.clock import ROUNDS, SHORT_MS, Call, DeviceClock, Measurement
 from cuflash._timing.machine import read_clocks, versions
 from cuflash.tuning import _checking
@@ -149,7 +150,7 @@ class Bench:
         for name, again in self.small.on_host().items():
             if self.ordered and not wrong and first[name].tobytes() != again.tobytes():
                 wrong = f"{name}: other bits when it was run again"
-        return {"wrong": wrong, "errors": _checking.as_rows(found)}
+        return {"wrong": wrong, "errors": {name: [*own] for name, own in found.items()}}
 
     def compared(self, config: TileConfig) -> str:
         """What is wrong with the results of the problem that is timed; empty where nothing is."""
@@ -211,8 +212,6 @@ class Bench:
 
 def described() -> dict[str, Any]:
     """The device and what stands between it and this library."""
-    from cuflash._select.hardware import present
-
     hardware = present()
     if hardware is None:
         return {"status": "error", "reason": "no NVIDIA device can be used"}

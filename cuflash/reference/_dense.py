@@ -1,0 +1,280 @@
+"""What are attention, its gradient and its relatives? Dense formulas of whole matrices."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._results import AttentionResult, Gradients
+from cuflash.reference._score import (
+    NO_AXES,
+    Array,
+    distance,
+    kept_factor,
+    operands,
+    scale_of,
+    score_and_slopes,
+    sink_of_rows,
+    softmax,
+    to_axes,
+    to_canonical,
+)
+
+
+@np.errstate(all="ignore")
+def scores(
+    q: Array,
+    k: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Final scores, batch + (m, n), with -inf where a key is invisible to a query."""
+    options = resolve(options, score_options)
+    q, k, _ = operands(q, k, k, options, axes, dtype)
+    return score_and_slopes(q, k, options, dtype)[0]
+
+
+@np.errstate(all="ignore")
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Dense attention; see :func:`cuflash.attention` for parameters."""
+    options = resolve(options, score_options)
+    q, k, v = operands(q, k, v, options, axes, dtype)
+    score, seen, *_ = score_and_slopes(q, k, options, dtype)
+    p, lse = softmax(score, seen, sink_of_rows(options, score, dtype))
+    p = p * kept_factor(options, score.shape, dtype)
+    out = to_axes(_seen_product(p, v, seen), (axes or NO_AXES)[3])
+    return AttentionResult(out, lse) if return_lse else out
+
+
+@np.errstate(all="ignore")
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
+    /,
+    *,
+    dlse: Array | None = None,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Gradients:
+    """Gradient of ``sum(dout * out) + sum(dlse * lse)``; ``out`` and ``lse`` are recomputed.
+
+    With p = softmax(score) and delta = rowsum(dout * out) - dlse (FlashAttention, appendix B)::
+
+        dv = (p * kept)^T dout,   dp = (dout v^T) * kept
+        dscore = p * (dp - delta) * (derivative of score_mod)
+        draw = dscore * (1 - tanh(scale q.k / softcap)^2)
+        dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
+        dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
+        dsink = -sum over rows of exp(sink - lse) * delta
+    """
+    del out, lse
+    options = resolve(options, score_options)
+    pairs = axes or NO_AXES
+    inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
+    q, k, v = operands(q, k, v, options, axes, dtype)
+    score, seen, slope, mod_slope = score_and_slopes(q, k, options, dtype)
+    sink = sink_of_rows(options, score, dtype)
+    p, lse = softmax(score, seen, sink)
+    hidden = np.isneginf(score.max(-1, initial=-np.inf))
+    dout = np.where(hidden[..., None], 0, to_canonical(dout, pairs[3]).astype(dtype))
+
+    kept = kept_factor(options, score.shape, dtype)
+    dp = np.where(seen, np.matmul(dout, np.swapaxes(v, -1, -2)) * kept, 0)
+    delta = (p * dp).sum(-1)
+    if dlse is not None:
+        delta = delta - np.where(np.isneginf(lse), 0, np.broadcast_to(dlse, lse.shape))
+    dscore = np.where(seen, p * (dp - delta[..., None]) * mod_slope, 0)
+    draw = np.where(seen, dscore * slope, 0)
+    scale = scale_of(options, q.shape[-1], dtype)
+    seen_t = np.swapaxes(seen, -1, -2)
+    full = {
+        "q": scale * _seen_product(draw, k, seen),
+        "k": scale * _seen_product(np.swapaxes(draw, -1, -2), q, seen_t),
+        "v": _seen_product(np.swapaxes(p * kept, -1, -2), dout, seen_t),
+    }
+    gradients = {}
+    for (name, given), pair in zip(inputs.items(), pairs, strict=False):
+        if name in wrt:
+            shape = to_canonical(given, pair).shape
+            gradients["d" + name] = to_axes(_sum_heads_to(full[name], shape, options), pair)
+    if "bias" in wrt:
+        gradients["dbias"] = _sum_to(dscore, options.arrays["bias"].shape)
+    if "alibi_slopes" in wrt:
+        slopes = -(dscore * distance(options, score.shape)).sum((-1, -2))
+        gradients["dslopes"] = _sum_to(slopes, options.arrays["alibi_slopes"].shape)
+    if "sink" in wrt:
+        share = np.where(np.isneginf(lse), 0, np.exp(sink - lse))
+        gradients["dsink"] = _sum_to(-(share * delta).sum(-1), options.arrays["sink"].shape)
+    if "scale" in wrt:
+        raw = np.matmul(q, np.swapaxes(k, -1, -2))
+        gradients["dscale"] = np.where(seen, draw * raw, 0).sum()
+    return Gradients(**gradients)
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    return_lse: bool = False,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Any]:
+    """Attention and its pullback; see :func:`cuflash.attention_vjp`."""
+    common: dict[str, Any] = {"options": resolve(options, score_options), "axes": axes}
+    common["dtype"] = dtype
+
+    def pullback(
+        dout: Array, /, *, dlse: Array | None = None, wrt: tuple[str, ...] = ("q", "k", "v")
+    ) -> Gradients:
+        return attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **common)
+
+    return attention(q, k, v, return_lse=return_lse, **common), pullback
+
+
+def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
+    """Logarithm of each row's sum of exponentials; see :func:`cuflash.logsumexp`."""
+    return attention(q, k, k, return_lse=True, **_without_values(rest)).lse
+
+
+def logsumexp_backward(
+    dlse: Array,
+    q: Array,
+    k: Array,
+    lse: Array | None = None,
+    /,
+    *,
+    wrt: tuple[str, ...] = ("q", "k"),
+    **rest: Any,
+) -> Gradients:
+    """Gradient of ``sum(dlse * logsumexp(q, k))``; ``lse`` is recomputed."""
+    del lse
+    rest = _without_values(rest)
+    nothing = np.zeros_like(attention(q, k, k, **rest))
+    return attention_backward(nothing, q, k, k, dlse=dlse, wrt=wrt, **rest)
+
+
+@np.errstate(all="ignore")
+def weights(
+    q: Array,
+    k: Array,
+    lse: Array | None = None,
+    /,
+    *,
+    rows: Any = None,
+    cols: Any = None,
+    options: Options | None = None,
+    axes: Any = None,
+    dtype: Any = np.float64,
+    **score_options: Unpack[ScoreOptions],
+) -> Array:
+    """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed."""
+    del lse
+    options = resolve(options, score_options)
+    q, k, _ = operands(q, k, k, options, axes, dtype)
+    score, seen, *_ = score_and_slopes(q, k, options, dtype)
+    p, _ = softmax(score, seen, sink_of_rows(options, score, dtype))
+    rows = slice(None) if rows is None else rows
+    cols = slice(None) if cols is None else cols
+    return p[..., rows, :][..., cols]
+
+
+@np.errstate(all="ignore")
+def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> AttentionResult:
+    """Combine attention over disjoint sets of keys, parts along ``axis``.
+
+    ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
+    lse = -inf is neutral, its out is not read. Any other part counts, however small its weight.
+    """
+    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
+    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    weight, lse = softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
+    weighted = np.moveaxis(weight, -1, 0)[..., None] * outs
+    return AttentionResult(np.where(np.isneginf(lses)[..., None], 0, weighted).sum(0), lse)
+
+
+@np.errstate(all="ignore")
+def merge_backward(
+    dout: Array,
+    outs: Any,
+    lses: Any,
+    /,
+    *,
+    dlse: Array | None = None,
+    axis: int = 0,
+    dtype: Any = np.float64,
+) -> AttentionResult:
+    """Gradient of :func:`merge` with respect to ``outs`` and ``lses``.
+
+    With w_i = exp(lse_i - lse)::
+
+        douts_i = w_i dout,   dlses_i = w_i (dlse + rowsum(dout * (out_i - out)))
+
+    and exactly 0 where lse_i = -inf.
+    """
+    out, lse = merge(outs, lses, axis, dtype=dtype)
+    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
+    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    weight, hidden = np.exp(lses - lse), np.isneginf(lses)
+    slope = (dout * (outs - out)).sum(-1) + (0 if dlse is None else dlse)
+    douts = np.where(hidden[..., None], 0, weight[..., None] * dout)
+    dlses = np.where(hidden, 0, weight * slope)
+    return AttentionResult(np.moveaxis(douts, 0, axis), np.moveaxis(dlses, 0, axis))
+
+
+def _without_values(rest: dict[str, Any]) -> dict[str, Any]:
+    """Axes for a call in which keys stand for values."""
+    axes = rest.get("axes")
+    return rest if axes is None else rest | {"axes": (axes[0], axes[1], axes[1], (-2, -1))}
+
+
+def _seen_product(a: Array, b: Array, seen: Array) -> Array:
+    """``a @ b`` where ``a`` is 0 outside ``seen``; non-finite ``b`` reaches only rows seeing it."""
+    finite = np.isfinite(b)
+    if finite.all():
+        return np.matmul(a, b)
+    poisoned = np.matmul(seen.astype(np.float64), (~finite).astype(np.float64)) > 0
+    return np.where(poisoned, np.nan, np.matmul(a, np.where(finite, b, 0)))
+
+
+def _sum_heads_to(gradient: Array, shape: tuple[int, ...], options: Options) -> Array:
+    """Sum over the query heads of each key/value head, then over broadcast axes, to ``shape``."""
+    if options.enable_gqa and gradient.shape[-3] != shape[-3]:
+        heads = (shape[-3], gradient.shape[-3] // shape[-3])
+        grouped = gradient.reshape(*gradient.shape[:-3], *heads, *gradient.shape[-2:])
+        gradient = grouped.sum(-3)
+    return _sum_to(gradient, shape)
+
+
+def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over axes that ``shape`` lacks or has of extent 1."""
+    gradient = gradient.sum(tuple(range(gradient.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1)
+    return gradient.sum(axes, keepdims=True)
