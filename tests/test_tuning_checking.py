@@ -292,7 +292,7 @@ def test_kernels_are_swept_on_the_device(
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
     work = replace(WORK, dtype=dtype, heads_kv=heads_kv, softcap=softcap, **sizes, **options)
     steps = kernels_of(work, select_hardware.present(), backward=True)
-    config = [c for c in steps if type(c) in _kernels.PARAMETERS][number]
+    config = [c for c in steps if c.kernel in _kernels.KERNELS][number]
     name, tile = config.kernel, _kernels.tile_of(config)
     tried = {parameter: (value,) for parameter, value in tile.items()}
     ring = "num_stages" if "num_stages" in tile else "blocks_per_sm"

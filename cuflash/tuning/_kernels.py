@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._kernels import registry
 from cuflash._kernels.config import KernelConfig
 from cuflash._select.measured import with_values
@@ -17,9 +17,7 @@ KERNELS = {name: kernel for name, kernel in registry.KERNELS.items() if kernel.t
 def kernel_type(name: str) -> type[KernelConfig]:
     """The configuration of a kernel; a ValueError that lists the known ones."""
     if name not in KERNELS:
-        raise problem_with(
-            "kernel", ValueError, got=repr(name), expected=f"one of {', '.join(KERNELS)}"
-        )
+        raise wrong_value("kernel", repr(name), f"one of {', '.join(KERNELS)}")
     return KERNELS[name]
 
 
@@ -32,14 +30,13 @@ def with_tile(config: KernelConfig, values: Mapping[str, Any]) -> KernelConfig:
     """The configuration with other values; a ValueError names what is unknown or illegal."""
     for name, value in values.items():
         if name not in config.tunables:
-            raise problem_with(
-                "parameter", ValueError, got=repr(name),
-                expected=f"one of {', '.join(config.tunables)} of {config.kernel}",
-            )  # fmt: skip
+            raise wrong_value(
+                "parameter", repr(name), f"one of {', '.join(config.tunables)} of {config.kernel}"
+            )
         if not isinstance(value, int):
-            raise problem_with(name, ValueError, got=repr(value), expected="an int")
+            raise wrong_value(name, repr(value), "an int")
         if isinstance(getattr(config, name), bool) and value not in (0, 1):
-            raise problem_with(name, ValueError, got=repr(value), expected="0 or 1")
+            raise wrong_value(name, repr(value), "0 or 1")
     return with_values(config, values)
 
 
