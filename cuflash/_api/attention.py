@@ -20,8 +20,8 @@ from cuflash._api.arguments import (
     saved_arrays,
 )
 from cuflash._api.dispatch import launch, run_backward, run_forward
-from cuflash._api.recall import may_be_known, recall, remember
 from cuflash._arrays import Array, on_device_of, on_own_device
+from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
@@ -176,11 +176,10 @@ def attention(
         problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
         inputs = given | chosen.arrays
         out, lse = results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
-        run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
-        if plain and xp is not np and may_be_known(chosen):
-            repeat = launch().repeated_forward(problem, *qkv, lse)
-            if repeat is not None:
-                remember(repeat, chosen, return_lse, qkv)
+        plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
+        if plain and plan is not None and may_be_known(chosen):
+            repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+            remember(repeat, chosen, return_lse, qkv)
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -297,7 +296,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, *qkv, *saved[:3])
+            repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return by_field(gradients)

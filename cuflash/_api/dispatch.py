@@ -23,19 +23,21 @@ def run_forward(
     *,
     first_entry: int = 0,
     **for_kernels: Any,
-) -> None:
+) -> Any:
     """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
 
-    ``for_kernels`` are the workspace, a configuration, and where packed sequences end.
+    ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
+    Returns the plan that kernels ran by.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
-    elif is_cupy(out):
-        launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    else:
-        attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
+        return None
+    if is_cupy(out):
+        return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
+    attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
+    return None
 
 
 def run_backward(

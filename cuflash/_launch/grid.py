@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cuflash._errors import problem_with
 from cuflash._kernels import params
 
-_GRID_LIMIT = 2**31 - 1  # blocks of threads
+_GRID_LIMIT = 2**31 - 1  # thread blocks
 
 
 class Grid(NamedTuple):
@@ -32,11 +32,6 @@ class Grid(NamedTuple):
             )
             for index in steps
         )
-
-
-def even_sections(num_owners: int, limit: int) -> int:
-    """Owners of each section if none may have many more than ``limit``; see ``scheduler.cuh``."""
-    return num_owners // -(-num_owners // max(limit, 1))
 
 
 def plan_grid(
