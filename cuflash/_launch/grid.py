@@ -14,7 +14,7 @@ _GRID_LIMIT = 2**31 - 1  # blocks of threads
 
 
 class Grid(NamedTuple):
-    """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
+    """How the batch axes of one launch are walked: see ``schedule/scheduler.cuh``."""
 
     axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
     peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
 
 def even_sections(num_owners: int, limit: int) -> int:
-    """Owners of each section if none may have many more than ``limit``; see ``scheduler.cuh``."""
+    """Owners of each section if none may have many more than ``limit``: ``scheduler.cuh``."""
     return num_owners // -(-num_owners // max(limit, 1))
 
 

@@ -153,7 +153,7 @@ def summed_axes(problem: Problem, config: Any) -> tuple[bool, ...]:
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:
-    """Tiles of one owner; of packed sequences, as many as there may be: see ``seqlen.cuh``."""
+    """Tiles of one owner; of packed sequences, as many as may be: ``score/seqlen.cuh``."""
     if problem.cu_seqlens_q is None:
         return -(-rows // block)
     return rows // block + problem.cu_seqlens_q.shape[0] - 1
