@@ -78,7 +78,7 @@ def precisions(dtype: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of input: a family, or normal inputs whose logits have a standard deviation."""
+    """One kind of input: a family, or normal inputs with logits of a given standard deviation."""
 
     sweep: str  # "family", "seqlen", "logits", "head_dim" or "width"
     family: str
@@ -177,7 +177,7 @@ def relative_error(found: Array, wanted: Exact, name: str, dtype: str) -> float 
 
 
 def unit_error(wanted: Exact, name: str) -> float:
-    """The relative error of a result whose elements all err by a float32 unit of the largest."""
+    """The relative error of a result if every element errs by a float32 unit of the largest."""
     values = wanted.values[name]
     unit = float(np.spacing(np.float32(float(abs(values).max()))))
     return unit * math.sqrt(values.size) / norm(values)
@@ -238,7 +238,7 @@ def computed_in(rows: Sequence[dict[str, Any]], dtype: str, precision: str) -> l
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """One Markdown table: a row for each family and each head size that was measured.
 
-    Errors of out, then the largest of those of the gradients, by implementation.
+    Errors of out, then the largest error of the gradients, by implementation.
     """
     kinds: dict[str, dict[str, dict[str, Any]]] = {family: {} for family in FAMILIES}
     for row in rows:

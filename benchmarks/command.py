@@ -60,7 +60,7 @@ examples:
 
 
 def measure_precisions(run: Run) -> None:
-    """Time the dtypes whose products are exact by choice, and one product of TF32 beside them."""
+    """Time float32 and float64 with exact products, and float32 with one TF32 product."""
     kinds = (("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"))
     shapes = training((64, 128), (4096,))
     for dtype, precision in kinds:

@@ -1,4 +1,4 @@
-"""What is left of float32 attention whose products are made of narrower factors?
+"""What is left of float32 attention if its products are made of narrower factors?
 
     python benchmarks/factors.py
 
@@ -17,7 +17,7 @@ import numpy as np
 
 SEQLEN, HEAD_DIM = 2048, 64
 LEAST_HALF, NORMAL_HALF, MOST_HALF = 2.0**-24, 2.0**-14, 65504.0
-FITTING = 15  # numbers below 2^15 fit float16, rounded, too
+FITTING = 15  # numbers below 2^15 fit float16 after rounding as well
 
 Matrix = Any
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from cuflash._timing.clock import Call, Measurement, medians
 
-WARM_UP_S = 0.3  # processors leave their sleep, and speed up, while they are asked (D113)
+WARM_UP_S = 0.3  # the CPU leaves its sleep, and speeds up, while it works (D113)
 
 
 class HostClock:

@@ -506,7 +506,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 
 
-#: Those of them that are this library.
+#: Names of the implementations that are this library.
 OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 

@@ -1,6 +1,6 @@
 """Which pictures show a comparison with peers and the movement of bytes?
 
-Every function returns a figure of matplotlib, as those of ``benchmarks/sweep_pictures.py``.
+Every function returns a figure of matplotlib, as in ``benchmarks/sweep_pictures.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = {
     "eff": "memory-efficient (torch)", "naive": "unfused",
     "math": "unfused (torch)",
 }  # fmt: skip
-_ONE_LINE = 0.02  # of values: lines that close cannot be told apart
+_ONE_LINE = 0.02  # of values: lines as close as this look like one
 _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 

@@ -91,7 +91,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _sweep(path: Path) -> Any:
-    """A sweep of one of our kernels: the speeds that are drawn are those of a problem."""
+    """A sweep of one of our kernels: the speeds that are drawn belong to a problem."""
     from cuflash.tuning import load, read_cache
 
     try:

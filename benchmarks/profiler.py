@@ -76,7 +76,7 @@ def gradient_bytes(work: Workload, kernels: Sequence[str]) -> list[dict[str, flo
 def _counted(
     calls: Sequence[tuple[Workload, dict[str, int] | None]], kernels: str, *words: str
 ) -> list[tuple[str, dict[str, float]]]:
-    """Kernels whose names match, in order of launch, with what was counted."""
+    """Kernels with names that match, in order of launch, with what was counted."""
     program = shutil.which("ncu")
     if program is None:
         raise NotProfiled("ncu is not on the PATH (Nsight Compute, part of the CUDA toolkit)")

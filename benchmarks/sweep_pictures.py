@@ -24,7 +24,7 @@ Figure = Any
 #: Colours that all kinds of eyes tell apart (Okabe and Ito).
 LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
 _SMALLEST_MARK = 3.2  # points
-_ONE_PLACE = 0.1  # of logarithms: marks that far apart overlap
+_ONE_PLACE = 0.1  # of logarithms: marks at this distance overlap
 
 
 def new_figure(width: float, height: float) -> Figure:

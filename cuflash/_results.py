@@ -38,3 +38,12 @@ class Gradients:
     dslopes: Array | None = None
     dsink: Array | None = None
     dscale: Array | None = None
+
+
+class Saved(NamedTuple):
+    """What a gradient reads beside operands: cotangents, and results of the forward."""
+
+    dout: Array
+    out: Array
+    lse: Array
+    dlse: Array | None

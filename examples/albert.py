@@ -98,7 +98,7 @@ class Albert:
         lengths
             (batch,) int, how many tokens of each row are real.
         keep
-            Index of the layer whose attention is handed back.
+            Index of the layer that hands back its attention.
 
         Returns
         -------

@@ -136,7 +136,7 @@ def map_batch(
 
 
 def published_reactions() -> dict[str, float]:
-    """The published reactions that can be read here; those with rings need RDKit."""
+    """The published reactions that can be read here; reactions with rings need RDKit."""
     try:
         reactions.import_rdkit()
     except ImportError as error:
@@ -181,7 +181,9 @@ def show_mapping(
     if "float16" in results:
         print("  float16 x 2: operands of attention as sums of two float16 numbers, so that what")
         print("  differs is the kernel's own rounding. Plain float16 is shown, not judged: it also")
-        print("  rounds q, k and v, as the last line does, whose attention of these is exact.")
+        print(
+            "  rounds q, k and v, as the last line does; its attention of rounded inputs is exact."
+        )
     print()
     return agreed
 

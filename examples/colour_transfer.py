@@ -80,7 +80,7 @@ def load_photographs() -> Photographs:
 
 
 def check(device: Device, photographs: Photographs, epsilon: float, tolerance: float) -> bool:
-    """Compare the colours of a small sample with those of a dense solver in float64."""
+    """Compare the colours of a small sample with the colours by a dense solver in float64."""
     x, y = photographs.clouds(device.xp, CHECKED_PIXELS, seed=1)
     options = {"relaxation": RELAXATION, "tolerance": tolerance}
     plans = list(solve(first_plan(x, y), epsilon, **options))

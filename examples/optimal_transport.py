@@ -10,7 +10,7 @@ psi_j = (|y_j|^2 - g_j) / epsilon,
 
     n m P_ij = exp(2 x_i.y_j / epsilon - phi_i - psi_j),
 
-and to make the sums of the rows right is a `logsumexp` whose key bias carries the other potential,
+and to make the sums of the rows right is a `logsumexp` with the other potential as its key bias,
 
     phi_i = log sum_j exp(2 x_i.y_j / epsilon - psi_j - log m).
 

@@ -4,7 +4,7 @@ The PyPI package ``rxnmapper`` 0.4.3 (MIT) carries a trained ALBERT in its wheel
 wheel into the user's cache folder; it is read as a zip archive and never installed, because
 installing it would bring torch and transformers along. The checkpoint inside is a legacy torch
 pickle. A pickle may call anything, so ``pickle`` does not read this one: its opcodes are followed
-here, those of a state dict alone, which make plain values and neither import nor call anything.
+here, and only the opcodes of a state dict: they make plain values, import nothing, call nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ it, `cuflash.reference`, on the same batches, and the two loss curves are compar
     python examples/train_transformer.py
     python examples/train_transformer.py --dtype bfloat16 --picture curve.png
 
-How far apart may they be? What attention rounds is amplified by the steps that follow, by how much
+How far may they differ? What attention rounds is amplified by the steps that follow, by how much
 only the training itself can tell. So it is trained a few times more in Monte Carlo arithmetic
 (Parker 1997): in float64, with a random error in everything that attention in that dtype rounds.
 The root mean square of what that does to the loss, the largest so far, is one deviation; eight are

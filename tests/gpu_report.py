@@ -3,7 +3,7 @@
     python -m pytest --gpu-report tests/gpu_report.json
 
 writes ``device, driver, cupy, nvrtc, passed, failed, skipped, seconds, digest`` and, under
-``tests``, the outcome of every test marked gpu. The counts are of those tests alone; ``others``
+``tests``, the outcome of every test marked gpu. The counts are of GPU tests alone; ``others``
 counts the rest of the same runs. A report of the same digest is continued, so that a run may be
 split into shards: the latest result of a test counts, and being skipped displaces no result. A run
 in which no GPU test ran leaves the file alone.
@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, str | None]:
 
 
 class Recorder:
-    """Collects outcomes of one run and joins them with those that the file holds."""
+    """Collects outcomes of one run and joins them with the outcomes in the file."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self.path = path

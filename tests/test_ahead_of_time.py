@@ -343,11 +343,9 @@ def test_a_call_runs_from_the_folder_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFLASH_KERNELS", str(tmp_path / "shared"))
     monkeypatch.setattr(compilation, "_nvrtc", lambda *_: pytest.fail("it was compiled"))
     compilation.compile_kernel.cache_clear()
-    from cuflash._api import recall
-    from cuflash._launch import run
+    from cuflash._launch import plan_cache
 
-    run.forget_plans()
-    recall.forget()
+    plan_cache.forget()
     out, pullback = cuflash.attention_vjp(q, k, v)
     assert bool((out == expected).all())
     assert pullback(dout).dq.shape == q.shape

@@ -25,10 +25,8 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash._launch import run  # noqa: E402
-from cuflash._launch.run import Launch  # noqa: E402
-from cuflash._launch.sm90 import MappedLaunch  # noqa: E402
-from support.portable import portable_kernels  # noqa: E402
+from cuflash._launch import plan_cache  # noqa: E402
+from support.portable import planned_launchers, portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
@@ -491,22 +489,21 @@ def test_config_decides_which_kernels_run(monkeypatch):
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
     smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
-    one_pass = [MappedLaunch, Launch]
-    for config, kinds in (
-        (portable, [Launch, Launch]),
-        (hopper, [MappedLaunch, MappedLaunch]),
-        (smaller, [MappedLaunch, MappedLaunch]),
+    one_pass = [True, False]  # does it load by tensor maps?
+    for config, mapped in (
+        (portable, [False, False]),
+        (hopper, [True, True]),
+        (smaller, [True, True]),
         (together, one_pass),
-        (portable.q, [MappedLaunch, Launch]),  # one kernel's: dk and dv come first
-        (portable.kv, [Launch, MappedLaunch]),
-        (smaller.q, [MappedLaunch, MappedLaunch]),
+        (portable.q, [True, False]),  # one kernel's: dk and dv come first
+        (portable.kv, [False, True]),
+        (smaller.q, [True, True]),
         (together.qkv, one_pass),
         (None, one_pass),
     ):
-        monkeypatch.setattr(run, "_backward_plans", {})
+        monkeypatch.setattr(plan_cache, "_plans", {})
         gradients = cuflash.attention_backward(*arrays, config=config)
-        [plan] = run._backward_plans.values()
-        assert [type(launch) for _, launch in plan.steps[1:]] == kinds
+        assert [step.maps is not None for step in planned_launchers()[1:]] == mapped
         Budget(call).check_backward(
             {name: getattr(gradients, f"d{name}").get() for name in ALL},
             given=(arrays[4].get(), arrays[5].get()),

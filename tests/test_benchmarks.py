@@ -260,37 +260,46 @@ def test_gradients_alone_and_behind_their_forward_are_the_same(pass_):
             np.testing.assert_allclose(dq, truth.dq, rtol=1e-11, atol=1e-12)
 
 
-def recorded(monkeypatch, module, *names) -> list[tuple[str, dict]]:
-    """What of a module is called from now on, and its keywords."""
-    seen = []
-    for name in names:
+@pytest.fixture
+def called(monkeypatch):
+    """Return a function that lists what of a module is called from now on, and its keywords."""
 
-        def call(*given, name=name, real=getattr(module, name), **named):  # noqa: B008
-            seen.append((name, named))
-            return real(*given, **named)
+    def record(module, *names):
+        seen = []
+        for name in names:
 
-        monkeypatch.setattr(module, name, call)
-    return seen
+            def call(*given, name=name, real=getattr(module, name), **named):  # noqa: B008
+                seen.append((name, named))
+                return real(*given, **named)
+
+            monkeypatch.setattr(module, name, call)
+        return seen
+
+    return record
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "forward", "backward"),
+    ("name", "module", "functions"),
     [
-        ("naive", peers, "naive_forward", "naive_backward"),
-        ("cuflash", cuflash, "attention", "attention_backward"),
+        ("naive", peers, ["naive_forward", "naive_backward"]),
+        ("cuflash", cuflash, ["attention", "attention_backward"]),
     ],
 )
-def test_the_forward_is_part_of_both(monkeypatch, name, module, forward, backward):
+def test_the_forward_is_part_of_both(called, name, module, functions):
     """Timed without it, a call would be the gradient alone."""
     calls = peers.IMPLEMENTATIONS[name].prepare(TINY, "fwd+bwd", TINY.inputs(np)).calls
-    seen = recorded(monkeypatch, module, forward, backward)
+    seen = called(module, *functions)
     calls[0]()
-    assert [kind for kind, _ in seen] == [forward, backward]
+    assert [kind for kind, _ in seen] == functions
 
 
-def test_sums_in_any_order_are_ours_and_have_no_forward(run):
+def test_sums_in_any_order_are_ours_and_have_no_forward(run, called):
     unordered = peers.IMPLEMENTATIONS["cuflash-unordered"]
     assert "needs a GPU" in unordered.absent(np)
+    asked = called(cuflash, "attention_backward")
+    for name in ("cuflash", "cuflash-unordered"):
+        peers.IMPLEMENTATIONS[name].prepare(TINY, "bwd", TINY.inputs(np)).calls[0]()
+    assert [named["deterministic"] for _, named in asked] == [True, False]
     run.implementations.append(unordered)
     cells.measure_shapes([TINY, replace(TINY, seqlens=(30, 3))])(run)
     assert {row["impl"] for row in run.rows if row["pass"] == "fwd"} == {"cuflash", "naive"}
@@ -302,13 +311,6 @@ def test_sums_in_any_order_are_ours_and_have_no_forward(run):
         rows[name]["ms"] = ms
     *_, line = report.table(list(rows.values()), "speed")
     assert line.endswith("| 2.00 | 4.00 |")
-
-
-def test_sums_in_any_order_are_asked_for(monkeypatch):
-    asked = recorded(monkeypatch, cuflash, "attention_backward")
-    for name in ("cuflash", "cuflash-unordered"):
-        peers.IMPLEMENTATIONS[name].prepare(TINY, "bwd", TINY.inputs(np)).calls[0]()
-    assert [named["deterministic"] for _, named in asked] == [True, False]
 
 
 def test_packed_sequences(run):
@@ -474,28 +476,33 @@ def test_levels_of_memory_differ_as_they_should() -> None:
     assert {level.unit for name, level in levels.items() if "latency" in name} == {"ns"}
 
 
+@pytest.fixture
+def gpu_run(clock):
+    """Return a function that makes a run on the GPU, of cuflash alone if not told otherwise."""
+    import cupy
+
+    def make(dtype, passes, names=("cuflash",)):
+        chosen = [i for i in map(peers.IMPLEMENTATIONS.get, names) if not i.absent(cupy)]
+        return cells.Run(cupy, clock, chosen, [dtype], list(passes), 5.0)
+
+    return make
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_peers_read_the_same_arrays_and_agree(clock, pass_, dtype):
-    import cupy
-
+def test_peers_read_the_same_arrays_and_agree(gpu_run, pass_, dtype):
     work = replace(TINY, seqlen_q=256, seqlen_k=256, head_dim=64, head_dim_v=64, dtype=dtype)
-    present = [i for i in peers.IMPLEMENTATIONS.values() if not i.absent(cupy)]
-    run = cells.Run(cupy, clock, present, [dtype], [pass_], 5.0)
+    run = gpu_run(dtype, [pass_], peers.IMPLEMENTATIONS)
     for causal in (False, True):
         cells.measure_cell(run, replace(work, causal=causal), pass_)
-    measured = {row["impl"] for row in run.rows}
-    assert "cuflash" in measured
+    assert "cuflash" in {row["impl"] for row in run.rows}
     assert not any("differs" in note for note in run.notes), run.notes
 
 
 @pytest.mark.gpu
-def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(clock):
-    import cupy
-
-    ours = [peers.IMPLEMENTATIONS["cuflash"]]
-    run = cells.Run(cupy, clock, ours, ["bfloat16"], list(command.PASSES), 5.0)
+def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(gpu_run):
+    run = gpu_run("bfloat16", command.PASSES)
     command.SETS["host"][1](run)
     cells.measure_shapes([shapes.square(1, 8, 128, 64, True)])(run)
     assert run.notes == []
@@ -543,12 +550,9 @@ def test_memory_is_counted_beside_operands_in_the_layout_of_each(name):
 
 
 @pytest.mark.gpu
-def test_every_option_is_timed_against_none(clock, monkeypatch):
-    import cupy
-
+def test_every_option_is_timed_against_none(gpu_run, monkeypatch):
     monkeypatch.setattr(option_costs, "PLAIN", shapes.square(2, 2, 256, 64, False))
-    ours = [peers.IMPLEMENTATIONS["cuflash"]]
-    run = cells.Run(cupy, clock, ours, ["bfloat16"], ["fwd", "bwd"], 5.0)
+    run = gpu_run("bfloat16", ["fwd", "bwd"])
     command.SETS["options"][1](run)
     assert run.notes == []
     assert len(run.rows) == 2 * len(option_costs.CHANGES)

@@ -1,6 +1,6 @@
 """Does ``python -m cuflash`` do what it says, with statuses that a script can trust?
 
-Commands run in this process, but those that have to show the real start.
+Commands run in this process, but for the tests that have to show the real start.
 """
 
 from __future__ import annotations

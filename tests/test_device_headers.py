@@ -20,7 +20,7 @@ from ml_dtypes import bfloat16
 from cuflash._jit import compilation
 from cuflash._jit import source as jit_source
 from cuflash._kernels import params as kernel_params
-from cuflash._launch.grid import even_sections
+from cuflash._launch.sections import even_sections
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")

@@ -143,7 +143,11 @@ def says(function: object, *texts: str) -> None:
 
 
 def test_alibi_far_from_the_keys_says_that_it_has_no_digits():
-    says(cuflash.Options, "from 2^24 (2^53) on neighbouring keys are equally far", "offset of 2^40")
+    says(
+        cuflash.Options,
+        "from 2^24 (2^53) on, neighbouring keys have the same distance",
+        "offset of 2^40",
+    )
     q = k = np.zeros((1, 2))
     options = {"alibi_slopes": np.ones(()), "kv_lengths": 1}
     for dtype, first in ((np.float32, 2**24), (np.float64, 2**53)):
@@ -160,9 +164,9 @@ def test_alibi_far_from_the_keys_says_that_it_has_no_digits():
 
 def test_scores_far_from_0_say_that_lse_has_no_digits():
     says(cuflash.attention, "near -1e9, lse has no digits left", "beyond 2e38 (1.2e308) overflow")
-    says(cuflash.Options, "a finite number such as -1e9 does not")
+    says(cuflash.Options, "A finite number such as -1e9 does not")
     says(cuflash.attention_backward, "lse has no digits left for the logarithm")
-    says(cuflash.weights, "it loses log(n), and each weight is 1 and not 1/n")
+    says(cuflash.weights, "loses log(n), and each weight is 1 instead of 1/n")
     for dtype, bias, weight in ((np.float32, -1e9, 1), (np.float64, -1e9, 0.25)):
         q, k, v = np.zeros((1, 2), dtype), np.zeros((4, 2), dtype), np.eye(4, dtype=dtype)
         options = {"bias": np.full((1, 4), bias, dtype)}
@@ -178,7 +182,7 @@ def test_scores_far_from_0_say_that_lse_has_no_digits():
 
 
 def test_values_with_a_common_part_say_what_a_gradient_loses():
-    says(cuflash.attention_backward, "take that part out of v")
+    says(cuflash.attention_backward, "subtract that part from v")
     q, k, v, dout = np.random.default_rng(0).standard_normal((4, 64, 16))
     _, exact = cuflash.attention_vjp(q, k, v)
     q32, k32, v32, moved = (a.astype(np.float32) for a in (q, k, v, v + 1e4))

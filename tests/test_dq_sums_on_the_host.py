@@ -17,9 +17,10 @@ from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._kernels import params
-from cuflash._launch import dq_sums, plan
+from cuflash._launch import plan
 from cuflash._select import fused_backward as select_fused_backward
+from cuflash._select import hardware
+from cuflash._select.choose import LaunchStep
 from support.host_device import COMPILER, host_device, on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -46,13 +47,11 @@ def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -
     assert config is not None
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-        layouts |= {"dq": layouts["q"], "sums": dq_sums.layout(problem)}
-        launch = plan.plan_launch(
-            select_fused_backward.convert_config(config), problem, layouts, 0,
-            num_blocks=-(-problem.seqlen_q // config.block_m),
-        )  # fmt: skip
+        layouts["dq"] = layouts["q"]
+        step = LaunchStep(select_fused_backward.convert_config(config))
+        launch = plan.plan_launch(step, problem, layouts, hardware.of_device(0), 0)
         given = {"dq": dq.ctypes.data, "sums": sums.ctypes.data}
-        launch.run(tuple(given.get(n, 0) for n in params.pointer_names(params.BACKWARD)), 0)
+        launch.run(tuple(given.get(name, 0) for name in launch.names), 0)
         return device.launched
 
 

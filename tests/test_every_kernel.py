@@ -115,18 +115,17 @@ def call_with(
 def found(kernel: str, name: str, backward: bool) -> tuple[Call, Results, Budget]:
     import cupy
 
-    from cuflash._launch import run as launch_run
-    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch
+    from cuflash._launch import plan_cache
     from cuflash._select import hardware
+    from support.portable import planned_launchers
 
     call = call_of(kernel, name)
-    launch_run.forget_plans()
+    plan_cache.forget()
     result = run(cupy, call, backward=backward, with_out=True)
-    launches = [plan[1] for plan in launch_run._forward_plans.values()]
-    if backward:
-        launches = [launch for p in launch_run._backward_plans.values() for _, launch in p.steps]
     if hardware.present().hopper:
-        served = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
+        backward_too = {"dout"} if backward else set()  # named by the kernels of gradients
+        own = [step for step in planned_launchers() if backward_too <= set(step.names)]
+        served = any(step.maps is not None for step in own)
         assert served == ("hopper" in kernel)
     return call, result, Budget(call)
 

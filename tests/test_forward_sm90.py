@@ -26,8 +26,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = pytest.mark.gpu
 
-from cuflash._launch import run  # noqa: E402
-from cuflash._launch import sm90 as launch_sm90  # noqa: E402
+from cuflash._launch import plan_cache, tile_counters  # noqa: E402
 
 MANY_TILES = ((2, 40), 200, 150)  # more than multiprocessors
 
@@ -336,7 +335,7 @@ def test_what_it_cannot_serve_goes_to_the_portable_kernel():
 def test_without_an_encoder_it_cannot_serve(monkeypatch):
     q, k, v = (upload(make((64, 64), SHAPES[0], {}).array(name)) for name in "qkv")
     config = forced(q, k, v, cuflash.Options())
-    monkeypatch.setattr(run, "_forward_plans", {})
+    monkeypatch.setattr(plan_cache, "_plans", {})
     older = hardware.present()._replace(tensor_maps=False)
     with hardware.assumed(older), pytest.raises(ValueError, match="config"):
         cuflash.attention(q, k, v, config=config)
@@ -427,7 +426,7 @@ def test_graphs_replayed_side_by_side(head_dims, dealt, monkeypatch):
     """A graph owns its counter; where none is left, tiles are dealt out in advance."""
     q, k, v, _, want, want_lse = check(make(head_dims, MANY_TILES, {"causal": True}, np.float16))
     if dealt:
-        monkeypatch.setattr(launch_sm90, "_counters", {})
+        monkeypatch.setattr(tile_counters, "_of_device", {})
     options = cuflash.Options(causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     results = [(cupy.empty_like(want), cupy.empty_like(want_lse)) for _ in streams]
@@ -517,7 +516,7 @@ def test_a_stream_that_has_the_handle_of_a_destroyed_one():
 def test_counters_are_zero_between_launches():
     for shape in (MANY_TILES, ((7, 40), 130, 70)):
         check(make((128, 128), shape, {}))
-    memory = launch_sm90._counters[cupy.cuda.Device().id]._memory
+    memory = tile_counters._of_device[cupy.cuda.Device().id]._memory
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     assert not cupy.ndarray(memory.size // 4, np.uint32, pointer).any()
 

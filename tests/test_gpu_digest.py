@@ -35,8 +35,12 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     moved = checkout / "cuflash" / "_launch" / "elsewhere"
     moved.mkdir()
     shutil.move(checkout / "cuflash" / "_launch" / "run.py", moved / "launches.py")
-    edited(moved / "launches.py", "from cuflash._launch import plan", "from cuflash.x import plan")
-    edited(moved / "launches.py", '"""How do kernels run?', '"""How do the kernels run?')
+    edited(
+        moved / "launches.py",
+        "from cuflash._launch import plan_cache",
+        "from cuflash.x import plan_cache",
+    )
+    edited(moved / "launches.py", '"""How does a call run', '"""How does each call run')
     kernels = checkout / "kernels_cu"
     shutil.move(kernels / "score" / "philox.cuh", kernels / "philox.cuh")
     edited(kernels / "score/dropout.cuh", '#include "score/philox.cuh"', '#include "philox.cuh"')

@@ -16,7 +16,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
-from cuflash._api import attention, recall
+from cuflash._api import attention
 from support import problems
 from support.budget import Budget
 from support.memory import to_device
@@ -24,7 +24,7 @@ from support.memory import to_device
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.own_memory]  # counts blocks; memory is used again
 
-from cuflash._launch import run  # noqa: E402
+from cuflash._launch import plan_cache  # noqa: E402
 from support.portable import portable_kernels  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -34,11 +34,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def chosen_kernels(request):
     """Kernels that calls choose here, and those that they choose where no Hopper's are."""
     with portable_kernels() if request.param == "portable" else nullcontext():
-        run.forget_plans()
-        recall.forget()
+        plan_cache.forget()
         yield
-    run.forget_plans()
-    recall.forget()
+    plan_cache.forget()
 
 
 class Work:

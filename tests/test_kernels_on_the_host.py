@@ -156,14 +156,14 @@ def test_a_repeated_gradient_is_that_of_its_own_arrays() -> None:
         backward = (problem, *given, out, lse, None, options, gradients)
         plan = run.backward(*backward)
         assert plan is not None
-        repeats.append(run.repeated_backward(plan, q, k, v, given[0], out, lse))
+        repeats.append(run.repeated_backward(plan, problem, q, k, v, given[0], out, lse))
         again = repeats[0](*(a.data.ptr for a in (q, k, v, given[0], out, lse)))
         for name, gradient in gradients.items():
             assert getattr(again, f"d{name}").tobytes() == gradient.tobytes(), (seed, name)
     in_double = run.backward(problem, given[0].astype(np.float64), *backward[2:])
     assert in_double is None  # another dout than the caller's was read
     off = on_device(np.zeros(out.nbytes + 2, np.uint8)[2:].view(out.dtype).reshape(out.shape))
-    assert run.repeated_backward(plan, q, k, v, off, out, lse) is None
+    assert run.repeated_backward(plan, problem, q, k, v, off, out, lse) is None
 
 
 @pytest.mark.full

@@ -26,13 +26,20 @@ from cuflash.tuning import _kernels
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._launch import dq_sums, kernel_launcher, run, tensor_map
+from cuflash._launch import (
+    kernel_launcher,
+    plan_cache,
+    run,
+    sections,
+    tensor_map,
+    tile_counters,
+)
 from cuflash._launch import plan as launch_plan
-from cuflash._launch import sm90 as launch_sm90
+from cuflash._launch.workspace import Workspace
 
 COUNTERS = 4096  # their address
-NUM_POINTERS = len(kernel_params.pointer_names(kernel_params.FORWARD_SM90))
-POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * NUM_POINTERS, 16))
+NAMES = kernel_params.pointer_names(kernel_params.FORWARD_SM90)
+POINTERS = tuple(range(1 << 20, (1 << 20) + 16 * len(NAMES), 16))
 STREAM = 77
 
 
@@ -48,16 +55,16 @@ class Recorder:
         simulated = hardware.typical("sm_90")._replace(name="simulated")
         monkeypatch.setattr(hardware, "_assumed", simulated)
         self.streams: dict[int, int] = {}  # number of the stream that has a handle now
-        monkeypatch.setattr(launch_sm90, "_counters", {})
-        monkeypatch.setattr(launch_sm90, "_stream_number", lambda s: self.streams.get(s, s))
-        monkeypatch.setattr(launch_sm90, "runtime", runtime)
+        monkeypatch.setattr(tile_counters, "_of_device", {})
+        monkeypatch.setattr(tile_counters, "_stream_number", lambda s: self.streams.get(s, s))
+        monkeypatch.setattr(tile_counters, "runtime", runtime)
         monkeypatch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=self.launch))
         cuda = SimpleNamespace(
             Memory=lambda size: SimpleNamespace(ptr=COUNTERS, size=size),
             Stream=lambda **_: stream,
         )
         cupy = SimpleNamespace(cuda=cuda)
-        monkeypatch.setattr(launch_sm90, "cupy", cupy)
+        monkeypatch.setattr(tile_counters, "cupy", cupy)
         monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
         monkeypatch.setattr(
             tensor_map, "with_addresses",
@@ -87,8 +94,17 @@ def problem_of(batch: int, rows: int = 300, keys: int = 400, **options: Any) -> 
 
 
 def plan(problem: Problem) -> Any:
-    config = sm90.forward_config(problem)
-    return run._plan_forward(problem, 0, POINTERS, None, config)
+    return plan_forward(problem, sm90.forward_config(problem))
+
+
+def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POINTERS) -> Any:
+    addresses, bits = dict(zip(NAMES, pointers, strict=True)), pointers[0] & 15
+    layouts = run.forward_layouts(problem, None)
+    plan_cache.forget()
+    found, _ = run._prepared(
+        "key", problem, 0, addresses, lambda: layouts, None, bits, override=config
+    )
+    return found.launchers[-1]
 
 
 def pointers_of(params: Any) -> dict[str, int]:
@@ -115,7 +131,7 @@ def test_tiles_are_drawn_where_they_outnumber_blocks_of_threads(recorder: Record
     launch.run(POINTERS, STREAM, captured=True)  # nothing can be allocated
     assert not recorder.cleared
     launch.run(POINTERS, STREAM, captured=False)
-    assert recorder.cleared == [(COUNTERS, 0, 4 * launch_sm90._NUM_COUNTERS, STREAM)]
+    assert recorder.cleared == [(COUNTERS, 0, 4 * tile_counters._NUM_COUNTERS, STREAM)]
     launch.run(POINTERS, STREAM, captured=False)
     launch.run(POINTERS, STREAM + 1, captured=False)
     plan(problem_of(50, causal=True)).run(POINTERS, STREAM, captured=False)
@@ -132,7 +148,7 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
         config = sm90.forward_config(problem)
         assert config is not None
         num_blocks = -(-16384 // config.block_m)
-        return launch_sm90._owners_side_by_side(problem, config, num_blocks, 132)
+        return sections._owners_side_by_side(problem, config, num_blocks, 132)
 
     assert side_by_side(causal=True) == side_by_side(window=(None, 0)) == 8
     assert side_by_side(window=(16000, 0)) == 8
@@ -143,8 +159,8 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
 def test_every_captured_launch_has_a_counter_of_its_own(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_sm90, "_NUM_COUNTERS", 5)
-    launch_sm90._warn_once.cache_clear()
+    monkeypatch.setattr(tile_counters, "_NUM_COUNTERS", 5)
+    tile_counters._warn_once.cache_clear()
     launch = plan(problem_of(40))
     launch.run(POINTERS, STREAM, captured=False)
     for _ in range(4):
@@ -161,7 +177,7 @@ def test_every_captured_launch_has_a_counter_of_its_own(
 
 def test_a_million_launches_can_be_captured(recorder: Recorder) -> None:
     """A program that captures graphs for ever new shapes does not get slower."""
-    counters = launch_sm90.TileCounters()
+    counters = tile_counters.TileCounters()
     found = {counters.for_launch(STREAM, captured=True) for _ in range(10**6)}
     assert len(found) == 10**6
     assert 0 not in found
@@ -183,7 +199,7 @@ def test_a_stream_that_has_the_handle_of_a_destroyed_one_has_its_own_counter(
 def test_what_is_no_stream_has_no_counter(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_sm90, "_stream_number", lambda _: None)
+    monkeypatch.setattr(tile_counters, "_stream_number", lambda _: None)
     plan(problem_of(40)).run(POINTERS, STREAM, captured=False)
     assert recorder.counters() == [0]
 
@@ -226,7 +242,7 @@ def test_a_configuration_that_cannot_serve_says_why(
     wanted = sm90.forward_config(problem_of(2))
     monkeypatch.setattr(hardware, "_assumed", hardware.typical(arch)._replace(name="simulated"))
     with pytest.raises(ValueError, match="config: ") as error:
-        run._plan_forward(problem_of(2, **options), 0, POINTERS, None, wanted)
+        plan_forward(problem_of(2, **options), wanted)
     assert message in str(error.value)
 
 
@@ -236,7 +252,7 @@ def test_an_address_off_16_bytes_is_refused(recorder: Recorder, operand: int) ->
     moved = tuple(p + 8 * (i == operand) for i, p in enumerate(POINTERS))
     config = sm90.forward_config(problem)
     with pytest.raises(ValueError, match="config"):
-        run._plan_forward(problem, 0, moved, None, config)
+        plan_forward(problem, config, moved)
     assert not recorder.launches
 
 
@@ -253,16 +269,14 @@ def test_what_the_driver_refuses_is_refused(
 
 def test_hopper_serves_unless_another_kernel_is_asked_for(recorder: Recorder) -> None:
     problem = problem_of(2)
-    launch = run._plan_forward(problem, 0, POINTERS, None, None)
-    assert isinstance(launch, launch_sm90.Sm90Launch)
+    assert plan_forward(problem, None).maps is not None
     portable = select_portable.forward_config(problem, 227 * 1024, 16)
-    assert isinstance(run._plan_forward(problem, 0, POINTERS, None, portable), launch_plan.Launch)
+    assert plan_forward(problem, portable).maps is None
 
 
 def test_the_portable_kernel_serves_what_hopper_does_not(recorder: Recorder) -> None:
     moved = (POINTERS[0] + 8, *POINTERS[1:])
-    launch = run._plan_forward(problem_of(2), 0, moved, None, None)
-    assert isinstance(launch, launch_plan.Launch)
+    assert plan_forward(problem_of(2), None, moved).maps is None
 
 
 GRADIENT_POINTERS = {
@@ -303,19 +317,24 @@ def gradient_steps(
         n: launch_plan.row_layout(problem, size, None) for n, size in (("lse", 4), ("rows", 8))
     }
     addresses = GRADIENT_POINTERS | moved
+    scratch = Workspace.of(problem, backward=True, fused=one_pass)._replace(statistics=0)
     if one_pass is not None:
-        addresses |= dq_sums.addresses(problem, one_pass, WORKSPACE)
+        addresses |= scratch.addresses(WORKSPACE)
         config = BackwardConfigs(qkv=one_pass)
     mapped = tuple(addresses[name] for name in kernel_params.BACKWARD_MAPPED)
-    maps = launch_sm90.MapsOf(mapped)
     bits = functools.reduce(int.__or__, mapped) & 15
+
+    def has_maps(problem: Any, layouts: Any, config: Any) -> bool:
+        return launch_plan.maps_of(config, problem, layouts, addresses) is not None
+
     steps = choose(
-        problem, hardware.of_device(0), Access(layouts, maps, bits, bits),
+        problem, hardware.of_device(0), Access(layouts, has_maps, bits, bits),
         wanted=Wanted.of("".join(wrt)), override=config, only=None if one_pass else IN_TWO_PASSES,
         deterministic=one_pass is None or one_pass.ordered,
     )  # fmt: skip
-    launches = run._plan_backward(problem, 0, layouts, maps, steps)
-    return [({n: addresses[n] for n in names}, launch) for names, launch in launches]
+    own, turns = hardware.of_device(0), scratch.num_turns
+    launches = run.plan_steps(steps, problem, layouts, own, 0, addresses, turns)
+    return [({n: addresses[n] for n in launch.names}, launch) for launch in launches]
 
 
 def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Recorder) -> None:
@@ -351,8 +370,8 @@ def test_owners_that_start_together(
     config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
-    section = launch_plan._owners_per_section(config, 512, streamed, hardware.of_device(0))
-    assert section == expected
+    device = hardware.of_device(0)
+    assert sections.owners_per_section(config, problem, 1, 512, streamed, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -367,7 +386,8 @@ def test_owners_of_pairs_that_start_together(
     problem = describe(array, array, array, Options(causal=causal))
     config = fused_backward.config_of(problem, ordered=ordered)
     assert isinstance(config, BackwardPairConfig)
-    assert launch_plan._owners_per_section(config, 512, 1, hardware.of_device(0)) == expected
+    device = hardware.of_device(0)
+    assert sections.owners_per_section(config, problem, 1, 512, 1, device) == expected
 
 
 def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> tuple[int, int]:
@@ -385,10 +405,11 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     config = fused_backward.config_of(problem, ordered=ordered)
     assert config is not None
     delta, *steps = gradient_steps(problem, one_pass=config)
-    sums = dq_sums.addresses(problem, config, WORKSPACE)["dq sums"]
+    scratch = Workspace.of(problem, backward=True, fused=config)
+    sums = scratch._replace(statistics=0).addresses(WORKSPACE)["sums"]
     for addresses, launch in steps:
         recorder.struct = (
-            kernel_params.BACKWARD_SM90 if isinstance(launch, launch_sm90.MappedLaunch)
+            kernel_params.BACKWARD_SM90 if launch.maps is not None
             else kernel_params.BACKWARD
         )  # fmt: skip
         launch.run(tuple(addresses.values()), STREAM)
@@ -397,7 +418,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
     assert sums % 128 == 0
     assert sums >= WORKSPACE + 4 * turns
-    assert sums + size <= WORKSPACE + dq_sums.workspace_size(problem, config)
+    assert sums + size <= WORKSPACE + scratch.size - scratch.statistics
     (_, grid, params), (_, rows, converted), _ = recorder.launches
     assert (grid, rows) == (32, 24)  # tiles of 128 keys, blocks of 128 queries
     assert params["turns"] == WORKSPACE
@@ -490,7 +511,7 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
     problem = problem_of(2)
     moved = {operand: GRADIENT_POINTERS[operand] + 8}
     launches = [launch for _, launch in plan_gradient(problem, **moved)]
-    assert [type(launch) for launch in launches] == [launch_plan.Launch] * 2
+    assert kinds(launches) == "LL"
     of_queries = sm90.backward_q_config(problem)
     of_keys = sm90.backward_kv_configs(problem, frozenset("kv"))
     assert of_keys is not None
@@ -509,7 +530,12 @@ def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Record
         config = override.of_backward(found)
         one_pass = together if found is together else None
         launches = [launch for _, launch in plan_gradient(problem, (*"qkv",), config, one_pass)]
-        assert "".join(type(launch).__name__[0] for launch in launches) == expected
+        assert kinds(launches) == expected
+
+
+def kinds(launches: list[Any]) -> str:
+    """M for a launch with tensor maps, L for one without."""
+    return "".join("L" if launch.maps is None else "M" for launch in launches)
 
 
 def test_gradients_that_the_portable_kernels_serve(recorder: Recorder) -> None:
@@ -525,7 +551,7 @@ def test_gradients_that_the_portable_kernels_serve(recorder: Recorder) -> None:
         (double, double, double, {}, "LL"),
     ):
         launches = [launch for _, launch in plan_gradient(describe(q, k, v, Options(**options)))]
-        assert "".join(type(launch).__name__[0] for launch in launches) == expected
+        assert kinds(launches) == expected
 
 
 def test_gradients_not_asked_for_are_not_computed(recorder: Recorder) -> None:

@@ -72,6 +72,21 @@ def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, sai
     assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
 
 
+@pytest.mark.parametrize("value", [1, 2])
+def test_tests_of_a_copy_import_the_copy(tmp_path, value):
+    """Not what the program itself has imported of the project."""
+    files = {
+        "cuflash/__init__.py": f"value = {value}\n",
+        "conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--gpu-timeout')\n",
+        "tests/test_it.py": "import cuflash\n\n\ndef test_it():\n    assert cuflash.value == 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    status, said = mutants.run_tests(tmp_path, ["tests/test_it.py"], tmp_path / "kernels", 120.0)
+    assert status == (0 if value == 1 else mutants.FAILED), said
+
+
 def test_a_mistake_that_is_in_two_places_is_refused():
     twice = mutants.Mutant("twice", "a.cuh", "x", "y", ("test",))
     assert twice.applied("a x b") == "a y b"

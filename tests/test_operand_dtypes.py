@@ -13,6 +13,7 @@ from hypothesis import find, settings
 from ml_dtypes import bfloat16
 
 import cuflash
+from cuflash import _arrays
 from cuflash._arrays import write_rounded
 from support import memory
 from support.budget import Budget
@@ -70,6 +71,102 @@ def test_packed_gradients(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
         assert not gradient[:, 45:].any()
 
 
+#: Of each width: an operand that is promoted beside one that is not.
+FEW = (
+    (np.float16, np.float32, np.float32), (np.float32, bfloat16, np.float64),
+    (np.float64, np.float64, np.float16), (np.float32, np.float16, np.float32),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", FEW, ids=ids)
+def test_axes(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
+    """Rows before heads, features before rows."""
+    shapes = ((2, 3, 33, 40), (2, 3, 40, 40), (2, 3, 40, 24))
+    axes = ((-3, -1), (-1, -2), (-3, -1), (-1, -3))
+    call = make_call("normal", 0, dtypes, *shapes, axes=axes)
+    result = run(xp, call, with_out=True)
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("dtypes", FEW, ids=ids)
+def test_groups_and_gradients_of_options(
+    xp: ModuleType, dtypes: tuple[Any, ...], with_out: bool
+) -> None:
+    """Each option of a dtype of its own, too."""
+    rng = np.random.default_rng(1)
+    options = {
+        "enable_gqa": True,
+        "causal": True,
+        "bias": rng.standard_normal((6, 33, 40)).astype(np.float16),
+        "alibi_slopes": rng.random(6),
+        "sink": rng.standard_normal(6).astype(np.float32),
+    }
+    wrt = ("q", "k", "v", "bias", "alibi_slopes", "sink", "scale")
+    shapes = ((2, 6, 33, 40), (2, 3, 40, 40), (2, 3, 40, 24))
+    call = make_call("normal", 0, dtypes, *shapes, options=options, wrt=wrt)
+    result = run(xp, call, with_out=with_out)
+    budget = Budget(call)
+    budget.check_forward(result.out, result.lse)
+    budget.check_backward(result.gradients, given=(result.out, result.lse))
+    for name in set(wrt) - {"scale"}:
+        assert result.gradients[name].dtype == call.array(name).dtype, name
+
+
+@pytest.mark.parametrize("dtypes", FEW, ids=ids)
+def test_out_is_of_the_promoted_dtype(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
+    """Whichever operand has a dtype of its own: that one is refused, and nothing is written."""
+    call = make_call("normal", 0, dtypes, *SHAPES)
+    q, k, v = (memory.to_device(xp, call.array(name)) for name in ("q", "k", "v"))
+    shape = (2, 3, 33, 24)
+    for dtype in set(FLOATS) - {call.dtype.type}:
+        out = xp.ones(shape, dtype)
+        with pytest.raises((TypeError, ValueError), match=f"out.*{np.dtype(dtype)}"):
+            cuflash.attention(q, k, v, out=out)
+        assert (out == xp.ones((), dtype)).all()
+    out = xp.zeros(shape, call.dtype)
+    cuflash.attention(q, k, v, out=out)
+    np.testing.assert_array_equal(*map(memory.to_numpy, (out, cuflash.attention(q, k, v))))
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(t, t, t) for t in FLOATS] + [(np.float16, np.float32, np.float32)],
+    ids=ids,
+)
+def test_saved_arrays_of_other_dtypes_are_read_as_what_they_hold(
+    xp: ModuleType, dtypes: tuple[Any, ...], name: str
+) -> None:
+    """Numbers that every dtype has: the gradients are those of the dtype that is expected."""
+    call = make_call("normal", 0, dtypes, (2, 33, 40), (2, 40, 40), (2, 40, 24))
+    q, k, v = (memory.to_device(xp, call.array(name)) for name in ("q", "k", "v"))
+    rng = np.random.default_rng(0)
+
+    def eighths(*shape: int) -> np.ndarray:
+        return rng.integers(-8, 9, shape) / 8.0
+
+    saved = {
+        "dout": eighths(2, 33, 24), "out": eighths(2, 33, 24),
+        "lse": 4 + eighths(2, 33), "dlse": eighths(2, 33),
+    }  # fmt: skip
+
+    def gradients(dtype_of: dict[str, Any]) -> list[np.ndarray]:
+        dout, out, lse, dlse = (
+            memory.to_device(xp, a.astype(dtype_of[n])) for n, a in saved.items()
+        )
+        found = cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse)
+        return [memory.to_numpy(g) for g in (found.dq, found.dk, found.dv)]
+
+    usual = {n: call.lse_dtype if "lse" in n else call.dtype for n in saved}
+    expected = gradients(usual)
+    for dtype in FLOATS:
+        for found, right in zip(gradients(usual | {name: dtype}), expected, strict=True):
+            np.testing.assert_array_equal(found, right, np.dtype(dtype).name)
+
+
 @pytest.mark.parametrize("dtypes", PAIRS, ids=ids)
 def test_weights_and_logsumexp(xp: ModuleType, dtypes: tuple[Any, ...]) -> None:
     call = make_call("normal", 0, dtypes, *SHAPES)
@@ -118,24 +215,45 @@ def test_mixed_dtypes_are_drawn() -> None:
 def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
     """Without a GPU: what is launched is never given a narrower array than kernels write."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from cuflash._launch import plan
+    from cuflash._launch import run
     from support.recorded_launches import recorded_launches
 
     seen = []
-    plan_launch = plan.plan_launch
+    plan_launch = run.plan_launch
 
-    def noted(config: Any, problem: Any, layouts: Any, *rest: Any, **more: Any) -> Any:
+    def noted(step: Any, problem: Any, layouts: Any, *rest: Any) -> Any:
         sizes = {n: layouts[n].itemsize for n in ("dq", "dk", "dv") if n in layouts}
         seen.append(sizes)
         assert set(sizes.values()) <= {problem.dtype.itemsize}, sizes
-        return plan_launch(config, problem, layouts, *rest, **more)
+        return plan_launch(step, problem, layouts, *rest)
 
     for dtypes in MIXED:
         with recorded_launches() as (library, _), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "plan_launch", noted)
+            patch.setattr(run, "plan_launch", noted)
             call = make_call("normal", 0, dtypes, *SHAPES)
             q, k, v = map(library.asarray, (call.q, call.k, call.v))
             result = cuflash.attention(q, k, v, return_lse=True)
             grads = cuflash.attention_backward(result.out, q, k, v, *result)
             assert [g.dtype for g in (grads.dq, grads.dk, grads.dv)] == list(map(np.dtype, dtypes))
     assert any(seen)
+
+
+@pytest.mark.parametrize("dtypes", FEW, ids=ids)
+def test_a_capture_takes_one_dtype(dtypes: tuple[Any, ...]) -> None:
+    """Without a GPU: copies of operands and gradients need memory, which a graph cannot have."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from support.recorded_launches import recorded_launches
+
+    call = make_call("normal", 0, dtypes, *SHAPES)
+    with recorded_launches() as (library, launched), pytest.MonkeyPatch.context() as patch:
+        q, k, v = map(library.asarray, (call.q, call.k, call.v))
+        result = cuflash.attention(q, k, v, return_lse=True)
+        room = cuflash.Gradients(*(library.zeros(a.shape, a.dtype) for a in (q, k, v)))
+        launched.clear()
+        patch.setattr(_arrays, "is_capturing", lambda: True)
+        dtype = str(call.dtype)
+        with pytest.raises(RuntimeError, match=f"nothing can be allocated .* dtype {dtype}"):
+            cuflash.attention(q, k, v, return_lse=True, out=result)
+        with pytest.raises(RuntimeError, match=f"nothing can be allocated .* dtype {dtype}"):
+            cuflash.attention_backward(result.out, q, k, v, *result, grads_out=room)
+    assert not launched

@@ -1,4 +1,4 @@
-"""Are the bytes that ncu counted read rightly, and are they those that the IO model predicts?"""
+"""Are the bytes that ncu counted read rightly, and does the IO model predict them?"""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
 
 
 def test_the_command_runs_its_program(tmp_path):
-    """The real one, in a checkout whose extras this interpreter has."""
+    """The real one, in a checkout with extras that this interpreter has."""
     (tmp_path / "tools").mkdir()
     script = shutil.copy(setup_env.__file__, tmp_path / "tools")
     (tmp_path / "pyproject.toml").write_text(

@@ -14,7 +14,7 @@ from cuflash._problem.problem import Problem, describe
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._launch import run, score_params
+from cuflash._launch import run
 from cuflash._select.pack_gqa import with_shared_rows
 
 KEYS = 40
@@ -29,9 +29,7 @@ def problem_of(rows: int, options: dict[str, Any], heads: int = 6, heads_kv: int
 
 
 def layouts_of(problem: Problem) -> dict[str, Layout]:
-    lse_strides = np.zeros(problem.lse_shape, np.float32).strides
-    own = run._forward_layouts(problem, lse_strides)
-    return own | score_params.layouts(problem)
+    return run.forward_layouts(problem, np.zeros(problem.lse_shape, np.float32))
 
 
 def places(problem: Problem, layouts: dict[str, Layout]) -> list[dict[str, int]]:

@@ -187,13 +187,13 @@ def test_an_address_that_the_driver_refuses(load):
 
 
 def test_the_number_of_a_stream(load):
-    launches = pytest.importorskip("cuflash._launch.sm90", reason="CuPy is not installed")
+    counters = pytest.importorskip("cuflash._launch.tile_counters", reason="CuPy is not installed")
     driver = Driver()
     load(lambda name: driver)
-    assert launches._stream_number((1 << 47) + 5) == 5
-    assert launches._stream_number((1 << 48) + 5) == (1 << 47) + 5
+    assert counters._stream_number((1 << 47) + 5) == 5
+    assert counters._stream_number((1 << 48) + 5) == (1 << 47) + 5
     driver.error = 201
-    assert launches._stream_number((1 << 47) + 5) is None
+    assert counters._stream_number((1 << 47) + 5) is None
 
 
 def without_library(name):

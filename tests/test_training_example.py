@@ -157,18 +157,18 @@ def test_digits_without_scikit_learn_name_the_extra(monkeypatch, capsys):
 @pytest.mark.parametrize("head_dim", [6, 64])
 def test_curves_agree_on_the_gpu(head_dim):
     """Rows of 6 columns are no multiples of 16 bytes; Hopper's own kernels take those of 64."""
-    from cuflash._launch import run
-    from cuflash._launch.sm90 import MappedLaunch, Sm90Launch
+    from cuflash._launch import plan_cache
     from cuflash._select import hardware
+    from support.portable import planned_launchers
 
     device = array_device.gpu()
     dtypes = [d for d in train_transformer.DTYPES if device.serves(np.dtype(d))]
     assert {"float16", "bfloat16"} <= set(dtypes)
     digits = made_up_digits(device.xp)
     training = replace(SHORT, shape=replace(SMALL, head_dim=head_dim))
-    run.forget_plans()
+    plan_cache.forget()
     for found in train_transformer.compare(device, digits, training, dtypes, probes=4):
         assert found.agrees, found.dtype
-    launches = [x for plan in run._backward_plans.values() for _, x in plan.steps]
-    hopper = any(isinstance(launch, (MappedLaunch, Sm90Launch)) for launch in launches)
+    gradients = [step for step in planned_launchers() if "dout" in step.names]
+    hopper = any(step.maps is not None for step in gradients)
     assert hopper == (head_dim == 64 and hardware.present().hopper)

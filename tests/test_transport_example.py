@@ -124,16 +124,19 @@ def made_up_photographs():
     return colour_transfer.Photographs((dark, light), middle)
 
 
+def assert_other_colours(photographs, painted, atol):
+    """Each painted image has the mean colour of the other photograph."""
+    for after, other in zip(painted, reversed(photographs.images), strict=True):
+        np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=atol)
+
+
 def test_painted_images_have_the_colours_of_the_other():
     photographs = made_up_photographs()
     x, y = photographs.clouds(np, 300, seed=0)
     *_, (plan, _) = solve(first_plan(x, y), 0.01, tolerance=1e-3, relaxation=1.8)
     painted = photographs.painted(array_device.cpu(), plan)
-    for before, after, other in zip(
-        photographs.images, painted, reversed(photographs.images), strict=True
-    ):
-        assert after.shape == before.shape
-        np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.02)
+    assert [image.shape for image in painted] == [image.shape for image in photographs.images]
+    assert_other_colours(photographs, painted, atol=0.02)
 
 
 @pytest.mark.full
@@ -146,55 +149,43 @@ def test_the_check_notices_wrong_potentials(monkeypatch, capsys):
     assert "NOT THE SAME" in capsys.readouterr().out
 
 
+#: A quick run.
+FEW = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
+
+
 def test_the_program(tmp_path, capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
-    arguments = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
-    assert colour_transfer.main([*arguments, "--folder", str(tmp_path)]) == 0
+    assert colour_transfer.main([*FEW, "--folder", str(tmp_path)]) == 0
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.png"}
     assert ": ok" in capsys.readouterr().out
 
 
-def test_pictures_are_optional(tmp_path, monkeypatch, capsys):
+def test_pictures_are_optional_and_photographs_are_not(tmp_path, monkeypatch, capsys):
+    """Both tell which extra brings them."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert colour_transfer.main(FEW) == 2
+    assert "cuflash[examples]" in capsys.readouterr().err
     monkeypatch.setattr(colour_transfer, "load_photographs", made_up_photographs)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    arguments = ["--device", "cpu", "--pixels", "200", "--epsilon", "0.02"]
-    assert colour_transfer.main([*arguments, "--folder", str(tmp_path)]) == 0
+    assert colour_transfer.main([*FEW, "--folder", str(tmp_path)]) == 0
     assert "cuflash[examples]" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-def test_photographs_without_scikit_learn_name_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert colour_transfer.main(["--device", "cpu"]) == 2
-    assert "cuflash[examples]" in capsys.readouterr().err
+    assert colour_transfer.main([*FEW, "--pixels", "1201"]) == 2
+    assert "got 1,201, expected at most 1,200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--pixels", "--epsilon", "--tolerance"])
-@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5.2"])
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5.2", "nan", "inf"])
 def test_what_is_no_positive_number_is_refused(option, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         colour_transfer.main(["--device", "cpu", option, text])
-    message = capsys.readouterr().err.splitlines()[-1]
     kind = "int" if option == "--pixels" else "float"
-    why = f"invalid {kind} value: '{text}'"
-    if text in ("0", "-1"):
-        why = f"got {text}, expected a positive number"
-    assert message.endswith(f"argument {option}: {why}")
-
-
-@pytest.mark.parametrize("text", ["nan", "inf"])
-def test_an_epsilon_that_is_not_finite_is_refused(text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        colour_transfer.main(["--device", "cpu", "--epsilon", text])
-    assert f"got {text}" in capsys.readouterr().err
-
-
-def test_more_pixels_than_there_are(monkeypatch, capsys):
-    monkeypatch.setattr(colour_transfer, "load_photographs", made_up_photographs)
-    assert colour_transfer.main(["--device", "cpu", "--pixels", "1201"]) == 2
-    assert "got 1,201, expected at most 1,200" in capsys.readouterr().err
+    why = f"got {text}, expected a positive number"
+    if text in ("many", "1.5.2") or (kind == "int" and text in ("nan", "inf")):
+        why = f"invalid {kind} value: '{text}'"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"argument {option}: {why}")
 
 
 def test_an_epsilon_above_that_of_the_first_plan():
@@ -204,31 +195,34 @@ def test_an_epsilon_above_that_of_the_first_plan():
     assert error < 1e-9
 
 
-@pytest.mark.gpu
-def test_a_plan_on_the_gpu():
+@pytest.fixture
+def gpu():
+    """Return the device, if it has float32 kernels."""
     device = array_device.gpu()
     if not device.serves(np.float32):
         pytest.skip("no float32 kernels for this GPU")
-    assert colour_transfer.check(device, made_up_photographs(), 0.01, 1e-3)
+    return device
+
+
+@pytest.mark.gpu
+def test_a_plan_on_the_gpu(gpu):
+    assert colour_transfer.check(gpu, made_up_photographs(), 0.01, 1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.own_memory
 @pytest.mark.slow
-def test_every_pixel_of_both_photographs():
+def test_every_pixel_of_both_photographs(gpu):
     """Sums of the plan's columns are formed anew, in float64 and without cuflash."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    device = array_device.gpu()
-    if not device.serves(np.float32):
-        pytest.skip("no float32 kernels for this GPU")
-    xp, tolerance, epsilon = device.xp, 1e-3, 0.004
-    photographs, pool = colour_transfer.load_photographs(), device.xp.get_default_memory_pool()
+    xp, tolerance, epsilon = gpu.xp, 1e-3, 0.004
+    photographs, pool = colour_transfer.load_photographs(), xp.get_default_memory_pool()
     x, y = photographs.clouds(xp, None, seed=0)
     assert len(x) == len(y) == 273_280
     pool.free_all_blocks()
     before = pool.total_bytes()
-    plan = colour_transfer.find_plan(device, x, y, epsilon, tolerance)
-    painted = photographs.painted(device, plan)
+    plan = colour_transfer.find_plan(gpu, x, y, epsilon, tolerance)
+    painted = photographs.painted(gpu, plan)
     assert pool.total_bytes() - before < 10**9  # blocks that were freed stay in the pool
     x, y, phi, psi = (a.astype(np.float64) for a in (x, y, plan.phi, plan.psi))
     sums = xp.empty_like(psi)
@@ -237,5 +231,4 @@ def test_every_pixel_of_both_photographs():
         exponents = 2 / epsilon * (x @ y[part].T) - phi[:, None] - psi[part]
         sums[part] = xp.exp(exponents).sum(axis=0) / len(x)
     assert float(abs(sums - 1).mean()) < tolerance
-    for after, other in zip(painted, reversed(photographs.images), strict=True):
-        np.testing.assert_allclose(after.mean(axis=(0, 1)), other.mean(axis=(0, 1)), atol=0.01)
+    assert_other_colours(photographs, painted, atol=0.01)

@@ -714,13 +714,9 @@ def test_what_is_explained_is_what_runs(monkeypatch, given, backward):
 
     import cuflash
     from cuflash._ahead import kernels_of
-    from cuflash._api import recall
-    from cuflash._launch import plan, run, segment_bounds
+    from cuflash._launch import plan, plan_cache, segment_bounds
 
-    run.forget_plans()
-    segment_bounds._plans.clear()
-    recall.forget()
-
+    plan_cache.forget()
     work = replace(tuning.Workload(2, 4, 4, 500, 500, 128, 128, "bfloat16"), **given)
     seen, bounds = [], []
     compiled = plan.compile_kernel

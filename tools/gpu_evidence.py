@@ -5,9 +5,9 @@
     python tools/gpu_evidence.py run OUT --part suite --seconds 500      # and the rest another time
     python tools/gpu_evidence.py take OUT                    # in a checkout: into their places
 
-Each part is one program after the other whose results lie in OUT as soon as it ends: a run that is
-cut short loses the part at work, of the suite the tests at work. What exceeds its time is ended
-with all that it started. The status is 1 if a part failed; a part that has failed hinders no other.
+Parts run one after the other, and the results of a part are in OUT as soon as it ends: a run that
+is cut short loses the running part, or the running tests of the suite. A part that exceeds its time
+is ended with every process that it started. The status is 1 if a part failed; the others still run.
 
 The suite is continued: tests that have passed on these sources, by tests/gpu_report.json or by
 what lies in OUT, do not run unless --again is given, as it must be where tests have changed.
@@ -165,7 +165,7 @@ def report_of(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
-    """All GPU tests, in several processes, those that need the device alone last; one report."""
+    """Run all GPU tests in several processes; tests that need the device alone come last."""
     from gpu_report import flat, formatted
 
     start = time.perf_counter()
@@ -257,7 +257,7 @@ def take_results(out: Path, root: Path, commit: str | None = None) -> list[str]:
 
 
 def tables_of(result: dict[str, Any]) -> str:
-    """A result as Markdown; those of points in space have rows of their own."""
+    """A result as Markdown; a result of points in space has rows of its own."""
     from benchmarks import points, report
 
     of_points = any("points" in row for row in result["rows"])
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=SUITE_SECONDS, help="that the suite may take"
     )
-    parser.add_argument("--again", action="store_true", help="tests that have passed, too")
+    parser.add_argument("--again", action="store_true", help="also run tests that have passed")
     parser.add_argument("--commit", help="what was measured, where git could not say it (take)")
     arguments = parser.parse_args(argv)
     names = arguments.part.split(",")

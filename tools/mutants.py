@@ -1,13 +1,13 @@
-"""Do the GPU tests notice mistakes in the kernels? Those of `mutants.toml`, one at a time.
+"""Do the GPU tests notice the mistakes of `mutants.toml` in the kernels, one at a time?
 
-With ``--host``: do tests without a GPU notice mistakes of the kernels and of the Python modules?
-Those of `host_mutants.toml`.
+With ``--host``: do tests without a GPU notice the mistakes of `host_mutants.toml` in the kernels
+and in the Python modules?
 
-Every mistake is made in a copy of the project, whose own selection of tests then has to fail. All
-copies compile into one folder, where tests of the project as it is, which have to pass, leave what
-a mistake does not touch. Each run is a process of its own, forked from one that has imported what
-all need. Prints what happened to each, and writes JSON where asked for; the status is 1 if fewer
-than 95 % are noticed, or one that is not expected to pass passes.
+Every mistake is made in a copy of the project; the tests that the table names then have to fail.
+All copies compile into one folder. The same tests first run on the project as it is, where they
+have to pass; their kernels are reused where a mistake does not touch them. Each run is a process of
+its own, forked from one that has imported NumPy, CuPy and pytest. The status is 1 if fewer than
+95 % are noticed, or if a mistake survives that the table does not expect to survive.
 """
 
 from __future__ import annotations
@@ -125,6 +125,11 @@ def pytest_in(folder: Path, tests: Sequence[str], kernels: Path, said: Path) -> 
         os.dup2(file.fileno(), 2)
     os.chdir(folder)
     sys.path[:] = [str(folder), *(entry for entry in sys.path if not _leads_to_root(entry))]
+    # What this program has imported of the project has no mistake.
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if not name.startswith("__") and any(path.is_relative_to(ROOT / part) for part in COPIED):
+            del sys.modules[name]
     os.environ["CUPY_CACHE_DIR"] = str(kernels)
     import pytest
 
@@ -221,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="parts of names (default: all)")
     parser.add_argument(
         "--host", dest="kind", action="store_const", const="host", default="gpu",
-        help="try those of host_mutants.toml, without a GPU",
+        help="try the mistakes of host_mutants.toml, without a GPU",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="where outcomes are kept")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Does compute-sanitizer find anything in the kernels, on a covering set of small calls?
 
     python tools/sanitize.py                                  # all four tools, all cases
-    python tools/sanitize.py --tool racecheck --case bias     # cases whose name holds a word
+    python tools/sanitize.py --tool racecheck --case bias     # cases with a word in their name
     python tools/sanitize.py --list
     python tools/sanitize.py --json FILE                      # what came of all cases
 
@@ -108,7 +108,7 @@ CASES = (
     PLAIN := Case("plain"),
     Case("plain bfloat16 head_dim 128", (1, 2, 129, 128), (1, 2, 320, 128), dtype=bfloat16),
     Case("causal", (1, 2, 320, 64), (1, 2, 320, 64), options=CAUSAL),
-    Case("more tiles than multiprocessors", (1, 140, 130, 64), (1, 140, 65, 64), options=CAUSAL),
+    Case("more tiles than SMs", (1, 140, 130, 64), (1, 140, 65, 64), options=CAUSAL),
     Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
     Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
     Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
@@ -330,7 +330,7 @@ def run(xp: ModuleType, case: Case) -> None:
 def run_calls(xp: ModuleType, case: Case) -> None:
     """Forward and backward of one case; every result must have been written.
 
-    On a device that has a forward of its own the portable one runs, too.
+    On a device with a forward kernel of its own, the portable kernel runs as well.
     """
     import cuflash
     from cuflash._problem.option_table import FIELDS
@@ -488,7 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen tools on the chosen cases; 0 only if every case ran and nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all four")
-    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument("--case", default="", help="only cases with this in their name")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--logs", type=Path, help="folder for the complete logs")
     parser.add_argument("--json", type=Path, help="report of all cases; other tools' part stays")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,18 +14,9 @@ from cuflash._problem.destinations import check_destination
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, common_dtype
-from cuflash._results import Gradients
+from cuflash._results import Gradients, Saved
 
 QKV = ("q", "k", "v")
-
-
-class Saved(NamedTuple):
-    """What a gradient reads beside operands: cotangents, and results of the forward."""
-
-    dout: Array
-    out: Array
-    lse: Array
-    dlse: Array | None
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Triple]:
@@ -40,7 +31,7 @@ def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Trip
 
 
 def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
-    """Raise for a wrong value of what says how to compute."""
+    """Raise for a wrong workspace, configuration or flag."""
     flag("deterministic", deterministic)
     if workspace is not None:
         if native("workspace", workspace).dtype != np.uint8:
@@ -77,9 +68,9 @@ def results(
     *,
     with_lse: bool,
 ) -> tuple[Array, Array]:
-    """Where out and lse go: the caller's ``pair``, apart from all ``inputs``, or new arrays.
+    """Where out and lse go: the caller's ``pair``, which overlaps no input, or new arrays.
 
-    Without lse, if nobody asked for it, on a GPU: None.
+    lse is None if it is neither given nor asked for.
     """
     out, lse = pair
     if out is not None:
@@ -115,7 +106,7 @@ def check_saved(problem: Problem, saved: Saved, function: str) -> None:
 
 
 def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
-    """The inputs whose gradients are asked for, in the order of FIELDS."""
+    """The inputs that ``wrt`` names, in the order of FIELDS."""
     expected = f"a tuple of {', '.join(map(repr, FIELDS))}"
     if not isinstance(wrt, tuple | list):
         raise wrong_type("wrt", shown(wrt), expected)
@@ -136,8 +127,8 @@ def gradient_buffers(
 ) -> dict[str, Array]:
     """Arrays for the gradients by input name: fields of ``grads_out``, else new ones.
 
-    The caller's have to be apart from the ``inputs``, from all else that is ``read``, and from each
-    other.
+    The caller's arrays must overlap neither the ``inputs``, nor other arrays that are ``read``, nor
+    each other.
     """
     if grads_out is not None and not isinstance(grads_out, Gradients):
         raise wrong_type("grads_out", type(grads_out).__name__, "a cuflash.Gradients")

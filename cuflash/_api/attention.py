@@ -1,4 +1,4 @@
-"""What can a user call? Attention, its gradient, its pullback: thin over problem and dispatch."""
+"""What can a user call? Attention, its gradient, its pullback."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from cuflash._api.arguments import (
     saved_arrays,
 )
 from cuflash._api.dispatch import launch, run_backward, run_forward
-from cuflash._api.recall import may_be_known, recall, remember
 from cuflash._arrays import Array, on_device_of, on_own_device
+from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
@@ -96,20 +96,20 @@ def attention(
         (sequence, feature) axes of q, k, v and the result, as in NumPy's generalised ufuncs;
         ``[(-3, -1)] * 4`` serves (batch, seqlen, heads, head_dim) without a copy.
     precision : {None, "ieee", "tf32"}
-        ``"tf32"`` permits TF32 products for float32, which keep 11 bits of a factor: scores far
-        from 0, as near 60000, are then wrong. The CPU path ignores the permission.
+        ``"tf32"`` permits TF32 products for float32, which keep 11 bits of each factor: scores far
+        from 0, such as 60000, are then wrong. The CPU path ignores the permission.
     deterministic : bool
-        Same bits every run on one device. The forward always is.
+        Same bits every run on one device. The forward always has them.
     return_lse : bool
         Return :class:`AttentionResult` instead of the output alone.
     out : array, or (out, lse) with ``return_lse``, optional
-        Where to write: exact shape, the result's dtype, or float32 for 16-bit inputs; any strides
-        without overlap.
+        Where to write: the exact shape, in the result's dtype, or float32 for 16-bit inputs; any
+        strides without overlap.
     workspace : uint8 array, optional
         Scratch memory of at least :func:`workspace_size` bytes. A call that a CUDA graph captures
-        takes it and ``out`` from the caller, and arrays of one dtype: else a RuntimeError.
+        needs it, ``out``, and arrays of one dtype: otherwise a RuntimeError says so.
     config : configuration of a forward kernel, optional
-        Overrides the choice of tiles, and decides which kernel runs; CuPy arrays only.
+        Replaces the choice of a kernel and its tile; CuPy arrays only.
     **score_options
         Parameters of :class:`Options`.
 
@@ -129,7 +129,8 @@ def attention(
         For an argument of the wrong kind or value; the message names it, what came and what was
         expected. Nothing has been launched or written.
     NotImplementedError
-        On a GPU: head sizes above 256, or gradients summed over more than six batch axes apart.
+        On a GPU: head sizes above 256, or a gradient that is summed over more than six separate
+        batch axes.
 
     Notes
     -----
@@ -143,17 +144,16 @@ def attention(
     ``causal="top_left"`` aligns at the first key instead. The algorithm is FlashAttention-2
     (Dao 2023, algorithm 1).
 
-    Replays of a call that a CUDA graph captured have to follow each other: it writes to one
-    ``out``, and may draw its tiles from one counter. A graph that was cloned or instantiated twice
-    must not be replayed beside itself.
+    Replays of a captured CUDA graph must follow each other: they write to one ``out``, and may draw
+    tiles from one counter. Do not replay two clones or instances of a graph at the same time.
 
-    Scores and lse are float32 (float64 for float64) and rounded at their own size: where all scores
-    of a row lie near -1e9, lse has no digits left for the logarithm of the number of keys. Scores
-    beyond 2e38 (1.2e308) overflow: such a row is NaN or sees nothing.
+    Scores and lse are float32 (float64 for float64): where all scores of a row lie near -1e9, lse
+    has no digits left for the logarithm of the number of keys. Scores beyond 2e38 (1.2e308)
+    overflow: such a row is NaN or sees nothing.
 
-    A NaN or an infinity in a key or a value makes exactly the rows that see it non-finite: which
-    of the two they become is not specified. Means of values near the end of the range are finite;
-    gradients are where products ``dout . v`` are.
+    A NaN or an infinity in a key or a value makes exactly the rows that see it NaN or infinite; it
+    is not specified which. Means of values near the largest number are finite; gradients are finite
+    where the products ``dout . v`` are.
 
     Examples
     --------
@@ -176,11 +176,10 @@ def attention(
         problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
         inputs = given | chosen.arrays
         out, lse = results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
-        run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
-        if plain and xp is not np and may_be_known(chosen):
-            repeat = launch().repeated_forward(problem, *qkv, lse)
-            if repeat is not None:
-                remember(repeat, chosen, return_lse, qkv)
+        plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
+        if plain and plan is not None and may_be_known(chosen):
+            repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
+            remember(repeat, chosen, return_lse, qkv)
         return AttentionResult(out, lse) if return_lse else out
 
 
@@ -206,7 +205,7 @@ def attention_backward(
 ) -> Gradients:
     """Gradient of :func:`attention`, recomputed from ``lse`` in O(M + N) memory.
 
-    On Hopper it may take as much as dq in float32, too: :func:`workspace_size` says.
+    On Hopper the workspace may hold dq in float32: see :func:`workspace_size`.
 
     The gradient of ``sum(dout * out) + sum(dlse * lse)``. Pass the same options as forward:
     best one :class:`Options` for both, or use :func:`attention_vjp`.
@@ -215,7 +214,7 @@ def attention_backward(
     ----------
     dout : array, batch + (m, d_v)
         Cotangent of ``out``; any strides. The kernels read it in the dtype of the inputs. Rows of
-        queries that see no key are not read, nor are rows beyond ``q_lengths``, of any argument.
+        queries that see no key are not read. Rows beyond ``q_lengths`` are not read, in any array.
     q, k, v : array
         As given to :func:`attention`.
     out : array, batch + (m, d_v)
@@ -227,14 +226,14 @@ def attention_backward(
     wrt : tuple of {"q", "k", "v", "bias", "alibi_slopes", "sink", "scale"}
         The gradients to compute.
     grads_out : Gradients, optional
-        Arrays to write into, of exactly the shape and dtype of the inputs; fields of gradients
-        that ``wrt`` does not name are left alone.
+        Arrays to write into, with exactly the shape and dtype of the inputs. Fields that ``wrt``
+        does not name are left alone.
     deterministic : bool
-        Same bits every run on one device. Otherwise dq of 16-bit arrays may differ between runs by
-        two units in the last place of its largest element, where that is faster.
+        Same bits every run on one device. ``False`` is faster on some devices: dq of 16-bit arrays
+        may then differ between runs by two units in the last place of its largest element.
     config : configuration of one kernel, or cuflash.tuning.BackwardConfigs, optional
-        Overrides the choice of tiles, and decides which kernels run; CuPy arrays only. That of
-        one kernel, as a sweep finds it, overrides its own choice; the other gradients' stays.
+        Replaces the choice of kernels and their tiles; CuPy arrays only. The configuration of one
+        kernel, as a sweep finds it, leaves the choice for the other gradients.
     options, axes, precision, workspace, **score_options
         As in :func:`attention`.
 
@@ -251,16 +250,16 @@ def attention_backward(
 
     Notes
     -----
-    A CUDA graph captures the gradients of q, k and v alone, into ``grads_out`` and with a
-    ``workspace``: the others are summed in memory of their own.
+    A CUDA graph captures the gradients of q, k and v only, into ``grads_out`` and with a
+    ``workspace``: the other gradients allocate memory for their sums.
 
     Formulas: FlashAttention (Dao et al. 2022), appendix B, with ``delta = rowsum(dout * out) -
     dlse``. Probabilities are recomputed as ``exp(score - lse)``: where all scores of a row lie far
     from 0, as under a bias of -1e9 on the whole row, lse has no digits left for the logarithm of
     the number of keys, and neither has the gradient. ``-inf``, or a mask, hides a row exactly.
-    Where values have a large part in common, delta loses the digits that dq and dk are made of:
-    take that part out of v, which moves out by it and leaves the gradients as they are.
-    Where a row sees one key, the gradients of q and k are 0, and what is returned is a rounding of
+    Values with a large common part cost delta the digits that dq and dk need: subtract that part
+    from v, which shifts out by it and leaves the gradients unchanged.
+    Where a row sees one key, the gradients of q and k are 0, and the result is a rounding error of
     ``dout * v``: ``delta`` is summed in another order than ``dout @ v.T``.
 
     Examples
@@ -297,7 +296,7 @@ def attention_backward(
         )  # fmt: skip
         unpromoted = all(a is b for a, b in zip(given.values(), qkv, strict=True))
         if plain and plan is not None and unpromoted and may_be_known(chosen):
-            repeat = launch().repeated_backward(plan, *qkv, *saved[:3])
+            repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
         return by_field(gradients)
@@ -408,5 +407,5 @@ def workspace_size(
 
 
 def _is_qkv(wrt: Any) -> bool:
-    """Whether it is a tuple that names q, k and v in order: arrays are not compared with names."""
+    """Whether it is the tuple of q, k and v in order; elements that are arrays are not compared."""
     return type(wrt) is tuple and [*map(type, wrt)] == [str] * 3 and wrt == QKV

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._api.arguments import Saved
 from cuflash._arrays import Array, Triple, is_cupy
 from cuflash._host import attention
+from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
+from cuflash._results import Saved
 
 
 def run_forward(
@@ -22,19 +23,21 @@ def run_forward(
     *,
     first_entry: int = 0,
     **for_kernels: Any,
-) -> None:
+) -> Any:
     """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
 
     ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
+    Returns the plan that kernels ran by.
     """
     if _nothing_to_sum(problem):
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
-    elif is_cupy(out):
-        launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    else:
-        attention.forward(problem, *qkv, options, out, lse, first_entry=first_entry)
+        return None
+    if is_cupy(out):
+        return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
+    attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
+    return None
 
 
 def run_backward(
@@ -55,15 +58,17 @@ def run_backward(
         for gradient in gradients.values():
             gradient.fill(0)
         return None
-    given = (problem, saved.dout, *qkv, saved.out, saved.lse, saved.dlse, options, gradients)
-    if is_cupy(saved.dout):
+    dout, out, lse, dlse = saved
+    if is_cupy(dout):
+        given = (problem, dout, *qkv, out, lse, dlse, options, gradients)
         return launch().backward(*given, **for_kernels)
-    return attention.backward(*given, first_entry=first_entry)
+    attention.backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
+    return None
 
 
 def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
-    no_scores = problem.seqlen_k == 0 and problem.sink is None
+    no_scores = problem.seqlen_k == 0 and not any(map(problem.has, of_stages("row")))
     return no_scores or 0 in (*problem.batch, problem.seqlen_q)
 
 

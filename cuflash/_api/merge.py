@@ -33,12 +33,12 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     Returns
     -------
     AttentionResult
-        ``out`` in the dtype of ``outs``, ``lse`` in that of ``lses``.
+        ``out`` in the dtype of ``outs``, ``lse`` in the dtype of ``lses``.
 
     Raises
     ------
     TypeError, ValueError
-        For parts of different libraries, shapes or dtypes, or for no parts.
+        For parts of different array libraries, shapes or dtypes, or for no parts.
     RuntimeError
         While a CUDA graph is captured.
 
@@ -107,7 +107,7 @@ def merge_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As :func:`merge`, and for cotangents that are not of the merged shapes.
+        As :func:`merge`, and for cotangents of other shapes than the merged arrays.
 
     Examples
     --------
@@ -134,8 +134,10 @@ def merge_backward(
         parts = xp.moveaxis(lses, axis, 0).astype(dtype)
         hidden = xp.isneginf(parts)
         weight = xp.exp(parts - whole.lse.astype(dtype))
-        apart = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
-        slope = (dout.astype(dtype) * apart).sum(-1) + (0 if dlse is None else dlse.astype(dtype))
+        from_mean = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
+        slope = (dout.astype(dtype) * from_mean).sum(-1) + (
+            0 if dlse is None else dlse.astype(dtype)
+        )
         douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
         dlses = xp.where(hidden, 0, weight * slope)
         return AttentionResult(

@@ -1,4 +1,4 @@
-"""What can be known of the probabilities themselves? Logarithms of sums, selections, dropout."""
+"""What are the probabilities themselves? Logarithms of sums, selections, dropout."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def weights(
         Logarithm of sums that :func:`attention` returned.
     rows, cols : slice or 1-D integer array, optional
         Queries and keys to select; ``None`` takes all of one side, but not of both: ask for the
-        whole matrix by ``rows=slice(None)``. Indices on a GPU are not read by the host: those out
-        of bounds are undefined.
+        whole matrix by ``rows=slice(None)``. The host does not read indices on a GPU: an index out
+        of bounds is undefined.
     options, axes, **score_options
         As in :func:`attention`; of ``axes`` the first two pairs are used.
 
@@ -188,9 +188,9 @@ def weights(
 
     Notes
     -----
-    A float32 ``lse`` is rounded at its own size: of n equal scores near -1e9, as a finite bias that
-    stands for a mask gives them to a row with no other keys, it loses log(n), and each weight is 1
-    and not 1/n; a bias of -inf, or ``mask``, hides such a row.
+    A float32 ``lse`` has 24 bits. If a finite bias stands for a mask, a row may have n equal scores
+    near -1e9 and no others: lse then loses log(n), and each weight is 1 instead of 1/n. A bias of
+    -inf, or ``mask``, hides such a row.
 
     Examples
     --------
@@ -229,7 +229,7 @@ def weights(
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = None) -> Array:
-    """Scores that dropout keeps in a call of :func:`attention`.
+    """Which scores dropout keeps in a call of :func:`attention`.
 
     Parameters
     ----------
@@ -281,7 +281,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
             mask = xp.empty(extents, bool)
         except (MemoryError, OverflowError, ValueError) as error:
             raise wrong_value(
-                "shape", shown(shape), f"that of an array that fits into memory ({error})"
+                "shape", shown(shape), f"a shape that fits into memory ({error})"
             ) from None
         if not mask.size:
             return mask
@@ -296,7 +296,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
 
 
 def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
-    """Axes of q, k, v and out, and values of width 0, for a call without values."""
+    """Axes and values of width 0 for a call without values."""
     k = native("k", k)
     pairs = axes_without_values(axes)
     width = [slice(None)] * k.ndim
@@ -308,7 +308,7 @@ def _no_values(k: Any, axes: Any) -> tuple[Any, Array]:
 def _no_result(
     q: Any, k: Any, v: Array, *, options: Options, axes: Any, precision: Any, **_: Any
 ) -> Array:
-    """The result of a call without values: an array of its shape, and no bytes."""
+    """The result of a call without values: an array with a shape and no bytes."""
     problem = describe(*operands(q, k, v)[2], options, axes=axes, precision=precision)
     return array_module(v).empty(problem.out_shape, problem.dtype)
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from cuflash._api.arguments import (
     QKV,
-    Saved,
     by_field,
     check_common,
     check_saved,
@@ -31,7 +30,7 @@ from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
 
 
@@ -85,13 +84,13 @@ def attention_varlen(
         Values.
     cu_seqlens_q, cu_seqlens_k : integer array, (sequences + 1,)
         Sequence ``i`` has the queries ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``, and keys
-        alike. Empty sequences are legal. On a GPU the host reads none of these numbers: rows
-        that an array has not are left out, and numbers that decrease are undefined.
+        likewise. Empty sequences are legal. On a GPU the host does not read these numbers: rows
+        beyond an array are left out, and decreasing numbers are undefined.
     options, axes, precision, deterministic, return_lse, out, workspace, config, **score_options
         As in :func:`attention`, of a batch (sequences,) + batch: per-sequence values have that
         axis first, positions count from the start of a sequence, and extents (m, n) of mask and
-        bias are 1 or no less than the longest sequence. Lengths are none above that of their
-        sequence; on a GPU they are compared with all packed rows, and end where it ends.
+        bias are 1 or at least the longest sequence. ``q_lengths`` and ``kv_lengths`` are at most
+        the length of their sequence; on a GPU they end where the sequence ends.
 
     Returns
     -------
@@ -279,7 +278,7 @@ def _backward_on_the_host(
 def _inputs(
     given: dict[str, Array], options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Where sequences end, and every array that is read, by name: all of one library."""
+    """Where sequences end, and every array that is read, by name; all belong to one library."""
     ends = {
         "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
@@ -291,12 +290,12 @@ def _inputs(
 
 
 def _without_arrays(options: Options) -> Options:
-    """What the packed operands can be checked with before sequences are cut out."""
+    """The options that check packed operands before sequences are cut out."""
     return Options(causal=bool(options.causal), enable_gqa=options.enable_gqa)
 
 
 def _check_ends(ends: dict[str, Array]) -> int:
-    """The number of sequences, after what can be checked without reading a value."""
+    """The number of sequences; raise for what is wrong without a look at the values."""
     for name, array in ends.items():
         if array.dtype.kind not in "iu":
             raise wrong_type(name, f"dtype {array.dtype}", "integers")
@@ -310,7 +309,7 @@ def _check_ends(ends: dict[str, Array]) -> int:
 
 
 def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
-    """The sequences, after every check of the values that end them."""
+    """The sequences; raise for values that cannot end them."""
     ends = []
     for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
         values = inputs[name].tolist()
@@ -358,7 +357,7 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
 
 
 def _most_axes(whole: Problem, name: str) -> int:
-    """As many as a score option's array has with sequences, batch and core."""
+    """The most axes of a score option's array: sequences, batch and core."""
     return 1 + len(whole.batch_shape) + len(ARRAYS[name][1])
 
 
@@ -383,7 +382,7 @@ def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
         part = s.q if axis == "m" else s.k
         length = part.stop - part.start
         if 1 != extent < length:
-            expected = f"extent 1 or at least {length}, that of sequence {s.index}"
+            expected = f"extent 1 or at least {length}, the length of sequence {s.index}"
             raise wrong_value(name, f"shape {array.shape}", expected)
         index.append(slice(0, max(length, int(extent == 1))))
     return array[tuple(index)]

@@ -93,10 +93,8 @@ def _clear(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any
     for path in folder.iterdir() if folder.is_dir() else ():
         if _FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
             path.unlink(missing_ok=True)
-    if arguments.json:
-        print(json.dumps({"folder": str(folder), "removed": len(rows)}))
-    else:
-        print(f"{folder}: {len(rows)} kernels removed")
+    found = json.dumps({"folder": str(folder), "removed": len(rows)})
+    print(found if arguments.json else f"{folder}: {len(rows)} kernels removed")
     return 0
 
 
@@ -112,8 +110,6 @@ def _warm(arguments: argparse.Namespace) -> int:
         processes=arguments.processes,
     )  # fmt: skip
     unique = sorted({str(path) for path in files})
-    if arguments.json:
-        print(json.dumps({"files": unique}, indent=1))
-    else:
-        print(f"{Path(unique[0]).parent}: {len(unique)} kernels are ready")
+    ready = f"{Path(unique[0]).parent}: {len(unique)} kernels are ready"
+    print(json.dumps({"files": unique}, indent=1) if arguments.json else ready)
     return 0

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
             "default": found.default_key,
             "configs": [
                 {"key": c.key, "values": dict(zip(found.parameters, c.values, strict=True)),
-                 "num_threads": c.config.num_threads, **_facts_of(c, facts)}
+                 "num_threads": c.config.num_threads, **_facts_of(c, facts.get(c.key))}
                 for c in chosen
             ],
             "refused": {c.key: c.refusal for c in found.candidates if c.config is None},
@@ -163,12 +162,11 @@ def _list(found: Any, arguments: argparse.Namespace) -> bool:
     return right
 
 
-def _facts_of(candidate: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _facts_of(candidate: Any, own: Any) -> dict[str, Any]:
     """In values that JSON knows, None for what only a compiler knows."""
-    if candidate.key in facts:
-        return dict(facts[candidate.key].as_json())
     smem_bytes = candidate.config.smem_bytes
-    return dict.fromkeys(tuning.Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
+    unknown = dict.fromkeys(tuning.Facts(smem_bytes).as_json()) | {"smem_bytes": smem_bytes}
+    return unknown if own is None else dict(own.as_json())
 
 
 def _line(candidate: Any, own: Any) -> str:

@@ -17,12 +17,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cuflash._arrays import Array, write_rounded
+from cuflash._arrays import Array, Triple, write_rounded
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem import philox
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, gradient_operand
+from cuflash._results import Saved
 
 _BLOCK_M = 256
 _BLOCK_N = 512
@@ -31,15 +32,7 @@ _TILE_ELEMENTS = _BLOCK_M * _BLOCK_N
 
 @np.errstate(all="ignore")
 def forward(
-    problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
-    options: Options,
-    out: Array,
-    lse: Array,
-    *,
-    first_entry: int = 0,
+    problem: Problem, qkv: Triple, options: Options, out: Array, lse: Array, *, first_entry: int = 0
 ) -> None:
     """Fill ``out`` and ``lse``; ``first_entry`` is the batch's first number for dropout."""
     dtype = arithmetic(problem.dtype)
@@ -49,7 +42,7 @@ def forward(
     if options.score_mod is not None or options.mask_mod is not None:
         # A formula may raise at any tile, and then nothing has been written.
         out, lse = np.empty_like(out), np.empty_like(lse)
-    q, k, v = _views(problem, q, k, v)
+    q, k, v = _views(problem, *qkv)
     for entry in _entries(problem):
         scores = Scores(problem, options, entry, np, first_entry)
         k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
@@ -91,14 +84,9 @@ def forward(
 @np.errstate(all="ignore")
 def backward(
     problem: Problem,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
+    qkv: Triple,
     options: Options,
+    saved: Saved,
     gradients: dict[str, Array],
     *,
     first_entry: int = 0,
@@ -109,9 +97,13 @@ def backward(
     """
     dtype = arithmetic(problem.dtype)
     scale = dtype.type(problem.scale)
-    q, k, v = _views(problem, q, k, v)
-    dout, out = (canonical_view(a, gradient_operand(problem, "dout", a)) for a in (dout, out))
-    lse, dlse = _rows_view(problem, lse), None if dlse is None else _rows_view(problem, dlse)
+    q, k, v = _views(problem, *qkv)
+    dout, out = (
+        canonical_view(a, gradient_operand(problem, "dout", a)) for a in (saved.dout, saved.out)
+    )
+    lse, dlse = _rows_view(problem, saved.lse), None
+    if saved.dlse is not None:
+        dlse = _rows_view(problem, saved.dlse)
     results = {name: _gradient_view(problem, name, a) for name, a in gradients.items()}
     sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
 
@@ -197,7 +189,7 @@ def backward(
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:
-    """Values in powers of two, by column, of which no sum over keys overflows, and those powers."""
+    """Values times powers of two, of which no sum over keys overflows, and the powers by column."""
     most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
     largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
     overflows = largest > np.finfo(v.dtype).max / (2 * most)

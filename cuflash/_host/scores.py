@@ -1,8 +1,8 @@
 """What does a score mean on the CPU path? The counterpart of kernels_cu/score/score.cuh.
 
-The only place of that path that knows scale, softcap, bias, ALiBi, formulas, causal, window, mask,
-segments and lengths. It speaks of query and key indices of one batch entry, and says which key
-blocks have anything visible.
+The only place of the CPU path that knows scale, softcap, bias, ALiBi, formulas, causal, window,
+mask, segments and lengths. It speaks of query and key indices of one batch entry, and says which
+blocks of keys contain anything visible.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class Scores:
         return (self._xp.arange(rows.start, rows.stop)[:, None] < self.q_length)[..., 0]
 
     def sink(self, rows: slice) -> Array:
-        """The sink's score in each of ``rows``, alike; -inf where there is no query, or no sink."""
+        """The sink's score in each of ``rows``; -inf where there is no query, or no sink."""
         return self._xp.where(self.are_queries(rows), self._sink, -np.inf)
 
     def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
-        """Scores of keys taken as visible, and the derivatives of softcap and score_mod or None."""
+        """Scores as if every key were visible; derivatives of softcap and score_mod or None."""
         xp, problem = self._xp, self._problem
         score = xp.matmul(q, xp.swapaxes(k, -1, -2))
         score *= self._dtype.type(problem.scale)
@@ -140,7 +140,7 @@ class Scores:
         return score, slope, mod_slope
 
     def _narrowed(self, array: Array) -> Array:
-        """Copy in the dtype of scores; what is finite stays so: only -inf means invisible. (D79)"""
+        """Copy in the dtype of scores. Finite numbers stay finite: only -inf hides. (D79)"""
         if array.dtype.itemsize > self._dtype.itemsize:
             limit = float(np.finfo(self._dtype).max)
             clipped = self._xp.clip(array, -limit, limit)

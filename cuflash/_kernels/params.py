@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from cuflash._problem.formulas import MAX_FORMULA_ARRAYS
 from cuflash._problem.option_table import ARRAYS, OPTIONS
 
 MAX_BATCH_AXES = 6
-MAX_FORMULA_ARRAYS = 6
 
 _POINTER = np.uint64
 MAP_BYTES = 128

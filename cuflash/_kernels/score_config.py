@@ -1,7 +1,7 @@
 """Which score options are compiled into a kernel, and what do they cost it?
 
-Every field becomes a macro, as those of ``_kernels/config.py`` do. An option of the table has a
-field of its name; by hand are the fields that depend on several options.
+Every field becomes a macro, like the fields of ``_kernels/config.py``. An option of the table has
+a field of its name. Fields that depend on several options are written by hand.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def score_config(problem: Problem) -> ScoreConfig:
 
 
 def present(problem: Problem, *stages: Any) -> set[str]:
-    """Names of the options of these stages that are compiled in; formulas aside."""
+    """Names of the options of these stages that are compiled in; formulas do not count."""
     return {option.name for option in COMPILED if option.stage in stages and problem.has(option)}
 
 
@@ -103,7 +103,7 @@ def needs_score_math(problem: Problem) -> bool:
 
 
 def register_pressure(problem: Problem) -> int:
-    """How many options there are that take registers in a main loop, bias and formulas aside."""
+    """How many options take registers in a main loop; bias and formulas do not count."""
     return sum(option.pressure for option in COMPILED if problem.has(option))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cuflash._errors import problem_with
 from cuflash._kernels import params
 
-_GRID_LIMIT = 2**31 - 1  # blocks of threads
+_GRID_LIMIT = 2**31 - 1  # thread blocks
 
 
 class Grid(NamedTuple):
@@ -34,11 +34,14 @@ class Grid(NamedTuple):
         )
 
 
+<<<<<<< HEAD
 def even_sections(num_owners: int, limit: int) -> int:
     """Owners of each section if none may have many more than ``limit``: ``scheduler.cuh``."""
     return num_owners // -(-num_owners // max(limit, 1))
 
 
+=======
+>>>>>>> main
 def plan_grid(
     batch: tuple[int, ...],
     strides: Sequence[tuple[int, ...]],

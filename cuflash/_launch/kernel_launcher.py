@@ -1,37 +1,71 @@
-"""How does a kernel start? From an argument list that is packed once for each set of addresses."""
+"""How does a kernel start? From an argument that is packed once for each set of addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import struct
 
 from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
+from cuflash._launch import tile_counters
+from cuflash._launch.tensor_map import Maps
 
-_LIMIT = 64  # of a launch; a kilobyte each
-Addresses = tuple[int, ...]
+_LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
+_COUNTER = struct.Struct("<Q56x")  # its address, and room up to the alignment of the maps
 
 
-class Starter:
-    """Starts ``grid`` blocks of threads of a kernel: repeated calls find their argument lists."""
+class KernelLauncher:
+    """One kernel with its grid and parameters: everything but the addresses of its operands.
 
-    def __init__(self, kernel: Kernel, grid: int) -> None:
-        self._kernel = kernel  # stays loaded
+    The argument is the parameter struct: pointers in the order of ``names``, the bytes of
+    ``params``, and for Hopper's kernels the tensor maps and the address of a tile counter.
+    ``offsets`` move the pointers of each launch where one grid does not hold all batch entries.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: int,
+        names: tuple[str, ...],
+        params: bytes,
+        offsets: tuple[tuple[int, ...], ...] = ((),),
+        maps: Maps | None = None,
+        drawn_on: int | None = None,
+    ) -> None:
+        self.kernel = kernel  # stays loaded
+        self.grid = grid
+        self.names = names
+        self.params = params
+        self.maps = maps
+        self._offsets = offsets
+        self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
+        self._pointers = struct.Struct(f"<{len(names)}Q")
+        self._known: dict[tuple[int, ...], tuple[int, ctypes.c_char_p]] = {}
         self._launch = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
         )  # fmt: skip
-        self._known: dict[Addresses, tuple[int, ctypes.c_char_p]] = {}
 
-    def start(self, addresses: Addresses, pack: Callable[[Addresses], bytes], stream: int) -> None:
-        """Launch on ``stream`` with one argument, the parameters that ``pack`` gives for these."""
-        found = self._known.get(addresses)
-        if found is None:
-            argument = ctypes.c_char_p(pack(addresses))  # a char* is all that the driver reads
-            found = ctypes.addressof(argument), argument
-            if len(self._known) >= _LIMIT:
-                self._known.clear()
-            self._known[addresses] = found
-        self._launch(stream, found[0], 0)
+    def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
+        """Launch on ``stream`` with these pointers, in the order of ``names``; 0: no operand."""
+        for offsets in self._offsets:
+            moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
+            if self._drawn_on is not None:
+                moved = (*moved, tile_counters.address(self._drawn_on, stream, captured))
+            found = self._known.get(moved)
+            if found is None:
+                argument = ctypes.c_char_p(self._packed(moved))  # the driver reads a char*
+                found = ctypes.addressof(argument), argument
+                if len(self._known) >= _LIMIT:
+                    self._known.clear()
+                self._known[moved] = found
+            self._launch(stream, found[0], 0)
+
+    def _packed(self, moved: tuple[int, ...]) -> bytes:
+        pointers, counter = moved[: len(self.names)], moved[len(self.names) :] or (0,)
+        packed = self._pointers.pack(*pointers) + self.params
+        if self.maps is None:
+            return packed
+        return packed + self.maps.at(pointers) + _COUNTER.pack(*counter)

@@ -3,83 +3,161 @@
 from __future__ import annotations
 
 import itertools
-import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._errors import problem_with
-from cuflash._jit.compilation import Kernel, compile_kernel
+from cuflash._errors import wrong_value
+from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
-from cuflash._kernels.config import KernelConfig
-from cuflash._launch import score_params
-from cuflash._launch.grid import even_sections, plan_grid
-from cuflash._launch.kernel_launcher import Addresses, Starter
+from cuflash._launch import score_params, tensor_map
+from cuflash._launch.grid import Grid, plan_grid
+from cuflash._launch.kernel_launcher import KernelLauncher
+from cuflash._launch.sections import owners_per_section
+from cuflash._launch.tensor_map import Maps
+from cuflash._launch.workspace import dq_sums_layout
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
-from cuflash._select import hardware
+from cuflash._select.choose import LaunchStep
 from cuflash._select.hardware import Hardware
+from cuflash._select.score_sums import ScoreSums
 
-#: What kernels read and write in the dtype that q, k and v promote to.
+Layouts = Mapping[str, Layout]  # of the operands of a call, by name
+Addresses = Mapping[str, int]
+#: Operands that kernels read and write in the dtype that q, k and v promote to.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
+_OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
+#: The struct whose fields come before the tensor maps.
+_BEFORE_MAPS = {
+    "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
+}  # fmt: skip
+_INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
+_STORED_ROWS = 64  # of out: those of a warpgroup
 
 
-class Launch(NamedTuple):
-    """One kernel with everything but its pointers."""
+class _Work(NamedTuple):
+    """What the thread blocks of a launch share out among themselves."""
 
-    kernel: Kernel
-    grid: int
-    pointers: struct.Struct
-    params: bytes  # what follows the pointers
-    offsets: tuple[Addresses, ...]
-    starter: Starter
+    tiles: int  # of one owner
+    summed: tuple[bool, ...]  # batch axes that are walked inside a thread block
+    streamed_bytes: int = 0  # that the tiles of one owner stream
 
-    def run(self, pointers: Addresses, stream: int, captured: bool = False) -> None:  # noqa: ARG002
-        """Launch on ``stream`` with these addresses; capturing makes no difference."""
-        for offsets in self.offsets:
-            moved = tuple(map(int.__add__, pointers, offsets)) if offsets else pointers
-            self.starter.start(moved, self._pack, stream)
 
-    def _pack(self, pointers: Addresses) -> bytes:
-        return self.pointers.pack(*pointers) + self.params
+def _work_of(config: Any, problem: Problem, sums: ScoreSums | None) -> _Work:
+    row = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    nothing = (False,) * len(problem.batch)
+    match config.computes:
+        case "delta" | "convert":
+            return _Work(-(-problem.seqlen_q // config.block_m), nothing)
+        case "sums" if sums is not None:
+            return _Work(sums.tiles(problem, config.block_m, config.block_n), sums.summed)
+        case "dkv" | "dqkv":
+            owned = problem.k if getattr(config, "grad_k", True) else problem.v
+            tiles = num_tiles(problem, problem.seqlen_k, config.own_rows)
+            return _Work(tiles, owned.summed, problem.seqlen_q * row)
+    summed = problem.q.summed if config.computes == "dq" else nothing
+    tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
+    return _Work(tiles, summed, problem.seqlen_k * row)
+
+
+def _grid_of(config: Any, problem: Problem, layouts: Layouts, work: _Work) -> Grid:
+    """How the pointers of the kernel move along the batch axes."""
+    names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
+    return plan_grid(
+        problem.batch,
+        [_layout_of(problem, layouts, name).batch for name in names],
+        work.summed,
+        work.tiles * getattr(config, "column_parts", 1),
+        kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),
+    )
+
+
+def _layout_of(problem: Problem, layouts: Layouts, name: str) -> Layout:
+    return layouts.get(name) or Layout(1, (0,) * len(problem.batch))
 
 
 def plan_launch(
-    config: KernelConfig,
+    step: LaunchStep,
     problem: Problem,
-    layouts: dict[str, Layout],
+    layouts: Layouts,
+    hardware: Hardware,
     device: int,
-    *,
-    num_blocks: int,
-    streamed_bytes: int = 0,
-    summed: tuple[bool, ...] | None = None,
-) -> Launch:
-    """Prepare one launch; ``summed`` axes are walked inside a block of threads."""
-    params = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
-    names = kernel_params.pointer_names(params)
-    packed = problem.cu_seqlens_q is not None
-    absent = Layout(1, (0,) * len(problem.batch))
-    ordered = [layouts.get(name, absent) for name in names]
+    addresses: Addresses | None = None,
+    num_turns: int = 0,
+) -> KernelLauncher:
+    """Prepare the launch of one kernel of a call.
+
+    ``addresses`` are needed for tensor maps; the kernel of delta clears ``num_turns`` turns.
+    """
+    config: Any = step.config
+    struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
+    names = kernel_params.pointer_names(struct)
     for name in _OF_THE_DTYPE & layouts.keys() & set(names):
         if layouts[name].itemsize != problem.dtype.itemsize:
             raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
-    parts = getattr(config, "column_parts", 1)
-    grid = plan_grid(
-        problem.batch,
-        [layout.batch for layout in ordered],
-        summed or (False,) * len(problem.batch),
-        num_blocks * parts,
-        kernel_params.MAX_BATCH_AXES - packed,
+    layouts = _with_sums(step, problem, layouts)
+    work = _work_of(config, problem, step.sums)
+    grid = _grid_of(config, problem, layouts, work)
+    filled = np.zeros(1, struct)[0]
+    section = owners_per_section(
+        config, problem, work.tiles, grid.num_owners, work.streamed_bytes, hardware
     )
-    section = 1
-    if config.computes == "dqkv" or getattr(config, "window_right", False):
-        own = hardware.of_device(device)
-        section = _owners_per_section(config, grid.num_owners, streamed_bytes, own)
-    filled = np.zeros(1, params)[0]
+    filled["grid"] = (work.tiles, grid.num_owners, section, grid.entries_per_owner)
+    ordered = {name: _layout_of(problem, layouts, name) for name in names}
+    fill_strides(filled, grid, ordered, packed=problem.cu_seqlens_q is not None)
+    filled["head_dim_v"] = problem.head_dim_v
+    blocks = work.tiles * grid.num_owners * getattr(config, "column_parts", 1)
+    if "score" in (struct.names or ()):
+        filled["head_dim"] = problem.head_dim
+        score_params.fill(filled["score"], problem)
+    else:
+        filled["seqlen_q"] = problem.seqlen_q
+        filled["recomputes_far_rows"] = score_params.recomputes_far_rows(problem)
+        filled["num_turns"] = num_turns
+        if num_turns > blocks * config.num_threads:
+            raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
+    maps, drawn_on, end = None, None, struct.itemsize
+    if config.tensor_maps:
+        maps = maps_of(config, problem, layouts, addresses or {})
+        end = kernel_params.maps_at(_BEFORE_MAPS[config.params])
+        if config.computes == "out":
+            filled["score"]["seqlen_k"] = keys_to_load(problem)
+            drawn_on = device if blocks > hardware.multiprocessors else None
+        if config.computes == "out" or (config.computes == "dqkv" and config.cluster_blocks == 1):
+            blocks = min(blocks, hardware.multiprocessors)  # draw one tile after the other
+        elif config.computes == "dqkv":
+            blocks *= config.cluster_blocks  # a cluster computes one tile
+    return KernelLauncher(
+        kernel=compile_kernel(config, device),
+        grid=blocks,
+        names=tuple(sums_of(step.gradient) if n == "sums" and step.sums else n for n in names),
+        params=filled.tobytes()[8 * len(names) : end],
+        offsets=grid.offsets(),
+        maps=maps,
+        drawn_on=drawn_on,
+    )
+
+
+def _with_sums(step: LaunchStep, problem: Problem, layouts: Layouts) -> Layouts:
+    """``layouts`` with the sums that the kernel writes or reads."""
+    if step.sums is not None:
+        return {**layouts, "sums": step.sums.layout()}
+    if step.config.computes in ("dqkv", "convert"):
+        return {**layouts, "sums": dq_sums_layout(problem)}
+    return layouts
+
+
+def sums_of(gradient: str) -> str:
+    """Name of the operand that holds the sums for the gradient of bias, slopes or scale."""
+    return f"sums of {gradient}"
+
+
+def fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) -> None:
+    """Write the batch axes of a launch, and the strides of each operand along them."""
     filled["batch"]["num_axes"] = len(grid.axes)
     filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
-    filled["grid"] = (num_blocks, grid.num_owners, section, grid.entries_per_owner)
-    for column, (name, layout) in enumerate(zip(names, ordered, strict=True)):
+    for column, (name, layout) in enumerate(layouts.items()):
         part = filled["score"] if name in kernel_params.SCORE_POINTERS else filled
         if f"{name}_strides" in part.dtype.names:
             strides = part[f"{name}_strides"]
@@ -93,63 +171,45 @@ def plan_launch(
             strides["axis"][axis] = steps[column] // layout.itemsize
         if packed:
             strides["axis"][-1] = layout.sequence // layout.itemsize
-    filled["head_dim_v"] = problem.head_dim_v
-    if "score" in (params.names or ()):
-        filled["head_dim"] = problem.head_dim
-        score_params.fill(filled["score"], problem)
-    else:
-        filled["seqlen_q"] = problem.seqlen_q
-        filled["recomputes_far_rows"] = score_params.recomputes_far_rows(problem)
-    pointers = struct.Struct(f"<{len(names)}Q")
-    kernel, blocks = compile_kernel(config, device), num_blocks * grid.num_owners * parts
-    return Launch(
-        kernel=kernel,
-        grid=blocks,
-        pointers=pointers,
-        params=filled.tobytes()[pointers.size :],
-        offsets=grid.offsets(),
-        starter=Starter(kernel, blocks),
-    )
 
 
-def _owners_per_section(config: Any, num_owners: int, streamed_bytes: int, own: Hardware) -> int:
-    """How many owners start their heaviest tiles together, before any starts a lighter one.
-
-    As many as possible for balance, but no more than whose streamed operands fit half of the L2
-    cache, or than leave about eight blocks of threads to each owner at a time, which then share
-    what they stream. Sections are of even size: a small last one would end in a tail.
-
-    dk and dv on Hopper, with one block of threads for each processor, always leave them eight:
-    docs/backward-sm90.md. Their tiles begin at different queries and share less than those of dq.
-    Pairs of blocks of threads leave each owner sixteen pairs, eight where those that add in order
-    have fewer to wait for under a causal bound, and tiles of one pass that add in any order
-    sixteen, which share more of what they stream. Those that add in order wait for those of
-    their owner that start with them: below head size 128 more owners start together, up to a half
-    of the processors, as long as the L2 cache holds what they stream and keep and sum, thrice what
-    is streamed; half of it without a causal bound, where all rows are under way. (D21)
-    """
-    processors, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
-    if config.cluster_blocks > 1:
-        waits_less = config.ordered and config.window_right
-        return even_sections(num_owners, processors // (16 if waits_less else 32))
-    if fused or (config.tensor_maps and config.computes == "dkv"):
-        owners = processors // 8
-        if fused and not config.ordered:
-            owners = processors // 16
-        elif fused and config.head_dim < 128:
-            fitting = cache // (1 if config.window_right else 2) // max(3 * streamed_bytes, 1)
-            owners = max(owners, min(fitting, processors // 2))
-        return even_sections(num_owners, owners)
-    fitting = cache // 2 // max(streamed_bytes, 1)
-    return even_sections(num_owners, max(fitting, processors // 4))
+def _mapped(config: Any) -> tuple[str, ...]:
+    """The operands that a kernel loads by tensor maps."""
+    return kernel_params.MAPPED if config.computes == "out" else kernel_params.BACKWARD_MAPPED
 
 
-def summed_axes(problem: Problem, config: Any) -> tuple[bool, ...]:
-    """The batch axes over which the result of a gradient's kernel is summed."""
-    owned = problem.q
-    if config.computes != "dq":
-        owned = problem.k if getattr(config, "grad_k", True) else problem.v
-    return owned.summed
+def maps_of(config: Any, problem: Problem, layouts: Layouts, addresses: Addresses) -> Maps | None:
+    """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
+    forward = config.computes == "out"
+    mapped = _mapped(config)
+    layouts = _with_sums(LaunchStep(config), problem, layouts)
+    work = _work_of(config, problem, None)
+    grid = _grid_of(config, problem, layouts, work)
+    if grid.peeled or (forward and grid.num_owners * work.tiles > _INDEX_LIMIT):
+        return None
+    names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
+    found = []
+    for name in mapped:
+        columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
+        rows, box = problem.seqlen_q, config.block_m
+        if name not in _OF_QUERIES:
+            rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
+        batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
+        found.append(
+            tensor_map.map_layout(
+                problem.dtype, (rows, layouts[name].row), (columns, layouts[name].column), batch,
+                _STORED_ROWS if name == "out" else box,
+            )
+        )  # fmt: skip
+    return tensor_map.maps_at(tuple(found), tuple(addresses[name] for name in mapped))
+
+
+def keys_to_load(problem: Problem) -> int:
+    """Rows of k and v that exist for every batch entry: past them TMA brings zeros."""
+    length = problem.kv_length_value
+    if length is None or problem.cu_seqlens_k is not None:
+        return problem.seqlen_k
+    return max(length, 1)
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:
@@ -165,31 +225,20 @@ def row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None)
         steps = itertools.accumulate((problem.seqlen_q, *problem.batch[:0:-1]), int.__mul__)
         return Layout(itemsize, tuple(s * itemsize for s in steps)[::-1], itemsize)
     *batch, row = strides
-    if len(problem.batch) != len(problem.batch_shape):  # GQA splits the head axis
+    if problem.group_size is not None:  # GQA splits the head axis
         head = batch.pop()
-        batch += [head * problem.batch[-1], head]
+        batch += [head * problem.group_size, head]
     return Layout(itemsize, tuple(batch), row)
 
 
-def refuse_misaligned(layouts: dict[str, Layout], addresses: dict[str, int]) -> None:
+def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
     """Raise for an array whose elements lie across their natural boundaries."""
     for name, layout in layouts.items():
         size = layout.itemsize
-        if addresses[name] % size or any(
-            stride % size for stride in (*layout.batch, layout.row, layout.column)
-        ):
-            raise problem_with(
-                name, ValueError, got=f"elements of {size} bytes off their boundaries",
-                expected="an address and strides that are multiples of the element size",
-                fix="copy the array's bytes into a new one",
+        places = (addresses.get(name, 0), *layout.batch, layout.row, layout.column)
+        if any(place % size for place in places):
+            raise wrong_value(
+                name, f"elements of {size} bytes off their boundaries",
+                "an address and strides that are multiples of the element size",
+                "copy the array's bytes into a new one",
             )  # fmt: skip
-
-
-def copy_bytes(
-    problem: Problem, layouts: dict[str, Layout], names: tuple[str, ...], address_bits: int
-) -> int:
-    columns = {"q": problem.head_dim, "k": problem.head_dim}
-    return min(
-        layouts[name].copy_bytes(columns.get(name, problem.head_dim_v), address_bits)
-        for name in names
-    )

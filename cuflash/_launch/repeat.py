@@ -1,98 +1,99 @@
-"""How is a known call made again? New results, their addresses, the launches of its plan."""
+"""What is a plan, and how is a plain call made again that has one? On new results each time."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from cuflash._api.recall import Repeat
-from cuflash._launch import dq_sums, score_params
-from cuflash._launch.fused_backward import Step
-from cuflash._launch.kernel_launcher import Addresses
-from cuflash._launch.plan import Launch
-from cuflash._launch.sm90 import Sm90Launch
-from cuflash._problem.problem import Problem
-from cuflash._results import AttentionResult, Gradients
+from cuflash._launch.kernel_launcher import KernelLauncher
+from cuflash._launch.plan_cache import Repeat
+from cuflash._launch.workspace import Workspace
+from cuflash._problem.layout import Layout
 
-_ADDRESSES = (
-    "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "rows", "turns", "dq sums", "nothing",
-)  # fmt: skip
-Shape = tuple[int, ...]
+#: Name, shape and dtype of an array to allocate.
+New = tuple[str, tuple[int, ...], np.dtype[Any]]
+#: What picks the pointers of a launch, and the zeros behind them.
+Picking = tuple[Callable[[Any], tuple[int, ...]], tuple[int, ...]]
+_NOTHING = "nothing"  # the operand at address 0
+_SCRATCH = ("rows", "turns", "sums")  # parts of the workspace of a plain call
 
 
-def forward(
-    problem: Problem, launch: Launch | Sm90Launch, device: int, *, return_lse: bool
+class Plan(NamedTuple):
+    """What calls of one kind share: their launches in order, and their scratch memory."""
+
+    launchers: tuple[KernelLauncher, ...]
+    workspace: Workspace
+    layouts: dict[str, Layout]
+    pickings: tuple[Picking, ...]
+
+    @classmethod
+    def of(
+        cls,
+        launchers: Sequence[KernelLauncher],
+        workspace: Workspace,
+        layouts: dict[str, Layout],
+        operands: Mapping[str, int],
+    ) -> Plan:
+        """The plan of these launches, in which no other ``operands`` have an address."""
+        places = {name: name for name in operands} | {"dropout_seed": "dropout_seed"}
+        pickings = tuple(_picking(launcher.names, places, _NOTHING) for launcher in launchers)
+        return cls(tuple(launchers), workspace, layouts, pickings)
+
+    def run(self, addresses: dict[str, int], stream: int, captured: bool = False) -> None:
+        """Launch every kernel on ``stream``."""
+        addresses[_NOTHING] = 0
+        for launcher, (pick, zeros) in zip(self.launchers, self.pickings, strict=True):
+            launcher.run(pick(addresses) + zeros, stream, captured)
+
+
+def _picking(names: tuple[str, ...], places: Mapping[str, Any], nothing: Any) -> Picking:
+    """What picks the operands called ``names`` from where they are; most launches end in zeros."""
+    last = max(number for number, name in enumerate(names) if name in places)
+    chosen = [places.get(name, nothing) for name in names[: max(last, 1) + 1]]
+    return operator.itemgetter(*chosen), (0,) * (len(names) - len(chosen))
+
+
+def repeat(
+    plan: Plan,
+    device: int,
+    given: tuple[str, ...],
+    results: tuple[New, ...],
+    returned: Callable[..., Any],
 ) -> Repeat:
-    """A call that passed its checks, without score arrays, on new results each time. (D66)
+    """A call that passed its checks, on new results each time, of which ``returned`` is made. (D66)
 
-    In a capture nothing is allocated.
+    It takes the addresses of the arrays called ``given``. In a capture nothing is allocated.
     """
-    out_shape, dtype, nothing = problem.out_shape, problem.dtype, score_params.NOTHING
-    lse_shape, lse_dtype = problem.lse_shape, problem.lse_dtype
+    parts = _SCRATCH if plan.workspace.num_turns else _SCRATCH[:1]
+    names = (*given, *(name for name, _, _ in results), *(parts if plan.workspace.size else ()))
+    places = {name: place for place, name in enumerate(names)}
+    steps = [(_picking(step.names, places, -1), step.run) for step in plan.launchers]
+    new = [(shape, dtype) for _, shape, dtype in results]
+    size, places_in = plan.workspace.size, plan.workspace.places_in
 
-    def repeat(q: int, k: int, v: int) -> Any:
+    def again(*pointers: int) -> Any:
         if runtime.getDevice() != device:
             with cupy.cuda.Device(device):
-                return repeat(q, k, v)
+                return again(*pointers)
         stream = cupy.cuda.get_current_stream().ptr
         if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too (D67)
             return None
-        out = cupy.ndarray(out_shape, dtype)
-        if not return_lse:
-            launch.run((q, k, v, out.data.ptr, 0, *nothing), stream, False)
-            return out
-        lse = cupy.ndarray(lse_shape, lse_dtype)
-        launch.run((q, k, v, out.data.ptr, lse.data.ptr, *nothing), stream, False)
-        return AttentionResult(out, lse)
+        made, addresses = [], [*pointers]
+        for shape, dtype in new:
+            array = cupy.ndarray(shape, dtype)
+            made.append(array)
+            addresses.append(array.data.ptr)
+        if size:
+            memory = cupy.ndarray(size, np.uint8)
+            addresses += places_in(memory.data.ptr)
+        addresses.append(0)
+        for (pick, zeros), run in steps:
+            run(pick(addresses) + zeros, stream)
+        return returned(*made)
 
-    return repeat
-
-
-def backward(
-    device: int,
-    steps: tuple[Step, ...],
-    shapes: tuple[Shape, Shape, Shape],
-    dtype: np.dtype[Any],
-    workspace_size: int,
-    turns: int,
-    turns_end: int,
-) -> Repeat:
-    """The same of a call for the gradients of q, k and v.
-
-    Its workspace holds the statistics of rows, ``turns`` from there on and sums of dq behind them.
-    """
-    of_q, of_k, of_v = shapes
-    picked = [(_picking(names), launch) for names, launch in steps]
-
-    def repeat(q: int, k: int, v: int, dout: int, out: int, lse: int) -> Any:
-        if runtime.getDevice() != device:
-            with cupy.cuda.Device(device):
-                return repeat(q, k, v, dout, out, lse)
-        stream = cupy.cuda.get_current_stream().ptr
-        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too
-            return None
-        dq, dk, dv = (cupy.ndarray(shape, dtype) for shape in (of_q, of_k, of_v))
-        workspace = cupy.ndarray(workspace_size, np.uint8)
-        rows = workspace.data.ptr
-        addresses = (
-            q, k, v, dout, out, lse, dq.data.ptr, dk.data.ptr, dv.data.ptr,
-            rows, rows + turns, dq_sums.sums_behind(rows + turns_end), 0,
-        )  # fmt: skip
-        for pick, launch in picked:
-            launch.run(pick(addresses), stream)
-        return Gradients(dq, dk, dv)
-
-    return repeat
-
-
-def _picking(names: tuple[str, ...]) -> Callable[[Addresses], Addresses]:
-    """What picks the pointers of a launch out of _ADDRESSES; score arrays are not among them."""
-    places = [_ADDRESSES.index(name if name in _ADDRESSES else "nothing") for name in names]
-    if len(places) == 1:  # of one place itemgetter would return the pointer alone
-        return lambda addresses: (addresses[places[0]],)
-    return operator.itemgetter(*places)
+    return again

@@ -1,4 +1,4 @@
-"""What do kernels get to know of the score options? Numbers, layouts, and where arrays lie."""
+"""Which parameters of score options do kernels get? Numbers, layouts and arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 from cuflash._arrays import Array, array_module, refuse_capture
-from cuflash._kernels import params, segment_bounds
+from cuflash._kernels import segment_bounds
 from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand, canonical_view
@@ -20,12 +20,6 @@ from cuflash._problem.option_table import ARRAYS, OPTIONS
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 
-#: Numbers among the addresses.
-NUMBERS = ("dropout_seed", "entry_number")
-_ARRAYS = tuple(name for name in params.SCORE_POINTERS if name not in NUMBERS)
-_NO_ARRAYS = (0,) * len(_ARRAYS)
-#: What takes the place of addresses in a call with neither arrays nor dropout.
-NOTHING = (0,) * len(params.SCORE_POINTERS)
 _LENGTHS = tuple(name for name, (option, _) in ARRAYS.items() if option.from_host)
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k")
@@ -88,17 +82,16 @@ def _layout(problem: Problem, name: str, operand: Operand) -> Layout:
 
 def arrays_of(
     problem: Problem, options: Options, q: Array, cu_seqlens: Mapping[str, Array]
-) -> tuple[Problem, tuple[int, ...], dict[str, Array]]:
-    """The problem with the layouts, the addresses (0: absent) and the arrays of score options.
+) -> tuple[Problem, dict[str, Array]]:
+    """The problem with the layouts of the arrays of score options, and these arrays by name.
 
     Lengths, offsets and segments of an unusual integer type, in host memory or, segments, not
     contiguous, are copied, each in its own size. The caller holds the arrays until its last launch,
     so that no other call gets their memory.
     """
-    numbers = (options.seed or 0, 0)
     formulas = formulas_of(options)
     if not options.arrays and not cu_seqlens and formulas is None:
-        return problem, _NO_ARRAYS + numbers, {}
+        return problem, {}
     arrays = {**options.arrays, **cu_seqlens}
     if formulas is not None:
         problem = _with_formulas(problem, formulas)
@@ -118,11 +111,7 @@ def arrays_of(
         view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
         arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
         problem = _with_copied(problem, name, arrays[name].strides)
-    pointers = []
-    for name in _ARRAYS:
-        array = arrays.get(name)
-        pointers.append(0 if array is None else array.data.ptr)
-    return problem, (*pointers, *numbers), arrays
+    return problem, arrays
 
 
 def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:

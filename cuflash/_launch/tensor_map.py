@@ -76,13 +76,27 @@ class Maps:
         self._encoded = b""
 
     def at(self, addresses: tuple[int, ...]) -> bytes:
-        """All maps, in order.
+        """All maps, in order, of the first of these addresses.
 
         Addresses are all of a map that the layouts do not hold: none can be stale.
         """
+        addresses = addresses[: len(self.layouts)]
         if not self._encoded:
             self._encoded = b"".join(map(encode, self.layouts, addresses))
         return with_addresses(self._encoded, addresses)
+
+
+def maps_at(layouts: tuple[MapLayout | None, ...], addresses: tuple[int, ...]) -> Maps | None:
+    """The maps of these operands; None where the copy engine cannot address one of them."""
+    known = tuple(layout for layout in layouts if layout is not None)
+    if len(known) < len(layouts) or any(address % ALIGNMENT for address in addresses):
+        return None
+    maps = Maps(known)
+    try:
+        maps.at(addresses)
+    except RuntimeError:  # the driver knows limits that it does not document
+        return None
+    return maps
 
 
 def encode(layout: MapLayout, address: int) -> bytes:

@@ -183,7 +183,7 @@ def pair_of_ids(name: str, value: Any) -> tuple[Array, Array]:
 def require_shape(name: str, array: Array, shape: tuple[int, ...], like: str) -> None:
     """Raise unless ``array`` has exactly this shape."""
     if array.shape != shape:
-        raise wrong_value(name, f"shape {array.shape}", f"shape {shape}, that of {like}")
+        raise wrong_value(name, f"shape {array.shape}", f"shape {shape}, the shape of {like}")
 
 
 def require_float(name: str, array: Array) -> None:

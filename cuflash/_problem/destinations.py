@@ -1,4 +1,4 @@
-"""May a result be written there? Writable, in memory of its own, in the inputs' library."""
+"""May a result be written to this array?"""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import wrong_value
 
-#: Effort spent on proving that interleaved arrays do not overlap, before they count as overlapping.
+#: Effort to prove that interleaved arrays do not overlap; beyond it they count as overlapping.
 _OVERLAP_WORK: Any = 100_000
 
 
 def check_destination(name: str, destination: Array, **inputs: Array) -> None:
-    """Raise unless ``destination`` is writable, without self-overlap, apart from all inputs.
+    """Raise unless ``destination`` can be written and overlaps neither itself nor an input.
 
-    It has to be of the first input's library. What else is written counts as an input.
+    It must belong to the array library of the first input. Pass other destinations as inputs.
     """
     first, like = next(iter(inputs.items()))
     same_module(**{first: like, name: destination})

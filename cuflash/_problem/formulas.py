@@ -9,9 +9,9 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module, refuse_capture, same_module
 from cuflash._errors import wrong_value
-from cuflash._kernels import params
 from cuflash._problem.options import Options
 
+MAX_FORMULA_ARRAYS = 6  # on a GPU
 #: Names of the element types in CUDA; what is not here is read as float32.
 _TYPES = {
     "bool": "bool", "int8": "signed char", "uint8": "uint8_t", "int16": "short",
@@ -66,10 +66,10 @@ def _named(options: Options) -> dict[str, Array]:
                     "mask_mod", f"another array {name!r} than score_mod has",
                     "one array for each name",
                 )  # fmt: skip
-    if len(named) > params.MAX_FORMULA_ARRAYS:
+    if len(named) > MAX_FORMULA_ARRAYS:
         raise wrong_value(
             "score_mod, mask_mod", f"{len(named)} arrays",
-            f"at most {params.MAX_FORMULA_ARRAYS} on a GPU", "concatenate some and index the parts",
+            f"at most {MAX_FORMULA_ARRAYS} on a GPU", "concatenate some and index the parts",
         )  # fmt: skip
     return named
 

@@ -65,7 +65,7 @@ def operand_of(
 def option_operand(
     array: Signature, batch: tuple[int, ...], extents: tuple[int, ...], group_size: int | None
 ) -> Operand:
-    """Canonical layout of an option's array, whose core broadcasts to ``extents``."""
+    """Canonical layout of an option's array; its core axes broadcast to ``extents``."""
     ndim = len(array[0])
     own = operand_of(array, range(ndim - len(extents), ndim), batch, group_size)
     core = zip(own.shape[len(batch) :], own.strides[len(batch) :], strict=True)

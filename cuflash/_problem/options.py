@@ -26,7 +26,7 @@ def signature(array: Array | None) -> Signature | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Options:
-    """Score options of one attention call, forward and backward alike.
+    """Score options of one attention call, forward and backward.
 
     Build it once and pass it as ``options=`` so that forward and backward cannot disagree and a
     repeated call costs one lookup; or pass the same keywords to the functions directly.
@@ -38,7 +38,7 @@ class Options:
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
     offset : int or integer array, core shape (), optional
         Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
-        that batch entry. Far from the keys ``alibi_slopes`` lose their digits.
+        the batch entry. ``alibi_slopes`` lose digits where queries are far from the keys.
     window : (left, right), optional
         Each side ``None`` or an int >= 0: ``m + offset - left <= n <= m + offset + right``.
         ``causal`` caps ``right`` at 0.
@@ -47,42 +47,41 @@ class Options:
     softcap : float, optional
         ``score = softcap * tanh(score / softcap)``; finite and positive.
     bias : floating array, core shape (m, n), optional
-        Added to the score after softcap, in natural units. ``-inf`` means invisible; a finite
-        number such as -1e9 does not, and leaves a row of such scores without digits for a gradient.
+        Added to the score after softcap, in natural units. ``-inf`` hides the key. A finite number
+        such as -1e9 does not: a row of such scores has no digits left for a gradient.
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
     q_lengths, kv_lengths : int or integer array, core shape (), optional
         Number of valid queries and keys of each batch entry; the rest is invisible. Rows beyond
-        are no queries: out 0, lse -inf, no gradient to anything, whatever they hold.
+        ``q_lengths`` are no queries, whatever they hold: out is 0, lse -inf, and every gradient 0.
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
     alibi_slopes : floating array, core shape (), optional
-        ``- slope * |m + offset - n|`` is added to the score, per head as a rule. The distance is
-        float32 (float64 for float64): from 2^24 (2^53) on neighbouring keys are equally far, as
-        under an offset of 2^40 in bfloat16.
+        ``- slope * |m + offset - n|`` is added to the score, usually with a slope for each head.
+        The distance is float32 (float64 for float64): from 2^24 (2^53) on, neighbouring keys have
+        the same distance: for example under an offset of 2^40 in bfloat16.
     segment_ids : (integer array (.., m), integer array (.., n)), optional
-        A query sees a key only if their numbers are equal.
+        A query sees a key only if their segment ids are equal.
     sink : floating array, core shape (), optional
-        One more score per query, of a key without a value: it takes part in the softmax and in lse
-        only. It is the lse of a query that sees no key.
+        One more score per query, for a key without a value: it enters the softmax and lse only. A
+        query that sees no key has the sink as its lse.
     dropout : float
-        Probability, rounded to a multiple of 1/65536, that a score's weight is dropped after the
-        softmax; what is kept is divided by ``1 - dropout``. lse knows nothing of it.
+        Probability, rounded to a multiple of 1/65536, that a weight is dropped after the softmax;
+        kept weights are divided by ``1 - dropout``. lse does not change.
     seed : int, optional
         From 0 to 2^64 - 1, required with dropout. :func:`dropout_mask` shows what it keeps.
     score_mod : ScoreMod, optional
-        A formula of your own for the score, after bias and ALiBi.
+        Your own formula for the score, after bias and ALiBi.
     mask_mod : MaskMod, optional
-        A formula of your own for visibility.
+        Your own formula for visibility.
 
     Notes
     -----
     Arrays broadcast against the batch shape of ``q``, heads last: lengths that differ per batch
     entry of a (batch, heads, m, d) problem have shape (batch, 1). They are held by reference:
     two options are equal when their plain values are equal and their arrays are the same objects.
-    Numbers are read once, when the options are built: by keywords, that is in each call. Lengths
-    and offsets in arrays on a GPU are not read by the host: one out of range counts as the nearest
-    that is in range.
+    Numbers are read once, when the options are built; keywords build them in each call. The host
+    does not read lengths and offsets in arrays on a GPU: kernels clamp them to their range.
 
     Examples
     --------
@@ -108,7 +107,7 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     enable_gqa: bool = False
-    #: Plain values and the layouts of arrays, without what no Problem depends on.
+    #: Plain values and the layouts of arrays; None for options that no Problem depends on.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
@@ -147,7 +146,7 @@ class Options:
         return self._hash
 
     def __reduce__(self) -> Any:
-        """Made anew where it is unpickled: hashes of texts differ between processes."""
+        """Build the options again when unpickling: hashes of strings differ between processes."""
         values = {name: getattr(self, name) for name in OPTION_NAMES}
         return functools.partial(type(self), **values), ()
 

@@ -1,7 +1,7 @@
 """What is a call over packed sequences to the kernels? One Problem of all of them.
 
-Its batch is that of q, k and v; arrays of score options have the sequences as a first axis. The
-host does not read where sequences end: kernels do, and stay within the arrays whatever they find.
+The problem has the batch axes of q, k and v. Arrays of score options have the sequences as a first
+axis. Only kernels read where sequences end, and they stay within the arrays whatever they find.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def describe_packed(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call on a GPU; the two ``cu_seqlens`` have been checked."""
-    apart = {"segment_ids", *_LENGTHS, *options.arrays}  # these have values for each sequence
-    same = Options(**{name: getattr(options, name) for name in OPTION_NAMES if name not in apart})
+    varying = {"segment_ids", *_LENGTHS, *options.arrays}  # they have a value for each sequence
+    same = Options(**{name: getattr(options, name) for name in OPTION_NAMES if name not in varying})
     whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
     for name, array in options.arrays.items():
         check_module(name, array, q)

@@ -2,8 +2,8 @@
 
 Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter of four
 32-bit words and a key, the seed's two words, to four random words. Each word serves two scores with
-16 bits each. The eight scores of one counter are those that one thread holds of two neighbouring
-fragments of a tensor-core product::
+16 bits each. One thread holds the eight scores of one counter in two neighbouring fragments of a
+tensor-core product::
 
     queries q and q + 8,   keys k, k + 1, k + 8 and k + 9,        q mod 16 < 8, k mod 16 in 0 2 4 6
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,14 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Computed once: every call looks a plan up by its problem."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def has(self, option: Option) -> bool:
         """Whether an option that has an array or a number is there."""

@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from cuflash._kernels.config import TileConfig
 from cuflash._problem.layout import Layout
+from cuflash._problem.option_table import of_stages
 from cuflash._problem.problem import Problem
 
 _TMA_BYTES = 16  # what rows are multiples of that the copy engine loads
-_OPTIONS = ("offset", "kv_lengths", "sink")  # other options keep rows apart in any case
+#: Arrays that all rows of an entry share: options with other arrays keep rows apart in any case.
+_OPTIONS = tuple(
+    name for o in of_stages("place", "row") for name in o.arrays if name != "q_lengths"
+)
 Layouts = Mapping[str, Layout]
 
 

@@ -127,7 +127,7 @@ def of_device(device: int) -> Hardware:
 def assumed(hardware: Hardware) -> Iterator[None]:
     """Plan calls for other hardware inside the block, as for an older device than is there.
 
-    Plans that are known stay: ``cuflash._launch.run.forget_plans`` makes calls choose anew.
+    Plans that are known stay: ``cuflash._launch.plan_cache.forget`` makes calls choose anew.
     """
     global _assumed
     before, _assumed = _assumed, hardware

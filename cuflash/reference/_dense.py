@@ -250,7 +250,7 @@ def merge_backward(
 
 
 def _without_values(rest: dict[str, Any]) -> dict[str, Any]:
-    """Axes for a call whose values are its keys."""
+    """Axes for a call in which keys stand for values."""
     axes = rest.get("axes")
     return rest if axes is None else rest | {"axes": (axes[0], axes[1], axes[1], (-2, -1))}
 

@@ -31,8 +31,8 @@ def attention_varlen(
 ) -> Any:
     """Attention over packed sequences: a padded batch (sequences,) + batch with lengths.
 
-    The ``b`` of formulas counts the entries of that batch, heads apart: the sequences, where batch
-    has no axis before heads. Without a heads axis ``h`` is 0.
+    The ``b`` of formulas counts the entries of this batch without heads; where batch has no axis
+    before heads, it counts sequences. Without a heads axis ``h`` is 0.
     """
     pairs = axes or NO_AXES
     batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, resolve(options, score_options), pairs)
@@ -151,7 +151,7 @@ def _padded_options(
 
 
 def _without_heads(mod: Any) -> Any:
-    """The formula for a batch (sequences,), whose only axis `_places` takes for heads."""
+    """The formula for a batch (sequences,): `_places` takes its only axis for heads."""
 
     def swapped(formula: Any) -> Any:
         def of_sequence(*args: Array, **arrays: Array) -> Array:

@@ -27,6 +27,7 @@ _CHILD = "from cuflash.tuning import _facts; _facts.serve_compiler()"
 #: Seconds for one kernel: the slowest takes ten of a busy core.
 TIME_LIMIT = 120.0
 _MAX_REGISTERS = 255  # of a thread
+_NUMBER = re.compile(r"\bC\d{4}\b")  # of a warning of ptxas: C7512
 #: Called with how many of how many kernels are ready.
 Counted = Callable[[int, int], None]
 
@@ -152,18 +153,12 @@ def _compiled(request: dict[str, Any]) -> dict[str, Any]:
     note = {
         "registers": report.registers,
         "spill_bytes": report.spill_bytes,
-        "warnings": [_shortened(text) for text in report.warnings],
+        "warnings": [(_NUMBER.search(text) or [text])[0] for text in report.warnings],
         "seconds": round(time.perf_counter() - start, 3),
     }
     if shared is None:
         cubin_cache.save_note(compilation.stored_name(config, arch), note)
     return note
-
-
-def _shortened(warning: str) -> str:
-    """Its number, where ptxas gives one: C7512."""
-    number = re.search(r"\bC\d{4}\b", warning)
-    return number[0] if number else warning
 
 
 def first_error(log: str) -> str:

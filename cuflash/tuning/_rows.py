@@ -284,11 +284,10 @@ class SweepFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write(header)
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Keep rows."""
-        for row in rows:
-            (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
-            self._write(row)
+    def append(self, row: Row) -> None:
+        """Keep a row."""
+        (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
+        self._write(row)
 
     def _refuse_other(self, header: Row) -> None:
         for name in _SAME:

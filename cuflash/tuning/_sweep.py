@@ -207,21 +207,17 @@ class _Running:
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
         """Rows of these candidates, in order: from the file, or newly measured."""
-        missing = [c for c in candidates if c.key not in self.file.sweep.done]
+        rows = {row["key"]: row for row in self.file.sweep.rows}
+        missing = {c.key: c for c in candidates if c.key not in rows}  # each once
         if missing:
             self.space.compile(
-                missing,
-                processes=self.processes,
-                time_limit=COMPILE_LIMIT,
+                [*missing.values()], processes=self.processes, time_limit=COMPILE_LIMIT,
                 progress=lambda done, total: self._tell("compile", done, total),
-            )
-        for candidate in missing:
-            if candidate.key in self.file.sweep.done:  # a strategy may ask twice for one
-                continue
-            row = self._row(candidate)
-            self.file.append([row])
-            self._tell("time", len(self.file.sweep.rows), self.total, row)
-        rows = {row["key"]: row for row in self.file.sweep.rows}
+            )  # fmt: skip
+        for key, candidate in missing.items():
+            rows[key] = self._row(candidate)
+            self.file.append(rows[key])
+            self._tell("time", len(self.file.sweep.rows), self.total, rows[key])
         return [rows[c.key] for c in candidates]
 
     def _row(self, candidate: Candidate) -> Row:
@@ -307,7 +303,7 @@ class _Running:
             "made": self.made,
             "seconds": round(time.perf_counter() - self.began, 1),  # of this run, all of it
         }
-        self.file.append([row])
+        self.file.append(row)
         if keys:
             self._tell("final", len(keys), len(keys))
 

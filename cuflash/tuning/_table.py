@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cuflash._api import recall
 from cuflash._errors import problem_with
+from cuflash._launch import plan_cache
 from cuflash._select import measured as select_measured
 from cuflash._select.hardware import present, typical
 from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
@@ -78,10 +78,7 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
 
 def _put(rows: dict[select_measured.Key, select_measured.Row]) -> None:
     select_measured.replace_rows(rows)
-    recall.forget()
-    launch = sys.modules.get("cuflash._launch.run")
-    if launch is not None:
-        launch.forget_plans()
+    plan_cache.forget()
 
 
 def best_rows(found: Sweep) -> list[select_measured.Row]:

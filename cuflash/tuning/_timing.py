@@ -1,6 +1,6 @@
 """A process that checks and times configurations on the device: the child of ``_sweep.py``.
 
-It goes the library's own way, ``config=`` of the public functions. What it is asked:
+It calls the public functions with ``config=``. Its requests:
 
     {"do": "describe"}                          the device, the driver, NVRTC
     {"do": "open", workload, kernel, default, check, budget_ms}

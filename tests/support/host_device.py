@@ -27,6 +27,7 @@ from cuflash._kernels.config import KernelConfig, TileConfig
 from cuflash._launch import (
     kernel_launcher,
     plan,
+    plan_cache,
     repeat,
     score_gradients,
     score_params,
@@ -148,10 +149,7 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         for module in (plan, segment_bounds):
             patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
-        plans = (launch_run._forward_plans, launch_run._backward_plans, segment_bounds._plans)
-        for own in plans:
-            own.clear()
+        plan_cache.forget()
         with hardware.assumed(host):
             yield device
-        for own in plans:
-            own.clear()
+        plan_cache.forget()

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from cuflash._api import recall
-from cuflash._launch import plan, run
+from cuflash._launch import plan_cache, run
+from cuflash._launch.kernel_launcher import KernelLauncher
+from cuflash._launch.repeat import Plan
 from cuflash._select import hardware
 from cuflash._select.hardware import Hardware
 
@@ -21,6 +22,12 @@ def portable_kernels() -> Any:
     return _planned_for(here._replace(tensor_maps=False))
 
 
+def planned_launchers() -> list[KernelLauncher]:
+    """The launches of all plans that are known."""
+    plans = [plan for plan in plan_cache._plans.values() if isinstance(plan, Plan)]
+    return [launcher for plan in plans for launcher in plan.launchers]
+
+
 def kernels_of(arch: str) -> Any:
     """The same of an architecture: what it multiplies with, its shared memory."""
     return _planned_for(hardware.typical(arch)._replace(tensor_maps=False))
@@ -28,20 +35,15 @@ def kernels_of(arch: str) -> Any:
 
 @contextmanager
 def _planned_for(other: Hardware) -> Iterator[list[Any]]:
-    configs, plan_launch = [], plan.plan_launch
+    configs, plan_steps = [], run.plan_steps
 
-    def planned(config: Any, *rest: Any, **keywords: Any) -> Any:
-        configs.append(config)
-        return plan_launch(config, *rest, **keywords)
+    def planned(steps: Any, *rest: Any) -> Any:
+        configs.extend(step.config for step in steps)
+        return plan_steps(steps, *rest)
 
-    with hardware.assumed(other), mock.patch.object(plan, "plan_launch", planned):
-        _forget()
+    with hardware.assumed(other), mock.patch.object(run, "plan_steps", planned):
+        plan_cache.forget()
         try:
             yield configs
         finally:
-            _forget()
-
-
-def _forget() -> None:
-    run.forget_plans()
-    recall.forget()
+            plan_cache.forget()

@@ -18,7 +18,7 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import kernel_launcher, plan, run, segment_bounds, sm90, tensor_map
+from cuflash._launch import kernel_launcher, plan, run, segment_bounds, tensor_map, tile_counters
 from cuflash._select import hardware as select_hardware
 from support.host_device import DeviceArray, host_device
 
@@ -50,7 +50,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         library = _standing_for_cupy(run.cupy)
         patch.setitem(sys.modules, "cupy", library)
         patch.setattr(_arrays, "_imported", lambda: library)
-        patch.setattr(sm90.Sm90Launch, "_counter", lambda *_: 0)
+        patch.setattr(tile_counters, "address", lambda *_: 0)
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cuflash import Options
-from cuflash._api import recall
+from cuflash._launch import plan_cache
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,18 @@ class OtherArray(Array):
 @pytest.fixture
 def known(monkeypatch):
     """Return the result of three arrays whose call is known: their addresses."""
-    monkeypatch.setattr(recall, "_known", {})
-    monkeypatch.setattr(recall, "_kinds", set())
-    recall.remember(lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3)
+    monkeypatch.setattr(plan_cache, "_plans", {})
+    monkeypatch.setattr(plan_cache, "_kinds", set())
+    plan_cache.remember(
+        lambda *addresses: list(addresses), Options(causal=True), True, (Array(),) * 3
+    )
 
 
 @pytest.mark.usefixtures("known")
 def test_new_addresses_are_the_same_call():
     for ptrs in ((4096, 4096, 4096), (16, 32, 48)):
         arrays = [replace(Array(), data=Place(ptr)) for ptr in ptrs]
-        assert recall.recall(Options(causal=True), True, arrays) == list(ptrs)
+        assert plan_cache.recall(Options(causal=True), True, arrays) == list(ptrs)
 
 
 @pytest.mark.usefixtures("known")
@@ -61,7 +63,7 @@ def test_new_addresses_are_the_same_call():
 def test_another_layout_is_another_call(which, changes):
     arrays = [Array()] * 3
     arrays[which] = replace(Array(), **changes)
-    assert recall.recall(Options(causal=True), True, arrays) is None
+    assert plan_cache.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -77,7 +79,7 @@ def test_another_layout_is_another_call(which, changes):
     ],
 )
 def test_other_options_are_another_call(options, return_lse):
-    assert recall.recall(options, return_lse, (Array(),) * 3) is None
+    assert plan_cache.recall(options, return_lse, (Array(),) * 3) is None
 
 
 @pytest.mark.usefixtures("known")
@@ -87,22 +89,22 @@ def test_arrays_of_another_library_are_not_known():
         ([1.0], Array(), Array()),
         (Array(), Array(), None),
     ):
-        assert recall.recall(Options(causal=True), True, arrays) is None
+        assert plan_cache.recall(Options(causal=True), True, arrays) is None
 
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_is_known_by_all_its_arrays(which):
     first, options = (Array(),) * 3, Options(causal=True)
-    assert recall.recall(options, True, first, first) is None  # the forward is no gradient
-    recall.remember(lambda *addresses: addresses, options, True, first, first)
-    assert recall.recall(options, True, first, first) == (4096,) * 6
+    assert plan_cache.recall(options, True, first, first) is None  # the forward is no gradient
+    plan_cache.remember(lambda *addresses: addresses, options, True, first, first)
+    assert plan_cache.recall(options, True, first, first) == (4096,) * 6
     other = list(first)
     other[which] = replace(Array(), dtype=np.dtype(np.float32))
     for arrays in ((first, other), (other, first)):
-        assert recall.recall(options, True, *arrays) is None
+        assert plan_cache.recall(options, True, *arrays) is None
     other[which] = None
-    assert recall.recall(options, True, first, other) is None
+    assert plan_cache.recall(options, True, first, other) is None
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,14 @@ def test_a_gradient_is_known_by_all_its_arrays(which):
     ],
 )
 def test_calls_with_score_arrays_stay_unknown(options, expected):
-    assert recall.may_be_known(options) is expected
+    assert plan_cache.may_be_known(options) is expected
 
 
 @pytest.mark.usefixtures("known")
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(recall, "_LIMIT", 3)
+    monkeypatch.setattr(plan_cache, "_LIMIT", 3)
     for n in range(5):
         q = replace(Array(), shape=(n, 8, 4))
-        recall.remember(lambda *_: 1, Options(), False, (q, Array(), Array()))
-        assert recall.recall(Options(), False, (q, Array(), Array())) == 1
-        assert len(recall._known) <= 3
+        plan_cache.remember(lambda *_: 1, Options(), False, (q, Array(), Array()))
+        assert plan_cache.recall(Options(), False, (q, Array(), Array())) == 1
+        assert len(plan_cache._plans) <= 3

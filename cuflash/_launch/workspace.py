@@ -1,0 +1,87 @@
+"""What does a call keep in scratch memory, and where?
+
+In this order: lse and delta of each query row, bounds of segment ids, the semaphore ("turns") of
+the tiles that add to dq, and their float32 sums of dq.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+from cuflash._kernels import segment_bounds
+from cuflash._problem.layout import Layout
+from cuflash._problem.problem import Problem
+
+_FLOAT_BYTES = 4
+_SUMS_ALIGNMENT = 128
+_BOUNDS_ALIGNMENT = 16  # a pair of the largest ids is read at once
+_SLICE_ROWS = 16
+
+
+class Workspace(NamedTuple):
+    """The parts of a call's scratch memory, in bytes."""
+
+    statistics: int = 0  # lse and delta of each query row
+    bounds: int = 0
+    bounds_of_keys: int = 0  # where they begin among the bounds
+    num_turns: int = 0  # numbers of 4 bytes
+    sums: int = 0
+    alignment: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, backward: bool, fused: Any = None) -> Workspace:
+        """Of one call; ``fused`` is the configuration of a kernel of all gradients."""
+        row, size, bounds, keys = statistics_bytes(problem), 0, 0, 0
+        if backward:
+            size = row * math.prod(problem.batch) * problem.seqlen_q
+        if problem.segment_ids_q is not None:
+            size = -(-size // _BOUNDS_ALIGNMENT) * _BOUNDS_ALIGNMENT
+            bounds = segment_bounds.room_for(problem)
+            keys, row = segment_bounds.bounds_of(problem).first_k, _BOUNDS_ALIGNMENT
+        if fused is None:
+            return cls(size, bounds, keys, alignment=row)
+        # One counter of drawn tiles, and a turn for each block of queries.
+        blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
+        turns = 1 + math.prod(problem.batch) * int(blocks)
+        sums = math.prod(problem.batch) * _entry_bytes(problem)
+        return cls(size, bounds, keys, turns, sums, alignment=row)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts, wherever the memory begins."""
+        size = self.statistics + self.bounds + _FLOAT_BYTES * self.num_turns
+        return size + _SUMS_ALIGNMENT + self.sums if self.sums else size
+
+    def places_in(self, start: int) -> tuple[int, int, int]:
+        """Where rows, turns and sums lie if there are no bounds of segments."""
+        turns = start + self.statistics
+        end = turns + _FLOAT_BYTES * self.num_turns
+        return start, turns, -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+
+    def addresses(self, start: int) -> dict[str, int]:
+        """Where the parts lie that are there, by the names of the kernels' pointers."""
+        found = {"rows": start} if self.statistics else {}
+        bounds = start + self.statistics
+        if self.bounds:
+            found |= {"segment_bounds_q": bounds, "segment_bounds_k": bounds + self.bounds_of_keys}
+        if self.num_turns:  # a kernel of all gradients serves no segments
+            _, found["turns"], found["sums"] = self.places_in(start)
+        return found
+
+
+def statistics_bytes(problem: Problem) -> int:
+    """Bytes of what the backward keeps of one query row."""
+    return 2 * problem.lse_dtype.itemsize
+
+
+def _entry_bytes(problem: Problem) -> int:
+    """Bytes of the sums of dq of one batch entry, in whole slices of rows."""
+    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * problem.head_dim
+
+
+def dq_sums_layout(problem: Problem) -> Layout:
+    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_sums.cuh`` says."""
+    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=_entry_bytes(problem))
+    return Layout(_FLOAT_BYTES, tuple(steps)[::-1] if problem.batch else ())
