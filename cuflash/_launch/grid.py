@@ -34,14 +34,6 @@ class Grid(NamedTuple):
         )
 
 
-<<<<<<< HEAD
-def even_sections(num_owners: int, limit: int) -> int:
-    """Owners of each section if none may have many more than ``limit``: ``scheduler.cuh``."""
-    return num_owners // -(-num_owners // max(limit, 1))
-
-
-=======
->>>>>>> main
 def plan_grid(
     batch: tuple[int, ...],
     strides: Sequence[tuple[int, ...]],
