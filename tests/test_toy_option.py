@@ -52,7 +52,7 @@ EDITS = {
         ("  static constexpr bool softcap =", "  static constexpr Dtype shift = "
          "Dtype::CUFLASH_SHIFT;\n  static constexpr bool lift = CUFLASH_LIFT;\n"),
     ),
-    "kernels_cu/score.cuh": (
+    "kernels_cu/score/score.cuh": (
         ("  Real slope;\n", "  Real shift;\n"),
         ("    if constexpr (Config::alibi_slopes != Dtype::none) {\n      slope =",
          "    if constexpr (Config::shift != Dtype::none) {\n"
