@@ -10,11 +10,11 @@
 // two, one multiply-add and one exp2 per score in that case.
 #pragma once
 
-#include "formulas.cuh"
-#include "mask_bits.cuh"
+#include "score/formulas.cuh"
+#include "score/mask_bits.cuh"
 #include "numeric.cuh"
-#include "pair_values.cuh"
-#include "seqlen.cuh"
+#include "score/pair_values.cuh"
+#include "score/seqlen.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
