@@ -157,20 +157,23 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
     return array.astype(dtype)
 
 
-def write_rounded(destination: Array, array: Array) -> None:
-    """Write ``array`` into ``destination``, each element rounded once to its dtype.
+def rounded(array: Array, dtype: Any) -> Array:
+    """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 
     NumPy and CuPy cast float64 to 16 bits by way of float32, which would round twice: here float32
-    is rounded to odd, so that ties stay what they were. What overflows is infinite.
+    is rounded to odd, so that ties stay what they were.
     """
-    if array.dtype == np.float64 and destination.dtype.itemsize == 2:
+    if array.dtype == np.float64 and np.dtype(dtype).itemsize == 2:
         near = array.astype(np.float32)
-        bits = near.view(np.uint32)
         inexact, too_far = near != array, abs(near) > abs(array)
-        bits -= too_far.astype(np.uint32)  # towards 0
-        bits |= inexact.astype(np.uint32)
-        array = near
-    destination[...] = array
+        bits = near.view(np.uint32) - too_far.astype(np.uint32)  # towards 0
+        array = (bits | inexact.astype(np.uint32)).view(np.float32)
+    return array.astype(dtype)
+
+
+def write_rounded(destination: Array, array: Array) -> None:
+    """Write ``array`` into ``destination``, each element rounded once to its dtype."""
+    destination[...] = rounded(array, destination.dtype)
 
 
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
