@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.shapes import is_square, size_of
 from benchmarks.sweep_pictures import LEVELS, Figure, new_figure, without
 
 _COLOURS = {
@@ -28,28 +29,15 @@ _MEMORY_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def speed(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:
     """TFLOP/s against length, ours and peers', a panel for each head size and mask."""
-    square = [r for r in result["rows"] if r.get("pass") == pass_ and _is_square(r)]
-    work = Counter(_size(r) for r in square).most_common(1)
-    square = [r for r in square if _size(r) == work[0][0]]
+    square = [r for r in result["rows"] if r.get("pass") == pass_ and is_square(r)]
+    work = Counter(size_of(r) for r in square).most_common(1)
+    square = [r for r in square if size_of(r) == work[0][0]]
     lengths: dict[tuple[int, bool], set[int]] = {}
     for r in square:
         lengths.setdefault((r["head_dim"], r["causal"]), set()).add(r["seqlen_q"])
     rows = [r for r in square if len(lengths[r["head_dim"], r["causal"]]) > 1]
     name = {"fwd": "forward", "bwd": "gradient", "fwd+bwd": "forward and gradient"}[pass_]
     return _panels(rows, result["meta"], "tflops", "TFLOP/s", name)
-
-
-def _is_square(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one point of a line over lengths: self-attention of whole heads."""
-    pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
-    same = all(row[a] == row[b] for a, b in pairs)
-    options = any(row.get(name) for name in ("softcap", "dropout", "arrays", "seqlens"))
-    return same and not options and row["window"] is None and row["tflops"] is not None
-
-
-def _size(row: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens and width, which are the same along a line."""
-    return row["batch"] * row["seqlen_q"], row["heads_q"] * row["head_dim"]
 
 
 def memory(result: Mapping[str, Any], pass_: str = "fwd") -> Figure:

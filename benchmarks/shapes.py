@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cuflash.tuning import Workload
 
@@ -25,3 +26,21 @@ def training(head_dims: Iterable[int], seqlens: Iterable[int]) -> list[Workload]
         for causal in (False, True)
         for seqlen in seqlens
     ]
+
+
+def is_square(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one point of a line over lengths: self-attention of whole heads."""
+    pairs = (("seqlen_q", "seqlen_k"), ("heads_q", "heads_kv"), ("head_dim", "head_dim_v"))
+    same = all(row[a] == row[b] for a, b in pairs)
+    options = any(row.get(name) for name in ("softcap", "dropout", "arrays", "seqlens"))
+    return same and not options and row["window"] is None and row["tflops"] is not None
+
+
+def size_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens and width of a row, which are the same along a line."""
+    return row["batch"] * row["seqlen_q"], row["heads_q"] * row["head_dim"]
+
+
+def is_training(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one of the shapes of :func:`training`."""
+    return is_square(row) and size_of(row) == (TOKENS, MODEL_WIDTH)

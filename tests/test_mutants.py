@@ -62,7 +62,7 @@ def test_a_copy_of_the_project_has_the_mistake(tmp_path, mutant):
     [
         (0, "1 passed", "survived"), (1, "1 failed", "killed"), (None, "", "killed"),
         (2, "1 error", "broken"), (1, "subprocess.CalledProcessError: g++", "broken"),
-        (0, "1 skipped", "broken"),
+        (0, "1 skipped", "broken"), (1, "SyntaxError: invalid syntax", "broken"),
     ],
 )  # fmt: skip
 def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, said, outcome):

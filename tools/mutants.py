@@ -174,7 +174,9 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
         status, "broken"
     )
-    if any(word in said for word in NO_PROGRAM) or " skipped" in said:
+    # A process that raises ends with the status of tests that fail.
+    no_test_failed = status == FAILED and " failed" not in said
+    if no_test_failed or any(word in said for word in NO_PROGRAM) or " skipped" in said:
         outcome = "broken"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     return Outcome(mutant.name, outcome, time.perf_counter() - start, mutant.survives, last[:200])

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
+from benchmarks.shapes import is_training  # noqa: E402
 from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
 from cuflash._problem import checks, options  # noqa: E402
@@ -29,7 +30,6 @@ from cuflash._select import hardware  # noqa: E402
 from cuflash.tuning._workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
-TOKENS, MODEL_WIDTH = 16_384, 2048
 #: Topics of the files that hold the shapes of training, by pass.
 TOPICS = {"fwd": "forward", "bwd": "backward"}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,17 +53,6 @@ def newest(topic: str) -> dict[str, Any] | None:
     """The newest committed result of a topic on an H100."""
     files = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))
     return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
-
-
-def is_training(row: dict[str, Any]) -> bool:
-    """Whether the row is one of the shapes of training."""
-    return (
-        row["batch"] * row["seqlen_q"] == TOKENS
-        and row["heads_q"] * row["head_dim"] == MODEL_WIDTH
-        and row["heads_q"] == row["heads_kv"]
-        and row["head_dim"] == row["head_dim_v"]
-        and row["seqlen_q"] == row["seqlen_k"]
-    )
 
 
 def speed() -> str:
