@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from cuflash._cupy import import_cupy
 from cuflash._errors import problem_with
 
 Array = Any
@@ -205,7 +206,7 @@ def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
 
 def _cupy(name: str) -> ModuleType:
     try:
-        return _imported()
+        return imported_cupy()
     except ImportError as error:
         raise ImportError(
             f"{name}: an array on a GPU needs CuPy; install cuflash[cuda12] or cuflash[cuda13]"
@@ -213,11 +214,9 @@ def _cupy(name: str) -> ModuleType:
 
 
 @functools.cache
-def _imported() -> ModuleType:
+def imported_cupy() -> ModuleType:
     """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
-    from cuflash._jit import cubin_cache
-
-    return cubin_cache.import_cupy()
+    return import_cupy()
 
 
 def _qualified_name(cls: type) -> str:
