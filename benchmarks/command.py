@@ -38,7 +38,7 @@ from benchmarks.report import markdown, write, write_json
 from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import positive_number
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._kernels.config import HEAD_DIMS
 from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock
 from cuflash._timing.machine import read_clocks
@@ -232,9 +232,7 @@ def main(argv: Sequence[str] | None = None, results: Path | None = None) -> int:
 def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     """Levels of memory, or bytes that forwards move."""
     if arguments.device == "cpu":
-        raise problem_with(
-            "--device", ValueError, got="cpu", expected="gpu, of which --memory and --io are"
-        )
+        raise wrong_value("--device", "cpu", "gpu, of which --memory and --io are")
     cupy = gpu_module()
     if cupy is None:
         raise RuntimeError(f"bench: {no_device()}")

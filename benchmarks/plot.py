@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import META_KEYS
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, wrong_value
 
 EXAMPLES = """\
 examples:
@@ -76,17 +76,12 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         result: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # of the text, or of its encoding
-        raise problem_with(
-            str(path), ValueError, got="no JSON", expected="a result of bench"
-        ) from None
+        raise wrong_value(str(path), "no JSON", "a result of bench") from None
     content: dict[str, Any] = result if isinstance(result, dict) else {}
     meta, rows = content.get("meta"), content.get("rows", 0)
     whole = isinstance(meta, dict) and set(META_KEYS) <= set(meta) and isinstance(rows, list)
     if not whole or not all(isinstance(row, dict) for row in rows):
-        raise problem_with(
-            str(path), ValueError, got="something else",
-            expected='a result of bench, "meta" and "rows"',
-        )  # fmt: skip
+        raise wrong_value(str(path), "something else", 'a result of bench, "meta" and "rows"')
     return content
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash._cli import io_model
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._select.hardware import peak_of, peak_products
 from cuflash.tuning._rows import Sweep
 from cuflash.tuning._space import space
@@ -53,14 +53,11 @@ def heat_map(found: Sweep, across: str = "block_n", along: str = "block_m") -> F
     names = list(found.header["parameters"])
     for name in (across, along):
         if name not in names:
-            raise problem_with(
-                "heat map", ValueError, got=repr(name), expected=f"one of {', '.join(names)}"
-            )
+            raise wrong_value("heat map", repr(name), f"one of {', '.join(names)}")
     if across == along:
-        raise problem_with(
-            "heat map", ValueError, got=f"{across} both across and along",
-            expected=f"two of {', '.join(names)}",
-        )  # fmt: skip
+        raise wrong_value(
+            "heat map", f"{across} both across and along", f"two of {', '.join(names)}"
+        )
     columns, rows = (sorted(found.header["parameters"][name]) for name in (across, along))
     others = [name for name in names if name not in (across, along)]
     speed = np.full((len(rows), len(columns)), np.nan)
@@ -166,7 +163,7 @@ def parallel_coordinates(found: Sweep) -> Figure:
     names = list(found.header["parameters"])
     timed = sorted(found.timed, key=lambda row: -row["relative"])
     if not timed:
-        raise problem_with("sweep", ValueError, got="no timed row", expected="at least one")
+        raise wrong_value("sweep", "no timed row", "at least one")
     speeds = np.array([found.tflops(row) for row in timed])
     figure = new_figure(1.6 * (len(names) + 1) + 1.2, 4.2)
     axes = figure.add_subplot()
@@ -219,12 +216,10 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     devices = sorted({found.device for found in sweeps})
     if len(devices) != 1:
         got = f"sweeps on {', '.join(devices)}" if devices else "no sweep"
-        raise problem_with("roofline", ValueError, got=got, expected="sweeps on one device")
+        raise wrong_value("roofline", got, "sweeps on one device")
     peak = peak_of(devices[0])
     if peak is None:
-        raise problem_with(
-            "roofline", ValueError, got=devices[0], expected="a device with a known peak"
-        )
+        raise wrong_value("roofline", devices[0], "a device with a known peak")
     works = [found.workload for found in sweeps]
     tops = dict(sorted({peak_products(peak, w.dtype, w.precision) for w in works}, reverse=True))
     top = max(tops)
@@ -286,6 +281,4 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
 
 def without(what: str, whose: str) -> Exception:
     """The error of a result of another kind."""
-    return problem_with(
-        "result", ValueError, got=f"no row with {what}", expected=f"a result of {whose}"
-    )
+    return wrong_value("result", f"no row with {what}", f"a result of {whose}")

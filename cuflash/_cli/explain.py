@@ -11,7 +11,7 @@ from typing import Any
 
 from cuflash._cli import explained, from_checkout, io_model
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._select import hardware
 from cuflash.tuning._workload import Workload
 
@@ -52,10 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         total = sum(lengths)
         work = replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=lengths)
     if arguments.io and work.seqlens:
-        raise problem_with(
-            "--seqlens", ValueError, got=f"{len(work.seqlens)} packed sequences with --io",
-            expected="a batch: the IO model has no packed sequences",
-        )  # fmt: skip
+        got = f"{len(work.seqlens)} packed sequences with --io"
+        raise wrong_value("--seqlens", got, "a batch: the IO model has no packed sequences")
     given: dict[str, Any] = {"arch": arguments.arch, "backward": arguments.backward}
     try:
         found = explained.explain(work, **given, compiled=not arguments.no_compile)

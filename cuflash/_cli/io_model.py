@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cuflash._ahead import kernels_of
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._select.hardware import wanted
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 
@@ -118,10 +118,9 @@ def gradient(work: Workload, config: Any) -> Traffic:
     elif config.computes in ("dkv", "dqkv"):
         loaded = _loaded_by_keys(work, config)
     elif config.computes != "delta":
-        raise problem_with(
-            "kernel", ValueError, got=config.kernel,
-            expected="one of the gradients of q, k and v: the IO model has no other",
-        )  # fmt: skip
+        raise wrong_value(
+            "kernel", config.kernel, "one of the gradients of q, k and v: the IO model has no other"
+        )
     if config.computes == "dqkv":
         summed = _sums(work, config)
         stored += summed - _FLOAT_BYTES * work.batch * work.heads_q * work.seqlen_q * work.head_dim
@@ -245,10 +244,10 @@ def _asymptotic(work: Workload, smem_bytes: int) -> float:
 def _refuse_cuda_cores(config: Any) -> None:
     """Raise for a kernel that reads operands where they lie, once for every product."""
     if getattr(config, "cuda_cores", False):
-        raise problem_with(
-            "--io", ValueError, got=f"{config.kernel} on CUDA cores",
-            expected="kernels that bring tiles into shared memory: the IO model has no others",
-        )  # fmt: skip
+        got = f"{config.kernel} on CUDA cores"
+        raise wrong_value(
+            "--io", got, "kernels that bring tiles into shared memory: the IO model has no others"
+        )
 
 
 def _size(work: Workload) -> int:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuflash._errors import CompileError, problem_with, shown
+from cuflash._errors import CompileError, shown, wrong_type, wrong_value
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._kernels.config import KernelConfig
 from cuflash._problem.checks import integer_value, is_integer
@@ -66,10 +66,10 @@ def compile_all(
     """
     if processes is not None:
         if not is_integer(processes):
-            raise problem_with("processes", TypeError, got=shown(processes), expected="an int")
+            raise wrong_type("processes", shown(processes), "an int")
         processes = integer_value("processes", processes, "an int")
         if processes < 1:
-            raise problem_with("processes", ValueError, got=processes, expected="a positive int")
+            raise wrong_value("processes", processes, "a positive int")
     compiler_id.version()
     unique = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}

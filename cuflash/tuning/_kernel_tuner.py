@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._select.measured import parse
 from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
 from cuflash.tuning._space import space
@@ -94,10 +94,10 @@ def read_cache(path: str | os.PathLike[str]) -> Sweep:
         ours = content.get("cuflash")
         return checked(_own_rows(ours) if ours else _foreign_rows(content), "row")
     except ValueError as error:
-        raise problem_with(
-            str(path), ValueError, got=f"something else ({error})",
-            expected=f"a cache file of kernel-tuner, with {', '.join(_REQUIRED)}",
-        ) from None  # fmt: skip
+        got = f"something else ({error})"
+        raise wrong_value(
+            str(path), got, f"a cache file of kernel-tuner, with {', '.join(_REQUIRED)}"
+        ) from None
 
 
 def _content(text: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._kernels.config import (
     BackwardConvertConfig,
     BackwardKVConfig,
@@ -78,9 +78,7 @@ def kernel_name(config: KernelConfig) -> str:
 def kernel_type(name: str) -> type[TileConfig]:
     """The configuration of a kernel; a ValueError that lists the known ones."""
     if name not in KERNELS:
-        raise problem_with(
-            "kernel", ValueError, got=repr(name), expected=f"one of {', '.join(KERNELS)}"
-        )
+        raise wrong_value("kernel", repr(name), f"one of {', '.join(KERNELS)}")
     return KERNELS[name]
 
 
@@ -94,14 +92,13 @@ def with_tile(config: TileConfig, values: Mapping[str, Any]) -> TileConfig:
     known = PARAMETERS[type(config)]
     for name, value in values.items():
         if name not in known:
-            raise problem_with(
-                "parameter", ValueError, got=repr(name),
-                expected=f"one of {', '.join(known)} of {kernel_name(config)}",
-            )  # fmt: skip
+            raise wrong_value(
+                "parameter", repr(name), f"one of {', '.join(known)} of {kernel_name(config)}"
+            )
         if not isinstance(value, int):
-            raise problem_with(name, ValueError, got=repr(value), expected="an int")
+            raise wrong_value(name, repr(value), "an int")
         if isinstance(getattr(config, name), bool) and value not in (0, 1):
-            raise problem_with(name, ValueError, got=repr(value), expected="0 or 1")
+            raise wrong_value(name, repr(value), "0 or 1")
     return with_values(config, values)
 
 

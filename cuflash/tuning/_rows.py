@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, wrong_value
 from cuflash._select.measured import parse
 from cuflash.tuning._kernels import KERNELS, PARAMETERS
 from cuflash.tuning._workload import Workload
@@ -265,9 +265,7 @@ def _wrong(place: str, name: str, value: object) -> Exception:
 
 
 def _foreign(path: Path, got: str) -> Exception:
-    return problem_with(
-        str(path), ValueError, got=got, expected=f"the file of a sweep, format {FORMAT}"
-    )
+    return wrong_value(str(path), got, f"the file of a sweep, format {FORMAT}")
 
 
 class SweepFile:

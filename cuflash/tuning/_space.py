@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, wrong_type, wrong_value
 from cuflash._kernels.config import RESERVED_SMEM, TileConfig
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import PORTABLE, Wanted, choose
@@ -147,28 +147,18 @@ def space(
     ('forward_sm90', True)
     """
     if not isinstance(workload, Workload):
-        raise problem_with(
-            "workload", TypeError, got=type(workload).__name__,
-            expected="a cuflash.tuning.Workload",
-        )  # fmt: skip
+        raise wrong_type("workload", type(workload).__name__, "a cuflash.tuning.Workload")
     if not isinstance(parameters, Mapping | None):
-        raise problem_with(
-            "parameters", TypeError, got=type(parameters).__name__,
-            expected="a mapping of names to values",
-        )  # fmt: skip
+        raise wrong_type("parameters", type(parameters).__name__, "a mapping of names to values")
     hardware = wanted(arch)
     default = default_config(workload, kernel, hardware)
     tried = {name: tuple(values) for name, values in superset(type(default)).items()}
     for name, values in (parameters or {}).items():
         if name not in tried:
-            raise problem_with(
-                "parameters", ValueError, got=repr(name), expected=f"one of {', '.join(tried)}"
-            )
+            raise wrong_value("parameters", repr(name), f"one of {', '.join(tried)}")
         named = tuple(dict.fromkeys(values)) if isinstance(values, Iterable) else (None,)
         if not all(isinstance(value, int) for value in named):
-            raise problem_with(
-                "parameters", TypeError, got=f"{name} = {values!r}", expected="ints in a list"
-            )
+            raise wrong_type("parameters", f"{name} = {values!r}", "ints in a list")
         tried[name] = named
     candidates = _candidates(default, tried, hardware)
     if all(c.config is None for c in candidates):
@@ -196,10 +186,10 @@ def default_configs(
 ) -> tuple[TileConfig, ...]:
     """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
     if workload.seqlens:
-        raise problem_with(
-            "seqlens", ValueError, got=f"{len(workload.seqlens)} packed sequences",
-            expected="none: tiles are timed on a batch, and packed sequences take its rows",
-        )  # fmt: skip
+        got = f"{len(workload.seqlens)} packed sequences"
+        raise wrong_value(
+            "seqlens", got, "none: tiles are timed on a batch, and packed sequences take its rows"
+        )
     problem = workload.problem()
     if kernel is None:
         return (_configs(problem, hardware)[-1],)
@@ -217,10 +207,10 @@ def default_configs(
         if own:
             return own
     serving = {c.kernel: None for configs in calls for c in configs if c.kernel in KERNELS}
-    raise problem_with(
-        "kernel", ValueError, got=f"{kernel} on {hardware.name} ({hardware.arch})",
-        expected=f"a kernel that serves this problem there: {', '.join(serving)}",
-    )  # fmt: skip
+    got = f"{kernel} on {hardware.name} ({hardware.arch})"
+    raise wrong_value(
+        "kernel", got, f"a kernel that serves this problem there: {', '.join(serving)}"
+    )
 
 
 def _configs(problem: Problem, hardware: Hardware, **given: Any) -> list[Any]:

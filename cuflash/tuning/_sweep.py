@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cuflash._errors import problem_with
+from cuflash._errors import problem_with, wrong_type, wrong_value
 from cuflash._jit import source
 from cuflash._timing.machine import device_slug
 from cuflash.tuning._facts import TIME_LIMIT as COMPILE_LIMIT
@@ -120,22 +120,18 @@ def sweep(
     {'block_m': 128, 'block_n': 128, 'num_stages': 2, 'num_q_stages': 2, 'overlap_quarters': 1}
     """
     if budget is not None and (not isinstance(budget, int) or budget < 1):
-        raise problem_with("budget", ValueError, got=repr(budget), expected="a positive int")
+        raise wrong_value("budget", repr(budget), "a positive int")
     if not isinstance(seed, int):
-        raise problem_with("seed", TypeError, got=repr(seed), expected="an int")
+        raise wrong_type("seed", repr(seed), "an int")
     for name, value, unit in (("time_limit", time_limit, ""), ("budget_ms", budget_ms, "milli")):
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             expected = f"a positive number of {unit}seconds"
-            raise problem_with(name, ValueError, got=repr(value), expected=expected)
+            raise wrong_value(name, repr(value), expected)
     chosen = space(workload) if chosen is None else chosen
     if not isinstance(chosen, Space):
-        raise problem_with(
-            "chosen", TypeError, got=type(chosen).__name__, expected="what tuning.space returns"
-        )
+        raise wrong_type("chosen", type(chosen).__name__, "what tuning.space returns")
     if chosen.workload != workload:
-        raise problem_with(
-            "chosen", ValueError, got=f"a space of {chosen.workload}", expected=f"one of {workload}"
-        )
+        raise wrong_value("chosen", f"a space of {chosen.workload}", f"one of {workload}")
     explore = strategy_of(strategy)
     file = default_file(chosen) if file is None else file
     watcher = (Lines() if progress else None) if isinstance(progress, bool) else progress

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._launch import plan_cache
 from cuflash._select import measured as select_measured
 from cuflash._select.hardware import present, typical
@@ -68,10 +68,8 @@ def use(file: str | os.PathLike[str] | Sweep | None) -> contextlib.ExitStack:
     device = present()
     if device is not None and all(row.key.device != device.name for row in rows):
         names = sorted({row.key.device for row in rows})
-        raise problem_with(
-            where, ValueError, got=f"tiles for {', '.join(names) or 'no device'}",
-            expected=f"some for the device here, {device.name}",
-        )  # fmt: skip
+        got = f"tiles for {', '.join(names) or 'no device'}"
+        raise wrong_value(where, got, f"some for the device here, {device.name}")
     _put(before | {row.key: row for row in rows})
     return ending
 
@@ -97,10 +95,8 @@ def table_rows(found: Sweep) -> list[select_measured.Row]:
 def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measured.Row]:
     header = found.header
     if header["workload"] is None:
-        raise problem_with(
-            "sweep", ValueError, got=f"one of {found.kernel}, which is no kernel of this library",
-            expected="a sweep of cuflash's kernels",
-        )  # fmt: skip
+        got = f"one of {found.kernel}, which is no kernel of this library"
+        raise wrong_value("sweep", got, "a sweep of cuflash's kernels")
     like = typical(header["arch"])
     count = header.get("multiprocessors", like.multiprocessors)
     of_tables = like._replace(name="", multiprocessors=count)  # no measured row is for it
@@ -120,10 +116,8 @@ def _check(row: select_measured.Row, where: str) -> None:
     kind = kernel_type(row.key.kernel)
     unknown = sorted(set(dict(row.values)) - set(PARAMETERS[kind]))
     if unknown:
-        raise problem_with(
-            where, ValueError, got=f"parameter {unknown[0]!r} of {row.key.kernel}",
-            expected=f"one of {', '.join(PARAMETERS[kind])}",
-        )  # fmt: skip
+        got = f"parameter {unknown[0]!r} of {row.key.kernel}"
+        raise wrong_value(where, got, f"one of {', '.join(PARAMETERS[kind])}")
     sizes = (row.key.head_dim, row.key.head_dim_v)
     if row.key.kernel == "forward_narrow":  # its true ones stand among the options
         true = re.search(r"(\d+)x(\d+)", row.key.options)
@@ -135,9 +129,7 @@ def _check(row: select_measured.Row, where: str) -> None:
         )
     except (ValueError, NotImplementedError) as error:
         got = f"{row.key.kernel} with {dict(row.values)}"
-        raise problem_with(
-            where, ValueError, got=got, expected="a legal tile", fix=str(error).replace("self.", "")
-        ) from None
+        raise wrong_value(where, got, "a legal tile", str(error).replace("self.", "")) from None
 
 
 def user_table() -> Path:

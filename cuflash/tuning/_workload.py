@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from ml_dtypes import bfloat16
 
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_value
 from cuflash._problem.option_table import ARRAYS, of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.packed import describe_packed
@@ -106,7 +106,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         def refuse(name: str, got: object, expected: str) -> NoReturn:
-            raise problem_with(name, ValueError, got=got, expected=expected)
+            raise wrong_value(name, got, expected)
 
         for name, (is_right, expected) in _FIELDS.items():
             value = getattr(self, name)
@@ -290,10 +290,8 @@ class Workload:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
         if unknown:
-            raise problem_with(
-                "workload", ValueError, got=f"unknown {', '.join(unknown)}",
-                expected=f"fields among {', '.join(sorted(known))}",
-            )  # fmt: skip
+            got = f"unknown {', '.join(unknown)}"
+            raise wrong_value("workload", got, f"fields among {', '.join(sorted(known))}")
         given = dict(fields)
         for name in ("window", "arrays", "seqlens"):
             if isinstance(given.get(name), list):
@@ -308,10 +306,8 @@ def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Stand for an array in C order: what is read of it is its layout."""
     steps = list(itertools.accumulate(shape[:0:-1], int.__mul__, initial=dtype.itemsize))
     if steps[-1] * shape[0] >= 1 << 63:
-        raise problem_with(
-            "problem", ValueError, got=f"an array of {' x '.join(map(str, shape))}",
-            expected="sizes whose bytes an address can count",
-        )  # fmt: skip
+        got = f"an array of {' x '.join(map(str, shape))}"
+        raise wrong_value("problem", got, "sizes whose bytes an address can count")
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, steps[::-1])
 
 
