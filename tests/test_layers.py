@@ -72,9 +72,7 @@ def test_a_file_keeps_its_private_names_to_itself() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 owner = known.get(node.value.id, "")
-                fields = (
-                    node.attr == "_fields" and owner.split(".")[-1][:1].isupper()
-                )
+                fields = node.attr == "_fields" and owner.split(".")[-1][:1].isupper()
                 if owner not in ("", *KNOWN) and not fields and is_private(node.attr, ""):
                     wrong.append(f"{name}: {owner}.{node.attr}")
     assert not wrong
