@@ -55,7 +55,7 @@ OWNERS_OF_KEYS = (
 
 
 def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
-    """Offsets of all operands in the order of the launches, as scheduler.cuh computes them."""
+    """Offsets of all operands in the order of the launches, as scheduler.cuh does."""
     found = []
     for start in grid.offsets():
         for flat in range(grid.num_owners * grid.entries_per_owner):

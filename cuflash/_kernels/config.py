@@ -25,7 +25,7 @@ SumsTo = Literal["pairs", "keys", "queries"]
 #: What a padded tile width may be.
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 
-#: Columns of scores that ``kernels_cu/ptx/wgmma_shared.cuh`` multiplies: tools/gen_wgmma.py.
+#: Columns of scores that ``kernels_cu/ptx/wgmma_ss.cuh`` multiplies: tools/gen_wgmma.py.
 WGMMA_WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 
 #: Shared memory that the system keeps for itself in every block of threads.
@@ -160,9 +160,9 @@ class TileConfig(OperandConfig):
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a block may have: a lane has 32 bits for its columns of a row,
-    #: ``ColumnBits`` of score.cuh.
+    #: ``ColumnBits`` of score/score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
-    most_on_cuda_cores: ClassVar[int] = 512  # rows of tile/global_tile.cuh
+    most_on_cuda_cores: ClassVar[int] = 512  # rows of simt/global_tile.cuh
 
     precision: Precision
     wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
@@ -343,7 +343,7 @@ class BackwardKVConfig(TileConfig):
     params = "BackwardParams"
     computes = "dkv"
     owned = "block_n"  # queries are streamed
-    streams: ClassVar[Sequence[int]] = range(16, 65, 16)  # KeptBits of dropout.cuh
+    streams: ClassVar[Sequence[int]] = range(16, 65, 16)  # KeptBits of score/dropout.cuh
 
     shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool
@@ -524,7 +524,7 @@ class BackwardKVSm90Config(BackwardSm90Config):
         BackwardSm90Config.__post_init__(self)
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
-        if self.dropout and self.block_m > 64:  # KeptBits of dropout.cuh
+        if self.dropout and self.block_m > 64:  # KeptBits of score/dropout.cuh
             raise ValueError(f"block_m = {self.block_m} must be at most 64 with dropout")
 
     @property

@@ -10,11 +10,11 @@
 // two, one multiply-add and one exp2 per score in that case.
 #pragma once
 
-#include "formulas.cuh"
-#include "mask_bits.cuh"
+#include "score/formulas.cuh"
+#include "score/mask_bits.cuh"
 #include "numeric.cuh"
-#include "pair_values.cuh"
-#include "seqlen.cuh"
+#include "score/pair_values.cuh"
+#include "score/seqlen.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -133,8 +133,7 @@ struct Score {
 
   // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
   // weight of a row's maximum is 1, and not what its reference was rounded by.
-  static constexpr bool folds_scale =
-      Config::scale_in_exponent && Config::dtype != Dtype::float32;
+  static constexpr bool folds_scale = Config::scale_in_exponent && Config::dtype != Dtype::float32;
 
   const ScoreParams& params;
   const Seqlen seqlen;
