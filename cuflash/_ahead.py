@@ -67,6 +67,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     >>> cuflash.compile(work, arch="sm_90a", folder="kernels", backward=True)  # doctest: +SKIP
     (PosixPath('kernels/...cubin'), ...)
     """
+    from cuflash import _cupy
     from cuflash._jit import compilation, cubin_cache
     from cuflash.tuning._facts import compile_all
     from cuflash.tuning._workload import Workload
@@ -108,7 +109,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     for config in facts:
         own = compilation.architecture(config, hardware.capability)
         if shared is None:
-            files.append(cubin_cache.folder() / f"{compilation.stored_name(config, own)}.cubin")
+            files.append(_cupy.folder() / f"{compilation.stored_name(config, own)}.cubin")
         else:
             files.append(shared / f"{compilation.shared_name(config, own)}.cubin")
     lost = [path for path in files if not cubin_cache.verified(path)]
@@ -116,7 +117,7 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
         raise problem_with(
             "folder", OSError, got=f"{lost[0].parent}, which did not keep {lost[0].name}",
             expected="a folder that can be written and has room",
-            fix="pass another, or unset CUPY_CACHE_IN_MEMORY" if cubin_cache.in_memory() else "",
+            fix="pass another, or unset CUPY_CACHE_IN_MEMORY" if _cupy.in_memory() else "",
         )  # fmt: skip
     return tuple(files)
 

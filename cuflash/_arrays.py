@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from cuflash._cupy import import_cupy
 from cuflash._errors import problem_with
 
 Array = Any
@@ -157,20 +158,23 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
     return array.astype(dtype)
 
 
-def write_rounded(destination: Array, array: Array) -> None:
-    """Write ``array`` into ``destination``, each element rounded once to its dtype.
+def rounded(array: Array, dtype: Any) -> Array:
+    """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 
     NumPy and CuPy cast float64 to 16 bits by way of float32, which would round twice: here float32
-    is rounded to odd, so that ties stay what they were. What overflows is infinite.
+    is rounded to odd, so that ties stay what they were.
     """
-    if array.dtype == np.float64 and destination.dtype.itemsize == 2:
+    if array.dtype == np.float64 and np.dtype(dtype).itemsize == 2:
         near = array.astype(np.float32)
-        bits = near.view(np.uint32)
         inexact, too_far = near != array, abs(near) > abs(array)
-        bits -= too_far.astype(np.uint32)  # towards 0
-        bits |= inexact.astype(np.uint32)
-        array = near
-    destination[...] = array
+        bits = near.view(np.uint32) - too_far.astype(np.uint32)  # towards 0
+        array = (bits | inexact.astype(np.uint32)).view(np.float32)
+    return array.astype(dtype)
+
+
+def write_rounded(destination: Array, array: Array) -> None:
+    """Write ``array`` into ``destination``, each element rounded once to its dtype."""
+    destination[...] = rounded(array, destination.dtype)
 
 
 def allocate(xp: ModuleType, argument: str, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -202,7 +206,7 @@ def _from_cuda_array_interface(cupy: ModuleType, array: Any) -> Array:
 
 def _cupy(name: str) -> ModuleType:
     try:
-        return _imported()
+        return imported_cupy()
     except ImportError as error:
         raise ImportError(
             f"{name}: an array on a GPU needs CuPy; install cuflash[cuda12] or cuflash[cuda13]"
@@ -210,11 +214,9 @@ def _cupy(name: str) -> ModuleType:
 
 
 @functools.cache
-def _imported() -> ModuleType:
+def imported_cupy() -> ModuleType:
     """CuPy; its folder of kernels is looked at before it compiles anything for us, and once."""
-    from cuflash._jit import cubin_cache
-
-    return cubin_cache.import_cupy()
+    return import_cupy()
 
 
 def _qualified_name(cls: type) -> str:

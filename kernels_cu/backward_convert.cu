@@ -1,23 +1,23 @@
 // dq from its float32 sums: scaled, rounded, in the caller's strides. Rows that came out non-finite
 // are computed again, pair by pair.
 //
-// A block of threads converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
+// A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
 // block that sees no key nothing was stored: it is zero.
 #include "config.cuh"
 #include "params.cuh"
-#include "exact.cuh"
-#include "sm90/dq_sums.cuh"
+#include "simt/recompute_rows.cuh"
+#include "sm90/dq_accum.cuh"
 
 namespace cuflash {
 
-static_assert(Config::num_warps == 4 * DqSums::parts, "a warp for each slice");
+static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
 
 // Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
 template <int tiles>
 __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
                                                   const BatchIndex& entry, int block, bool sees) {
   const int part = warp_index() / 4, slice = warp_index() % 4;
-  const DqSums sums(params, entry);
+  const DqAccum sums(params, entry);
   if (slice >= sums.slices(block, part)) return 0;
   float acc[tiles][4] = {};
   if (sees) sums.slice<tiles>(block, part, slice).read(acc, lane_index());
@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[t][i] += 0.0f;  // what no key contributes to is +0
   }
-  const int first_column = part / DqSums::row_parts * 64;
-  const int first_row = block * Config::block_m + part % DqSums::row_parts * 64 + slice * 16;
+  const int first_column = part / DqAccum::row_parts * 64;
+  const int first_row = block * Config::block_m + part % DqAccum::row_parts * 64 + slice * 16;
   RowTarget target(params.dq, params.dq_layout, entry, 0, params.head_dim, Config::head_dim);
   target.data += first_column * target.column_stride;
   target.num_columns -= first_column;
@@ -50,15 +50,15 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const BlockRanges blocks =
       Score(params.score, entry).kv_blocks(first_row, first_row + Config::block_m);
   const bool sees = warp_agrees(blocks.begin < blocks.end);
-  constexpr int last_tiles = DqSums::tiles(DqSums::parts - 1);
+  constexpr int last_tiles = DqAccum::tiles(DqAccum::parts - 1);
   uint32_t broken = 0;
-  if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqSums::parts - DqSums::row_parts)) {
+  if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqAccum::parts - DqAccum::row_parts)) {
     broken = convert_slice<8>(params, entry, tile.block, sees);
   } else {
     broken = convert_slice<last_tiles>(params, entry, tile.block, sees);
   }
   __syncthreads();  // a row was written by several warps, and an exact one by one
   const int part = warp_index() / 4;
-  const int row = first_row + part % DqSums::row_parts * 64 + warp_index() % 4 * 16;
-  for_each_bit(broken, [&](int bit) { exact_dq(params, tile.owner, 0, row + bit); });
+  const int row = first_row + part % DqAccum::row_parts * 64 + warp_index() % 4 * 16;
+  for_each_bit(broken, [&](int bit) { recompute_dq(params, tile.owner, 0, row + bit); });
 }

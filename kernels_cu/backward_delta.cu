@@ -10,7 +10,7 @@
 #include "params.cuh"
 #include "numeric.cuh"
 #include "ptx/once.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
@@ -63,7 +63,7 @@ struct LaneColumns {
 
 }  // namespace cuflash
 
-// Blocks of threads: one a processor is all that is asked for. Left to choose, the compiler aims at
+// Thread blocks: one a processor is all that is asked for. Left to choose, the compiler aims at
 // more, for which it spills an address, or does not read a row before it is done with the last.
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_delta(const __grid_constant__ cuflash::DeltaParams params) {

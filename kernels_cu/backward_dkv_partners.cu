@@ -1,7 +1,7 @@
 // dk and dv (or one of them) where registers are short: two warps, partners, own the same keys.
 // Each computes the scores of half of the queries, and sums half of the columns. (D57)
 //
-//   for each tile of block_n keys:                            one block of threads
+//   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0                                          half of the columns of a warp's keys
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
@@ -16,12 +16,12 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "tile/exchange.cuh"
+#include "portable/exchange.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
-#include "dkv_rows.cuh"
-#include "hidden_rows.cuh"
+#include "portable/dkv_rows.cuh"
+#include "portable/fully_masked_rows.cuh"
 
 namespace cuflash {
 
@@ -117,7 +117,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     Real s_acc[slices][half_rows / 8][4];
     Real dp_acc[slices][half_rows / 8][4];
     if constexpr (Config::grad_k) {
-      if constexpr (Score::may_hide_rows) clear_hidden_rows(smem.rows[stage], smem.dout);
+      if constexpr (Score::may_hide_rows) clear_fully_masked_rows(smem.rows[stage], smem.dout);
       clear(dp_acc);
       multiply_transposed<columns_of_dp>(dp_acc, read_rows(smem.v, warp_key),
                                          read_columns(smem.dout[partner]));
@@ -125,8 +125,8 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     ptx::cp_async_wait<0>();
     __syncthreads();  // q is there
     if constexpr (Score::may_hide_rows) {
-      if constexpr (!Config::grad_k) clear_hidden_rows(smem.rows[stage], smem.dout);
-      clear_hidden_rows(smem.rows[stage], smem.q);
+      if constexpr (!Config::grad_k) clear_fully_masked_rows(smem.rows[stage], smem.dout);
+      clear_fully_masked_rows(smem.rows[stage], smem.q);
     }
     clear(s_acc);
     multiply_transposed(s_acc, read_rows(smem.k, warp_key), read_columns(smem.q[partner]));

@@ -1,7 +1,7 @@
 // dk and dv (or one of them) for tensor cores of sm_80 and later (mma.sync); no atomics, the order
 // of every sum is fixed.
 //
-//   for each tile of block_n keys:                            one block of threads
+//   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
@@ -21,8 +21,8 @@
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "dkv_rows.cuh"
-#include "hidden_rows.cuh"
+#include "portable/dkv_rows.cuh"
+#include "portable/fully_masked_rows.cuh"
 
 namespace cuflash {
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void accumulate(const BackwardParams& params, SharedM
     ptx::cp_async_wait<0>();
     (split(tiles), ...);
     __syncthreads();  // they are there; every warp is done with what the next copy replaces
-    if constexpr (Score::may_hide_rows) clear_hidden_rows(smem.rows[stage], &tiles...);
+    if constexpr (Score::may_hide_rows) clear_fully_masked_rows(smem.rows[stage], &tiles...);
   };
   load_ahead(m_block, stage);
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // dk and dv (or one of them) on Hopper: TMA and warp-specialised wgmma; no atomics, the order of
 // every sum is fixed.
 //
-//   for each tile of block_n keys:                            one block of threads
+//   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0                                          64 keys per warpgroup
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:  masked blocks first
@@ -15,14 +15,14 @@
 // p^T and ds^T are operands in the registers that hold them: rows of a warpgroup are keys, both
 // results are sums over columns. Warpgroup 0 produces: its first warp loads. The others consume.
 //
-// Barriers: sm90/key_owner.cuh.
+// Barriers: sm90/dkv_warpgroup.cuh.
 #include "config.cuh"
 #include "params.cuh"
-#include "sm90/key_owner.cuh"
+#include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
 
-using SharedMemory = KeyOwnerMemory;
+using SharedMemory = DkvSharedMemory;
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardKVSm90Config.smem_bytes counts this struct");
 
@@ -32,13 +32,13 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-struct Producer : KeyOwnerProducer<FirstRowsFirst> {
+struct Producer : DkvProducer<FirstRowsFirst> {
   __device__ __forceinline__ void run() {
-    KeyOwnerProducer::run(KeyTile::at(params, ptx::block_index()));
+    DkvProducer::run(KeyTile::at(params, ptx::block_index()));
   }
 };
 
-struct Consumer : KeyOwner<Config::block_m> {
+struct Consumer : DkvWarpgroup<Config::block_m> {
   static constexpr bool is_plain = Score::is_product && !Config::dropout;
   static constexpr bool ahead =
       Config::scores_ahead && is_plain && Config::grad_k && Config::grad_v;

@@ -1,7 +1,7 @@
 // dk and dv (or one of them) in float32 for Hopper: wgmma on TF32 parts of the operands; the order
 // of every sum is fixed.
 //
-//   for each tile of block_n keys:                            one block of threads
+//   for each tile of block_n keys:                            one thread block
 //     dk = 0, dv = 0
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:
@@ -18,10 +18,10 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "dkv_rows.cuh"
-#include "sm90/split_roles.cuh"
+#include "portable/dkv_rows.cuh"
+#include "sm90_tf32/roles.cuh"
 #include "tile/load.cuh"
-#include "tile/matmul_tf32_sm90.cuh"
+#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -62,7 +62,7 @@ static_assert(Config::block_m <= 128, "a thread of the producer copies the stati
 static_assert(Config::shared_keys, "k and v are loaded once");
 static_assert(!Score::may_hide_rows || Config::block_m == 32, "a bit for each row of a block");
 
-// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
 // The queries that see a tile's keys, of one batch entry, in the order in which both sides walk
@@ -130,8 +130,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, Shared& sm
   const ColumnSource<Config::head_dim_v> dout(
       RowSource(params.dout, params.dout_layout, tile.entry, first_q, params.head_dim_v));
   const RowStatistics* statistics = params.rows + tile.entry * params.rows_layout.batch + first_q;
-  SplitColumn<Config::head_dim, Config::block_m> q_column;
-  SplitColumn<Config::head_dim_v, Config::block_m> dout_column;
+  Tf32PairColumn<Config::head_dim, Config::block_m> q_column;
+  Tf32PairColumn<Config::head_dim_v, Config::block_m> dout_column;
   const auto load = [&](auto& column, const auto& source, int block) {
     const int first_row = block * Config::block_m;
     column.load(source, first_row, tile.rows, hidden_rows(statistics, first_row, tile.rows));
@@ -233,13 +233,13 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Ring<Config::num_stages> ring;
   if (warp < 4) {
-    ptx::give_registers<producer_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       produce(params, smem, index, ring);
     }
   } else {
-    ptx::take_registers<consumer_registers>();
+    ptx::setmaxnreg_inc<consumer_registers>();
     Gradients<1> acc;
     clear(acc.dk);
     clear(acc.dv);

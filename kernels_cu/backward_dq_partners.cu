@@ -1,7 +1,7 @@
 // dq where registers are short: two warps, partners, own the same queries. Each computes the scores
 // of half of the keys, and sums half of the columns. (D57)
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     dq = 0                                                  half of the columns of a warp's rows
 //     for each batch entry that shares these rows:            one, unless q is broadcast
 //       for each block of block_n keys that some row sees:
@@ -15,11 +15,11 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "tile/exchange.cuh"
+#include "portable/exchange.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
-#include "dq_rows.cuh"
+#include "portable/dq_rows.cuh"
 
 namespace cuflash {
 

@@ -1,6 +1,6 @@
 // dq for tensor cores of sm_80 and later (mma.sync); no atomics, the order of every sum is fixed.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     dq = 0
 //     for each batch entry that shares these rows:            one, unless q is broadcast
 //       for each block of block_n keys that some row sees:
@@ -18,7 +18,7 @@
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "dq_rows.cuh"
+#include "portable/dq_rows.cuh"
 
 namespace cuflash {
 

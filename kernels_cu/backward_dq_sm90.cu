@@ -1,6 +1,6 @@
 // dq on Hopper: TMA and warp-specialised wgmma; no atomics, the order of every sum is fixed.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     dq = 0                                                  64 rows per warpgroup
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  dp = dout v^T
@@ -20,15 +20,15 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "pipeline.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "dropout.cuh"
-#include "exact.cuh"
-#include "tile/matmul_sm90.cuh"
+#include "schedule/pipeline.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
+#include "sm90/matmul.cuh"
 #include "tile/store.cuh"
-#include "sm90/gradient.cuh"
+#include "sm90/roles.cuh"
 #include "sm90/load.cuh"
 
 namespace cuflash {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The tile of this block of threads, as often as it is asked for.
+// The tile of this thread block, as often as it is asked for.
 struct Work {
   int first_row;
   int owner;
@@ -219,14 +219,12 @@ struct Consumer {
                                                const Ring<Config::num_stages>& at) {
     wait(smem.full[at.stage()], at.full_parity());
     start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
-        s_acc, smem.q.summed_over_columns(64 * warpgroup),
-        smem.k[at.stage()].summed_over_columns());
+        s_acc, smem.q.k_major(64 * warpgroup), smem.k[at.stage()].k_major());
   }
 
   __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4]) {
     start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
-        dp_acc, smem.dout.summed_over_columns(64 * warpgroup),
-        smem.v[ring.stage()].summed_over_columns());
+        dp_acc, smem.dout.k_major(64 * warpgroup), smem.v[ring.stage()].k_major());
   }
 
   __device__ __forceinline__ void release_block_before() {
@@ -248,7 +246,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) p[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta;
     }
     to_operand(frag, p);
-    start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[ring.stage()].summed_over_rows());
+    start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[ring.stage()].mn_major());
   }
 
   // The last product of a block is waited for when the scores of the next are there.
@@ -372,8 +370,9 @@ struct Consumer {
                           Config::head_dim),
                 first_row, num_rows, params.score.scale, dq_acc[0]);
     __syncwarp();  // a row was written by four lanes, and an exact one by all
-    for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1),
-                 [&](int row) { exact_dq(params, work.owner, work.sequence, first_row + row); });
+    for_each_bit(non_finite_rows(dq_acc[0]) & ((1u << num_rows) - 1), [&](int row) {
+      recompute_dq(params, work.owner, work.sequence, first_row + row);
+    });
   }
 };
 

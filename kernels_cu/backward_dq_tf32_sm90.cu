@@ -1,6 +1,6 @@
 // dq in float32 for Hopper: wgmma on TF32 parts of the operands; the order of every sum is fixed.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     dq = 0
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  p = exp(score(s) - lse)                   64 rows per warpgroup
@@ -15,10 +15,10 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "dq_rows.cuh"
-#include "sm90/split_roles.cuh"
+#include "portable/dq_rows.cuh"
+#include "sm90_tf32/roles.cuh"
 #include "tile/load.cuh"
-#include "tile/matmul_tf32_sm90.cuh"
+#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -40,7 +40,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "BackwardQTf32Sm90Config.smem_bytes counts this struct");
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
-// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
 // Keys of a tile, in the order in which both sides walk them.
@@ -83,8 +83,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, SharedMemo
   const ColumnSource<Config::head_dim_v> v(
       RowSource(params.v, params.v_layout, tile.entry, first_k, params.head_dim_v));
   Ring<Config::num_stages> ring;
-  SplitColumn<Config::head_dim, Config::block_n> k_column;
-  SplitColumn<Config::head_dim_v, Config::block_n> v_column;
+  Tf32PairColumn<Config::head_dim, Config::block_n> k_column;
+  Tf32PairColumn<Config::head_dim_v, Config::block_n> v_column;
   int block = visited.first_from(tile.blocks.begin);
   if (block >= tile.blocks.end) return;
   v_column.load(v, block * Config::block_n, tile.keys);
@@ -159,10 +159,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   __syncthreads();  // q, dout and the barriers are there
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
-    ptx::give_registers<producer_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
     produce(params, smem);
   } else {
-    ptx::take_registers<consumer_registers>();
+    ptx::setmaxnreg_inc<consumer_registers>();
     float dq_acc[1][Config::head_dim / 8][4];
     clear(dq_acc);
     accumulate(params, smem, warp - 4, dq_acc);

@@ -1,7 +1,7 @@
 // Sums of the scores' gradient, for bias, ALiBi slopes and scale, for tensor cores of sm_80 and
 // later (mma.sync); no atomics, the order of every sum is fixed.
 //
-//   for each tile that is a result's:                         one block of threads
+//   for each tile that is a result's:                         one thread block
 //     acc = 0                                                 block_m x block_n, in registers
 //     for each batch entry that shares the result, and each block of pairs of the tile:
 //       s = q k^T;  p = exp(score(s) - lse);  dp = dropout(dout v^T)
@@ -16,11 +16,11 @@
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "dropout.cuh"
-#include "exact.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
 #include "ptx/special.cuh"
 
 namespace cuflash {
@@ -50,7 +50,7 @@ constexpr bool streams_queries = Config::sums_to == SumsTo::keys;
 constexpr bool packed = Config::cu_seqlens != Dtype::none;
 constexpr bool of_packed_rows = packed && Config::grad_of != GradOf::bias;
 
-// The tile of this block of threads, as often as it is asked for.
+// The tile of this thread block, as often as it is asked for.
 struct Work {
   int m_block;  // unless queries are streamed
   int n_block;  // unless keys are

@@ -1,8 +1,8 @@
-// dq, dk and dv on Hopper in one pass, for head sizes of which one multiprocessor holds no more
-// than 64 keys: two blocks of threads, a cluster, compute with 64 keys each and share what they
+// dq, dk and dv on Hopper in one pass, for head sizes of which one SM holds no more
+// than 64 keys: two thread blocks, a cluster, compute with 64 keys each and share what they
 // load. (D23)
 //
-//   a tile of 2 x 64 keys is drawn:                           two blocks of threads
+//   a tile of 2 x 64 keys is drawn:                           two thread blocks
 //     dk = 0, dv = 0                                          each for its 64 keys
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of 64 queries that see some key:       last rows first
@@ -16,7 +16,7 @@
 //     dk *= scale
 //
 // Each loads half of the columns of q and dout for both. What a tile adds to the sums
-// (sm90/dq_sums.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
+// (sm90/dq_accum.cuh), and in which order tiles do, is as in backward_sm90.cu; each half of the
 // columns has turns of its own. Where they need no order, the tile of the first keys stores still,
 // and the others add as they come once it has: nothing needs zeros.
 //
@@ -34,8 +34,8 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
-#include "sm90/dq_sums.cuh"
-#include "sm90/dq_turns.cuh"
+#include "sm90/dq_accum.cuh"
+#include "sm90/dq_semaphore.cuh"
 #include "sm90/pair.cuh"
 #include "sm90/pair_producer.cuh"
 
@@ -52,7 +52,8 @@ struct TurnKeeper {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const DqTurns turns(params, work.keys.owner * params.grid.entries_per_owner + index, 2);
+          const DqSemaphore turns(params, work.keys.owner * params.grid.entries_per_owner + index,
+                                  2);
           const int place = 2 * block + ptx::cluster_rank();
           const int turn = work.turn(score, block);
           if (Config::ordered || turn != 0) turns.await(place, Config::ordered ? turn : 1);
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint32_t store_keys(const BackwardParams& params, con
 constexpr int dk_stored = 1;  // a named barrier
 
 // Scores, ds and dv.
-struct ScoreOwner : KeyOwner<64> {
+struct ScoreOwner : DkvWarpgroup<64> {
   __device__ __forceinline__ void run(const Work& work) {
     clear(dv_acc);
     wait_for_keys();
@@ -140,7 +141,7 @@ struct ScoreOwner : KeyOwner<64> {
     arrive_at_other_if(empty, leads_warpgroup() && ring.uses > 0);
   }
 
-  // Each warp its 16 keys, for both blocks of threads.
+  // Each warp its 16 keys, for both thread blocks.
   __device__ __forceinline__ void stage_ds(const float (&ds)[1][tiles][4]) const {
     const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
     const uint32_t rows = ptx::shared_address(shared().ds.data[0][thread / 32 * 16]);
@@ -172,7 +173,7 @@ struct ScoreOwner : KeyOwner<64> {
     const int warp = warp_index() % 4;
     broken |= shared().broken[warp];
     for_each_bit(broken, [&](int row) {
-      exact_dkv(params, work.keys.owner, 0, work.keys.first_key + 16 * warp + row);
+      recompute_dkv(params, work.keys.owner, 0, work.keys.first_key + 16 * warp + row);
     });
   }
 };
@@ -207,8 +208,8 @@ struct KeyGradient {
     const int stage = ring.stage();
     wait(smem.full[stage], ring.full_parity());
     wait(smem.ds_full, Ring<1>{ring.uses}.full_parity());
-    start_shared_product<SharedMemory::DsTile, SharedMemory::QTile>(
-        dk_acc, smem.ds.summed_over_columns(), smem.q[stage].summed_over_rows());
+    start_shared_product<SharedMemory::DsTile, SharedMemory::QTile>(dk_acc, smem.ds.k_major(),
+                                                                    smem.q[stage].mn_major());
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     arrive_if(smem.ds_empty, leads_warpgroup());
@@ -226,7 +227,7 @@ struct KeyGradient {
 
 // What the tile adds to dq.
 struct QueryGradient {
-  // Nanoseconds. A multiprocessor adds twice as fast as the L2 cache takes additions of all, and
+  // Nanoseconds. An SM adds twice as fast as the L2 cache takes additions of all, and
   // whatever else needs it waits behind them. Who adds in order keeps others waiting, too:
   // docs/backward-sm90.md. (D24)
   static constexpr int pause_between_additions = Config::ordered ? 30 : 60;
@@ -249,7 +250,7 @@ struct QueryGradient {
         [&](const Score& score, int index, int block, bool) {
           multiply();
           const bool is_first = work.turn(score, block) == 0;
-          add(DqSums(params, work.keys.entry(params, index)), block, is_first);
+          add(DqAccum(params, work.keys.entry(params, index)), block, is_first);
           ring.advance();
         },
         [] {});
@@ -274,18 +275,17 @@ struct QueryGradient {
   __device__ __forceinline__ void start_product_with(const SharedMemory::DsTile& ds,
                                                      const KeysTile& keys, int first,
                                                      bool accumulates) {
-    start_panel_product<SharedMemory::DsTile, KeysTile>(
-        whole_acc, ds.summed_over_rows(), keys.summed_over_rows(0, first), accumulates);
+    start_panel_product<SharedMemory::DsTile, KeysTile>(whole_acc, ds.mn_major(),
+                                                        keys.mn_major(0, first), accumulates);
     if constexpr (shares_middle) {
       const uint64_t half = 4 * ptx::cluster_rank();  // 32 columns are 64 bytes
       start_panel_product<SharedMemory::DsTile, KeysTile>(
-          middle_acc, ds.summed_over_rows(), keys.summed_over_rows(0, whole_panels) + half,
-          accumulates);
+          middle_acc, ds.mn_major(), keys.mn_major(0, whole_panels) + half, accumulates);
     }
   }
 
   // The own columns, to the sums of a block.
-  __device__ __forceinline__ void add(const DqSums& sums, int block, bool is_first) {
+  __device__ __forceinline__ void add(const DqAccum& sums, int block, bool is_first) {
     wait(smem.turn_come, ring.full_parity());
     const int slice = warp_index() % 4;
     if (warp_agrees(slice < sums.slices(block, 0))) {
@@ -334,18 +334,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   // Registers of a thread; their sum over all warpgroups is what the block was given at its start.
   if (warp < 4) {
-    ptx::give_registers<24>();
+    ptx::setmaxnreg_dec<24>();
     if (warp == 0) Producer{params, smem}.run(work);
     if (warp == 1 && lane_index() == 0) TurnKeeper{params, smem}.run(work);
   } else if (warp < 8) {
-    ptx::take_registers<224>();
+    ptx::setmaxnreg_inc<224>();
     ScoreOwner{params, smem, 0}.run(work);
   } else if (warp < 12) {
-    ptx::take_registers<160>();
+    ptx::setmaxnreg_inc<160>();
     KeyGradient{params, smem}.run(work);
   } else {
-    ptx::give_registers<104>();
+    ptx::setmaxnreg_dec<104>();
     QueryGradient{params, smem}.run(work);
   }
-  ptx::cluster_sync();  // neither reaches into shared memory of a block of threads that has ended
+  ptx::cluster_sync();  // neither reaches into shared memory of a thread block that has ended
 }

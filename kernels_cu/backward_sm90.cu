@@ -1,6 +1,6 @@
 // dq, dk and dv on Hopper in one pass over the scores: five products for each pair of blocks.
 //
-//   for each tile of block_n keys that is drawn:              one block of threads
+//   for each tile of block_n keys that is drawn:              one thread block
 //     dk = 0, dv = 0                                          64 keys per warpgroup
 //     for each batch entry that shares these keys:            heads of a group, broadcast axes
 //       for each block of block_m queries that see some key:  last rows first
@@ -12,12 +12,13 @@
 //         sums of the block += ds k                           the last warpgroup and the writers
 //     dk *= scale
 //
-// What a tile adds to the sums (sm90/dq_sums.cuh) is one float32 addition of each element. The tile
-// of the first keys that the block sees stores, the others add: where sums are ordered one after
-// the other, a turn counts those that did, else when the first has. A tile waits only for tiles of
-// its owner that hold keys before its own, and was drawn after them: the first tile at work never
-// waits, whatever else runs on the device. All tiles walk from the last rows to the first: they
-// follow each other without waiting once each has started a block behind the one before.
+// What a tile adds to the sums (sm90/dq_accum.cuh) is one float32 addition of each element. The
+// tile of the first keys that the block sees stores, the others add: where sums are ordered one
+// after the other, a turn counts those that did, else when the first has. A tile waits only for
+// tiles of its owner that hold keys before its own, and was drawn after them: the first tile at
+// work never waits, whatever else runs on the device. All tiles walk from the last rows to the
+// first: they follow each other without waiting once each has started a block behind the one
+// before.
 //
 // Warpgroup 0 draws tiles and loads (warp 0) and writes sums (warps 1 and 2, which take blocks in
 // turns: one waits until all can see what it added while the other adds). Then come the consumers,
@@ -32,29 +33,29 @@
 //   keys_empty   4 consumers + 1    k and v of the tile were read: load the next
 //   tile_full    1                  the next tile is drawn
 //   tile_empty   tile_readers       it was read: draw the one after the next
-//   others                          sm90/key_owner.cuh
+//   others                          sm90/dkv_warpgroup.cuh
 //
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
-#include "sm90/dq_sums.cuh"
-#include "sm90/dq_turns.cuh"
-#include "sm90/key_owner.cuh"
+#include "sm90/dq_accum.cuh"
+#include "sm90/dq_semaphore.cuh"
+#include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
 
 constexpr int writers = 2;                                 // warps
 constexpr int tile_readers = 4 * consumers + writers + 4;  // warps
 
-struct SharedMemory : KeyOwnerMemory {
+struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
 
   DsTile ds[2];                                               // ds^T: rows are keys
   alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
   uint64_t ds_full[2], ds_empty[2];
-  uint64_t dq_full[writers][DqSums::parts], dq_empty[writers];
+  uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
   int tile[2];  // negative: none is left
@@ -73,7 +74,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
     init(smem.ds_empty[i], 1);
   }
   for (int i = 0; i < writers; ++i) {
-    for (int part = 0; part < DqSums::parts; ++part) init(smem.dq_full[i][part], 4);
+    for (int part = 0; part < DqAccum::parts; ++part) init(smem.dq_full[i][part], 4);
     init(smem.dq_empty[i], 1);
   }
   init(smem.keys_empty, 4 * consumers * reader_arrivals + 1);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The tiles of a block of threads, as a warp receives them: one after the other.
+// The tiles of a thread block, as a warp receives them: one after the other.
 struct Tiles {
   SharedMemory& smem;
   Ring<2> ring;
@@ -112,7 +113,7 @@ struct Producer {
   SharedMemory& smem;
 
   __device__ __forceinline__ void run() {
-    KeyOwnerProducer<LastRowsFirst> rows{params, smem};
+    DkvProducer<LastRowsFirst> rows{params, smem};
 #pragma unroll 1
     for (Ring<2> ring;; ring.advance()) {
       const int tile = draw(ring);
@@ -161,8 +162,8 @@ struct Writer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
-      const DqTurns turns(params, work.owner * params.grid.entries_per_owner + index);
-      const DqSums sums(params, entry);
+      const DqSemaphore turns(params, work.owner * params.grid.entries_per_owner + index);
+      const DqAccum sums(params, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
       const LastRowsFirst walk(score, blocks, keys);
@@ -180,18 +181,18 @@ struct Writer {
     ptx::tma_store_wait();  // shared memory may end with this tile
   }
 
-  __device__ __forceinline__ void write(const DqSums& sums, const DqTurns& turns, int block,
+  __device__ __forceinline__ void write(const DqAccum& sums, const DqSemaphore& turns, int block,
                                         int turn) const {
 #pragma unroll 1
-    for (int part = 0; part < DqSums::parts; ++part) {
+    for (int part = 0; part < DqAccum::parts; ++part) {
       wait(smem.dq_full[writer][part], ring.full_parity());
       if (part == 0 && (Config::ordered || turn > 0)) {
         turns.await(block, Config::ordered ? turn : 1);
         ptx::fence_async_proxy_global();
       }
-      const int bytes = 512 * DqSums::tiles(part) * sums.slices(block, part);
+      const int bytes = 512 * DqAccum::tiles(part) * sums.slices(block, part);
       if (bytes != 0) {
-        const uint32_t from = ptx::shared_address(&smem.dq[DqSums::begin(part)]);
+        const uint32_t from = ptx::shared_address(&smem.dq[DqAccum::begin(part)]);
         float* const to = sums.part(block, part);
         if (turn == 0) {
           ptx::bulk_store(to, from, bytes);
@@ -247,24 +248,24 @@ struct Multiplier {
     wait(smem.ds_full[ring.stage()], ring.full_parity());
     multiply_part<0>();
     multiply_part<1>();
-    static_assert(DqSums::parts == 2, "all parts");
+    static_assert(DqAccum::parts == 2, "all parts");
   }
 
   template <int part>
   __device__ __forceinline__ void multiply_part() const {
-    constexpr int tiles = DqSums::tiles(part);
+    constexpr int tiles = DqAccum::tiles(part);
     const int stage = ring.stage();
     const Ring<writers> before{ring.uses - 1};
     float acc[1][tiles][4];
     start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
-        acc, smem.ds[stage].summed_over_rows(0, part % DqSums::row_parts),
-        smem.k.summed_over_rows(0, part / DqSums::row_parts));
+        acc, smem.ds[stage].mn_major(0, part % DqAccum::row_parts),
+        smem.k.mn_major(0, part / DqAccum::row_parts));
     ptx::wgmma_wait<0>();
     ptx::pin(flat(acc));
-    if (part == DqSums::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
+    if (part == DqAccum::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
     if (part == 0) wait(smem.dq_empty[before.stage()], before.full_parity());
     const uint32_t thread = ptx::thread_index() % 128;
-    auto* const staged = reinterpret_cast<DqSlice<tiles>*>(smem.dq + DqSums::begin(part));
+    auto* const staged = reinterpret_cast<DqSlice<tiles>*>(smem.dq + DqAccum::begin(part));
     staged[thread / 32].write(acc[0], thread % 32);
     ptx::fence_async_proxy();
     arrive_as_warp(smem.dq_full[stage][part]);
@@ -272,7 +273,7 @@ struct Multiplier {
 };
 
 // --------------------------------------------------------------------------------- the consumers
-struct Consumer : KeyOwner<64> {
+struct Consumer : DkvWarpgroup<64> {
   // Do registers hold dp beside p and the operand p of dv?
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
@@ -298,7 +299,7 @@ struct Consumer : KeyOwner<64> {
   }
 
   __device__ __forceinline__ void add_tile(const KeyTile& work) {
-    if (warpgroup == 1) take_turn();  // the other begins (D82)
+    if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
@@ -311,7 +312,7 @@ struct Consumer : KeyOwner<64> {
         add_block(score, first_row, work.first_key, walk.masked(block));
       }
     }
-    if (warpgroup == 0) pass_turn();
+    if (warpgroup == 0) pingpong_signal();
     ptx::wgmma_wait<0>();
     ptx::pin(flat(dk_acc));
     ptx::pin(flat(dv_acc));
@@ -327,7 +328,7 @@ struct Consumer : KeyOwner<64> {
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
       start_scores(s_acc, ring, first);
-      pass_turn();
+      pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
       if (part == 0) release_block_before();
@@ -335,14 +336,14 @@ struct Consumer : KeyOwner<64> {
       compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
       hide_pairs(s_acc, score, first_row, first_key, masked, first);
       to_operand(frag, s_acc);
-      take_turn();
+      pingpong_wait();
       start_dv(first);
       if (!dp_beside_p) {  // frag makes room
         ptx::wgmma_wait<0>();
         ptx::pin(reinterpret_cast<uint32_t (&)[2 * tiles]>(frag));
       }
       start_dp(dp_acc, first);
-      pass_turn();
+      pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
       read(delta, smem.delta, first);
@@ -350,7 +351,7 @@ struct Consumer : KeyOwner<64> {
       to_operand(frag, s_acc);
       if (part == 0) wait(shared().ds_empty[ds_ring.stage()], ds_ring.empty_parity());
       stage_ds(part);
-      take_turn();
+      pingpong_wait();
       start_dk(first);
     }
     ptx::fence_async_proxy();
@@ -358,10 +359,10 @@ struct Consumer : KeyOwner<64> {
     ring.advance();
   }
 
-  __device__ __forceinline__ void take_turn() const {
+  __device__ __forceinline__ void pingpong_wait() const {
     ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void pingpong_signal() const {
     ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
   }
 
@@ -392,14 +393,14 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   constexpr int producer_registers = 32, consumer_registers = 208, multiplier_registers = 64;
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 4) {
-    ptx::give_registers<producer_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
     if (warp == 1 || warp == 2) Writer{params, smem, warp - 1u}.run();
   } else if (warp < 4 + 4 * consumers) {
-    ptx::take_registers<consumer_registers>();
+    ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();
   } else {
-    ptx::give_registers<multiplier_registers>();
+    ptx::setmaxnreg_dec<multiplier_registers>();
     Multiplier{params, smem}.run();
   }
 }

@@ -190,7 +190,7 @@ struct Config {
   static constexpr int num_warps = CUFLASH_NUM_WARPS;
   static constexpr int num_threads = 32 * num_warps;
   static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
-  // Blocks of threads that share a tile of rows, each with its own columns of the result.
+  // Thread blocks that share a tile of rows, each with its own columns of the result.
   static constexpr int column_parts = CUFLASH_COLUMN_PARTS;
   // Warps of a block that share rows, each with its own columns of the result.
   static constexpr int partners = CUFLASH_PARTNERS;

@@ -1,6 +1,6 @@
 // Attention forward of narrow heads on CUDA cores, a few rows to each thread.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     for each block of block_n keys that some row sees:
 //       its keys, values and, if all queries share it, bias come into shared memory, by key
 //       for each run of keys:                               registers: scores of a run, for each
@@ -17,12 +17,12 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "dropout.cuh"
-#include "exact.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "softmax.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "score/softmax.cuh"
 #include "tile/load.cuh"
 #include "tile/store.cuh"
 
@@ -53,7 +53,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
 // Does a block's masked form look at bias in global memory, at masks, at formulas?
 constexpr bool looks_up = !Config::key_bias && Score::hides_pairs;
 
-// The tile of this block of threads.
+// The tile of this thread block.
 struct Work {
   int first_row;
   BatchIndex entry;
@@ -110,8 +110,8 @@ struct Row {
   }
 
   // Scores of a run become weights; what was summed under the old maximum is rescaled.
-  __device__ __forceinline__ void weigh(Real (&s)[run], const Score& score,
-                                        const WarpPowers& power) {
+  __device__ __forceinline__ void online_softmax(Real (&s)[run], const Score& score,
+                                                 const WarpPowers& power) {
     Real maximum = block.maximum;
 #pragma unroll
     for (int j = 0; j < run; ++j) maximum = fmax(maximum, s[j]);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& 
     }
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
-      own[r].weigh(s[r], score, power);
+      own[r].online_softmax(s[r], score, power);
       if constexpr (width_v > 0) {
 #pragma unroll
         for (int j = 0; j < run; ++j) {
@@ -298,7 +298,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     const bool unsure = store(params, work, score, own[r], q_idx);
     const uint32_t lanes = __ballot_sync(0xffffffff, unsure);
     __syncwarp();  // a row was written by one thread, and an exact one by a warp
-    for_each_bit(
-        lanes, [&](int lane) { exact_out(params, work.entry, q_idx - lane_index() + lane, true); });
+    for_each_bit(lanes, [&](int lane) {
+      recompute_out(params, work.entry, q_idx - lane_index() + lane, true);
+    });
   }
 }

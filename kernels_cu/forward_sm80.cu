@@ -1,6 +1,6 @@
 // Attention forward for tensor cores of sm_80 and later (mma.sync), FlashAttention-2.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     m = -inf, l = 0, o = 0
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  s = score(s)                              registers, 16 rows per warp and slice
@@ -15,7 +15,7 @@
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "forward_rows.cuh"
+#include "portable/forward_rows.cuh"
 
 namespace cuflash {
 

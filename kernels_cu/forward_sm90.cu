@@ -1,7 +1,7 @@
 // Attention forward for Hopper: TMA, warp-specialised wgmma, FlashAttention-3 with K released
 // early.
 //
-//   for each tile of block_m rows of q:                       persistent blocks of threads
+//   for each tile of block_m rows of q:                       persistent thread blocks
 //     m = -inf, l = 0, o = 0
 //     for each block of block_n keys that some row sees, last first:
 //       s = q k^T;  s = score(s);  m' = max(m, rowmax s)      64 rows per warpgroup
@@ -27,7 +27,7 @@
 
 namespace cuflash {
 
-// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = consumers == 2 ? 40 : 32;
 constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 
@@ -44,12 +44,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (warp == 1 && lane_index() == 0) init_barriers(smem);
   __syncthreads();  // the barriers are there
   if (warp < 4) {
-    ptx::give_registers<producer_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) producer.run();
     if (stages_out && warp == 1) send_tiles(params, smem);
     if (is_packed && warp == 2) clear_unowned_rows(params);
   } else {
-    ptx::take_registers<consumer_registers>();
+    ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();
   }
 }

@@ -1,6 +1,6 @@
 // Attention forward in float32 for Hopper: wgmma on TF32 parts of the operands.
 //
-//   for each tile of block_m rows of q:                       one block of threads
+//   for each tile of block_m rows of q:                       one thread block
 //     m = -inf, l = 0, o = 0
 //     for each block of block_n keys that some row sees:
 //       s = q k^T;  s = score(s)                              64 rows per warpgroup
@@ -15,10 +15,10 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "forward_rows.cuh"
-#include "sm90/split_roles.cuh"
+#include "portable/forward_rows.cuh"
+#include "sm90_tf32/roles.cuh"
 #include "tile/load.cuh"
-#include "tile/matmul_tf32_sm90.cuh"
+#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -38,9 +38,9 @@ static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
 // A warpgroup that produces holds as many rows of its operand, in as many pieces, loaded ahead:
 // where small terms are summed apart, or a score takes registers, fewer are left.
-constexpr bool loads_far_ahead = !splits_operands && Score::is_light;
+constexpr bool loads_far_ahead = !uses_3xtf32 && Score::is_light;
 constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
-// Of a thread; their sum over all warpgroups is what the block of threads was given at its start.
+// Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = loads_far_ahead ? 96 : 64;
 constexpr int consumer_registers = 256 - producer_registers;
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& params, Shared
   load_tile(smem.q[0], q, work.first_row, {0, score.seqlen.q});
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  if constexpr (!splits_operands) {
+  if constexpr (!uses_3xtf32) {
     __syncthreads();  // all rows are there
     for (int i = threadIdx.x; i < Config::block_m * Config::head_dim; i += Config::num_threads) {
       smem.q[0].data[i] = __uint_as_float(for_tf32(smem.q[0].data[i]));
@@ -81,7 +81,7 @@ template <int tiles, typename Tile>
 __device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
                                                  const SharedOperand<SharedMemory::KTile>& k,
                                                  int warp) {
-  if constexpr (splits_operands) {
+  if constexpr (uses_3xtf32) {
     multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(q[0], 16 * warp), k);
   } else {
     multiply_transposed(s_acc, SharedOperand<Tile>(q, 64 * (warp / 4)), k);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params,
               : RowSource(params.v, params.v_layout, tile.work.entry, first_k, params.head_dim_v));
   constexpr int pieces = Config::block_n / piece_rows;
   static_assert(pieces % pieces_ahead == 0, "a piece is at the same place in every block");
-  SplitColumn<width, piece_rows> held[pieces_ahead];
+  Tf32PairColumn<width, piece_rows> held[pieces_ahead];
   const auto load = [&](int block, int piece) {
     held[piece % pieces_ahead].load(source, block * Config::block_n + piece * piece_rows,
                                     tile.keys);
@@ -181,14 +181,14 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   __syncthreads();  // q and the barriers are there
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   if (warp < 8) {
-    ptx::give_registers<producer_registers>();
+    ptx::setmaxnreg_dec<producer_registers>();
     if (warp < 4) {
       produce<true, Config::head_dim>(params, smem.k, smem.k_ring);
     } else {
       produce<false, Config::head_dim_v>(params, smem.v, smem.v_ring);
     }
   } else {
-    ptx::take_registers<consumer_registers>();
+    ptx::setmaxnreg_inc<consumer_registers>();
     OnlineSoftmax<1> softmax;
     float o_acc[1][Config::head_dim_v / 8][4];
     clear(o_acc);

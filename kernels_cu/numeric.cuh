@@ -2,7 +2,7 @@
 #pragma once
 
 #include "config.cuh"
-#include "exp64.cuh"
+#include "score/exp64.cuh"
 #include "ptx/arithmetic.cuh"
 
 namespace cuflash {

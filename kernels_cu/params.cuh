@@ -28,7 +28,7 @@ struct Layout {
   int64_t column;
 };
 
-// Everything score.cuh needs. An absent array is a null pointer and is not compiled in.
+// Everything score/score.cuh needs. An absent array is a null pointer and is not compiled in.
 // Written by tools/gen_score_params.py: do not edit.
 // clang-format off
 struct ScoreParams {
@@ -86,7 +86,7 @@ struct ScoreParams {
 // clang-format on
 // End of what tools/gen_score_params.py writes.
 
-// Tiles of one launch in the order of scheduler.cuh.
+// Tiles of one launch in the order of schedule/scheduler.cuh.
 struct Grid {
   int32_t num_blocks;  // tiles of one owner
   int32_t num_owners;  // batch entries that own a result

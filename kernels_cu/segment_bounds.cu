@@ -1,12 +1,12 @@
-// Bounds of the segment ids of every 64 queries and every 64 keys, for segments.cuh.
+// Bounds of the segment ids of every 64 queries and every 64 keys, for schedule/segments.cuh.
 //
 // A warp reads the ids of one pair of bounds; lanes past the end repeat the last id. The blocks of
 // threads of a batch entry take its queries, then its keys.
 #include "config.cuh"
 #include "params.cuh"
 #include "numeric.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -14,7 +14,7 @@ namespace cuflash {
 using Id = Score::Id;
 constexpr int ids_per_block = bounded_ids * Config::num_warps;
 
-// Of the ids of the `block`-th block of threads.
+// Of the ids of the `block`-th thread block.
 __device__ __forceinline__ void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids,
                                              int block) {
   const int pair = block * Config::num_warps + warp_index();

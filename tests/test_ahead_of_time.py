@@ -32,7 +32,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
     monkeypatch.delenv("CUFLASH_KERNELS", raising=False)
     cubin_cache._warn_of_shared.cache_clear()
-    cubin_cache._warn_once.cache_clear()
+    cubin_cache.warn_once.cache_clear()
 
 
 def test_kernels_of_a_gradient():

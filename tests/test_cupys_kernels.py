@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from test_kernel_cache import CONFIG, NO_FILES, finish, right, start
 
+from cuflash import _cupy
 from cuflash._jit import cubin_cache
 from support import cacheless_device
 
@@ -29,9 +30,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(place))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")  # to be restored, whatever a test makes of it
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY")
-    cubin_cache._warn_once.cache_clear()
+    cubin_cache.warn_once.cache_clear()
     yield place
-    cubin_cache._warn_once.cache_clear()
+    cubin_cache.warn_once.cache_clear()
 
 
 def flag(name, default):
@@ -60,7 +61,7 @@ def look(monkeypatch):
         warnings.simplefilter("always")
         for function in ("putenv", "unsetenv"):  # of `os.environ`
             patch.setattr(os, function, lambda *given: written.append(given))
-        found = list(pool.map(lambda _: cubin_cache.import_cupy(), range(8)))
+        found = list(pool.map(lambda _: _cupy.import_cupy(), range(8)))
     assert found == [library] * 8
     assert not written, "threads share the environment, and processes that others start"
     assert all(warning.category is RuntimeWarning for warning in caught)

@@ -42,16 +42,15 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     )
     edited(moved / "launches.py", '"""How does a call run', '"""How does each call run')
     kernels = checkout / "kernels_cu"
-    (kernels / "score").mkdir()
-    shutil.move(kernels / "philox.cuh", kernels / "score" / "philox.cuh")
-    edited(kernels / "dropout.cuh", '#include "philox.cuh"', '#include "score/philox.cuh"')
+    shutil.move(kernels / "score" / "philox.cuh", kernels / "philox.cuh")
+    edited(kernels / "score/dropout.cuh", '#include "score/philox.cuh"', '#include "philox.cuh"')
     assert digest_of(checkout) == before
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("kernels_cu/philox.cuh", "0xD2511F53", "0xD2511F55"),
+        ("kernels_cu/score/philox.cuh", "0xD2511F53", "0xD2511F55"),
         ("kernels_cu/forward_sm90.cu", "__launch_bounds__(", "__launch_bounds__(1 + "),
         ("cuflash/_launch/run.py", "& 15", "& 7"),
         ("cuflash/_kernels/forward_sm90.py", "Chosen(192, 128", "Chosen(128, 128"),

@@ -282,15 +282,15 @@ def scores_exactly_once(files: Files) -> Breaches:
         r"\bConfig::(causal|window\w*|softcap|bias|mask|alibi\w*|sink|segment\w*|offset"
         r"|\w+lengths)\b"
     )
-    owners = {"kernels_cu/config.cuh", "kernels_cu/score.cuh", "kernels_cu/seqlen.cuh"}
+    owners = {"kernels_cu/config.cuh", "kernels_cu/score/score.cuh", "kernels_cu/score/seqlen.cuh"}
     for path, text in kernel_files(files).items():
         if path not in owners:
             for line in lines_with(option, code_only(text)):
-                yield f"{path}:{line}: ask score.cuh"
+                yield f"{path}:{line}: ask score/score.cuh"
 
 
 def numbers_have_names(files: Files) -> Breaches:
-    constants = {"kernels_cu/numeric.cuh", "kernels_cu/exp64.cuh"}  # a table and a polynomial
+    constants = {"kernels_cu/numeric.cuh", "kernels_cu/score/exp64.cuh"}  # a table and a polynomial
     for path, text in cuda_files(files).items():
         if path not in constants:
             for line in lines_with(r"\b\d*\.\d{4,}|\b\d+(\.\d*)?e-\d\d", code_only(text)):
@@ -414,13 +414,13 @@ RULES = [
         ),
         good=(
             {"kernels_cu/ptx/mma_sync.cuh": 'asm("ret;");'},
-            {"kernels_cu/score.cuh": '// asm lives in ptx/\nstatic_assert(true, "no asm here");'},
+            {"kernels_cu/a.cuh": '// asm lives in ptx/\nstatic_assert(true, "no asm here");'},
         ),
     ),
     Rule(
         macros_only_in_config,
         bad=(
-            {"kernels_cu/score.cuh": "int d = CUFLASH_HEAD_DIM;"},
+            {"kernels_cu/score/score.cuh": "int d = CUFLASH_HEAD_DIM;"},
             {"kernels_cu/ptx/tma.cuh": "int d = CUFLASH_HEAD_DIM;"},
             {"kernels_cu/tile/load.cuh": "int d = CUFLASH_PTX_DTYPE;"},
             {"tests/support/probe.cu": "int d = CUFLASH_HEAD_DIM;"},
@@ -428,21 +428,21 @@ RULES = [
         good=(
             {"kernels_cu/config.cuh": "int d = CUFLASH_HEAD_DIM;"},
             {"kernels_cu/ptx/wgmma.cuh": 'asm("wgmma." CUFLASH_PTX_DTYPE);'},
-            {"kernels_cu/score.cuh": "// not CUFLASH_HEAD_DIM"},
+            {"kernels_cu/score/score.cuh": "// not CUFLASH_HEAD_DIM"},
         ),
     ),
     Rule(
         no_conditional_compilation,
         bad=(
-            {"kernels_cu/score.cuh": "#if 1\n#endif"},
-            {"kernels_cu/score.cuh": "  #  ifdef CAUSAL\n#endif"},
+            {"kernels_cu/score/score.cuh": "#if 1\n#endif"},
+            {"kernels_cu/score/score.cuh": "  #  ifdef CAUSAL\n#endif"},
             {"kernels_cu/config.cuh": "#if CUFLASH_HEAD_DIM > 64\n#endif"},
             {"kernels_cu/numeric.cuh": "#define MAX(a, b) a"},
             {"kernels_cu/numeric.cuh": "constexpr int arch = __CUDA_ARCH__;"},
         ),
         good=(
             {"kernels_cu/config.cuh": "#ifndef CUFLASH_A\n#define CUFLASH_A 1\n#endif"},
-            {"kernels_cu/score.cuh": '#pragma once\n#include "config.cuh"\n#pragma unroll\n'},
+            {"kernels_cu/score/score.cuh": '#pragma once\n#include "config.cuh"\n#pragma unroll\n'},
         ),
     ),
     Rule(
@@ -463,12 +463,12 @@ RULES = [
             {"cuflash/_api/attention.py": "def attention(q, attn_mask): ..."},
             {"cuflash/_api/attention.py": "attention(q, is_causal=True)"},
             {"examples/a.py": "kBlockM = 1"},
-            {"kernels_cu/score.cuh": "float sm_scale;"},
+            {"kernels_cu/score/score.cuh": "float sm_scale;"},
             {"tests/support/host_cuda.h": "float sm_scale;"},
         ),
         good=(
             {"cuflash/_api/attention.py": "'''Called attn_mask elsewhere.'''\nmask = 'is_causal'"},
-            {"kernels_cu/score.cuh": "float scale;  // sm_scale elsewhere"},
+            {"kernels_cu/score/score.cuh": "float scale;  // sm_scale elsewhere"},
             {PEERS: "f(is_causal=True)"},
         ),
     ),
@@ -490,7 +490,7 @@ RULES = [
             {"kernels_cu/forward_sm80.cu": 'printf("%d", x);'},
             {"tests/support/probe.cu": "assert(x);"},
         ),
-        good=({"kernels_cu/score.cuh": "static_assert(true);  // no printf"},),
+        good=({"kernels_cu/score/score.cuh": "static_assert(true);  // no printf"},),
     ),
     Rule(
         no_open_marks,
@@ -572,15 +572,17 @@ RULES = [
         bad=(
             {"kernels_cu/forward_sm80.cu": "if constexpr (Config::window_left) {"},
             {"kernels_cu/tile/matmul_sm80.cuh": "Config::bias"},
-            {"kernels_cu/softmax.cuh": "if constexpr (Config::kv_lengths != Dtype::none) {"},
+            {"kernels_cu/score/softmax.cuh": "if constexpr (Config::kv_lengths != Dtype::none) {"},
         ),
-        good=({"kernels_cu/score.cuh": "Config::softcap", "kernels_cu/a.cu": "Config::block_m"},),
+        good=(
+            {"kernels_cu/score/score.cuh": "Config::softcap", "kernels_cu/a.cu": "Config::block_m"},
+        ),
     ),
     Rule(
         numbers_have_names,
         bad=(
             {"kernels_cu/a.cu": "float scale = 0.08838834764f;"},
-            {"kernels_cu/softmax.cuh": "sum = max(sum, 1e-30f);"},
+            {"kernels_cu/score/softmax.cuh": "sum = max(sum, 1e-30f);"},
             {"tests/support/probe.cu": "sum = max(sum, 1e-30f);"},
         ),
         good=({"kernels_cu/numeric.cuh": "1.4426950408889634f", "kernels_cu/a.cu": "0.5f"},),

@@ -42,10 +42,10 @@ NO_FILES = Path("/proc/sys")
 @pytest.fixture(autouse=True)
 def forget():
     """Forget flattened sources and warnings, before and after."""
-    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache._warn_once):
+    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache.warn_once):
         cached.cache_clear()
     yield
-    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache._warn_once):
+    for cached in (jit_source.flatten, jit_source.kernels_dir, cubin_cache.warn_once):
         cached.cache_clear()
 
 

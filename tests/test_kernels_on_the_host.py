@@ -29,6 +29,7 @@ import test_varlen
 
 from cuflash._launch import run, score_gradients
 from cuflash._problem.packed import describe_packed
+from cuflash._select.score_sums import score_sums
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -322,3 +323,18 @@ def test_query_heads_of_a_group_in_one_tile(rows: int, options: dict[str, Any]) 
         "normal", 3, np.float16, *shapes, options={**options, "enable_gqa": True}
     )
     check(call, cuflash.Options(**call.options))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes"])
+def test_sums_in_float64_are_rounded_once(name: str) -> None:
+    """Just beyond a tie of 16 bits, which float32 would make a tie: 1, and not the next number."""
+    ulp = 2.0**-10
+    a = on_device(np.zeros((2, 1, 4)))
+    array = on_device(np.zeros({"bias": (2, 1, 1), "alibi_slopes": (2,)}[name], np.float16))
+    options = options_on_device(cuflash.Options(**{name: array}))
+    problem = describe(a, a, a, options)
+    own = score_sums(problem, name, array.shape)
+    sums = np.full(own.shape, 1 + ulp / 2 + 2.0**-40)
+    score_gradients.write(problem, name, own, sums, array, None)
+    np.testing.assert_array_equal(np.asarray(array), np.float16(1 + ulp))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -25,6 +26,7 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.problem import Problem, describe
 from cuflash._select import hardware as select_hardware
+from cuflash._select.choose import LaunchStep
 from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -41,7 +43,7 @@ NUM_PROBLEMS = 100_000
 
 
 def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
-    """Offsets of all operands in the order of the launches, as scheduler.cuh computes them."""
+    """Offsets of all operands in the order of the launches, as scheduler.cuh does."""
     found = []
     for start in grid.offsets():
         for flat in range(grid.num_owners * grid.entries_per_owner):
@@ -360,6 +362,25 @@ def test_no_architecture_refuses_a_problem() -> None:
     of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
     assert of_float64 == {*select_hardware.ARCHITECTURES} - {"sm_90"}
     assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in cuda_cores)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_operands_of_another_dtype_than_kernels_read_are_never_launched(name: str) -> None:
+    """A mistake of ours, since promotion comes before: a kernel would read across the elements."""
+    problem = base_problem()
+    layouts = {n: Layout.of(getattr(problem, n)) for n in ("q", "k", "v", "out")}
+    layouts[name] = layouts[name]._replace(itemsize=4)
+    step = LaunchStep(chosen.portable("forward_sm80", problem, SMALLEST, 2))
+    prepare = functools.partial(plan.plan_launch, step, problem, layouts)
+    hardware = select_hardware.typical("sm_80")
+    if name == "out":  # float32 serves 16-bit inputs
+        with pytest.MonkeyPatch.context() as patch:
+            kernel = SimpleNamespace(pointer=0, num_threads=128, smem_bytes=0)
+            patch.setattr(plan, "compile_kernel", lambda *_: kernel)
+            assert prepare(hardware, 0).names[:4] == ("q", "k", "v", "out")
+        return
+    with pytest.raises(AssertionError, match=f"{name}: 4 bytes, not bfloat16"):
+        prepare(hardware, 0)
 
 
 @pytest.mark.parametrize("head_dim", [257, 1024])

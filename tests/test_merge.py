@@ -408,3 +408,20 @@ def test_wrong_call(name: str) -> None:
         call()
     assert str(caught.value).startswith(argument)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_results_in_float64_are_rounded_once(xp: ModuleType, dtype: Any) -> None:
+    """Just beyond a tie of 16 bits, which float32 would make a tie: 1, and not the next number."""
+    ulp = float(finfo(dtype).eps)
+    outs = xp.asarray(np.array([[[1.0]], [[1 + ulp]]], dtype))
+    lses = xp.asarray(np.array([[0.0], [2.0**-28]]))  # the second part weighs a little more
+    merged = cuflash.merge(outs, lses).out
+    beyond = np.array([1 + ulp / 2 + 2.0**-40])
+    douts = cuflash.merge_backward(xp.asarray(beyond[None]), outs[:1], lses[:1]).out
+    one, dlse = xp.asarray(np.ones((1, 1, 1))), xp.asarray(beyond)
+    low = xp.asarray(np.zeros((1, 1), dtype))
+    dlses = cuflash.merge_backward(one[0], one, low, dlse=dlse).lse
+    for found in (merged, douts, dlses):
+        assert found.dtype == dtype
+        assert float(memory.to_numpy(found).ravel()[0]) == 1 + ulp

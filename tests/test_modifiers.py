@@ -250,7 +250,7 @@ def test_every_name_of_an_array_that_is_accepted_compiles():
     names = [word for word in words if accepted(word)]
     assert {"x", "_x", "table", "warpSize"} <= set(names)
     assert len(words) - len(names) > 100
-    text = (kernels_dir() / "formulas.cuh").read_text()
+    text = (kernels_dir() / "score/formulas.cuh").read_text()
     text = text[text.index("struct FormulaArrays") : text.rindex("}  // namespace")]
     text = re.sub(r'#include "formulas/s.*', "score", text)
     text = re.sub(r'#include "formulas/m.*', "true", text)

@@ -1,4 +1,4 @@
-"""Does score.cuh say of every pair what the definition says? Compiled by a host compiler.
+"""Does score/score.cuh say of every pair what the definition says? Compiled by a host compiler.
 
 Scores with every option, their slopes, sinks and the bits of dropout, as the exact paths of the
 kernels ask for them: the same text, without a GPU and without attention.

@@ -1,8 +1,8 @@
-"""What does a new score option cost? One is added here: few files, and no kernel.
+"""What does a new score option cost? Two are added here: few files each, and no kernel.
 
-`shift`, a number for each head that is added to its scores, goes into a copy of the library by the
-edits that docs/adding-a-feature.md asks for. The copy then runs it on the CPU path, in the covering
-array and in kernels that a C++ compiler makes.
+`shift`, an array with a number for each head, and `lift`, one number, are added to scores. They go
+into a copy of the library by the edits that docs/adding-a-feature.md asks for. The copy then runs
+them on the CPU path, in the covering array and in kernels that a C++ compiler makes.
 """
 
 from __future__ import annotations
@@ -25,35 +25,42 @@ ROOT = Path(__file__).resolve().parents[1]
 EDITS = {
     "cuflash/_problem/option_table.py": (
         ('    Option(\n        "scale"', '    Option("shift", checks.floats, "add", {"shift": ""}, '
-         'compiled="dtype", pressure=1),\n'),
+         'compiled="dtype", pressure=1),\n'
+         '    Option("lift", checks.finite, "add", number=_as_it_is, compiled="flag", '
+         'params={"lift": (np.float32, lambda p: p.lift, "")}),\n'),
     ),
     "cuflash/_problem/options.py": (
-        ("    #: Plain values and the layouts", "    shift: Array | None = None\n"),
-        ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"),
+        ("    #: Plain values and the layouts", "    shift: Array | None = None\n"
+         "    lift: float | None = None\n"),
+        ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"
+         "    lift: float | None\n"),
     ),
     "cuflash/reference/_score.py": (
         ("    mod_slope = np.ones((), dtype)\n", "    if options.shift is not None:\n"
-         "        score = score + np.asarray(options.shift).astype(dtype)[..., None, None]\n"),
+         "        score = score + np.asarray(options.shift).astype(dtype)[..., None, None]\n"
+         "    score = score + dtype(options.lift or 0)\n"),
     ),
     "cuflash/_host/scores.py": (
         ('        self._mask = of_entry("mask")\n', '        self._shift = of_entry("shift")\n'),
         ("        mod_slope = None\n", "        if self._shift is not None:\n"
-         "            score += self._narrowed(self._shift)[..., None, None]\n"),
+         "            score += self._narrowed(self._shift)[..., None, None]\n"
+         "        score += self._dtype.type(problem.lift or 0)\n"),
     ),
     "kernels_cu/config.cuh": (
         ("#ifndef CUFLASH_SOFTCAP\n", "#ifndef CUFLASH_SHIFT\n#define CUFLASH_SHIFT none\n"
-         "#endif\n"),
+         "#endif\n#ifndef CUFLASH_LIFT\n#define CUFLASH_LIFT false\n#endif\n"),
         ("  static constexpr bool softcap =", "  static constexpr Dtype shift = "
-         "Dtype::CUFLASH_SHIFT;\n"),
+         "Dtype::CUFLASH_SHIFT;\n  static constexpr bool lift = CUFLASH_LIFT;\n"),
     ),
-    "kernels_cu/score.cuh": (
+    "kernels_cu/score/score.cuh": (
         ("  Real slope;\n", "  Real shift;\n"),
         ("    if constexpr (Config::alibi_slopes != Dtype::none) {\n      slope =",
          "    if constexpr (Config::shift != Dtype::none) {\n"
          "      shift = read_real<Config::shift>(params.shift, entry * params.shift_strides);\n"
          "    }\n"),
         ("    if constexpr (Config::alibi_slopes != Dtype::none) {\n      return",
-         "    if constexpr (Config::shift != Dtype::none) logit += shift;\n"),
+         "    if constexpr (Config::shift != Dtype::none) logit += shift;\n"
+         "    if constexpr (Config::lift) logit += params.lift;\n"),
     ),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Which wgmma instructions do the kernels use? Writes two headers of kernels_cu/ptx/.
 
-wgmma_shared.cuh and wgmma_registers.cuh, named after where operand A lies.
+wgmma_ss.cuh and wgmma_rs.cuh, named after where operand A lies.
 
 python tools/gen_wgmma.py
 """
@@ -58,11 +58,11 @@ def function(columns: int, *, a_in_registers: bool) -> str:
     count = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     if a_in_registers:
-        name, majors, parameter = "wgmma_registers", ["b_major"], "const uint32_t (&a)[4]"
+        name, majors, parameter = "wgmma_rs", ["b_major"], "const uint32_t (&a)[4]"
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         inputs = [f'"r"(a[{i}])' for i in range(4)]
     else:
-        name, majors, parameter = "wgmma_shared", ["a_major", "b_major"], "uint64_t a"
+        name, majors, parameter = "wgmma_ss", ["a_major", "b_major"], "uint64_t a"
         a, inputs = f"%{count}", ['"l"(a)']
     b, predicate, *transposed = (f"%{count + len(inputs) + i}" for i in range(2 + len(majors)))
     shape = (
@@ -96,8 +96,8 @@ def function(columns: int, *, a_in_registers: bool) -> str:
 def generate() -> dict[str, str]:
     """The headers, by name."""
     headers = (
-        ("wgmma_shared.cuh", "A and B lie in shared memory.", SHARED, False),
-        ("wgmma_registers.cuh", "A lies in registers, B in shared memory.", REGISTERS, True),
+        ("wgmma_ss.cuh", "A and B lie in shared memory.", SHARED, False),
+        ("wgmma_rs.cuh", "A lies in registers, B in shared memory.", REGISTERS, True),
     )
     return {
         name: HEADER.format(title=title)

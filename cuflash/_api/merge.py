@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
+from cuflash._arrays import (
+    Array,
+    native,
+    on_own_device,
+    refuse_captured,
+    rounded,
+    same_module,
+)
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
@@ -78,7 +85,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
             xp.promote_types(dtype, arithmetic(outs.dtype))
         )
         out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
-        return AttentionResult(out.astype(outs.dtype), lse.astype(lses.dtype))
+        return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
 
 
 @on_own_device
@@ -141,8 +148,8 @@ def merge_backward(
         douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
         dlses = xp.where(hidden, 0, weight * slope)
         return AttentionResult(
-            xp.moveaxis(douts.astype(outs.dtype), 0, axis),
-            xp.moveaxis(dlses.astype(lses.dtype), 0, axis),
+            xp.moveaxis(rounded(douts, outs.dtype), 0, axis),
+            xp.moveaxis(rounded(dlses, lses.dtype), 0, axis),
         )
 
 

@@ -134,7 +134,7 @@ def _kernel_sources() -> str:
 
 
 def _kernel_cache() -> str:
-    from cuflash._jit.cubin_cache import folder
+    from cuflash._cupy import folder
 
     found = folder()
     return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"

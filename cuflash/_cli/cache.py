@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cuflash
+from cuflash import _cupy
 from cuflash._cli.problem_arguments import listed, positive
 from cuflash._jit import cubin_cache
 from cuflash.tuning._workload import Workload
@@ -47,7 +48,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked for."""
-    folder = arguments.folder or cubin_cache.folder()
+    folder = arguments.folder or _cupy.folder()
     if arguments.action == "warm":
         return _warm(arguments)
     if arguments.action == "verify" and arguments.folder and not folder.is_dir():

@@ -38,7 +38,7 @@ PREDICTED_OF_GRADIENT = {
     "processors to L2": "stored",
 }
 _FLOAT_BYTES = 4
-_SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_sums.cuh
+_SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_accum.cuh
 
 
 class Traffic(NamedTuple):

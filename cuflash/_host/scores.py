@@ -1,4 +1,4 @@
-"""What does a score mean on the CPU path? The counterpart of kernels_cu/score.cuh.
+"""What does a score mean on the CPU path? The counterpart of kernels_cu/score/score.cuh.
 
 The only place of the CPU path that knows scale, softcap, bias, ALiBi, formulas, causal, window,
 mask, segments and lengths. It speaks of query and key indices of one batch entry, and says which

@@ -141,7 +141,7 @@ def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: 
 
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
-    version = _arrays._imported().__version__
+    version = _arrays.imported_cupy().__version__
     options = (*OPTIONS, f"-arch={arch}")
     return _stored_name(source_of(config, arch), options, compiler_id.identity(), version)
 

@@ -14,28 +14,18 @@ import contextlib
 import errno
 import functools
 import hashlib
-import importlib.util
 import os
 import stat
 import sys
 import tempfile
-import threading
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from cuflash._cupy import folder, in_memory, warn_once
 
 _DIGEST_BYTES = 32
 _COMPILER = "compiler.json"
-_IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
-_CACHE_DIR = "CUPY_CACHE_DIR"
-_importing = threading.Lock()
-
-
-def folder() -> Path:
-    """Where the files are: CuPy's settings hold."""
-    cache = os.environ.get(_CACHE_DIR) or os.path.expanduser("~/.cupy/kernel_cache")
-    return Path(cache, "cuflash")
 
 
 def name_of(*made_of: str) -> str:
@@ -124,7 +114,7 @@ def load(name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError:
-        _warn_once(str(folder().parent))
+        warn_once(str(folder().parent))
         return None
     return _checked(name, content)
 
@@ -137,7 +127,7 @@ def save(name: str, cubin: bytes) -> None:
         replace(_path(name), cubin + _digest(name, cubin))
     except OSError:
         if load(name) is None:  # Windows refuses to replace what another process is reading
-            _warn_once(str(folder().parent))
+            warn_once(str(folder().parent))
 
 
 def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
@@ -195,80 +185,12 @@ def _write_note(path: Path, note: dict[str, Any]) -> None:
             replace(path, json.dumps(note).encode())
 
 
-def import_cupy() -> ModuleType:
-    """CuPy, which compiles from then on, whatever state its folder is in.
-
-    Its own kernels (fills, sums, conversions) go to the folder above ours, and it raises where it
-    cannot write there, or read what is there. It is kept out of there by what it takes for the
-    value of a variable that nobody has set: where somebody has, that holds. The environment, which
-    all threads and child processes share, is not written.
-    """
-    with _importing:
-        cupys = folder().parent
-        keeps_out = not os.environ.get(_IN_MEMORY) and not _usable(cupys)
-        if keeps_out:
-            _warn_once(str(cupys))
-        if (keeps_out or in_memory()) and "cupy" not in sys.modules and not cupys.is_dir():
-            _import_without_a_folder()
-        import cupy
-
-        if keeps_out:
-            compiler = cupy.cuda.compiler
-            value_of = compiler._get_bool_env_variable
-            compiler._get_bool_env_variable = lambda name, default: value_of(
-                name, default or name == _IN_MEMORY
-            )
-    return cupy  # type: ignore[no-any-return]
-
-
-def _import_without_a_folder() -> None:
-    """Let CuPy 14.2 be imported; it makes its folder then, to be used or not, or raises."""
-    package = importlib.util.find_spec("cupy")
-    file = Path((package and package.origin) or "").parent / "cuda" / "_compiler_cache.py"
-    name = "cupy.cuda._compiler_cache"
-    spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
-    if spec is None or spec.loader is None:  # an earlier CuPy
-        return
-    store = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(store)
-    store.DiskKernelCacheBackend.__init__ = lambda *_: None  # nobody asks it for kernels
-    sys.modules[name] = store
-
-
-def _usable(cupys: Path) -> bool:
-    """Whether files can be made in a folder, and all kernels that lie there be read."""
-    try:
-        cupys.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cupys):  # has no name that a killed process could leave
-            pass
-        with os.scandir(cupys) as entries:
-            kernels = (entry for entry in entries if entry.name.endswith(".cubin"))
-            return all(entry.is_file() and os.access(entry, os.R_OK) for entry in kernels)
-    except OSError:
-        return False
-
-
-def in_memory() -> bool:
-    """Whether CuPy's settings say that kernels are not kept."""
-    return os.environ.get(_IN_MEMORY) == "1"
-
-
 def _path(name: str) -> Path:
     return folder() / f"{name}.cubin"
 
 
 def _digest(name: str, cubin: bytes) -> bytes:
     return hashlib.sha256(name.encode() + cubin).digest()
-
-
-@functools.cache
-def _warn_once(where: str) -> None:
-    warnings.warn(
-        f"the kernel cache {where} cannot be read or written, or holds something else, or what any "
-        "user may have written: kernels are compiled in memory",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class BackwardKVConfig(KernelConfig):
     parts = SCORED | {"own": portable.Gradients}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
-    streams = range(16, 65, 16)  # KeptBits of dropout.cuh
+    streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
 
     def check(self) -> None:
         """Raise a ValueError for more queries than threads, each of which reads one."""

@@ -75,7 +75,7 @@ class BackwardKVSm90Config(KernelConfig):
     def check(self) -> None:
         """Raise a ValueError for warpgroups or buffers that cannot be."""
         wgmma.check_gradient(self)
-        if self.dropout and self.block_m > 64:  # KeptBits of dropout.cuh
+        if self.dropout and self.block_m > 64:  # KeptBits of score/dropout.cuh
             raise ValueError(f"block_m = {self.block_m} must be at most 64 with dropout")
 
     @property

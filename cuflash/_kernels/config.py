@@ -107,9 +107,9 @@ class KernelConfig:
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
-    #: row, ``ColumnBits`` of score.cuh.
+    #: row, ``ColumnBits`` of score/score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
-    most_on_cuda_cores: ClassVar[int] = 512  # rows of tile/global_tile.cuh
+    most_on_cuda_cores: ClassVar[int] = 512  # rows of simt/global_tile.cuh
 
     _values: dict[str, Any]
 

@@ -1,6 +1,6 @@
 """``segment_bounds.cu``: bounds of the segment ids of every 64 queries and every 64 keys.
 
-By them kernels leave out blocks of other segments: see ``kernels_cu/segments.cuh``. Each batch
+By them kernels leave out blocks of other segments: see ``schedule/segments.cuh``. Each batch
 entry whose ids are its own has bounds of its own.
 """
 

@@ -14,7 +14,7 @@ _GRID_LIMIT = 2**31 - 1  # thread blocks
 
 
 class Grid(NamedTuple):
-    """How the batch axes of one launch are walked: see ``scheduler.cuh``."""
+    """How the batch axes of one launch are walked: see ``schedule/scheduler.cuh``."""
 
     axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
     peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host

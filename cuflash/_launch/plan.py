@@ -213,7 +213,7 @@ def keys_to_load(problem: Problem) -> int:
 
 
 def num_tiles(problem: Problem, rows: int, block: int) -> int:
-    """Tiles of one owner; of packed sequences, as many as there may be: see ``seqlen.cuh``."""
+    """Tiles of one owner; of packed sequences, as many as may be: ``score/seqlen.cuh``."""
     if problem.cu_seqlens_q is None:
         return -(-rows // block)
     return rows // block + problem.cu_seqlens_q.shape[0] - 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cupy
 import numpy as np
 
-from cuflash._arrays import Array
+from cuflash._arrays import Array, write_rounded
 from cuflash._kernels.backward_dscore_sm80 import GradOf
 from cuflash._problem.operand import Operand, canonical_view, option_operand
 from cuflash._problem.problem import Problem
@@ -36,11 +36,11 @@ def write(
         elif own.sums_to == "keys":
             sums = sums[..., None, :]
         rows, columns = sums.shape[-2:]
-        view[..., :rows, :columns] = sums
+        write_rounded(view[..., :rows, :columns], sums)
     elif ends is None:
-        view[...] = sums.sum(-1)
+        write_rounded(view, sums.sum(-1))
     else:
-        view[...] = _added(of_sequences(sums, ends), operand.summed[:1])
+        write_rounded(view, _added(of_sequences(sums, ends), operand.summed[:1]))
 
 
 def write_sink(
@@ -76,7 +76,7 @@ def write_sink(
         own = of_rows(canonical_view(lengths, problem.q_lengths))  # it may be a copy of few numbers
         shares = cupy.where(places < own, shares, 0)
     sums = -shares.sum(-1) if ends is None else of_sequences(-shares, ends)
-    view[...] = _added(sums, operand.summed)
+    write_rounded(view, _added(sums, operand.summed))
 
 
 def _of_rows(problem: Problem, ends: Array | None) -> tuple[Callable[[Array], Array], Array]:

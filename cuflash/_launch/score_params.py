@@ -53,7 +53,7 @@ def fill(score: Any, problem: Problem) -> None:
 
 
 def recomputes_far_rows(problem: Problem) -> bool:
-    """Whether kernels compute rows far from 0 pair by pair: ``Score`` in ``score.cuh`` says why."""
+    """Whether kernels compute rows far from 0 pair by pair: ``score/score.cuh`` says why."""
     formula = problem.formulas is not None and problem.formulas.score_mod
     return problem.dtype == np.float64 or (problem.bias is None and not formula)
 

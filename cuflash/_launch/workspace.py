@@ -82,6 +82,6 @@ def _entry_bytes(problem: Problem) -> int:
 
 
 def dq_sums_layout(problem: Problem) -> Layout:
-    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_sums.cuh`` says."""
+    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_accum.cuh`` says."""
     steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=_entry_bytes(problem))
     return Layout(_FLOAT_BYTES, tuple(steps)[::-1] if problem.batch else ())

@@ -1,7 +1,7 @@
 """Which score options are there? One row each, from which the library derives what it can.
 
 To add an option: a row here, its typed field and paragraph in ``options.py``, and its meaning in
-three languages: ``reference/_score.py``, ``_host/scores.py`` and ``kernels_cu/score.cuh``.
+three languages: ``reference/_score.py``, ``_host/scores.py`` and ``kernels_cu/score/score.cuh``.
 """
 
 from __future__ import annotations

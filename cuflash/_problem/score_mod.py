@@ -18,7 +18,7 @@ from cuflash._errors import shown, wrong_type, wrong_value
 _RESERVED = ("score", "b", "h", "q", "k")
 #: Not what C++ and CUDA keep to themselves (two underscores, one before a capital), nor ours.
 _IDENTIFIER = re.compile(r"(?!.*__|_[A-Z]|CUFLASH_|formula_)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: Of C++20, types and macros that are in scope, and names of kernels_cu/formulas.cuh.
+#: Of C++20, types and macros that are in scope, and names of kernels_cu/score/formulas.cuh.
 _WORDS = frozenset(re.findall(r"\w+", """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
     char32_t char8_t class co_await co_return co_yield compl concept const const_cast

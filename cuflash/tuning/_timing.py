@@ -17,6 +17,7 @@ import numpy as np
 
 from cuflash._kernels.config import KernelConfig
 from cuflash._problem.options import Options
+from cuflash._results import Gradients
 from cuflash._select.hardware import present
 from cuflash._timing.clock import ROUNDS, SHORT_MS, Call, DeviceClock, Measurement
 from cuflash._timing.machine import read_clocks, versions
@@ -36,7 +37,7 @@ class Calls:
     def __init__(self, workload: Workload, kernel: str, copies: int = 1) -> None:
         import cupy
 
-        import cuflash
+        from cuflash._api import attention as api
 
         self.backward = not kernel.startswith("forward")
         self.wrt = _checking.gradients_of(kernel) if self.backward else ()
@@ -47,7 +48,7 @@ class Calls:
         self.statistics: list[tuple[Any, Any]] = []
         if self.backward:
             for q, k, v, _ in self.inputs:
-                found = cuflash.attention(q, k, v, return_lse=True, **self.given)
+                found = api.attention(q, k, v, return_lse=True, **self.given)
                 self.statistics.append((found.out, found.lse))
             self.given |= {"wrt": self.wrt, "deterministic": workload.deterministic}
 
@@ -68,21 +69,21 @@ class Calls:
     def _call(self, number: int, config: KernelConfig) -> Call:
         import cupy
 
-        import cuflash
+        from cuflash._api import attention as api
 
         q, k, v, dout = self.inputs[number]
         results, common = self.results[number], ("options", "precision")
-        size = cuflash.workspace_size(
+        size = api.workspace_size(
             q, k, v, backward=self.backward, **{name: self.given[name] for name in common}
         )
         room = cupy.empty(size, np.uint8) if size else None
         given = self.given | {"workspace": room, "config": config}
         if self.backward:
             arrays = (dout, q, k, v, *self.statistics[number])
-            gradients = cuflash.Gradients(**results)
-            return partial(cuflash.attention_backward, *arrays, grads_out=gradients, **given)
+            gradients = Gradients(**results)
+            return partial(api.attention_backward, *arrays, grads_out=gradients, **given)
         pair = (results["out"], results["lse"])
-        return partial(cuflash.attention, q, k, v, return_lse=True, out=pair, **given)
+        return partial(api.attention, q, k, v, return_lse=True, out=pair, **given)
 
     def on_host(self) -> _checking.Results:
         """The results of the first call, where NumPy reads them."""

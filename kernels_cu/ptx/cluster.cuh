@@ -1,4 +1,4 @@
-// Two blocks of threads that run at the same time, and reach each other's shared memory.
+// Two thread blocks that run at the same time, and reach each other's shared memory.
 #pragma once
 
 #include "config.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Where `smem`, an address of this block of threads, lies in that of this rank.
+// Where `smem`, an address of this thread block, lies in that of this rank.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ uint32_t shared_address_of(uint32_t rank, uint32_t smem) {
   uint32_t address;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, 
       : "memory");
 }
 
-// Bytes in one piece to another block of threads, counted on its `barrier`.
+// Bytes in one piece to another thread block, counted on its `barrier`.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes,
                                                      uint32_t barrier) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, ui
       : "memory");
 }
 
-// The same to the same place of every block of threads of the cluster whose rank `ranks` has as a
+// The same to the same place of every thread block of the cluster whose rank `ranks` has as a
 // bit, each of which counts its bytes.
 __device__ __forceinline__ void tma_load_multicast(uint32_t smem, const TensorMap& map,
                                                    uint32_t barrier, int column, int row,

@@ -1,10 +1,10 @@
 // A warpgroup that computes: 64 rows of out, from scores to the sum over their keys.
 #pragma once
 
-#include "dropout.cuh"
+#include "score/dropout.cuh"
 #include "params.cuh"
 #include "ptx/sync.cuh"
-#include "segments.cuh"
+#include "schedule/segments.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
 #include "sm90/shared_memory.cuh"
@@ -31,7 +31,7 @@ struct Consumer {
   // alone where no maximum is formed and products of a wide head take longer than a softmax.
   static constexpr bool finds_order =
       keeps_reference && Config::head_dim == 128 && !Score::masks_before_last;
-  static constexpr bool takes_turns = consumers == 2 ? !finds_order : Config::block_n == 128;
+  static constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n == 128;
 
   const ForwardSm90Params& params;
   SharedMemory& smem;
@@ -42,9 +42,9 @@ struct Consumer {
   float o_acc[1][o_tiles][4];
   uint32_t p_frag[1][s_tiles / 2][4];
 
-  // All tiles of this block of threads.
+  // All tiles of this thread block.
   __device__ __forceinline__ void run() {
-    if (takes_turns && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
+    if (uses_pingpong && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
 #pragma unroll 1
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
@@ -181,22 +181,22 @@ struct Consumer {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
-    take_turn();
+    pingpong_wait();
     start_scores<keys>(s_acc);
-    pass_turn();
+    pingpong_signal();
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    const LookedUp<count_of(keys)> looked_up(score, rows.first_row, first_key);
+    const PrefetchedMaskBias<count_of(keys)> prefetched(score, rows.first_row, first_key);
     ptx::wgmma_wait<0>();
     ptx::pin(flat(s_acc));
     release_scores(is_last);
     if (keys == Keys::all && !masked) {
-      weigh<Edge::none>(s_acc, score, rows.first_row, first_key, looked_up);
+      online_softmax<Edge::none>(s_acc, score, rows.first_row, first_key, prefetched);
     } else if (Score::masks_before_full && (Score::has_segments || !rows.own.has_full())) {
-      weigh<Edge::both>(s_acc, score, rows.first_row, first_key, looked_up);
+      online_softmax<Edge::both>(s_acc, score, rows.first_row, first_key, prefetched);
     } else {
-      weigh<Edge::last>(s_acc, score, rows.first_row, first_key, looked_up);
+      online_softmax<Edge::last>(s_acc, score, rows.first_row, first_key, prefetched);
     }
-    keep_weights<keys>(s_acc, dropped);
+    pack_p<keys>(s_acc, dropped);
   }
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
@@ -207,13 +207,13 @@ struct Consumer {
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
     const auto dropped = dropped_pairs<count_of(keys)>(score, rows, first_key);
-    LookedUp<count_of(keys)> looked_up;
-    if constexpr (edge != Edge::none) looked_up = {score, rows.first_row, first_key};
+    PrefetchedMaskBias<count_of(keys)> prefetched;
+    if constexpr (edge != Edge::none) prefetched = {score, rows.first_row, first_key};
     wait_for_scores(s_acc);
     release_scores(is_last);
-    weigh<edge>(s_acc, score, rows.first_row, first_key, looked_up);
+    online_softmax<edge>(s_acc, score, rows.first_row, first_key, prefetched);
     end_product(before);
-    keep_weights<keys>(s_acc, dropped);
+    pack_p<keys>(s_acc, dropped);
     softmax.rescale_rows(o_acc);
   }
 
@@ -236,18 +236,19 @@ struct Consumer {
       softmax.follow_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
       if (warp_agrees(lost[0] || lost[1])) {
-        weigh_again(s_acc, lost, score, rows, entry, first_key);
+        recompute_weights(s_acc, lost, score, rows, entry, first_key);
       }
     }
     softmax.add_block();
-    keep_weights<Keys::all>(s_acc, dropped);
+    pack_p<Keys::all>(s_acc, dropped);
   }
 
   // Weights of a full block from scores that are multiplied again, for rows that lost theirs. Those
   // of other rows, and their bits, stay.
-  __device__ __forceinline__ void weigh_again(float (&s_acc)[1][s_tiles][4], const bool (&lost)[2],
-                                              const Score& score, const Rows& rows,
-                                              const BatchIndex& entry, int first_key) {
+  __device__ __forceinline__ void recompute_weights(float (&s_acc)[1][s_tiles][4],
+                                                    const bool (&lost)[2], const Score& score,
+                                                    const Rows& rows, const BatchIndex& entry,
+                                                    int first_key) {
     const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
     const RawScores raw(params, entry, score.seqlen, warp_row);
     float s[4], maximum[2] = {-infinity(), -infinity()};
@@ -297,8 +298,8 @@ struct Consumer {
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     arrive_if(smem.v_empty[ring.stage()], leads_warpgroup());
     ring.advance();
-    take_turn();
-    pass_turn();
+    pingpong_wait();
+    pingpong_signal();
   }
 
   // Which weights dropout drops: drawn while scores are multiplied. (D6)
@@ -322,10 +323,10 @@ struct Consumer {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
-    take_turn();
+    pingpong_wait();
     start_scores<keys>(s_acc);
     start_product_with<Keys::all>(before);
-    pass_turn();
+    pingpong_signal();
     return before;
   }
 
@@ -360,10 +361,10 @@ struct Consumer {
 
   // Raw products become weights, relative to the rows' reference.
   template <Edge edge, int tiles>
-  __device__ __forceinline__ void weigh(float (&s_acc)[1][tiles][4], const Score& score,
-                                        int first_row, int first_key,
-                                        const LookedUp<tiles>& looked_up) {
-    apply_score<edge>(s_acc, score, first_row, first_key, looked_up);
+  __device__ __forceinline__ void online_softmax(float (&s_acc)[1][tiles][4], const Score& score,
+                                                 int first_row, int first_key,
+                                                 const PrefetchedMaskBias<tiles>& prefetched) {
+    apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, score);
     softmax.add_block();
@@ -392,8 +393,8 @@ struct Consumer {
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.
   template <Keys keys, int tiles>
-  __device__ __forceinline__ void keep_weights(const float (&s_acc)[1][tiles][4],
-                                               const DroppedPairs<1, tiles>& dropped) {
+  __device__ __forceinline__ void pack_p(const float (&s_acc)[1][tiles][4],
+                                         const DroppedPairs<1, tiles>& dropped) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t) {
       const int own = t - first_of(keys);
@@ -413,24 +414,23 @@ struct Consumer {
   template <Keys keys, int tiles>
   __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4]) {
     start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
-        s_acc, smem.q[q_ring.stage()].summed_over_columns(64 * warpgroup),
-        smem.k[ring.stage()].summed_over_columns(8 * first_of(keys)));
+        s_acc, smem.q[q_ring.stage()].k_major(64 * warpgroup),
+        smem.k[ring.stage()].k_major(8 * first_of(keys)));
   }
 
   template <Keys keys>
   __device__ __forceinline__ void start_product_with(const Ring<Config::num_stages>& at) {
     constexpr int first = first_of(keys) / 2, count = count_of(keys) / 2;
     wait(smem.v_full[at.stage()], at.full_parity());
-    start_product<SharedMemory::VTile, first, count>(o_acc, p_frag,
-                                                     smem.v[at.stage()].summed_over_rows());
+    start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, smem.v[at.stage()].mn_major());
   }
 
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (takes_turns) ptx::named_barrier_sync(first_turn + warpgroup, 256);
+  __device__ __forceinline__ void pingpong_wait() const {
+    if constexpr (uses_pingpong) ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void pingpong_signal() const {
     const int next = warpgroup + 1 == consumers ? 0 : warpgroup + 1;
-    if constexpr (takes_turns) ptx::named_barrier_arrive(first_turn + next, 256);
+    if constexpr (uses_pingpong) ptx::named_barrier_arrive(first_turn + next, 256);
   }
 
   // out and lse of these 64 rows; rows that saw nothing become +0 and lse_without_keys.

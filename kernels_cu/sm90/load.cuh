@@ -3,10 +3,10 @@
 
 #include "params.cuh"
 #include "ptx/tma.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
 #include "sm90/barrier.cuh"
-#include "tile/matmul_sm90.cuh"
+#include "sm90/matmul.cuh"
 
 namespace cuflash {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ptx/special.cuh"
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -29,13 +29,13 @@ struct LaneIndices {
 // What a mask, if it is alone, and a bias hold for the two rows of this lane: under way while
 // scores are multiplied.
 template <int tiles>
-struct LookedUp {
+struct PrefetchedMaskBias {
   ColumnBits shown[2];
   Score::BiasOf<tiles> bias[2];
 
-  LookedUp() = default;
+  PrefetchedMaskBias() = default;
 
-  __device__ __forceinline__ LookedUp(const Score& score, int first_row, int first_key) {
+  __device__ __forceinline__ PrefetchedMaskBias(const Score& score, int first_row, int first_key) {
     const LaneIndices lane(first_row, first_key);
     if constexpr (Score::has_mask_alone) score.shown_to_rows<tiles>(shown, lane.row, lane.key);
     if constexpr (Score::reads_bias_ahead) {
@@ -51,18 +51,18 @@ struct LookedUp {
 template <Edge edge, int tiles>
 __device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
                                             int first_row, int first_key,
-                                            const LookedUp<tiles>& looked_up) {
+                                            const PrefetchedMaskBias<tiles>& prefetched) {
   if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int q_idx = lane.row + 8 * half;
       const Range keys = score.kv_range_from(lane.key, q_idx);
-      const auto bias = Score::reads_bias_ahead ? looked_up.bias[half]
+      const auto bias = Score::reads_bias_ahead ? prefetched.bias[half]
                                                 : score.bias_of_row<tiles>(q_idx, lane.key);
       ColumnBits seen;
       if constexpr (edge != Edge::none && Score::has_mask_alone) {
-        seen = looked_up.shown[half];
+        seen = prefetched.shown[half];
       } else if constexpr (edge != Edge::none) {
         seen = score.seen_of_row<tiles>(q_idx, lane.key, keys);
         if constexpr (bounds_as_bits) {

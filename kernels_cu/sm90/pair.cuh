@@ -1,11 +1,11 @@
-// What two blocks of threads of a cluster share that compute a tile of keys
+// What two thread blocks of a cluster share that compute a tile of keys
 // (backward_pair_sm90.cu): shared memory and its barriers, the tile, and the order of blocks of
 // queries.
 #pragma once
 
 #include "params.cuh"
 #include "ptx/cluster.cuh"
-#include "sm90/key_owner.cuh"
+#include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
 
@@ -17,17 +17,17 @@ static_assert(Score::is_plain, "others take registers");
 static_assert(Config::block_m == 64 && Config::block_n == 64, "a warpgroup computes all scores");
 static_assert(Config::head_dim % 64 == 0 && Config::head_dim_v % 64 == 0, "whole panels");
 
-struct SharedMemory : KeyOwnerMemory {
+struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<64, 64>;  // ds^T: rows are keys
   using OtherKTile = PanelTile<64, Config::head_dim / 2>;
 
-  OtherKTile other_k;  // the keys of the other block of threads, the columns of dq that are ours
+  OtherKTile other_k;  // the keys of the other thread block, the columns of dq that are ours
   DsTile ds, other_ds;
   uint64_t rows_raw[Config::num_stages];
   uint64_t ds_full, other_full, ds_empty;
   uint64_t turn_come, dq_added;
   uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
-  int tile;            // of the first block of threads: what both compute
+  int tile;            // of the first thread block: what both compute
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardPairConfig.smem_bytes counts this struct");
@@ -49,7 +49,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// Of the panels of q, k and dq those that this block of threads has alone.
+// Of the panels of q, k and dq those that this thread block has alone.
 __device__ __forceinline__ int first_whole_panel() {
   return ptx::cluster_rank() * (whole_panels + shares_middle);
 }

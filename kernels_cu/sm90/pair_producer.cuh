@@ -1,5 +1,5 @@
 // The warp of backward_pair_sm90.cu that loads: its keys, and half of the columns of q and dout for
-// both blocks of threads.
+// both thread blocks.
 #pragma once
 
 #include "sm90/pair.cuh"
@@ -24,7 +24,7 @@ struct Producer {
     }
   }
 
-  // Every second panel, for both. Both blocks of threads clear rows that saw nothing.
+  // Every second panel, for both. Both thread blocks clear rows that saw nothing.
   template <typename RowsTile>
   __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
                                              const Layout& layout, const BatchIndex& entry,

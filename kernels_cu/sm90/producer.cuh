@@ -3,7 +3,7 @@
 
 #include "params.cuh"
 #include "ptx/sync.cuh"
-#include "segments.cuh"
+#include "schedule/segments.cuh"
 #include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 
@@ -26,7 +26,7 @@ struct Producer {
     work = work_of(blockIdx.x);
   }
 
-  // All tiles of this block of threads; the whole warp comes along, its first lane issues.
+  // All tiles of this thread block; the whole warp comes along, its first lane issues.
   __device__ __forceinline__ void run() {
     // A single q is free only when the tile before is done, a second one long before k.
     if (stages_out && work.first_row >= 0) load_q();
@@ -96,7 +96,7 @@ struct Producer {
   __device__ __forceinline__ int draw() {
     if (lane_index() != 0) return 0;
     if (params.tile_counter != nullptr) {
-      // Every block of threads draws once past the end, as many in all as there are tiles: the last
+      // Every thread block draws once past the end, as many in all as there are tiles: the last
       // draw leaves 0 for the next launch.
       return atomicInc(params.tile_counter, Work::num_tiles(params) - 1) + gridDim.x;
     }

@@ -3,7 +3,7 @@
 
 #include "params.cuh"
 #include "ptx/mma_sync.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 

@@ -1,4 +1,4 @@
-// What the warps of one block of threads share: tiles of q, k and v, barriers, the work at hand.
+// What the warps of one thread block share: tiles of q, k and v, barriers, the work at hand.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   q_full       1 + bytes          q is there
@@ -15,12 +15,12 @@
 // the softmax of one runs under the products of the next; `together` joins one warpgroup.
 #pragma once
 
-#include "pipeline.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
+#include "schedule/pipeline.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/tile_order.cuh"
-#include "tile/matmul_sm90.cuh"
+#include "sm90/matmul.cuh"
 
 namespace cuflash {
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The next tile of this block of threads, as the producer drew it; each reading warp asks once. Its
+// The next tile of this thread block, as the producer drew it; each reading warp asks once. Its
 // first lane reads for all and vouches for what it read, once all are past their wait.
 __device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();

@@ -1,7 +1,7 @@
 // Maximum and sum of a row in the pieces that the schedule of Hopper needs.
 #pragma once
 
-#include "softmax.cuh"
+#include "score/softmax.cuh"
 
 namespace cuflash {
 

@@ -1,7 +1,7 @@
 // How out leaves: staged in shared memory and sent by TMA, or straight from registers.
 #pragma once
 
-#include "exact.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/sync.cuh"
@@ -50,7 +50,8 @@ __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, cons
   __syncwarp();  // a row lies in registers of four lanes, and an exact one in all
   for_each_bit(broken, [&](int bit) {
     const int q_idx = work.first_row + first_row + bit;
-    exact_out(params, work.entry, q_idx, without_lse >> bit & 1, StagedRow{tile, first_row + bit});
+    recompute_out(params, work.entry, q_idx, without_lse >> bit & 1,
+                  StagedRow{tile, first_row + bit});
   });
   ptx::fence_async_proxy();  // TMA will read what this thread wrote
 }
@@ -143,8 +144,9 @@ __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, cons
     }
   }
   __syncwarp();  // a row was written by four lanes, and an exact one by all
-  for_each_bit(broken,
-               [&](int bit) { exact_out(params, entry, first_row + bit, without_lse >> bit & 1); });
+  for_each_bit(broken, [&](int bit) {
+    recompute_out(params, entry, first_row + bit, without_lse >> bit & 1);
+  });
 }
 
 }  // namespace cuflash

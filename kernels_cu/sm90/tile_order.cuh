@@ -1,9 +1,9 @@
 // Which rows a rank stands for, heaviest tiles first.
 #pragma once
 
-#include "exact.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
+#include "simt/recompute_rows.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
 
 namespace cuflash {
 

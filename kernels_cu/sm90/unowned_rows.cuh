@@ -1,13 +1,13 @@
 // What rows get that belong to no packed sequence: those before the first and after the last.
 #pragma once
 
-#include "exact.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
-// out 0 and lse -inf. By one warp of each block of threads.
+// out 0 and lse -inf. By one warp of each thread block.
 __device__ __forceinline__ void clear_unowned_rows(const ForwardSm90Params& params) {
   const Packing queries = Packing::of_queries(params.score);
   const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);

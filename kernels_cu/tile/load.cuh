@@ -5,7 +5,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/smem_tile.cuh"
 
 namespace cuflash {

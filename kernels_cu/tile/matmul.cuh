@@ -1,9 +1,9 @@
 // By which products a portable kernel multiplies, and where its tiles lie.
 #pragma once
 
-#include "tile/global_tile.cuh"
+#include "simt/global_tile.cuh"
 #include "tile/load.cuh"
-#include "tile/matmul_cores.cuh"
+#include "simt/matmul.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/split_tile.cuh"
@@ -18,7 +18,7 @@ struct Tiles {
 template <>
 struct Tiles<false, true> {
   template <int rows, int columns>
-  using Operand = SplitTile<rows, columns>;
+  using Operand = Tf32PairTile<rows, columns>;
 };
 template <bool splits>
 struct Tiles<true, splits> {
@@ -29,7 +29,7 @@ template <int rows, int columns>
 using OperandTile = Tiles<Config::cuda_cores, false>::template Operand<rows, columns>;
 
 // One that every warp reads: of keys, or of queries where keys are owned.
-constexpr bool splits_tiles = splits_operands && !Config::cuda_cores;
+constexpr bool splits_tiles = uses_3xtf32 && !Config::cuda_cores;
 template <int rows, int columns>
 using StreamedTile = Tiles<Config::cuda_cores, splits_tiles>::template Operand<rows, columns>;
 

@@ -19,7 +19,7 @@ namespace cuflash {
 // dp - delta is a small difference of. Forward and backward take a score's parts alike. (D122)
 constexpr int columns_of_a_score = 32, columns_of_dp = 16, rows_of_out = 32;
 
-constexpr bool splits_operands =
+constexpr bool uses_3xtf32 =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
 
 // acc += a . b of TF32, by two products of eight columns.
@@ -71,13 +71,13 @@ __device__ __forceinline__ void multiply_fragments(double (&acc)[4], const doubl
 
 // An operand of float32: high is x rounded to the 11 significant bits of TF32, and tensor cores cut
 // off the bits of low that they have no room for. What overflows in rounding leaves an infinite
-// low: no sum of it is finite, and exact.cuh computes its row.
+// low: no sum of it is finite, and simt/recompute_rows.cuh computes its row.
 template <int count>
-struct Split {
+struct Tf32Pair {
   uint32_t high[count], low[count];
 
-  Split() = default;
-  __device__ __forceinline__ explicit Split(const float* x) {
+  Tf32Pair() = default;
+  __device__ __forceinline__ explicit Tf32Pair(const float* x) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       high[i] = (__float_as_uint(x[i]) + 0x1000) & 0xffffe000;
@@ -88,14 +88,14 @@ struct Split {
 
 // An operand that is split where it is read, or was before: split_tile.cuh.
 template <typename Reader>
-__device__ __forceinline__ Split<8> read_split(const Reader& reader, int i, int j) {
+__device__ __forceinline__ Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
   float x[8];
   reader.read(x, i, j);
   constexpr int distance = low_distance<typename Reader::Source>;
-  if constexpr (distance == 0) return Split<8>(x);
+  if constexpr (distance == 0) return Tf32Pair<8>(x);
   float low[8];
   reader.read(low, i, j, distance);
-  Split<8> parts;
+  Tf32Pair<8> parts;
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     parts.high[t] = __float_as_uint(x[t]);
@@ -105,8 +105,8 @@ __device__ __forceinline__ Split<8> read_split(const Reader& reader, int i, int 
 }
 
 // Products with two operands side by side: those with a low part, and the others.
-__device__ __forceinline__ void add_small(float (&part)[2][4], const Split<8>& a,
-                                          const Split<8>& b) {
+__device__ __forceinline__ void add_small(float (&part)[2][4], const Tf32Pair<8>& a,
+                                          const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     multiply_tf32(part[side], a.low, b.high + 4 * side);
@@ -114,8 +114,8 @@ __device__ __forceinline__ void add_small(float (&part)[2][4], const Split<8>& a
   }
 }
 
-__device__ __forceinline__ void add_large(float (&part)[2][4], const Split<8>& a,
-                                          const Split<8>& b) {
+__device__ __forceinline__ void add_large(float (&part)[2][4], const Tf32Pair<8>& a,
+                                          const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) multiply_tf32(part[side], a.high, b.high + 4 * side);
 }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
                                                     const RowsReader<ATile>& a,
                                                     const ColumnsReader<BTile>& b) {
   static_assert(ATile::columns == BTile::columns, "the summed width");
-  if constexpr (splits_operands) {
+  if constexpr (uses_3xtf32) {
     // Of 32 columns two parts at least, and of 96 what registers hold.
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
         part_steps == 1 ? steps_at_once : (parts % 3 == 0 ? parts / 2 : (parts > 4 ? 2 : 1));
 #pragma unroll at_once
     for (int index = 0; index < parts; ++index) {
-      Split<8> a_split[part_steps][slices];
+      Tf32Pair<8> a_split[part_steps][slices];
 #pragma unroll
       for (int k = 0; k < part_steps; ++k) {
 #pragma unroll
@@ -197,7 +197,7 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
         float part[slices][2][4] = {};
 #pragma unroll
         for (int k = 0; k < part_steps; ++k) {
-          const Split<8> b_split = read_split(b, n, index * part_steps + k);
+          const Tf32Pair<8> b_split = read_split(b, n, index * part_steps + k);
 #pragma unroll
           for (int s = 0; s < slices; ++s) {
             add_small(part[s], a_split[k][s], b_split);
@@ -237,19 +237,19 @@ __device__ __forceinline__ void multiply(
     const SumReader<BTile>& b) {
   [[maybe_unused]] constexpr int steps = BTile::rows / 16,
                                  part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
-  if constexpr (splits_operands) {
-    Split<8> a_split[slices][steps];
+  if constexpr (uses_3xtf32) {
+    Tf32Pair<8> a_split[slices][steps];
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
-      for (int k = 0; k < steps; ++k) a_split[s][k] = Split<8>(a_frag[s][k]);
+      for (int k = 0; k < steps; ++k) a_split[s][k] = Tf32Pair<8>(a_frag[s][k]);
     }
 #pragma unroll
     for (int n = 0; n < tiles / 2; ++n) {
 #pragma unroll
       for (int first = 0; first < steps; first += part_steps) {
         float part[slices][2][4] = {};
-        Split<8> b_split[part_steps];
+        Tf32Pair<8> b_split[part_steps];
 #pragma unroll
         for (int k = first; k < first + part_steps && k < steps; ++k) {
           b_split[k - first] = read_split(b, k, n);

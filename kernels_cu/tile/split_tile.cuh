@@ -9,7 +9,7 @@ namespace cuflash {
 // Once split, high parts lie where the elements lay, and low ones in the same places of a second
 // tile behind it.
 template <int rows, int columns>
-struct SplitTile : SmemTile<rows, columns> {
+struct Tf32PairTile : SmemTile<rows, columns> {
   SmemTile<rows, columns> low;
 
   __device__ __forceinline__ void clear_row(int row, int lane) {
@@ -19,7 +19,7 @@ struct SplitTile : SmemTile<rows, columns> {
 };
 
 template <int rows, int columns>
-constexpr int low_distance<SplitTile<rows, columns>> = sizeof(SmemTile<rows, columns>);
+constexpr int low_distance<Tf32PairTile<rows, columns>> = sizeof(SmemTile<rows, columns>);
 
 // Where nothing is split, or every warp splits what it reads.
 template <typename Tile>
@@ -28,8 +28,8 @@ __device__ __forceinline__ void split(Tile&) {}
 // By all threads: each splits what it copied itself (load_tile), once its own copies are there.
 // Others see the parts after a barrier. (D36)
 template <int rows, int columns>
-__device__ __forceinline__ void split(SplitTile<rows, columns>& tile) {
-  using Tile = SplitTile<rows, columns>;
+__device__ __forceinline__ void split(Tf32PairTile<rows, columns>& tile) {
+  using Tile = Tf32PairTile<rows, columns>;
   constexpr int row_step = Config::num_threads / Tile::row_chunks;
   constexpr int steps = (rows + row_step - 1) / row_step;
   const int chunk = ptx::thread_index() % Tile::row_chunks;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void split(SplitTile<rows, columns>& tile) {
 #pragma unroll
     for (int panel = 0; panel < Tile::num_panels; ++panel) {
       const float elements[4] = {x[panel].x, x[panel].y, x[panel].z, x[panel].w};
-      const Split<4> parts(elements);
+      const Tf32Pair<4> parts(elements);
       unsigned char* const to = at + panel * Tile::panel_bytes;
       *reinterpret_cast<uint4*>(to) =
           make_uint4(parts.high[0], parts.high[1], parts.high[2], parts.high[3]);

@@ -3,13 +3,13 @@
 
 #include "params.cuh"
 #include "ptx/once.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
 // One result of one batch entry, from `first_row` of its matrix on: rows at any stride, of which
-// this block of threads, or its warp, has the columns from `first_column` on. Tiles are `width`
+// this thread block, or its warp, has the columns from `first_column` on. Tiles are `width`
 // columns wide.
 struct RowTarget {
   using Value = typename Storage<Config::out_dtype>::type;

@@ -1,6 +1,6 @@
 // 2^x in float64, with the table in memory and with the table in a warp's registers, and with the
 // latter 2^(x factor - reference).
-#include "exp64.cuh"
+#include "score/exp64.cuh"
 
 namespace cuflash {
 

@@ -1,6 +1,6 @@
 // Which weights of a warp's accumulator are kept, as its operand asks for them: 16 rows, 128
 // columns. For a host compiler, lane by lane.
-#include "dropout.cuh"
+#include "score/dropout.cuh"
 
 extern "C" void probe(const cuflash::ScoreParams* params, int first_row, int first_key,
                       bool (*kept)[128]) {

@@ -1,8 +1,8 @@
 // Scores, their slopes, and what dropout keeps, pair by pair as the kernels' exact paths ask for
 // them.
 #include "config.cuh"
-#include "dropout.cuh"
-#include "score.cuh"
+#include "score/dropout.cuh"
+#include "score/score.cuh"
 
 namespace cuflash {
 

@@ -49,7 +49,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         device.unwritten = 0
         library = _standing_for_cupy(run.cupy)
         patch.setitem(sys.modules, "cupy", library)
-        patch.setattr(_arrays, "_imported", lambda: library)
+        patch.setattr(_arrays, "imported_cupy", lambda: library)
         patch.setattr(tile_counters, "address", lambda *_: 0)
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)

@@ -1,5 +1,6 @@
-// Calls scheduler.cuh for all tiles of a grid, and for all ranks of packed sequences, on the host.
-#include "scheduler.cuh"
+// Calls schedule/scheduler.cuh for all tiles of a grid, and for all ranks of packed sequences, on
+// the host.
+#include "schedule/scheduler.cuh"
 
 extern "C" void probe(const cuflash::Grid* grid, int* block, int* owner) {
   for (int index = 0; index < grid->num_blocks * grid->num_owners; ++index) {

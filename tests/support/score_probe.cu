@@ -1,6 +1,6 @@
-// Compares score.cuh with the definition of visibility, pair by pair, for many problems, without
-// running attention: a kernel for a GPU compiler, a function for a host compiler.
-#include "score.cuh"
+// Compares score/score.cuh with the definition of visibility, pair by pair, for many problems,
+// without running attention: a kernel for a GPU compiler, a function for a host compiler.
+#include "score/score.cuh"
 
 namespace cuflash {
 

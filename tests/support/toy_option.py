@@ -1,4 +1,4 @@
-"""Does the copy of the library that test_toy_option.py made serve its option `shift`?
+"""Does the copy of the library that test_toy_option.py made serve its options `shift` and `lift`?
 
 python tests/support/toy_option.py PART [...], in the copy.
 """
@@ -35,27 +35,29 @@ def calls() -> None:
     x = np.random.default_rng(0).standard_normal((2, 3, 5, 4))
     plain = cuflash.logsumexp(x, x)
     np.testing.assert_allclose(cuflash.logsumexp(x, x, shift=SHIFT), plain + SHIFT[:, None])
+    np.testing.assert_allclose(cuflash.logsumexp(x, x, lift=0.5), plain + 0.5)
     assert repr(Options(shift=SHIFT)) == "Options(shift=<float32 (3,)>)"
     for wrong, text in (
-        (np.ones(3, int), "shift: got dtype int64, expected a floating dtype"),
-        (np.ones(4), "shift: got shape (4,), expected a shape that broadcasts to (2, 3)"),
+        ({"shift": np.ones(3, int)}, "shift: got dtype int64, expected a floating dtype"),
+        ({"shift": np.ones(4)}, "shift: got shape (4,), expected a shape that broadcasts"),
+        ({"lift": np.inf}, "lift: got inf, expected None or a finite number"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(text)):
-            cuflash.logsumexp(x, x, shift=wrong)
+            cuflash.logsumexp(x, x, **wrong)
 
 
 def covered() -> None:
     """Every three levels of options that the new one is among, on the CPU path."""
     rows = covering.rows()
-    beside = {level for row in rows if row["shift"] == "some" for level in row.items()}
-    assert beside >= {(n, level) for n, of in covering.FACTORS.items() for level in of} - {
-        ("shift", "none")
-    }
+    for option in ("shift", "lift"):
+        beside = {level for row in rows if row[option] == "some" for level in row.items()}
+        every = {(name, level) for name, of in covering.FACTORS.items() for level in of}
+        assert beside == every - {(option, "none")}
     tried = 0
     for number, row in enumerate(rows):
         halves = row["dtype"] in problems.HALVES
         halves = halves or (row["dtype"] == "float32" and row["operand dtypes"] != "same")
-        if row["shift"] == "none" or halves:
+        if row["shift"] == row["lift"] == "none" or halves:
             continue
         call = covering.call_of(row, number)
         result = problems.run(np, call)
@@ -88,6 +90,8 @@ def choice() -> None:
     (step,) = choose(work.problem(), typical("sm_80"))
     assert step.config.defines()["CUFLASH_SHIFT"] == "float32"
     assert "shift" in options_of(step.config).split()
+    lifted = score_config(describe(*np.ones((3, 4, 8)), Options(lift=-1.0)))
+    assert (lifted.lift, lifted.shift, lifted.scale_in_exponent) == (True, "none", False)
 
 
 def kernels(folder: str, dtype: str) -> None:
@@ -97,7 +101,7 @@ def kernels(folder: str, dtype: str) -> None:
 
     rng = np.random.default_rng(1)
     arrays = rng.standard_normal((4, 2, 3, 40, 16)).astype(dtype)
-    options = {"shift": SHIFT, "sink": np.array([0.5, 1.0, -1.0]), "causal": True}
+    options = {"shift": SHIFT, "lift": 0.75, "sink": np.array([0.5, 1.0, -1.0]), "causal": True}
     expected = reference.attention(*arrays[:3].astype(np.float64), return_lse=True, **options)
     grads = reference.attention_backward(
         arrays[3].astype(np.float64), *arrays[:3].astype(np.float64), **options

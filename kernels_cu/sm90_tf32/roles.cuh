@@ -5,10 +5,10 @@
 // when every consumer has multiplied with it, or every warp of theirs has read it.
 #pragma once
 
-#include "pipeline.cuh"
+#include "schedule/pipeline.cuh"
 #include "ptx/sync.cuh"
 #include "sm90/barrier.cuh"
-#include "sm90/split_columns.cuh"
+#include "sm90_tf32/tf32_pairs.cuh"
 
 namespace cuflash {
 

@@ -10,7 +10,7 @@
 #include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
@@ -53,7 +53,7 @@ struct DqSlice {
   }
 };
 
-struct DqSums {
+struct DqAccum {
   // Part p has the rows 64 (p % row_parts) and on of the block, the panel p / row_parts.
   static constexpr int row_parts = Config::block_m / 64, panels = (Config::head_dim + 63) / 64;
   static constexpr int parts = row_parts * panels;
@@ -70,7 +70,7 @@ struct DqSums {
   float* of_entry;
   int num_rows;
 
-  __device__ __forceinline__ DqSums(const BackwardParams& params, const BatchIndex& entry)
+  __device__ __forceinline__ DqAccum(const BackwardParams& params, const BatchIndex& entry)
       : of_entry(params.sums + entry * params.sums_layout.batch), num_rows(params.score.seqlen_q) {}
 
   // Slices that a part has.
@@ -90,7 +90,7 @@ struct DqSums {
     return reinterpret_cast<DqSlice<tiles>*>(this->part(block, part))[slice];
   }
 };
-static_assert(DqSums::begin(DqSums::parts - 1) + 512 * DqSums::tiles(DqSums::parts - 1) ==
+static_assert(DqAccum::begin(DqAccum::parts - 1) + 512 * DqAccum::tiles(DqAccum::parts - 1) ==
                   Config::block_m * Config::head_dim,
               "parts hold a block");
 

@@ -12,7 +12,7 @@
 
 namespace cuflash {
 
-constexpr int operand_parts = splits_operands ? 2 : 1;
+constexpr int operand_parts = uses_3xtf32 ? 2 : 1;
 
 // The TF32 numbers that stand for float32: high and low, or one that is rounded.
 template <int count>
@@ -21,8 +21,8 @@ struct Tf32Parts {
 
   Tf32Parts() = default;
   __device__ __forceinline__ explicit Tf32Parts(const float* x) {
-    if constexpr (splits_operands) {
-      const Split<count> split(x);
+    if constexpr (uses_3xtf32) {
+      const Tf32Pair<count> split(x);
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         part[0][i] = split.high[i];
@@ -169,7 +169,7 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
                                                     const RowsReader<ATile>& a,
                                                     const SharedOperand<BTile>& b) {
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
-  if constexpr (splits_operands) {
+  if constexpr (uses_3xtf32) {
     multiply_in_parts<part_columns / 16, holds_two>(acc, a, b);
   } else {
     multiply_once(acc, a, b);
@@ -202,12 +202,12 @@ template <int count, typename BTile, int steps>
 __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
                                                  const SharedOperand<BTile>& b, int first) {
   [[maybe_unused]] float part[32];
-  auto& target = splits_operands ? part : acc;
+  auto& target = uses_3xtf32 ? part : acc;
 #pragma unroll
   for (int k = first; k < first + count; ++k) a[k].pin();
   ptx::pin(target);
   ptx::wgmma_fence();
-  if constexpr (splits_operands) {
+  if constexpr (uses_3xtf32) {
 #pragma unroll
     for (int k = first; k < first + count; ++k) {
       ptx::wgmma_tf32(target, a[k].part[1], b.columns(0, k), k > first);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> 
   ptx::pin(target);
   ptx::wgmma_wait<0>();
   ptx::pin(target);
-  if constexpr (splits_operands) take_part(acc, part, false);
+  if constexpr (uses_3xtf32) take_part(acc, part, false);
 }
 
 // acc += A . B^T, A an accumulator's registers, for all of acc's columns; of split operands in
@@ -232,7 +232,7 @@ __device__ __forceinline__ void multiply_sums(float (&acc)[1][tiles][4],
                                               const float (&a)[1][steps][4],
                                               const BTile (&b)[operand_parts]) {
   static_assert(BTile::rows == 8 * tiles && BTile::columns == 8 * steps, "shapes");
-  constexpr int count = splits_operands && part_rows < 8 * steps ? part_rows / 8 : steps;
+  constexpr int count = uses_3xtf32 && part_rows < 8 * steps ? part_rows / 8 : steps;
   static_assert(steps % count == 0, "whole parts");
   Tf32Parts<4> parts[steps];
 #pragma unroll

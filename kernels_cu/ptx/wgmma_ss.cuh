@@ -13,8 +13,8 @@ namespace cuflash::ptx {
 // clang-format off
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[16], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[16], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -28,8 +28,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[16], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[24], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[24], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -44,8 +44,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[24], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[32], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[32], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -62,8 +62,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[32], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[40], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[40], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -82,8 +82,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[40], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[48], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[48], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -103,8 +103,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[48], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[56], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[56], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %58, 0; wgmma.mma_async.sync.aligned.m64n112k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -127,8 +127,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[56], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[64], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[64], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -152,8 +152,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[64], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[96], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[96], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -184,8 +184,8 @@ __device__ __forceinline__ void wgmma_shared(float (&acc)[96], uint64_t a,
 }
 
 template <Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma_shared(float (&acc)[128], uint64_t a,
-                                             uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&acc)[128], uint64_t a,
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "

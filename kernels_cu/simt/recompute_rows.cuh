@@ -10,10 +10,10 @@
 #pragma once
 
 #include "params.cuh"
-#include "scheduler.cuh"
-#include "dropout.cuh"
-#include "score.cuh"
-#include "softmax.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/dropout.cuh"
+#include "score/score.cuh"
+#include "score/softmax.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/store.cuh"
@@ -156,7 +156,7 @@ __device__ __forceinline__ RowEnd exact_end(const Score& score, const BatchIndex
   }
 }
 
-// Where exact_out puts a row: into the caller's array.
+// Where recompute_out puts a row: into the caller's array.
 struct CallersRow {
   __device__ __forceinline__ void store(const ForwardParams& params, const BatchIndex& entry,
                                         int q_idx, const VColumns& o, Real factor) const {
@@ -169,8 +169,8 @@ struct CallersRow {
 
 // One row of out, and lse where that was not to be relied on, either.
 template <typename Target = CallersRow>
-__device__ __noinline__ void exact_out(const ForwardParams& params, const BatchIndex entry,
-                                       int q_idx, bool writes_lse, const Target to = {}) {
+__device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
+                                           int q_idx, bool writes_lse, const Target to = {}) {
   const Score score(params.score, entry);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
@@ -211,8 +211,8 @@ __device__ __noinline__ void exact_out(const ForwardParams& params, const BatchI
 }
 
 // One row of dq, summed over the batch entries of its owner.
-__device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, int sequence,
-                                      int q_idx) {
+__device__ __noinline__ void recompute_dq(const BackwardParams& params, int owner, int sequence,
+                                          int q_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;
   QkColumns q, k, dq;
   VColumns v, dout;
@@ -245,8 +245,8 @@ __device__ __noinline__ void exact_dq(const BackwardParams& params, int owner, i
 }
 
 // One row of dk and dv, summed over the batch entries of its owner.
-__device__ __noinline__ void exact_dkv(const BackwardParams& params, int owner, int sequence,
-                                       int kv_idx) {
+__device__ __noinline__ void recompute_dkv(const BackwardParams& params, int owner, int sequence,
+                                           int kv_idx) {
   const int first_entry = owner * params.grid.entries_per_owner;
   QkColumns q, k, dk;
   VColumns v, dout, dv;

@@ -6,7 +6,7 @@
 // neighbours. Whoever walks the blocks of a tile comes to the same ones. (D11)
 #pragma once
 
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -22,7 +22,7 @@ struct VisitedBlocks {
 
   const Score& score;
   const BlockRanges& ranges;
-  const Range tile;   // queries or keys of the block of threads
+  const Range tile;   // queries or keys of the thread block
   uint32_t bits = 0;  // of the chunk last asked for: which are visited; 16 higher, of one segment
 
   __device__ __forceinline__ VisitedBlocks(const Score& score, const BlockRanges& ranges,

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "numeric.cuh"
-#include "score.cuh"
-#include "softmax_float64.cuh"
+#include "score/score.cuh"
+#include "score/softmax_float64.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {

@@ -1,5 +1,5 @@
 // How the reference and the sum of a row evolve in float64 where a score is a product: every
-// instruction of float64 takes its time from tensor cores. Other than in softmax.cuh
+// instruction of float64 takes its time from tensor cores. Other than in score/softmax.cuh
 //   - the largest score of a block is known by its upper half, a float32 that compares alike;
 //   - references are multiples of 1/32, so that no weight's exponent is formed before it is split;
 //   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks. (D45, D51)
@@ -7,7 +7,7 @@
 
 #include "numeric.cuh"
 #include "ptx/arithmetic.cuh"
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {

@@ -5,7 +5,7 @@
 
 #include "numeric.cuh"
 #include "tile/fragment.cuh"
-#include "tile/global_tile.cuh"
+#include "simt/global_tile.cuh"
 
 namespace cuflash {
 

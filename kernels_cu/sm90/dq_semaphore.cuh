@@ -6,12 +6,12 @@
 
 namespace cuflash {
 
-struct DqTurns {
+struct DqSemaphore {
   uint32_t* of_entry;
 
   // `parts` of each block have turns of their own, next to each other.
-  __device__ __forceinline__ DqTurns(const BackwardSm90Params& params, int flat_entry,
-                                     int parts = 1) {
+  __device__ __forceinline__ DqSemaphore(const BackwardSm90Params& params, int flat_entry,
+                                         int parts = 1) {
     const int64_t blocks = (params.score.seqlen_q + Config::block_m - 1) / Config::block_m;
     of_entry = params.turns + 1 + flat_entry * blocks * parts;
   }

@@ -1,18 +1,18 @@
 // What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
 #pragma once
 
-#include "dropout.cuh"
-#include "exact.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
 #include "tile/fragment.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
 
-// The tile of this block of threads, as often as it is asked for.
+// The tile of this thread block, as often as it is asked for.
 struct Work {
   int first_row;
   int owner;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_rows(const BackwardParams& params, int war
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;
     for_each_bit(non_finite_rows(dq_acc[s]), [&](int row) {
       if (first_row + row < seqlen.rows_q) {
-        exact_dq(params, work.owner, work.sequence, first_row + row);
+        recompute_dq(params, work.owner, work.sequence, first_row + row);
       }
     });
   }

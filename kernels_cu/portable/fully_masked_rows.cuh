@@ -4,7 +4,7 @@
 
 #include "params.cuh"
 #include "ptx/cp_async.cuh"
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::bloc
 // holds may reach a product. Such rows have lse = +inf here and are rare. Each of `tiles` points to
 // as many as hold block_m rows together.
 template <typename... Tiles>
-__device__ __forceinline__ void clear_hidden_rows(const RowStatistics (&rows)[Config::block_m],
-                                                  Tiles*... tiles) {
+__device__ __forceinline__ void clear_fully_masked_rows(
+    const RowStatistics (&rows)[Config::block_m], Tiles*... tiles) {
   const bool hidden = threadIdx.x < Config::block_m && rows[threadIdx.x].lse == infinity();
   if (!__syncthreads_or(hidden)) return;  // every thread has read the statistics
   for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "numeric.cuh"
-#include "scheduler.cuh"
+#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 

@@ -1,4 +1,4 @@
-// What two kernels share whose blocks of threads own keys and stream queries: backward_dkv_sm90.cu
+// What two kernels share whose thread blocks own keys and stream queries: backward_dkv_sm90.cu
 // and backward_sm90.cu. What lies in shared memory, the warp that loads, and what a warpgroup
 // computes of its 64 keys.
 //
@@ -9,16 +9,16 @@
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
-#include "dropout.cuh"
-#include "exact.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
-#include "pipeline.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "sm90/gradient.cuh"
+#include "schedule/pipeline.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "sm90/roles.cuh"
 #include "sm90/load.cuh"
-#include "tile/matmul_sm90.cuh"
+#include "sm90/matmul.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -26,7 +26,7 @@ namespace cuflash {
 constexpr int consumers = Config::block_n / 64;  // warpgroups, of 64 keys each
 static_assert(Config::block_n % 64 == 0, "whole warpgroups");
 
-struct KeyOwnerMemory {
+struct DkvSharedMemory {
   using KTile = PanelTile<Config::block_n, Config::head_dim>;
   // dv alone does not need v: eight rows, the least that a tile has, stand for it.
   using VTile = PanelTile<Config::grad_k ? Config::block_n : 8, Config::head_dim_v>;
@@ -43,7 +43,7 @@ struct KeyOwnerMemory {
   uint64_t keys_full, raw;
 };
 
-__device__ __forceinline__ void init_rings(KeyOwnerMemory& smem) {
+__device__ __forceinline__ void init_rings(DkvSharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 32);  // the lanes of the producer
     init(smem.empty[i], 4 * consumers * reader_arrivals);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void init_rings(KeyOwnerMemory& smem) {
   init(smem.raw, 1);
 }
 
-// The tile of a block of threads, as often as it is asked for.
+// The tile of a thread block, as often as it is asked for.
 struct KeyTile {
   int first_key;
   int owner;
@@ -120,7 +120,7 @@ struct LaneRows {
     }
   }
 
-  __device__ __forceinline__ void store(KeyOwnerMemory& smem, int stage) const {
+  __device__ __forceinline__ void store(DkvSharedMemory& smem, int stage) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int at = 32 * i + lane_index();
@@ -137,8 +137,8 @@ struct LaneRows {
 };
 
 template <typename Producer>
-__device__ __forceinline__ void clear_hidden_rows(Producer& producer, int stage,
-                                                  const LaneRows& statistics) {
+__device__ __forceinline__ void clear_fully_masked_rows(Producer& producer, int stage,
+                                                        const LaneRows& statistics) {
   producer.wait_for_raw(stage);
 #pragma unroll
   for (int i = 0; i < LaneRows::count; ++i) {
@@ -173,13 +173,13 @@ __device__ __forceinline__ void load_rows(Producer& producer, const BatchIndex& 
   if (lane_index() == 0) {
     uint64_t& full = clears ? producer.raw(stage) : smem.full[stage];
     ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
-                                KeyOwnerMemory::QTile::bytes + KeyOwnerMemory::DoutTile::bytes);
+                                DkvSharedMemory::QTile::bytes + DkvSharedMemory::DoutTile::bytes);
     producer.start_rows(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
     producer.start_rows(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row,
                         full);
   }
   __syncwarp();  // no lane may be left two phases behind in a wait
-  if (clears) clear_hidden_rows(producer, stage, statistics);
+  if (clears) clear_fully_masked_rows(producer, stage, statistics);
   // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
   arrive_if(smem.full[stage], clears || lane_index() != 0);
   producer.ring.advance();
@@ -206,9 +206,9 @@ __device__ __forceinline__ void load_rows_of(Producer& producer, const BatchInde
 
 // Loads the keys, and blocks of queries in the order of `RowWalk`.
 template <typename RowWalk>
-struct KeyOwnerProducer {
+struct DkvProducer {
   const BackwardSm90Params& params;
-  KeyOwnerMemory& smem;
+  DkvSharedMemory& smem;
   Ring<Config::num_stages> ring;
   Ring<1> raw_ring;
 
@@ -241,7 +241,7 @@ struct KeyOwnerProducer {
   // Broadcast axes are those that an owner's entries differ in.
   __device__ __forceinline__ void load_keys(const KeyTile& work) {
     constexpr int bytes =
-        KeyOwnerMemory::KTile::bytes + (Config::grad_k ? KeyOwnerMemory::VTile::bytes : 0);
+        DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);
     const BatchIndex entry = work.entry(params, 0);
     const int from = Seqlen(params.score, entry).first_k + work.first_key;
     const int loaded = min(Config::block_n, params.score.seqlen_k - from);
@@ -302,11 +302,11 @@ struct LaneIndices {
 
 // A warpgroup takes `rows` queries of a block at a time, from row `first` of the block on.
 template <int rows>
-struct KeyOwner {
+struct DkvWarpgroup {
   static constexpr int tiles = rows / 8;
 
   const BackwardSm90Params& params;
-  KeyOwnerMemory& smem;
+  DkvSharedMemory& smem;
   const int warpgroup;  // of the consumers
   Ring<Config::num_stages> ring;
   float dk_acc[1][Config::head_dim / 8][4];
@@ -327,33 +327,33 @@ struct KeyOwner {
   __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
                                                const Ring<Config::num_stages>& at, int first = 0) {
     wait(smem.full[at.stage()], at.full_parity());
-    const uint64_t q = smem.q[at.stage()].summed_over_columns(first);
+    const uint64_t q = smem.q[at.stage()].k_major(first);
     if constexpr (Config::keys_in_registers) {
-      start_transposed_product<KeyOwnerMemory::QTile>(s_acc, k_frag, q);
+      start_transposed_product<DkvSharedMemory::QTile>(s_acc, k_frag, q);
     } else {
-      start_transposed_product<KeyOwnerMemory::KTile, KeyOwnerMemory::QTile>(
-          s_acc, smem.k.summed_over_columns(64 * warpgroup), q);
+      start_transposed_product<DkvSharedMemory::KTile, DkvSharedMemory::QTile>(
+          s_acc, smem.k.k_major(64 * warpgroup), q);
     }
   }
 
   __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4], int first = 0) {
-    const uint64_t dout = smem.dout[ring.stage()].summed_over_columns(first);
+    const uint64_t dout = smem.dout[ring.stage()].k_major(first);
     if constexpr (Config::keys_in_registers) {
-      start_transposed_product<KeyOwnerMemory::DoutTile>(dp_acc, v_frag, dout);
+      start_transposed_product<DkvSharedMemory::DoutTile>(dp_acc, v_frag, dout);
     } else {
-      start_transposed_product<KeyOwnerMemory::VTile, KeyOwnerMemory::DoutTile>(
-          dp_acc, smem.v.summed_over_columns(64 * warpgroup), dout);
+      start_transposed_product<DkvSharedMemory::VTile, DkvSharedMemory::DoutTile>(
+          dp_acc, smem.v.k_major(64 * warpgroup), dout);
     }
   }
 
   __device__ __forceinline__ void start_dv(int first = 0) {
-    start_product<KeyOwnerMemory::DoutTile, 0, tiles / 2>(
-        dv_acc, frag, smem.dout[ring.stage()].summed_over_rows(first));
+    start_product<DkvSharedMemory::DoutTile, 0, tiles / 2>(dv_acc, frag,
+                                                           smem.dout[ring.stage()].mn_major(first));
   }
 
   __device__ __forceinline__ void start_dk(int first = 0) {
-    start_product<KeyOwnerMemory::QTile, 0, tiles / 2>(
-        dk_acc, frag, smem.q[ring.stage()].summed_over_rows(first));
+    start_product<DkvSharedMemory::QTile, 0, tiles / 2>(dk_acc, frag,
+                                                        smem.q[ring.stage()].mn_major(first));
   }
 
   __device__ __forceinline__ void release_block_before() {
@@ -486,8 +486,9 @@ struct KeyOwner {
       broken |= non_finite_rows(dv_acc[0]);
     }
     __syncwarp();  // a row was written by four lanes, and an exact one by all
-    for_each_bit(broken & ((1u << num_keys) - 1),
-                 [&](int row) { exact_dkv(params, work.owner, work.sequence, first_key + row); });
+    for_each_bit(broken & ((1u << num_keys) - 1), [&](int row) {
+      recompute_dkv(params, work.owner, work.sequence, first_key + row);
+    });
   }
 };
 

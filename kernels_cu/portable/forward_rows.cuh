@@ -1,13 +1,13 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
-#include "dropout.cuh"
-#include "exact.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
-#include "softmax.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "score/softmax.cuh"
 #include "tile/fragment.cuh"
 #include "tile/store.cuh"
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void apply_score(Real (&s_acc)[slices][tiles][4], con
   }
 }
 
-// The tile of this block of threads, as often as it is asked for.
+// The tile of this thread block, as often as it is asked for.
 struct Work {
   int first_row;
   BatchIndex entry;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, int warp
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;
     for_each_bit(non_finite_rows(o_acc[s]) | unsure[s], [&](int row) {
       if (first_row + row < score.seqlen.q) {
-        exact_out(params, work.entry, first_row + row, unsure[s] >> row & 1);
+        recompute_out(params, work.entry, first_row + row, unsure[s] >> row & 1);
       }
     });
   }

@@ -1,4 +1,4 @@
-// Which tile of which batch entry a block of threads computes, and where that entry's arrays start.
+// Which tile of which batch entry a thread block computes, and where that entry's arrays start.
 #pragma once
 
 #include "numeric.cuh"
@@ -36,7 +36,7 @@ struct BatchIndex {
   }
 };
 
-// Index of the tile of this block of threads, and which of its result's columns are its own, or its
+// Index of the tile of this thread block, and which of its result's columns are its own, or its
 // warp's: those of partners follow each other.
 __device__ __forceinline__ int tile_index() { return ptx::block_index() / Config::column_parts; }
 

@@ -13,8 +13,8 @@ namespace cuflash::ptx {
 // clang-format off
 
 template <Major b_major>
-__device__ __forceinline__ void wgmma_registers(float (&acc)[32], const uint32_t (&a)[4],
-                                                uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&acc)[32], const uint32_t (&a)[4],
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -32,8 +32,8 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[32], const uint32_t
 }
 
 template <Major b_major>
-__device__ __forceinline__ void wgmma_registers(float (&acc)[48], const uint32_t (&a)[4],
-                                                uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&acc)[48], const uint32_t (&a)[4],
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -54,8 +54,8 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[48], const uint32_t
 }
 
 template <Major b_major>
-__device__ __forceinline__ void wgmma_registers(float (&acc)[64], const uint32_t (&a)[4],
-                                                uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&acc)[64], const uint32_t (&a)[4],
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -79,8 +79,8 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[64], const uint32_t
 }
 
 template <Major b_major>
-__device__ __forceinline__ void wgmma_registers(float (&acc)[96], const uint32_t (&a)[4],
-                                                uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&acc)[96], const uint32_t (&a)[4],
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "
@@ -111,8 +111,8 @@ __device__ __forceinline__ void wgmma_registers(float (&acc)[96], const uint32_t
 }
 
 template <Major b_major>
-__device__ __forceinline__ void wgmma_registers(float (&acc)[128], const uint32_t (&a)[4],
-                                                uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&acc)[128], const uint32_t (&a)[4],
+                                         uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32."
       CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE " "

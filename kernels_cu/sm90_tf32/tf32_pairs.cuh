@@ -7,7 +7,7 @@
 
 #include "ptx/load_global.cuh"
 #include "tile/load.cuh"
-#include "tile/matmul_tf32_sm90.cuh"
+#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -25,7 +25,7 @@ struct ColumnSource {
 };
 
 template <int width, int rows>
-struct SplitColumn {
+struct Tf32PairColumn {
   static_assert(width == 64 || width == 128, "a warpgroup takes whole rows");
   static constexpr int sharers = 128 / width;        // threads of a column
   static constexpr int groups = rows / 8 / sharers;  // of eight rows

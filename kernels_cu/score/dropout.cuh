@@ -6,10 +6,10 @@
 // Weights are dropped after the softmax and multiplied by kept_scale at the end of their sums.
 #pragma once
 
-#include "philox.cuh"
+#include "score/philox.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/special.cuh"
-#include "score.cuh"
+#include "score/score.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {

@@ -5,8 +5,8 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_registers.cuh"
-#include "ptx/wgmma_shared.cuh"
+#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma_ss.cuh"
 
 namespace cuflash {
 
@@ -31,13 +31,12 @@ struct PanelTile {
   }
 
   // As an operand whose columns are summed: Q and K in Q K^T.
-  __device__ __forceinline__ uint64_t summed_over_columns(int first_row = 0) const {
+  __device__ __forceinline__ uint64_t k_major(int first_row = 0) const {
     return ptx::smem_descriptor(ptx::shared_address(data) + first_row * 128, 16);
   }
 
   // As an operand whose rows are summed: V in P V. The leading offset leads to the next panel.
-  __device__ __forceinline__ uint64_t summed_over_rows(int first_row = 0,
-                                                       int first_panel = 0) const {
+  __device__ __forceinline__ uint64_t mn_major(int first_row = 0, int first_panel = 0) const {
     return ptx::smem_descriptor(
         ptx::shared_address(data) + first_row * 128 + first_panel * panel_bytes, panel_bytes);
   }
@@ -73,9 +72,8 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
 #pragma unroll
   for (int k = 0; k < ATile::columns / 16; ++k) {
     // 16 columns are 32 bytes of a panel's row.
-    ptx::wgmma_shared<Major::k, Major::k>(flat(acc),
-                                          a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
-                                          b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+    ptx::wgmma_ss<Major::k, Major::k>(flat(acc), a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
+                                      b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -93,8 +91,8 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < steps; ++k) {
-    ptx::wgmma_registers<Major::k>(flat(acc), a_frag[0][k],
-                                   b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
+    ptx::wgmma_rs<Major::k>(flat(acc), a_frag[0][k],
+                            b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -124,8 +122,7 @@ __device__ __forceinline__ void start_panel_product(float (&acc)[1][tiles][4], u
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < ATile::rows / 16; ++k) {
-    ptx::wgmma_shared<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128,
-                                            k > 0 || accumulates);
+    ptx::wgmma_ss<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128, k > 0 || accumulates);
   }
   ptx::wgmma_commit();
   ptx::pin(flat(acc));
@@ -141,8 +138,8 @@ __device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], 
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_shared<Major::k, Major::mn>(columns, a + k * 2,
-                                             b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      ptx::wgmma_ss<Major::k, Major::mn>(columns, a + k * 2,
+                                         b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
     });
   }
   ptx::wgmma_commit();
@@ -163,8 +160,8 @@ __device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
   for (int k = first; k < first + count; ++k) {
     // 16 rows are 2048 bytes of every panel.
     for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_registers<Major::mn>(columns, a_frag[0][k],
-                                      b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      ptx::wgmma_rs<Major::mn>(columns, a_frag[0][k],
+                               b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
     });
   }
   ptx::wgmma_commit();

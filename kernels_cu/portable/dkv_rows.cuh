@@ -2,12 +2,12 @@
 // the end.
 #pragma once
 
-#include "dropout.cuh"
-#include "exact.cuh"
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
 #include "params.cuh"
-#include "scheduler.cuh"
-#include "score.cuh"
-#include "segments.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
 #include "tile/fragment.cuh"
 #include "tile/store.cuh"
 
@@ -23,7 +23,7 @@ struct Gradients {
   Real dv[slices][dv_columns / 8][4];
 };
 
-// The tile of this block of threads, as often as it is asked for.
+// The tile of this thread block, as often as it is asked for.
 struct Work {
   int first_key;
   int owner;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& params, in
     if constexpr (Config::grad_v) rows |= non_finite_rows(acc.dv[s]);
     for_each_bit(rows, [&](int row) {
       if (first_key + row < num_keys) {
-        exact_dkv(params, work.owner, work.sequence, first_key + row);
+        recompute_dkv(params, work.owner, work.sequence, first_key + row);
       }
     });
   }

@@ -1,0 +1,93 @@
+"""Do imports only go down, and does every file keep its names to itself? Lazy imports count."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "cuflash"
+#: The packages and modules of cuflash, lowest first; those of one line know nothing of each other.
+ORDER = (
+    ("_errors",),
+    ("_cupy",),
+    ("_arrays",),
+    ("_results", "_problem"),
+    ("_host", "_kernels", "reference"),
+    ("_jit",),
+    ("_select",),
+    ("_launch",),
+    ("_api",),
+    ("_timing",),
+    ("tuning",),
+    ("_ahead",),
+    ("__init__",),  # the public names
+    ("_cli",),
+    ("__main__",),
+)
+RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
+UPWARD = {"cuflash.__version__"}  # a constant, where the package's build reads it
+#: Modules of which neighbours in their package still use private names.
+KNOWN = {"cuflash._select.portable"}
+#: Where CuPy is imported.
+CUPY = {
+    "_cupy", "_jit", "_launch", "_select/hardware", "_timing", "tuning", "_cli", "_api/show_config",
+}  # fmt: skip
+
+
+def files() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Every imported module, and the name by which the file knows it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((a.name, (a.asname or a.name).split(".")[0]) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{node.module}.{a.name}", a.asname or a.name) for a in node.names)
+
+
+def test_imports_only_go_down() -> None:
+    wrong = []
+    for name, tree in files():
+        own = name.split("/")[0]
+        for module, _ in imports(tree):
+            package, _, rest = module.partition(".")
+            other = rest.split(".")[0] if rest.split(".")[0] in RANKS else "__init__"
+            if package != "cuflash" or module in UPWARD:
+                continue
+            if other != own and RANKS[other] >= RANKS[own]:
+                wrong.append(f"{name} -> {module}")
+    assert not wrong
+
+
+def test_a_file_keeps_its_private_names_to_itself() -> None:
+    wrong = []
+    for name, tree in files():
+        known = {short: module for module, short in imports(tree) if module.startswith("cuflash")}
+        wrong += [f"{name}: {m}" for m in known.values() if is_private(m.split(".")[-1], m)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = known.get(node.value.id, "")
+                fields = node.attr == "_fields" and owner.split(".")[-1][:1].isupper()
+                if owner not in ("", *KNOWN) and not fields and is_private(node.attr, ""):
+                    wrong.append(f"{name}: {owner}.{node.attr}")
+    assert not wrong
+
+
+def is_private(name: str, module: str) -> bool:
+    """Whether a name is private to its file: packages and modules of cuflash are not."""
+    path = PACKAGE / "/".join(module.split(".")[1:])
+    is_module = bool(module) and (path.is_dir() or path.with_suffix(".py").is_file())
+    return name.startswith("_") and not name.startswith("__") and not is_module
+
+
+def test_cupy_is_imported_in_named_places() -> None:
+    found = {
+        name for name, tree in files() for module, _ in imports(tree)
+        if module.split(".")[0] in ("cupy", "cupy_backends")
+    }  # fmt: skip
+    assert {name for name in found if not {name, name.split("/")[0]} & CUPY} == set()
