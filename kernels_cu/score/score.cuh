@@ -132,8 +132,11 @@ struct Score {
   static constexpr bool masks_before_full = Config::window_left;
 
   // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
-  // weight of a row's maximum is 1, and not what its reference was rounded by.
-  static constexpr bool folds_scale = Config::scale_in_exponent && Config::dtype != Dtype::float32;
+  // weight of a row's maximum is 1, and not what its reference was rounded by. Not in narrow heads,
+  // where an exponent is a large part of what a score costs.
+  static constexpr bool is_narrow = Config::width < 16;
+  static constexpr bool folds_scale =
+      Config::scale_in_exponent && (Config::dtype != Dtype::float32 || is_narrow);
 
   const ScoreParams& params;
   const Seqlen seqlen;
@@ -422,7 +425,13 @@ struct Score {
 
   // lse of a row from the reference of its maximum and its sum of exponentials.
   __device__ __forceinline__ Real lse(Real reference, Real sum) const {
-    return folds_scale ? fma(reference, ln_2, log(sum)) : fma(reference, unit(), log(sum));
+    if constexpr (!folds_scale) return fma(reference, unit(), log(sum));
+    if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
+    // The backward multiplies by scale, which is not ln_2 scale_log2 but for a rounding of each: of
+    // a logit of 100 that makes a weight err by 60 roundings, and all of a column alike.
+    const Real rest = fma(-ln_2, params.scale_log2, params.scale);
+    const Real factor = params.scale_log2 > 0 ? rest / params.scale_log2 : 0;
+    return fma(reference, ln_2, fma(reference, factor, log(sum)));
   }
 
   // One more score of every row of an entry, of a key without a value.
