@@ -63,8 +63,8 @@ def forward(
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
-    A ``config`` decides which kernel runs, too. The portable one leaves out rows that belong to no
-    packed sequence. Returns the plan that was run.
+    A ``config`` also decides which kernel runs. The portable kernel leaves out rows that belong to
+    no packed sequence. Returns the plan that was run.
     """
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse)
@@ -293,7 +293,7 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
     """
     other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
     if other:
-        refuse_capture("wrt", f"gradients of {problem.dtype} alone, those of q, k, v as promoted")
+        refuse_capture("wrt", f"q, k and v of {problem.dtype}, to which they are promoted")
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 
