@@ -18,7 +18,7 @@ from cupy_backends.cuda.api import runtime
 
 from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params
 from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._launch.plan import maps_of, plan_launch, refuse_misaligned, row_layout, sums_of
@@ -58,7 +58,7 @@ def forward(
     lse: Array | None,
     *,
     workspace: Array | None = None,
-    config: TileConfig | None = None,
+    config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
@@ -228,7 +228,7 @@ def _prepared(
     if plan is not None:
         return plan, _memory(plan.workspace, workspace, addresses)
 
-    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: TileConfig) -> bool:
+    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
         return maps_of(config, problem, layouts, addresses) is not None
 
     own = hardware.of_device(device)

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from cuflash._arrays import Array, write_rounded
-from cuflash._kernels.config import GradOf
+from cuflash._kernels.backward_dscore_sm80 import GradOf
 from cuflash._problem.operand import Operand, canonical_view, option_operand
 from cuflash._problem.problem import Problem
 from cuflash._select.score_sums import ScoreSums
