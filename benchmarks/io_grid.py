@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import profiler
 from cuflash._cli import io_model
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._select.choose import PORTABLE, choose
 from cuflash._select.hardware import Hardware, present, typical
 from cuflash.tuning._kernels import tile_of, with_tile
@@ -56,7 +56,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def configs(hardware: Hardware) -> list[TileConfig]:
+def configs(hardware: Hardware) -> list[KernelConfig]:
     """The tiles that are compared on a device."""
     found = []
     for kernel, tiles in _TILES.items():
@@ -66,7 +66,7 @@ def configs(hardware: Hardware) -> list[TileConfig]:
     return found
 
 
-def _row(work: Workload, config: TileConfig) -> dict[str, Any]:
+def _row(work: Workload, config: KernelConfig) -> dict[str, Any]:
     tile = config.block_m, config.block_n, config.smem_bytes
     model = io_model.forward(work, *tile, boxes=config.kernel == "forward_sm90")
     return {

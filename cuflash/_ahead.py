@@ -28,19 +28,19 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     """Compile the kernels of problems ahead of time; needs NVRTC and no GPU.
 
     Kernels depend on head sizes, dtype and on which options are present; of the lengths only the
-    number of tiles matters, and only where there are fewer than multiprocessors.
+    number of tiles matters, and only where there are fewer tiles than SMs.
 
     Parameters
     ----------
     workloads : Workload or iterable of Workload
         The problems, see ``cuflash.tuning.Workload``; their arrays in C order.
     arch : str, optional
-        ``"sm_80"``, ``"sm_90a"`` ...; default: that of the device at hand.
+        ``"sm_80"``, ``"sm_90a"`` ...; default: the architecture of the current device.
     folder : path, optional
-        Put the kernels there, for machines whose variable ``CUFLASH_KERNELS`` names the folder.
+        Put the kernels there, for machines with its name in the variable ``CUFLASH_KERNELS``.
         Default: the store of this machine.
     backward : bool
-        Also those of the gradients of q, k and v.
+        Also the kernels of the gradients of q, k and v.
     processes : int, optional
         That compile side by side; default: one for each core.
 

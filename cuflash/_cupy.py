@@ -18,7 +18,7 @@ _importing = threading.Lock()
 
 
 def folder() -> Path:
-    """Where compiled kernels of cuflash are: beside those of CuPy, as its settings say."""
+    """Where compiled kernels of cuflash are: beside the kernels of CuPy, as its settings say."""
     cache = os.environ.get(_CACHE_DIR) or os.path.expanduser("~/.cupy/kernel_cache")
     return Path(cache, "cuflash")
 

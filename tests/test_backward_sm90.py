@@ -15,9 +15,8 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
-from cuflash._select import fused_backward, portable_gradients, sm90
 from cuflash.tuning import BackwardConfigs
-from support import families, problems
+from support import chosen, families, problems
 from support.budget import Budget
 from support.hopper import CASES, ROWS, SHAPES, in_every_shape, make
 from support.memory import to_device
@@ -30,7 +29,7 @@ from support.portable import planned_launchers, portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
-ONE_PASS = fused_backward.config_of(describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True)
+ONE_PASS = chosen.fused(describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True)
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +45,12 @@ def upload(array):
 def forms(q, k, v, options, wrt=ALL):
     """Configurations of every form that serves: one pass for all gradients, if they are all."""
     problem = replace(describe(q, k, v, options), formulas=formulas_of(options))
-    of_queries = sm90.backward_q_config(problem)
-    of_keys = sm90.backward_kv_configs(problem, frozenset(wrt))
+    of_queries = chosen.one("backward_dq_sm90", problem)
+    of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset(wrt))
     assert of_queries is not None
     assert of_keys is not None
     found = {"two kernels": BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)}
-    together = fused_backward.config_of(problem, ordered=True)
+    together = chosen.fused(problem, ordered=True)
     if together is not None and set(wrt) == set(ALL):
         found["one pass"] = BackwardConfigs(qkv=together)
     return found
@@ -484,11 +483,11 @@ def test_config_decides_which_kernels_run(monkeypatch):
     arrays += cuflash.attention(*arrays[1:], return_lse=True)
     problem = describe(*arrays[1:4], cuflash.Options())
     portable = BackwardConfigs(
-        q=portable_gradients.backward_q_config(problem, 227 * 1024, 16),
-        kv=portable_gradients.backward_kv_configs(problem, 227 * 1024, 16, frozenset(ALL))[0],
+        q=chosen.portable("backward_dq_sm80", problem, 227 * 1024, 16),
+        kv=chosen.portable_kv(problem, 227 * 1024, 16, frozenset(ALL))[0],
     )
     hopper, together = forms(*arrays[1:4], cuflash.Options()).values()
-    smaller = BackwardConfigs(q=replace(hopper.q, block_n=64), kv=replace(hopper.kv, block_m=64))
+    smaller = BackwardConfigs(q=hopper.q.replace(block_n=64), kv=hopper.kv.replace(block_m=64))
     one_pass = [True, False]  # does it load by tensor maps?
     for config, mapped in (
         (portable, [False, False]),

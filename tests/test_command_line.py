@@ -27,9 +27,10 @@ from cuflash._cli import from_checkout, info
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import hardware as select_hardware
-from cuflash._select import measured, sm90, tf32_sm90
+from cuflash._select import measured
 from cuflash._select.choose import why_portable
 from cuflash.tuning import _table
+from support import chosen
 from support.chosen import backward_of, forward_of
 from support.simulated_sweep import DEVICE
 
@@ -103,7 +104,7 @@ def test_a_bug_report_shows_a_table_that_cannot_be_read(command, monkeypatch, tm
         status, out, err = command("info --json")
         assert (status, err) == (0, "")
         told = json.loads(out)["measured tiles"]
-        assert all(words in told for words in ("shipped", "none of CUFLASH_TILES: ", str(path)))
+        assert all(words in told for words in ("none of CUFLASH_TILES: ", str(path)))
     measured.replace_rows(None)
 
 
@@ -334,39 +335,36 @@ def test_all_gradients_in_one_pass_are_explained(explained, head_dim, kernel, ti
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_gradients_are_explained_at_every_head_size_beside_the_shipped_tiles(explained, dtype):
-    """A shipped row of one kernel has parameters that others lack."""
+def test_gradients_are_explained_at_every_head_size_(explained, dtype):
     for arch, head_dim in [(a, d) for a in ("sm_80", "sm_90a") for d in (8, 64, 96, 128, 192, 256)]:
         line = f"--arch {arch} --backward --dtype {dtype} --head-dim {head_dim}"
         found, unordered = explained(line)["kernels"], explained(f"{line} --unordered")
         tiled = [own for own in found if own["tile"]]
         assert len(tiled) >= 2
         assert all(own["tile_from"] for own in tiled)
-        # Tiles were swept in order: a shipped row holds for that alone.
         assert [own | {"tile_from": ""} for own in unordered["kernels"]] == [
             own | {"tile_from": ""} for own in found
         ]
         assert unordered["problem"].endswith(" unordered")
 
 
+_PORTABLE = ["forward_sm80", "backward_dkv_sm80", "backward_dq_sm80"]
+
+
 @pytest.mark.parametrize(
     ("line", "tables"),
     [
-        ("", ["sm90", "fused_backward"]),
-        ("--arrays bias", ["sm90"] * 3),
-        ("--dtype float32", ["tf32_sm90"] * 4),
-        ("--dtype float32 --head-dim 256", ["portable_tiles"] * 4),
-        ("--dtype float64", ["portable_tiles"] * 3),
-        ("--dtype float64 --head-dim 3", ["narrow", *["portable_tiles"] * 2]),
-        ("--arch sm_75", ["portable_tiles"] * 4),
-        ("--arch sm_80", ["portable"] * 3),
+        ("", ["forward_sm90", "backward_sm90"]),
+        ("--arrays bias", ["forward_sm90", "backward_dkv_sm90", "backward_dq_sm90"]),
+        ("--dtype float64 --head-dim 3", ["forward_narrow", *_PORTABLE[1:]]),
+        ("--arch sm_75", ["forward_sm80", "backward_dkv_sm80", *_PORTABLE[1:]]),
+        ("--arch sm_80", _PORTABLE),
     ],
 )
-def test_a_tile_is_said_to_be_from_the_module_that_has_it(explained, monkeypatch, line, tables):
-    monkeypatch.setattr(measured, "shipped", dict)
+def test_a_tile_is_said_to_be_from_the_module_that_has_it(explained, line, tables):
     kernels = explained(f"--backward {line}")["kernels"]
     told = [own["tile_from"] for own in kernels if own["tile"]]
-    assert told == [f"cuflash/_select/{name}.py" for name in tables]
+    assert told == [f"cuflash/_kernels/{name}.py" for name in tables]
     assert all((Path(cuflash.__file__).parents[1] / name).is_file() for name in told)
 
 
@@ -434,11 +432,13 @@ def test_reasons_are_given_exactly_where_hopper_does_not_serve(given):
     problem = replace(tuning.Workload(2, 8, 8, 512, 512, 64, 64, "bfloat16"), **given).problem()
     forward = forward_of(problem, H100).source.endswith("_sm90.cu")
     assert forward == (why_portable(problem, H100) == "")
-    of_float32 = problem.dtype == np.float32 and tf32_sm90.forward_config(problem, 16)
-    assert not forward or of_float32 or sm90.forward_config(problem) is not None
+    of_float32 = problem.dtype == np.float32 and chosen.one(
+        "forward_tf32_sm90", problem, copy_bytes=16
+    )
+    assert not forward or of_float32 or chosen.one("forward_sm90", problem) is not None
     gradient = [c.source for c in backward_of(problem, H100)][1:]
     hopper = all(s.endswith("_sm90.cu") or s == "backward_convert.cu" for s in gradient)
-    assert hopper == (why_portable(problem, H100, backward=True) == "")
+    assert hopper == (why_portable(problem, H100, "dq") == "")
     assert why_portable(problem, select_hardware.typical("sm_80"))
 
 

@@ -24,27 +24,14 @@ from cuflash import CompileError, Options
 from cuflash._jit.compilation import OPTIONS as FLAGS
 from cuflash._jit.compilation import Report, compile_static, source_of
 from cuflash._jit.source import flatten, kernels_dir
-from cuflash._kernels.config import (
-    HEAD_DIMS,
-    KernelConfig,
-    OperandConfig,
-    SegmentBoundsConfig,
-    TileConfig,
-)
+from cuflash._kernels.backward_delta import DeltaConfig
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig
 from cuflash._kernels.params import STRUCTS, pointer_names
+from cuflash._kernels.request import on_cuda_cores
+from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
-from cuflash._select.portable import (
-    delta_config,
-    for_architecture,
-    forward_config,
-    on_cuda_cores,
-)
-from cuflash._select.portable_gradients import (
-    backward_kv_configs,
-    backward_q_config,
-    backward_score_config,
-)
+from support import chosen
 from support.nvrtc import DISTRIBUTIONS, Library, all_cores, compiler_of, library_of
 from support.parts import kernels_of_part
 
@@ -240,13 +227,14 @@ def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
     if sums[0] == "bias" and case["bias"] is None:
         sums = SLOPES
     given = (problem, LIMITS[arch], copy_bytes)
-    cuda_cores = on_cuda_cores(problem, capability_of(arch))
-    yield delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
-    yield forward_config(*given, cuda_cores=cuda_cores)
-    yield backward_q_config(*given, cuda_cores=cuda_cores)
-    yield from backward_kv_configs(*given, frozenset(case["grad"]), cuda_cores=cuda_cores)
+    capability = capability_of(arch)
+    cores = {"cuda_cores": on_cuda_cores(problem, capability), "capability": capability}
+    yield DeltaConfig.of(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
+    yield chosen.portable("forward_sm80", *given, **cores)
+    yield chosen.portable("backward_dq_sm80", *given, **cores)
+    yield from chosen.portable_kv(*given, frozenset(case["grad"]), **cores)
     if sums != SLOPES or case["alibi_slopes"] is not None:
-        yield backward_score_config(*given, *sums, cuda_cores=cuda_cores)
+        yield chosen.scores(*given, *sums, **cores)
 
 
 def rows(arithmetic: Any, turn: int = 0) -> list[dict[str, Any]]:
@@ -318,8 +306,7 @@ def turn_of(arch: str, generation: int) -> int:
 
 def compiled_for(cases: Iterable[dict[str, Any]], arch: str) -> set[KernelConfig]:
     """Return what these cases launch on an architecture."""
-    found = itertools.chain(*(configs_of(case, arch) for case in cases))
-    return {for_architecture(config, capability_of(arch)) for config in found}
+    return set(itertools.chain(*(configs_of(case, arch) for case in cases)))
 
 
 @functools.cache
@@ -357,9 +344,9 @@ def gate(generation: int, *, whole: bool = False) -> dict[str, set[KernelConfig]
     return found
 
 
-def arithmetic_of(config: OperandConfig) -> str:
+def arithmetic_of(config: KernelConfig) -> str:
     """Return what registers hold: float16 and bfloat16 have the same tables and kernels."""
-    if isinstance(config, TileConfig) and config.precision == TF32:
+    if "tile" in config.parts and config.precision == TF32:
         return TF32
     return config.dtype if config.element_bytes > 2 else "16 bits"
 
@@ -371,7 +358,7 @@ def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
     return {
         (arithmetic_of(c), max(c.head_dim, c.head_dim_v), *(getattr(c, n, None) for n in names))
         for c in configs
-        if isinstance(c, TileConfig)
+        if "tile" in c.parts
     }
 
 
@@ -404,9 +391,9 @@ def further_tiles() -> tuple[tuple[KernelConfig, str, bool], ...]:
 
 def row_of(config: KernelConfig, arch: str) -> tuple[str, str, str, int]:
     """Return the key of SPILLS."""
-    widths = [config.head_dim_v] if isinstance(config, OperandConfig) else [0]
-    widths += [config.head_dim] if isinstance(config, TileConfig) else []
-    arithmetic = arithmetic_of(config) if isinstance(config, OperandConfig) else ""
+    widths = [config.head_dim_v] if "operands" in config.parts else [0]
+    widths += [config.head_dim] if "tile" in config.parts else []
+    arithmetic = arithmetic_of(config) if "operands" in config.parts else ""
     return arch, config.entry, arithmetic, max(widths)
 
 

@@ -19,15 +19,13 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels.config import (
-    BackwardConvertConfig,
-    BackwardOnePassConfig,
-    BackwardSm90Config,
-    ForwardSm90Config,
-)
+from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.request import Request
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import HALVES, describe
-from cuflash._select import fused_backward, sm90
+from support import chosen
 from support.nvrtc import all_cores, compiler_of
 from support.parts import kernels_of_part
 
@@ -78,23 +76,22 @@ GRADIENT_OPTIONS = OPTIONS | {
 
 
 #: Options that every NVRTC compiles every row with.
+HEAD_SIZES = dict.fromkeys(row.head_dims for row in forward_sm90.ROWS)
 EVERY_ROW = ("none", "all")
-
-Sm90Config = ForwardSm90Config | BackwardSm90Config | BackwardConvertConfig
 
 #: Of a device that is too small for the smaller tiles, and of one that is large enough.
 SMALL, LARGE = 0, 10**9
 
 
-def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> ForwardSm90Config | None:
-    return sm90.forward_config(problem_of(case), multiprocessors)
+def config_of(case: dict[str, Any], multiprocessors: int = SMALL) -> Any:
+    return chosen.one("forward_sm90", problem_of(case), num_sms=multiprocessors)
 
 
-def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[BackwardSm90Config]:
+def gradient_configs(case: dict[str, Any], wrt: str = "qkv") -> list[KernelConfig]:
     """The kernels of every gradient in ``wrt``; none where the portable ones serve."""
     problem = problem_of(case)
-    of_queries = sm90.backward_q_config(problem)
-    of_keys = sm90.backward_kv_configs(problem, frozenset(wrt))
+    of_queries = chosen.one("backward_dq_sm90", problem)
+    of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset(wrt))
     if of_queries is None or of_keys is None:
         return []
     return [of_queries, *of_keys]
@@ -122,7 +119,7 @@ def rows_of(
     return [rows[list(names).index(name) % len(rows)]]
 
 
-def complaints(config: Sm90Config, generation: int) -> list[str]:
+def complaints(config: KernelConfig, generation: int) -> list[str]:
     """Compile, and say what is wrong."""
     report = compile_static(config, "sm_90a", compiler_of(generation))
     found = list(report.warnings)
@@ -133,7 +130,7 @@ def complaints(config: Sm90Config, generation: int) -> list[str]:
     return [f"{text}: {config}" for text in found]
 
 
-def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
+def compile_all(configs: Iterable[KernelConfig], generation: int) -> None:
     """Compile on all cores, the longest first."""
     with all_cores() as pool:
         ordered = sorted(kernels_of_part(configs), key=lambda c: (-c.smem_bytes, repr(c)))
@@ -147,9 +144,9 @@ def compile_all(configs: Iterable[Sm90Config], generation: int) -> None:
 def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -> None:
     """All at once: kernels of one option seldom keep two cores busy."""
     whole = pytestconfig.getoption("--slow")
-    configs: set[Sm90Config] = set()
+    configs: set[KernelConfig] = set()
     for name in by_turns(OPTIONS, generation, whole=whole):
-        rows = rows_of(sm90._FORWARD, OPTIONS, name, whole=whole)
+        rows = rows_of(HEAD_SIZES, OPTIONS, name, whole=whole)
         case = {**PLAIN, **OPTIONS[name], **SERVED}
         chosen = {config_of({**case, "head_dims": d}, n) for d in rows for n in (SMALL, LARGE)}
         refused = {(256, 256)} & set(rows) if name in NOT_THE_WIDEST else set()
@@ -181,7 +178,7 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
     configs = []
     for sink in (None, np.ones(1, np.float32)):
         problem = describe(a, a, a, Options(window=(5000, 20), sink=sink))
-        config = sm90.forward_config(problem)
+        config = chosen.one("forward_sm90", problem)
         assert config is not None
         assert (config.block_m, config.block_n) == (128, 128)
         configs.append(config)
@@ -193,12 +190,10 @@ def test_a_window_too_wide_for_narrow_blocks(generation: int, pytestconfig: pyte
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config) -> None:
-    table = sm90._BACKWARD_KV
-    assert set(table) == set(sm90._BACKWARD_Q)
     whole = pytestconfig.getoption("--slow")
-    configs: set[Sm90Config] = set()
+    configs: set[KernelConfig] = set()
     for name in by_turns(GRADIENT_OPTIONS, generation, whole=whole):
-        rows = rows_of(table, GRADIENT_OPTIONS, name, whole=whole)
+        rows = rows_of(HEAD_SIZES, GRADIENT_OPTIONS, name, whole=whole)
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED}
         chosen = {c for d in rows for c in gradient_configs({**case, "head_dims": d})}
         assert {(c.head_dim, c.head_dim_v) for c in chosen} == set(rows), name
@@ -212,16 +207,16 @@ ONE_PASS_BY_CONFIG = ("window, offset and lengths", "negative scale, window, len
 
 def one_pass_configs(
     head_dims: tuple[int, int], names: Iterable[str], *, ordered: bool
-) -> dict[BackwardOnePassConfig, bool]:
+) -> dict[KernelConfig, bool]:
     """The kernels of a row with these options, and whether each is chosen without being asked."""
-    configs: dict[BackwardOnePassConfig, bool] = {}
+    configs: dict[KernelConfig, bool] = {}
     for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
         problem = problem_of(case)
-        config = fused_backward.config_of(problem, ordered=ordered)
+        config = chosen.fused(problem, ordered=ordered)
         if config is not None:
             assert (config.head_dim, config.head_dim_v) == head_dims
-            configs[config] = fused_backward.wins(problem, config)
+            configs[config] = fused_backward.wins(Request(problem), config)
     return configs
 
 
@@ -229,12 +224,14 @@ def one_pass_configs(
 @pytest.mark.nvrtc
 def test_all_gradients_in_one_pass(generation: int) -> None:
     """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
-    configs: set[Sm90Config] = set()
-    for head_dims, ordered in itertools.product(fused_backward.TILES, (True, False)):
+    configs: set[KernelConfig] = set()
+    for head_dims, ordered in itertools.product(
+        [row.head_dims for row in fused_backward.ROWS], (True, False)
+    ):
         found = one_pass_configs(head_dims, GRADIENT_OPTIONS, ordered=ordered)
         chosen = {config for config, wins in found.items() if wins}
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
-        configs |= chosen | set(map(fused_backward.convert_config, chosen))
+        configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
     compile_all(configs, generation)
 
 
@@ -242,8 +239,8 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
 @pytest.mark.slow
 def test_one_pass_by_config(generation: int) -> None:
     """What no call is given that does not ask for it."""
-    configs: set[Sm90Config] = set()
-    for head_dims in fused_backward.TILES:
+    configs: set[KernelConfig] = set()
+    for head_dims in [row.head_dims for row in fused_backward.ROWS]:
         found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, ordered=True)
         assert len(found) == len(ONE_PASS_BY_CONFIG)
         assert not any(found.values())
@@ -289,10 +286,10 @@ def test_other_combinations(generation: int, pytestconfig: pytest.Config) -> Non
 @pytest.mark.nvrtc
 def test_float16(generation: int) -> None:
     case = {**PLAIN, **CAUSAL, **SERVED, "dtype": np.float16}
-    widths = list(sm90._FORWARD)[generation % 2 :: 3]
+    widths = list(HEAD_SIZES)[generation % 2 :: 3]
     compile_all({config_of({**case, "head_dims": d}) for d in widths}, generation)
     cases = [{**case, "head_dims": d} for d in widths]
-    one_pass = {fused_backward.config_of(problem_of(c), ordered=True) for c in cases}
+    one_pass = {chosen.fused(problem_of(c), ordered=True) for c in cases}
     assert None not in one_pass
     compile_all({*one_pass, *itertools.chain(*map(gradient_configs, cases))}, generation)
 
@@ -307,12 +304,12 @@ def test_formulas_in_the_gradient(generation: int) -> None:
             mask_mod=MaskMod("(q + k) % 3 != 0", host=min),
         )
     )
-    configs: set[Sm90Config] = set()
-    for head_dims in list(sm90._BACKWARD_KV)[generation % 2 :: 3]:
+    configs: set[KernelConfig] = set()
+    for head_dims in list(HEAD_SIZES)[generation % 2 :: 3]:
         problem = problem_of({**PLAIN, **WINDOW, **LENGTHS, **SERVED, "head_dims": head_dims})
         problem = replace(problem, formulas=formulas)
-        of_queries = sm90.backward_q_config(problem)
-        of_keys = sm90.backward_kv_configs(problem, frozenset("kv"))
+        of_queries = chosen.one("backward_dq_sm90", problem)
+        of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset("kv"))
         assert of_queries is not None
         assert of_keys is not None
         configs |= {of_queries, *of_keys}
@@ -324,7 +321,7 @@ def test_formulas_in_the_gradient(generation: int) -> None:
 @pytest.mark.nvrtc
 def test_serialised_products_would_be_noticed(generation: int) -> None:
     config = config_of({**PLAIN, "head_dims": (128, 128)})
-    found = complaints(replace(config, block_m=192, num_warps=16, num_q_stages=1), generation)
+    found = complaints(config.replace(block_m=192, num_warps=16, num_q_stages=1), generation)
     assert any("C75" in text for text in found)
     assert any("spilled" in text for text in found)
 
@@ -351,7 +348,7 @@ def test_wgmma_headers_are_fresh() -> None:
 def test_parameters_are_its_own() -> None:
     assert config_of(PLAIN).params == "ForwardSm90Params"
     assert {c.params for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
-    together = fused_backward.config_of(problem_of(PLAIN), ordered=True)
+    together = chosen.fused(problem_of(PLAIN), ordered=True)
     assert together is not None
     assert together.params == "BackwardSm90Params"
-    assert fused_backward.convert_config(together).params == "BackwardParams"
+    assert BackwardConvertConfig.after(together).params == "BackwardParams"

@@ -13,8 +13,8 @@ import pytest
 from test_compile import PLAIN, problem_of
 from test_compile_sm90 import CAUSAL, LENGTHS, PACKED, WINDOW, by_turns, compile_all
 
-from cuflash._kernels.config import Precision, TileConfig
-from cuflash._select import tf32_sm90
+from cuflash._kernels.config import KernelConfig, Precision
+from support import chosen
 
 Tile = tuple[tuple[int, int], Precision]
 #: The first is fullest of registers. Every option is compiled with one of them.
@@ -37,12 +37,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def configs_of(case: dict[str, Any], precision: Precision) -> list[TileConfig]:
+def configs_of(case: dict[str, Any], precision: Precision) -> list[KernelConfig]:
     """The kernels of a case, all gradients included; the forward takes wide heads no segments."""
     problem = replace(problem_of(case), precision=precision)
-    forward = tf32_sm90.forward_config(problem, 16)
-    of_queries = tf32_sm90.backward_q_config(problem, 16)
-    of_keys = tf32_sm90.backward_kv_configs(problem, 16, frozenset("kv"))
+    forward = chosen.one("forward_tf32_sm90", problem, copy_bytes=16)
+    of_queries = chosen.one("backward_dq_tf32_sm90", problem, copy_bytes=16)
+    of_keys = chosen.passes("backward_dkv_tf32_sm90", problem, copy_bytes=16, keys=frozenset("kv"))
     wide = max(case["head_dims"]) > 64
     assert (forward is None) == (wide and case["segment_ids"] is not None)
     assert of_queries is not None
@@ -63,7 +63,7 @@ def tiles_of(name: str, generation: int, *, whole: bool) -> tuple[Tile, ...]:
 @pytest.mark.nvrtc
 def test_every_kernel(generation: int, pytestconfig: pytest.Config) -> None:
     whole = pytestconfig.getoption("--slow")
-    configs: set[TileConfig] = set()
+    configs: set[KernelConfig] = set()
     for name in by_turns(OPTIONS, generation, whole=whole):
         case = {**PLAIN, **OPTIONS[name], "dtype": np.float32, "out_dtype": None}
         for d, precision in tiles_of(name, generation, whole=whole):

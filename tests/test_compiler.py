@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cuflash._jit import compilation, compiler_id, cubin_cache
-from cuflash._kernels.config import SegmentBoundsConfig
+from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from support import cacheless_device
 
 ROOT = Path(__file__).resolve().parents[1]

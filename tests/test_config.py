@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
-from dataclasses import MISSING, FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError
 
 import pytest
 
 from cuflash._jit.source import kernels_dir
-from cuflash._kernels.config import (
-    HEAD_DIMS,
-    BackwardConvertConfig,
-    BackwardKVConfig,
-    BackwardKVPartnersConfig,
-    BackwardKVSm90Config,
-    BackwardOnePassConfig,
-    BackwardPairConfig,
-    BackwardQConfig,
-    BackwardQPartnersConfig,
-    BackwardQSm90Config,
-    BackwardScoreConfig,
-    DeltaConfig,
-    ForwardConfig,
-    ForwardNarrowConfig,
-    ForwardSm90Config,
-    KernelConfig,
-    SegmentBoundsConfig,
-)
-from cuflash._kernels.config_tf32_sm90 import (
-    BackwardKVTf32Sm90Config,
-    BackwardQTf32Sm90Config,
-    ForwardTf32Sm90Config,
-)
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig
+from cuflash._kernels.registry import KERNELS
 from cuflash._kernels.score_config import ScoreConfig
 
 SCORE = ScoreConfig(
@@ -43,7 +22,7 @@ SCORE = ScoreConfig(
 )  # fmt: skip
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {
-    **COMMON, "score": SCORE, "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
+    **COMMON, **SCORE._asdict(), "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
     "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
     "wide_float64": False, "cuda_cores": False,
 }  # fmt: skip
@@ -51,42 +30,43 @@ TF32 = {
     **TILE, "dtype": "float32", "out_dtype": "float32", "num_warps": 12, "head_dim": 128,
     "num_stages": 1, "block_m": 128, "block_n": 64,
 }  # fmt: skip
+ForwardConfig = KERNELS["forward_sm80"]
 CONFIGS: tuple[KernelConfig, ...] = (
     ForwardConfig(**TILE, sink="none", num_stages=2),
-    BackwardQConfig(**TILE),
-    BackwardKVConfig(**TILE, grad_k=True, grad_v=False, shared_keys=True),
-    DeltaConfig(**COMMON, num_warps=4, block_m=64, grad_lse=True),
-    ForwardSm90Config(
+    KERNELS["backward_dq_sm80"](**TILE),
+    KERNELS["backward_dkv_sm80"](**TILE, grad_k=True, grad_v=False, shared_keys=True),
+    KERNELS["backward_delta"](**COMMON, num_warps=4, block_m=64, grad_lse=True),
+    KERNELS["forward_sm90"](
         **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, num_q_stages=2,
         overlap_quarters=2, sink="float32",
     ),
-    BackwardScoreConfig(**TILE, grad_of="bias", sums_to="keys"),
-    BackwardQSm90Config(
+    KERNELS["backward_dscore_sm80"](**TILE, grad_of="bias", sums_to="keys"),
+    KERNELS["backward_dq_sm90"](
         **{**TILE, "num_warps": 12, "block_m": 128}, num_stages=3, scores_ahead=True
     ),
-    BackwardKVSm90Config(
+    KERNELS["backward_dkv_sm90"](
         **{**TILE, "num_warps": 12}, num_stages=3, scores_ahead=False, grad_k=True, grad_v=True
     ),
-    SegmentBoundsConfig(num_warps=8, segment_ids="int32"),
-    BackwardOnePassConfig(
+    KERNELS["segment_bounds"](num_warps=8, segment_ids="int32"),
+    KERNELS["backward_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 128}, num_stages=2,
         keys_in_registers=True, ordered=True,
     ),
-    BackwardPairConfig(
+    KERNELS["backward_pair_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
         num_stages=2, keys_in_registers=False, ordered=True,
     ),
-    BackwardConvertConfig(**TILE),
-    ForwardNarrowConfig(
+    KERNELS["backward_convert"](**TILE),
+    KERNELS["forward_narrow"](
         **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
     ),
-    ForwardTf32Sm90Config(**{**TF32, "num_warps": 16}, sink="none"),
-    BackwardQTf32Sm90Config(**TF32),
-    BackwardKVTf32Sm90Config(
+    KERNELS["forward_tf32_sm90"](**{**TF32, "num_warps": 16}, sink="none"),
+    KERNELS["backward_dq_tf32_sm90"](**TF32),
+    KERNELS["backward_dkv_tf32_sm90"](
         **{**TF32, "block_m": 32, "block_n": 128}, grad_k=True, grad_v=True, shared_keys=True
     ),
-    BackwardQPartnersConfig(**TILE | {"num_warps": 8}),
-    BackwardKVPartnersConfig(
+    KERNELS["backward_dq_partners"](**TILE | {"num_warps": 8}),
+    KERNELS["backward_dkv_partners"](
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
 )  # fmt: skip
@@ -111,7 +91,7 @@ def test_every_macro_has_a_default() -> None:
         assert f"#ifndef {name}\n#define {name} " in text
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kernel)
 def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
     defines = config.defines()
     assert len(defines) == len(config.values()) - ("formulas" in config.values()) + 1
@@ -124,16 +104,19 @@ def test_a_configuration_is_a_key() -> None:
     again = ForwardConfig(**TILE, sink="none", num_stages=2)
     assert again == CONFIGS[0]
     assert hash(again) == hash(CONFIGS[0])
-    assert replace(again, block_n=64) != again
-    assert BackwardQConfig(**TILE) != BackwardConvertConfig(**TILE)  # the same values
+    assert again.replace(block_n=64) != again
+    of_queries, convert = (
+        KERNELS[name](**TILE) for name in ("backward_dq_sm80", "backward_convert")
+    )
+    assert of_queries != convert  # the same values
     assert len(set(CONFIGS)) == len(CONFIGS)
-    assert eval(repr(again), {"ForwardConfig": ForwardConfig, "ScoreConfig": ScoreConfig}) == again
+    assert eval(repr(again), {"ForwardConfig": ForwardConfig}) == again
 
 
 def test_values_are_those_of_the_fields() -> None:
     """As of a dataclass that is frozen and takes keywords."""
     config = CONFIGS[0]
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    values = config.values()
     assert ForwardConfig(**values) == config
     with pytest.raises(TypeError, match="no field: colour"):
         ForwardConfig(**values, colour=1)
@@ -143,11 +126,17 @@ def test_values_are_those_of_the_fields() -> None:
         config.block_m = 32  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError, match="block_m"):
         del config.block_m
-    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
-    assert ForwardConfig(**{n: v for n, v in values.items() if n not in defaults}) == replace(
-        config, **defaults
-    )
-    assert pickle.loads(pickle.dumps(config)) == config
+    defaults = {"cuda_cores": False, "column_parts": 1, "num_stages": 2}
+    given = {name: value for name, value in values.items() if name not in defaults}
+    assert ForwardConfig(**given) == config.replace(**defaults)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+
+
+def test_every_kernel_has_a_configuration_here() -> None:
+    assert {config.kernel for config in CONFIGS} == set(KERNELS)
+    for config in CONFIGS:
+        names = [name for part in config.parts.values() for name in part._fields]
+        assert len(set(names)) == len(names), "a field of two parts would be one macro"
 
 
 @pytest.mark.parametrize(
@@ -173,20 +162,20 @@ def test_errors_name_the_field_and_its_value(change: dict[str, object], named: s
 
 def test_a_pass_without_result_is_refused() -> None:
     with pytest.raises(ValueError, match="grad_k=False"):
-        BackwardKVConfig(**TILE, grad_k=False, grad_v=False, shared_keys=True)
+        KERNELS["backward_dkv_sm80"](**TILE, grad_k=False, grad_v=False, shared_keys=True)
     with pytest.raises(ValueError, match="grad_k=False"):
-        replace(CONFIGS[7], grad_k=False, grad_v=False)
+        CONFIGS[7].replace(grad_k=False, grad_v=False)
 
 
 @pytest.mark.parametrize("change", [{"num_warps": 8}, {"num_stages": 1}, {"block_n": 64}])
 def test_a_gradient_that_hopper_cannot_run_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        replace(CONFIGS[7], **change)
+        CONFIGS[7].replace(**change)
 
 
 def test_scores_ahead_take_a_buffer_more_where_a_block_is_released_late() -> None:
     """The sources say where: dq waits for the next block first, dk and dv release first."""
-    of_q, of_keys = CONFIGS[6], replace(CONFIGS[7], scores_ahead=True)
+    of_q, of_keys = CONFIGS[6], CONFIGS[7].replace(scores_ahead=True)
     for config in (of_q, of_keys):
         assert config.scores_ahead
         text = (kernels_dir() / config.source).read_text()
@@ -195,10 +184,10 @@ def test_scores_ahead_take_a_buffer_more_where_a_block_is_released_late() -> Non
         assert late == (config is of_q)
         if late:
             with pytest.raises(ValueError, match=r"num_stages=2 must be at least 3 with scores"):
-                replace(config, num_stages=2)
-            assert replace(config, num_stages=2, scores_ahead=False).num_stages == 2
+                config.replace(num_stages=2)
+            assert config.replace(num_stages=2, scores_ahead=False).num_stages == 2
         else:
-            assert replace(config, num_stages=2).num_stages == 2
+            assert config.replace(num_stages=2).num_stages == 2
 
 
 def test_shared_memory_by_hand() -> None:
@@ -207,14 +196,14 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
     wide = {"dtype": "float64", "column_parts": 2}
-    assert replace(CONFIGS[0], **wide).smem_bytes == 8 * (64 * 96 + 2 * 128 * (96 + 32))
-    assert replace(CONFIGS[2], **wide).smem_bytes == 8 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 16
+    assert CONFIGS[0].replace(**wide).smem_bytes == 8 * (64 * 96 + 2 * 128 * (96 + 32))
+    assert CONFIGS[2].replace(**wide).smem_bytes == 8 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 16
     assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128
     assert CONFIGS[4].smem_bytes == 2 * (2 * 128 * 128 + 3 * 128 * (128 + 64)) + 1024
     assert CONFIGS[6].smem_bytes == 2 * (128 + 3 * 128) * (128 + 64) + 1024
     tiles = 2 * (128 + 3 * 64) * (128 + 64)
     assert CONFIGS[7].smem_bytes == tiles + 2048  # 3 * (2 * 4 * 64 + 2 * 8) + 2 * 8
-    of_values = replace(CONFIGS[7], grad_k=False)
+    of_values = CONFIGS[7].replace(grad_k=False)
     assert of_values.smem_bytes == tiles + 2048 - 2 * (128 - 8) * 64
 
 

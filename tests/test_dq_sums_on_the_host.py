@@ -12,13 +12,15 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
+from cuflash._kernels import fused_backward
+from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
+from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuflash._launch import plan
-from cuflash._select import fused_backward as select_fused_backward
 from cuflash._select import hardware
 from cuflash._select.choose import LaunchStep
 from support.host_device import COMPILER, host_device, on_device
@@ -43,25 +45,25 @@ def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
 
 def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -> list[str]:
     """Run the conversion; returns what was launched."""
-    config = select_fused_backward.config_of(problem, ordered=True)
+    config = chosen.fused(problem, ordered=True)
     assert config is not None
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
         layouts["dq"] = layouts["q"]
-        step = LaunchStep(select_fused_backward.convert_config(config))
+        step = LaunchStep(BackwardConvertConfig.after(config))
         launch = plan.plan_launch(step, problem, layouts, hardware.of_device(0), 0)
         given = {"dq": dq.ctypes.data, "sums": sums.ctypes.data}
         launch.run(tuple(given.get(name, 0) for name in launch.names), 0)
         return device.launched
 
 
-@pytest.mark.parametrize("head_dim", sorted({d for d, _ in select_fused_backward.TILES}))
+@pytest.mark.parametrize("head_dim", sorted({row.head_dims[0] for row in fused_backward.ROWS}))
 def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
     """Also of ragged rows; blocks that see no key are zero, whatever lies there."""
     entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
     q, k = (on_device(np.zeros((entries, n, head_dim), bfloat16)) for n in (seqlen_q, seqlen_k))
     problem = describe(q, k, k, Options(causal=True, scale=scale))
-    config = select_fused_backward.config_of(problem, ordered=True)
+    config = chosen.fused(problem, ordered=True)
     assert config is not None
     blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # rows of whole blocks
     rng = np.random.default_rng(head_dim)

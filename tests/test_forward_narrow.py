@@ -16,8 +16,8 @@ import cuflash
 from cuflash import reference
 from cuflash._jit.compilation import compile_static
 from cuflash._problem.problem import describe
-from cuflash._select import hardware, narrow
-from cuflash._select import portable as select_portable
+from cuflash._select import hardware
+from support import chosen
 from support.budget import Budget
 from support.chosen import forward_of
 from support.nvrtc import compiler_of
@@ -83,7 +83,7 @@ def test_a_bias_is_kept_with_its_key_where_nothing_else_is_added() -> None:
     def kept(**options: Any) -> bool:
         x = np.zeros((5, 3), np.float32)
         problem = describe(x, x, x, cuflash.Options(**options))
-        config = narrow.forward_config(problem, 16, 132)
+        config = chosen.one("forward_narrow", problem, copy_bytes=16, num_sms=132)
         assert config is not None
         return config.key_bias
 
@@ -100,7 +100,7 @@ def test_eight_warps_where_no_multiprocessor_gets_much_more_to_do() -> None:
         x = np.broadcast_to(np.float32(0), (rows, 3))
         bias = {"bias": np.zeros((1, rows), np.float32)} if options.pop("biased", False) else {}
         problem = describe(x, x, x[:, :0], cuflash.Options(**options, **bias))
-        config = narrow.forward_config(problem, 4, 132)
+        config = chosen.one("forward_narrow", problem, copy_bytes=4, num_sms=132)
         assert config is not None
         assert config.block_n == 128  # of which the bits of a row depend
         return config.block_m, config.num_warps, config.blocks_per_sm
@@ -126,7 +126,7 @@ def test_it_compiles_without_spills(dtype: Any, arch: str, generation: int) -> N
         call = call_of(name, dtype, *head_dims)
         problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
         for multiprocessors in (1, 10**6):
-            config = narrow.forward_config(problem, size, multiprocessors)
+            config = chosen.one("forward_narrow", problem, copy_bytes=size, num_sms=multiprocessors)
             assert config is not None
             report = compile_static(config, arch, compiler_of(generation))
             assert (report.spill_bytes, report.warnings) == (0, ()), config
@@ -191,13 +191,15 @@ def test_rows_of_a_thread_change_no_bit() -> None:
     q, k, v = (cupy.asarray(call.array(name)) for name in "qkv")
     options = {n: cupy.asarray(x) if n == "bias" else x for n, x in call.options.items()}
     problem = describe(q, k, v, cuflash.Options(**options))
-    few, many = (narrow.forward_config(problem, 16, n) for n in (10**6, 0))
+    few, many = (
+        chosen.one("forward_narrow", problem, copy_bytes=16, num_sms=n) for n in (10**6, 0)
+    )
     assert few is not None
     assert many is not None
     assert (few.block_m, many.block_m) == (128, 512)
     first, other = (cuflash.attention(q, k, v, config=c, **options) for c in (few, many))
     assert (first == other).all()
-    portable = select_portable.forward_config(problem, H100.limits.block_smem, 16)
+    portable = chosen.portable("forward_sm80", problem, H100.limits.block_smem, 16)
     cupy.testing.assert_allclose(
         cuflash.attention(q, k, v, config=portable, **options), first, rtol=1e-5, atol=1e-6
     )

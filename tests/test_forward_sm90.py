@@ -6,7 +6,6 @@ Each case asks for it by a configuration; one that cannot serve a call is an err
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
-from cuflash._select import hardware, sm90
-from cuflash._select import portable as select_portable
-from support import families, problems
+from cuflash._select import hardware
+from support import chosen, families, problems
 from support.budget import Budget
 from support.hopper import CASES, OPTIONS, ROWS, SHAPES, in_every_shape, make
 from support.memory import to_device
@@ -42,7 +40,7 @@ def upload(array):
 
 
 def forced(q, k, v, options, multiprocessors=132):
-    config = sm90.forward_config(describe(q, k, v, options), multiprocessors)
+    config = chosen.one("forward_sm90", describe(q, k, v, options), num_sms=multiprocessors)
     assert config is not None
     return config
 
@@ -63,7 +61,7 @@ def attend_packed(q, k, v, ends_q, ends_k, **keywords):
     options = cuflash.Options(**keywords)
     ends = {"cu_seqlens_q": cupy.asarray(ends_q), "cu_seqlens_k": cupy.asarray(ends_k)}
     problem = describe_packed(q, k, v, options, ends, axes=None, precision=None)
-    config = sm90.forward_config(problem)
+    config = chosen.one("forward_sm90", problem)
     assert config is not None
     out = upload(np.full(problem.out_shape, np.nan, q.dtype))
     lse = cupy.full(problem.lse_shape, np.nan, np.float32)
@@ -87,7 +85,7 @@ def check_each_sequence(call, ends_q, ends_k, out, lse, block_n):
             assert not out[..., rows, :].any()
             assert (lse[..., rows] == -np.inf).all()
             continue
-        config = replace(forced(*own, options), block_n=block_n)
+        config = forced(*own, options).replace(block_n=block_n)
         alone = cuflash.attention(*own, options=options, return_lse=True, config=config)
         assert_same_bits(alone, (out[..., rows, :], lse[..., rows]))
     for rows in (slice(0, ends_q[0]), slice(ends_q[-1], None)):
@@ -303,10 +301,10 @@ def test_config_decides_which_kernel_runs():
     call = make((64, 64), SHAPES[1], {})
     q, k, v = (upload(call.array(name)) for name in "qkv")
     problem = describe(q, k, v, cuflash.Options())
-    portable = select_portable.forward_config(problem, 227 * 1024, 16)
+    portable = chosen.portable("forward_sm80", problem, 227 * 1024, 16)
     hopper = forced(q, k, v, cuflash.Options())
     found = []
-    for config in (portable, hopper, replace(hopper, block_n=64), None, None):
+    for config in (portable, hopper, hopper.replace(block_n=64), None, None):
         out, lse = cuflash.attention(q, k, v, return_lse=True, config=config)
         Budget(call).check_forward(out.get(), lse.get())
         found.append((out, lse))

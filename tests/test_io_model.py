@@ -13,9 +13,8 @@ from benchmarks import profiler
 from cuflash import _cli, reference
 from cuflash._cli import io_model
 from cuflash._select import hardware
-from cuflash._select.portable_gradients import backward_score_config
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
-from support.chosen import backward_of
+from support.chosen import backward_of, scores
 
 SMALL = Workload(2, 4, 2, 333, 333, 128, 128, "bfloat16", causal=True)
 MASKS = {
@@ -227,7 +226,7 @@ def test_the_parts_of_a_gradient_counted_by_hand():
 
 def test_a_kernel_without_a_model_is_refused(capsys):
     work = replace(SMALL, arrays=("bias",))
-    score = backward_score_config(work.problem(), 99 * 1024, 16, "bias", "pairs")
+    score = scores(work.problem(), 99 * 1024, 16, "bias", "pairs")
     with pytest.raises(ValueError, match="kernel: got backward_dscore_sm80, expected one of the"):
         io_model.gradient(work, score)
     cores = chosen(replace(SMALL, dtype="float64"), "sm_86")[1]

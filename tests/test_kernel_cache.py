@@ -21,8 +21,7 @@ import pytest
 
 from cuflash._jit import compilation, compiler_id, cubin_cache
 from cuflash._jit import source as jit_source
-from cuflash._kernels.config import ForwardConfig
-from cuflash._kernels.score_config import ScoreConfig
+from cuflash._kernels.forward_sm80 import ForwardConfig
 from support import cacheless_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,12 +29,10 @@ CONFIG = ForwardConfig(
     dtype="float16", out_dtype="float16", copy_bytes=16, head_dim=64, head_dim_v=64, block_m=128,
     block_n=64, num_warps=4, blocks_per_sm=2, sink="none", precision="ieee",
     column_parts=1, wide_float64=False, cuda_cores=False, num_stages=2,
-    score=ScoreConfig(
-        window_left=False, window_right=False, scale_in_exponent=True, softcap=False, bias="none",
-        mask=False, offset="value", q_lengths="none", kv_lengths="none", alibi_slopes="none",
-        segment_ids="none", dropout=False, cu_seqlens="none", score_mod=False, mask_mod=False,
-        formulas=(),
-    ),
+    window_left=False, window_right=False, scale_in_exponent=True, softcap=False, bias="none",
+    mask=False, offset="value", q_lengths="none", kv_lengths="none", alibi_slopes="none",
+    segment_ids="none", dropout=False, cu_seqlens="none", score_mod=False, mask_mod=False,
+    formulas=(),
 )  # fmt: skip
 OTHER = CONFIG.replace(head_dim=128)
 #: A folder that exists and in which not even root can create a file.

@@ -18,7 +18,7 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
-from support import covering, problems
+from support import chosen, covering, problems
 from support.budget import Budget
 from support.problems import Call, make_call
 
@@ -29,7 +29,6 @@ import test_varlen
 
 from cuflash._launch import run, score_gradients
 from cuflash._problem.packed import describe_packed
-from cuflash._select import portable
 from cuflash._select.score_sums import score_sums
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
@@ -239,7 +238,7 @@ def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
         options=options,
     )  # fmt: skip
     problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
-    parts = portable.forward_config(problem, 227 << 10, 16).column_parts
+    parts = chosen.portable("forward_sm80", problem, 227 << 10, 16).column_parts
     assert (parts > 1) == (head_dim_v > 128)
     v = call.v.copy()
     v[30, 35 if head_dim_v == 40 else 170] = np.nan

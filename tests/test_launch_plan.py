@@ -14,29 +14,20 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
-from cuflash._kernels.config import (
-    BackwardKVConfig,
-    BackwardKVSm90Config,
-    BackwardOnePassConfig,
-    KernelConfig,
-    TileConfig,
-)
-from cuflash._kernels.config_tf32_sm90 import BackwardKVTf32Sm90Config
+from cuflash._kernels import tf32_sm90, wgmma
+from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.backward_delta import DeltaConfig
+from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.forward_narrow import WIDEST
+from cuflash._kernels.registry import KERNELS
+from cuflash._kernels.request import Request, on_cuda_cores
 from cuflash._launch import grid as launch_grid
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.problem import Problem, describe
-from cuflash._select import (
-    eligibility,
-    fused_backward,
-    portable,
-    portable_gradients,
-    sm90,
-    tf32_sm90,
-)
 from cuflash._select import hardware as select_hardware
-from cuflash._select import narrow as select_narrow
 from cuflash._select.choose import LaunchStep
+from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -49,9 +40,6 @@ DTYPES = (bfloat16, np.float16, np.float32, np.float64)
 SUMS = (("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"))
 WANTED = (frozenset("qkv"), frozenset("k"), frozenset("qv"))
 NUM_PROBLEMS = 100_000
-OWNERS_OF_KEYS = (
-    BackwardKVConfig, BackwardKVSm90Config, BackwardKVTf32Sm90Config, BackwardOnePassConfig,
-)  # fmt: skip
 
 
 def walked(grid: launch_grid.Grid, num_operands: int) -> list[tuple[int, ...]]:
@@ -202,15 +190,16 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
     given = (problem, limit, copy_bytes)
     wide = max(problem.head_dim, problem.head_dim_v) if problem.dtype == np.float64 else 0
     found: list[KernelConfig] = [
-        portable.delta_config(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
+        DeltaConfig.of(problem, problem.out.dtype, copy_bytes, grad_lse=bool(number % 2))
     ]
-    of_keys: Any = portable_gradients.backward_kv_partners(*given, wanted, cuda_cores=False)
-    of_keys = of_keys or portable_gradients.backward_kv_configs(*given, wanted)
-    scores = portable_gradients.backward_score_config(*given, *SUMS[number % 4])
+    by_partners = {"smem_limit": limit, "copy_bytes": copy_bytes, "capability": 80}
+    of_keys: Any = chosen.passes("backward_dkv_partners", problem, wanted, **by_partners)
+    of_keys = of_keys or chosen.portable_kv(*given, wanted)
+    scores = chosen.scores(*given, *SUMS[number % 4])
     forward, of_queries = (
-        portable.forward_config(*given),
-        portable_gradients.backward_q_partners(*given, cuda_cores=False)
-        or portable_gradients.backward_q_config(*given),
+        chosen.portable("forward_sm80", *given),
+        chosen.one("backward_dq_partners", problem, **by_partners)
+        or chosen.portable("backward_dq_sm80", *given),
     )
     found += [forward, of_queries, *of_keys, scores]
     assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
@@ -223,18 +212,18 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
 
 
 def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
-    """Hopper's own kernels, where nothing that `eligibility` names keeps a problem from them."""
+    """Hopper's own kernels, where nothing that `eligible` names keeps a problem from them."""
     found: list[KernelConfig] = []
-    forward = sm90.forward_config(problem, (1, 132)[number % 2])
-    assert (forward is None) == bool(eligibility.against_forward(problem))
-    of_queries = sm90.backward_q_config(problem)
-    of_keys = sm90.backward_kv_configs(problem, WANTED[number % 3])
-    together = fused_backward.config_of(problem, ordered=bool(number % 2))
-    if eligibility.against_gradient(problem):
+    forward = chosen.one("forward_sm90", problem, num_sms=(1, 132)[number % 2])
+    assert (forward is None) == bool(KERNELS["forward_sm90"].eligible(Request(problem)))
+    of_queries = chosen.one("backward_dq_sm90", problem)
+    of_keys = chosen.passes("backward_dkv_sm90", problem, WANTED[number % 3])
+    together = chosen.fused(problem, ordered=bool(number % 2))
+    if wgmma.against_halves(Request(problem)):
         assert of_queries is of_keys is together is None
     if together is not None:
         assert None not in (of_queries, of_keys), "what one pass serves, two serve, too"
-        found += [together, fused_backward.convert_config(together)]
+        found += [together, BackwardConvertConfig.after(together)]
     found += [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)
     return found
@@ -242,29 +231,33 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
 
 def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
     """Hopper's kernels for float32, and the forward of narrow heads, which every device has."""
-    forward = tf32_sm90.forward_config(problem, copy_bytes)
-    assert (forward is None) == bool(eligibility.against_tf32_forward(problem))
-    of_queries = tf32_sm90.backward_q_config(problem, copy_bytes)
-    of_keys = tf32_sm90.backward_kv_configs(problem, copy_bytes, WANTED[number % 3])
-    if eligibility.against_tf32(problem):
+    forward = chosen.one("forward_tf32_sm90", problem, copy_bytes=copy_bytes)
+    assert (forward is None) == bool(KERNELS["forward_tf32_sm90"].eligible(Request(problem)))
+    of_queries = chosen.one("backward_dq_tf32_sm90", problem, copy_bytes=copy_bytes)
+    of_keys = chosen.passes(
+        "backward_dkv_tf32_sm90", problem, copy_bytes=copy_bytes, keys=WANTED[number % 3]
+    )
+    if tf32_sm90.against(Request(problem)):
         assert of_queries is of_keys is None
     found = [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)
-    narrow = select_narrow.forward_config(problem, copy_bytes, (1, 132)[number % 2])
+    narrow = chosen.one(
+        "forward_narrow", problem, copy_bytes=copy_bytes, num_sms=(1, 132)[number % 2]
+    )
     if narrow is not None:
         assert narrow.smem_bytes <= SMALLEST
-        assert max(problem.head_dim, problem.head_dim_v) <= select_narrow.WIDEST
+        assert max(problem.head_dim, problem.head_dim_v) <= WIDEST
         assert (narrow.width, narrow.width_v) == (problem.head_dim, problem.head_dim_v)
     return [*found, *([] if narrow is None else [narrow])]
 
 
 def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator) -> int:
     """Every batch entry in some launch, and no launch past the limit; return the launches."""
-    of_keys = isinstance(config, OWNERS_OF_KEYS)
+    of_keys = config.computes in ("dkv", "dqkv")
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     own = config.block_n if of_keys else config.block_m
     num_blocks = plan.num_tiles(problem, rows, own)
-    tiles = num_blocks * (config.column_parts if isinstance(config, TileConfig) else 1)
+    tiles = num_blocks * (config.column_parts if "tile" in config.parts else 1)
     step, last = 2 * problem.head_dim * rows, problem.batch[1]
     strides = [(last * step * int(rng.integers(1, 3)), step), (0, step), (last * step, 0)]
     summed = problem.k.summed if of_keys else (False, False)
@@ -281,7 +274,7 @@ def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator)
 @pytest.mark.full
 def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
     rng, base = np.random.default_rng(1), base_problem()
-    seen: set[type] = set()
+    seen: set[str] = set()
     split = 0
     for number in range(NUM_PROBLEMS):
         problem = random_problem(base, rng)
@@ -291,14 +284,14 @@ def test_a_hundred_thousand_problems_get_legal_kernels_and_grids() -> None:
         for config in configs:
             assert config.num_threads <= 1024
             assert problem.head_dim_v <= getattr(config, "head_dim_v", 256)
-            if isinstance(config, TileConfig):
+            if "tile" in config.parts:
                 assert problem.head_dim <= config.head_dim
                 assert config.scale_in_exponent == (
                     problem.softcap is problem.bias is problem.alibi_slopes is None
                     and problem.scale == 0.125
                 )
         split += check_grid(problem, configs[number % len(configs)], rng) > 1
-        seen.update(map(type, configs))
+        seen.update(config.kernel for config in configs)
     assert len(seen) == 17, "some kernel was never chosen"
     assert split > 100
 
@@ -310,8 +303,8 @@ def test_a_tile_depends_on_neither_batch_nor_lengths() -> None:
         other = replace(
             problem, batch=(3, 5), batch_shape=(3, 5), seqlen_q=17, seqlen_k=problem.seqlen_k + 9
         )
-        assert portable.forward_config(problem, SMEM_LIMITS[2], 16) == portable.forward_config(
-            other, SMEM_LIMITS[2], 16
+        assert chosen.portable("forward_sm80", problem, SMEM_LIMITS[2], 16) == chosen.portable(
+            "forward_sm80", other, SMEM_LIMITS[2], 16
         )
 
 
@@ -331,8 +324,8 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None:
     problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
-    assert not portable_gradients.backward_q_config(problem, 227 << 10, 16).cuda_cores
-    assert portable_gradients.backward_q_config(problem, 99 << 10, 16).cuda_cores
+    assert not chosen.portable("backward_dq_sm80", problem, 227 << 10, 16).cuda_cores
+    assert chosen.portable("backward_dq_sm80", problem, 99 << 10, 16).cuda_cores
 
 
 def laid_out(problem: Problem, padding: int) -> Problem:
@@ -356,15 +349,15 @@ def test_no_architecture_refuses_a_problem() -> None:
         problem = laid_out(problem, number % 2)
         for arch in select_hardware.ARCHITECTURES:
             hardware = select_hardware.typical(arch)
-            on_cores = portable.on_cuda_cores(problem, int(hardware.capability))
+            on_cores = on_cuda_cores(problem, int(hardware.capability))
             smem = hardware.limits.block_smem
-            scores = portable_gradients.backward_score_config(
+            scores = chosen.scores(
                 problem, smem, problem.dtype.itemsize, *SUMS[number % 4], cuda_cores=on_cores
             )
             found = [forward_of(problem, hardware), scores]
             found += backward_of(problem, hardware, WANTED[number % 3])
             assert all(c.smem_bytes <= smem for c in found)
-            if any(isinstance(c, TileConfig) and c.cuda_cores for c in found):
+            if any("tile" in c.parts and c.cuda_cores for c in found):
                 cuda_cores.add((arch, problem.dtype.name))
     of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
     assert of_float64 == {*select_hardware.ARCHITECTURES} - {"sm_90"}
@@ -377,7 +370,7 @@ def test_operands_of_another_dtype_than_kernels_read_are_never_launched(name: st
     problem = base_problem()
     layouts = {n: Layout.of(getattr(problem, n)) for n in ("q", "k", "v", "out")}
     layouts[name] = layouts[name]._replace(itemsize=4)
-    step = LaunchStep(portable.forward_config(problem, SMALLEST, 2))
+    step = LaunchStep(chosen.portable("forward_sm80", problem, SMALLEST, 2))
     prepare = functools.partial(plan.plan_launch, step, problem, layouts)
     hardware = select_hardware.typical("sm_80")
     if name == "out":  # float32 serves 16-bit inputs
@@ -394,4 +387,4 @@ def test_operands_of_another_dtype_than_kernels_read_are_never_launched(name: st
 def test_a_head_too_wide_is_named(head_dim: int) -> None:
     problem = replace(base_problem(), head_dim=head_dim)
     with pytest.raises(NotImplementedError, match=f"head_dim {head_dim}"):
-        portable.forward_config(problem, SMEM_LIMITS[0], 16)
+        chosen.portable("forward_sm80", problem, SMEM_LIMITS[0], 16)

@@ -13,16 +13,17 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
+from cuflash._kernels import fused_backward
 from cuflash._kernels import params as kernel_params
-from cuflash._kernels.config import BackwardPairConfig
+from cuflash._kernels.request import Request
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem, describe
-from cuflash._select import fused_backward, hardware, override, portable_gradients, sm90
-from cuflash._select import portable as select_portable
+from cuflash._select import hardware, override
 from cuflash._select.access import Access
 from cuflash._select.choose import Wanted, choose
 from cuflash._select.override import BackwardConfigs
 from cuflash.tuning import _kernels
+from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -94,7 +95,7 @@ def problem_of(batch: int, rows: int = 300, keys: int = 400, **options: Any) -> 
 
 
 def plan(problem: Problem) -> Any:
-    return plan_forward(problem, sm90.forward_config(problem))
+    return plan_forward(problem, chosen.one("forward_sm90", problem))
 
 
 def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POINTERS) -> Any:
@@ -145,7 +146,7 @@ def test_more_heads_start_together_where_a_window_bounds_what_they_stream() -> N
 
     def side_by_side(**options: Any) -> int:
         problem = describe(a, a, a, Options(**options))
-        config = sm90.forward_config(problem)
+        config = chosen.one("forward_sm90", problem)
         assert config is not None
         num_blocks = -(-16384 // config.block_m)
         return sections._owners_side_by_side(problem, config, num_blocks, 132)
@@ -239,7 +240,7 @@ def test_a_configuration_that_cannot_serve_says_why(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, arch: str,
     options: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
-    wanted = sm90.forward_config(problem_of(2))
+    wanted = chosen.one("forward_sm90", problem_of(2))
     monkeypatch.setattr(hardware, "_assumed", hardware.typical(arch)._replace(name="simulated"))
     with pytest.raises(ValueError, match="config: ") as error:
         plan_forward(problem_of(2, **options), wanted)
@@ -250,7 +251,7 @@ def test_a_configuration_that_cannot_serve_says_why(
 def test_an_address_off_16_bytes_is_refused(recorder: Recorder, operand: int) -> None:
     problem = problem_of(2)
     moved = tuple(p + 8 * (i == operand) for i, p in enumerate(POINTERS))
-    config = sm90.forward_config(problem)
+    config = chosen.one("forward_sm90", problem)
     with pytest.raises(ValueError, match="config"):
         plan_forward(problem, config, moved)
     assert not recorder.launches
@@ -270,7 +271,7 @@ def test_what_the_driver_refuses_is_refused(
 def test_hopper_serves_unless_another_kernel_is_asked_for(recorder: Recorder) -> None:
     problem = problem_of(2)
     assert plan_forward(problem, None).maps is not None
-    portable = select_portable.forward_config(problem, 227 * 1024, 16)
+    portable = chosen.portable("forward_sm80", problem, 227 * 1024, 16)
     assert plan_forward(problem, portable).maps is None
 
 
@@ -367,7 +368,7 @@ def test_owners_that_start_together(
 ) -> None:
     """More of short ones, whose tiles would wait for each other if all of one owner started."""
     problem = problem_of(128, rows, rows, causal=causal)
-    config = fused_backward.config_of(problem, ordered=ordered)
+    config = chosen.fused(problem, ordered=ordered)
     assert config is not None
     streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
     device = hardware.of_device(0)
@@ -384,8 +385,8 @@ def test_owners_of_pairs_that_start_together(
     """Sixteen pairs share what they stream; eight, where tiles wait and bounds are causal."""
     array = np.zeros((1, 4, 4096, 256), bfloat16)
     problem = describe(array, array, array, Options(causal=causal))
-    config = fused_backward.config_of(problem, ordered=ordered)
-    assert isinstance(config, BackwardPairConfig)
+    config = chosen.fused(problem, ordered=ordered)
+    assert config.kernel == "backward_pair_sm90"
     device = hardware.of_device(0)
     assert sections.owners_per_section(config, problem, 1, 512, 1, device) == expected
 
@@ -402,7 +403,7 @@ def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_one_pass(recorder: Recorder, ordered: bool) -> None:
     problem = problem_of(2, causal=True)
-    config = fused_backward.config_of(problem, ordered=ordered)
+    config = chosen.fused(problem, ordered=ordered)
     assert config is not None
     delta, *steps = gradient_steps(problem, one_pass=config)
     scratch = Workspace.of(problem, backward=True, fused=config)
@@ -431,7 +432,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
 def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
     """They draw one tile of 128 keys after the other."""
     problem = problem_of(20)
-    config = fused_backward.config_of(problem, ordered=True)
+    config = chosen.fused(problem, ordered=True)
     assert config is not None
     (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
     recorder.struct = kernel_params.BACKWARD_SM90
@@ -446,8 +447,8 @@ def test_a_pair_of_blocks_of_threads_computes_a_tile(recorder: Recorder, ordered
     """128 keys each; each of the two has turns of its own, and its first tile stores."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
-    config = fused_backward.config_of(problem, ordered=ordered)
-    assert isinstance(config, BackwardPairConfig)
+    config = chosen.fused(problem, ordered=ordered)
+    assert config.kernel == "backward_pair_sm90"
     delta, (addresses, gradients), _ = gradient_steps(problem, one_pass=config)
     turns = 1 + 2 * 4 * 5 * 2  # blocks of 64 queries
     assert cleared_turns(recorder, *delta) == (WORKSPACE, turns)
@@ -488,9 +489,9 @@ def test_one_pass_serves_and_wins() -> None:
         (narrow, narrow, full, {}, False, False, False),
     ):
         problem = describe(q, k, v, Options(**options))
-        configs = [fused_backward.config_of(problem, ordered=o) for o in (True, False)]
+        configs = [chosen.fused(problem, ordered=o) for o in (True, False)]
         assert [c is not None for c in configs] == [serves, serves]
-        wins = [c is not None and fused_backward.wins(problem, c) for c in configs]
+        wins = [c is not None and fused_backward.wins(Request(problem), c) for c in configs]
         assert wins == [ordered, unordered], (q.shape, options)
 
 
@@ -512,8 +513,8 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
     moved = {operand: GRADIENT_POINTERS[operand] + 8}
     launches = [launch for _, launch in plan_gradient(problem, **moved)]
     assert kinds(launches) == "LL"
-    of_queries = sm90.backward_q_config(problem)
-    of_keys = sm90.backward_kv_configs(problem, frozenset("kv"))
+    of_queries = chosen.one("backward_dq_sm90", problem)
+    of_keys = chosen.passes("backward_dkv_sm90", problem, frozenset("kv"))
     assert of_keys is not None
     for config in ((of_queries, None), (None, of_keys[0])):
         with pytest.raises(ValueError, match="config"):
@@ -523,9 +524,9 @@ def test_gradients_of_an_address_off_16_bytes(recorder: Recorder, operand: str) 
 def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Recorder) -> None:
     problem = problem_of(2)
     smem = 227 << 10
-    of_q = portable_gradients.backward_q_config(problem, smem, 16)
-    [of_keys] = portable_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))
-    together = fused_backward.config_of(problem, ordered=True)
+    of_q = chosen.portable("backward_dq_sm80", problem, smem, 16)
+    [of_keys] = chosen.portable_kv(problem, smem, 16, frozenset("kv"))
+    together = chosen.fused(problem, ordered=True)
     for found, expected in ((of_q, "ML"), (of_keys, "LM"), (together, "ML")):
         config = override.of_backward(found)
         one_pass = together if found is together else None

@@ -45,7 +45,7 @@ def test_drawn_tiles_compute_the_definition(tmp_path, monkeypatch, dtype, width,
     used = set()
 
     def overridden(chosen: Any, *_: Any) -> Any:
-        name = _kernels.kernel_name(chosen)
+        name = chosen.kernel
         used.add(name)
         return _kernels.with_tile(chosen, tiles[name])
 

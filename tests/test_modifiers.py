@@ -15,9 +15,9 @@ from cuflash._jit.compilation import compile_static, source_of
 from cuflash._jit.source import kernels_dir
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
-from cuflash._select.portable import forward_config
 from support import memory
 from support.budget import Budget
+from support.chosen import portable
 from support.problems import Call
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 37, 51
@@ -214,7 +214,7 @@ def test_what_does_not_compile_is_shown_by_its_own_line():
     with pytest.raises(
         cuflash.CompileError, match=r"score_mod\.expression\(2\): error.*undefined_"
     ):
-        compile_static(forward_config(problem, 99 << 10, 16), "sm_80")
+        compile_static(portable("forward_sm80", problem, 99 << 10, 16), "sm_80")
 
 
 #: What C++, CUDA and their headers may have in scope, beside the words of our own sources.
@@ -245,7 +245,7 @@ def accepted(name):
 def test_every_name_of_an_array_that_is_accepted_compiles():
     """Beside another array, each in a copy of the class that formulas and their arrays are in."""
     problem = describe(*inputs(np.float16)[:3], cuflash.Options(enable_gqa=True))
-    source = source_of(forward_config(problem, 99 << 10, 16))
+    source = source_of(portable("forward_sm80", problem, 99 << 10, 16))
     words = sorted({*re.findall(r"[A-Za-z_]\w*", source), *WORDS.split()})
     names = [word for word in words if accepted(word)]
     assert {"x", "_x", "table", "warpSize"} <= set(names)

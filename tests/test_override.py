@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cuflash import tuning
-from cuflash._kernels.config import DeltaConfig
+from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._select import override
 from cuflash.tuning import _kernels
 from cuflash.tuning._checking import gradients_of

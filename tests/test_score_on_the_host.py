@@ -27,8 +27,8 @@ from cuflash._problem import philox
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.problem import describe
-from cuflash._select import portable
 from cuflash.reference._score import score_and_slopes
+from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -109,7 +109,7 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     q, k = (rng.standard_normal((BATCH, HEADS, n, 8)).astype(np.float16) for n in (ROWS, KEYS))
     problem = replace(describe(q, k, k, options), formulas=formulas_of(options))
-    config = portable.forward_config(problem, 99 << 10, 16)
+    config = chosen.portable("forward_sm80", problem, 99 << 10, 16)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     defines = "".join(f"#define {key} {value}\n" for key, value in config.defines().items())
     text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), config.formulas)

@@ -14,9 +14,9 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
-from cuflash._select import hardware, portable_gradients
-from cuflash._select import portable as select_portable
+from cuflash._select import hardware
 from cuflash.tuning import BackwardConfigs
+from support import chosen
 from support.budget import Budget
 from support.chosen import backward_of, forward_of
 from support.families import FAMILIES
@@ -198,9 +198,9 @@ def test_a_config_decides_and_bits_repeat(head_dim: int, precision: str) -> None
     options = cuflash.Options(causal=True)
     problem = describe(q, k, v, options, precision=precision)
     smem = H100.limits.block_smem
-    of_keys = portable_gradients.backward_kv_configs(problem, smem, 16, frozenset("kv"))[0]
-    portable = select_portable.forward_config(problem, smem, 16), BackwardConfigs(
-        q=portable_gradients.backward_q_config(problem, smem, 16), kv=of_keys
+    of_keys = chosen.portable_kv(problem, smem, 16, frozenset("kv"))[0]
+    portable = chosen.portable("forward_sm80", problem, smem, 16), BackwardConfigs(
+        q=chosen.portable("backward_dq_sm80", problem, smem, 16), kv=of_keys
     )  # fmt: skip
     found = []
     for forward, backward in ((None, None), (None, None), portable):

@@ -292,8 +292,8 @@ def test_kernels_are_swept_on_the_device(
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "seqlen_k": 512}
     work = replace(WORK, dtype=dtype, heads_kv=heads_kv, softcap=softcap, **sizes, **options)
     steps = kernels_of(work, select_hardware.present(), backward=True)
-    config = [c for c in steps if type(c) in _kernels.PARAMETERS][number]
-    name, tile = _kernels.kernel_name(config), _kernels.tile_of(config)
+    config = [c for c in steps if c.kernel in _kernels.KERNELS][number]
+    name, tile = config.kernel, _kernels.tile_of(config)
     tried = {parameter: (value,) for parameter, value in tile.items()}
     ring = "num_stages" if "num_stages" in tile else "blocks_per_sm"
     tried[ring] = tuple(sorted({tile[ring], 1, 2}))

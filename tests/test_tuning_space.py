@@ -16,7 +16,9 @@ import cuflash
 from cuflash import tuning
 from cuflash._ahead import kernels_of
 from cuflash._jit import compilation, cubin_cache
+from cuflash._jit.source import kernels_dir
 from cuflash._kernels import config as kernel_config
+from cuflash._kernels import registry
 from cuflash._select import hardware, measured
 from cuflash.tuning import _kernels, _values
 from support.tuned_problems import PROBLEMS, WORK
@@ -72,8 +74,8 @@ def test_one_pass_is_tuned_where_it_runs():
         chosen = kernels_of(WORK, found.hardware, backward=True)[2]
     finally:
         measured.replace_rows(before)
-    assert chosen == replace(found.default, keys_in_registers=True)
-    unordered = replace(found.default, ordered=False)
+    assert chosen == found.default.replace(keys_in_registers=True)
+    unordered = found.default.replace(ordered=False)
     assert measured.options_of(unordered) != measured.options_of(found.default)
 
 
@@ -178,12 +180,12 @@ def test_sides_are_as_wide_as_the_kernels_bits(kernel):
     default = tuning.space(WORK, kernel, arch="sm_90a").default
     side = "block_m" if kernel == "backward_dkv_sm80" else "block_n"
     with pytest.raises(ValueError, match=f"{side} = 144 must be one of"):
-        replace(default, **{side: 144})
+        default.replace(**{side: 144})
     on_cores = {"cuda_cores": True, "blocks_per_sm": 1, "num_warps": 1}
     owned = "block_n" if side == "block_m" else "block_m"
-    replace(default, **on_cores, **{owned: 512, side: 16})
+    default.replace(**on_cores, **{owned: 512, side: 16})
     with pytest.raises(ValueError, match=f"{owned} = 528 must be at most 512"):
-        replace(default, **on_cores, **{owned: 528, side: 16})
+        default.replace(**on_cores, **{owned: 528, side: 16})
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "bfloat16", [3], {"batch": 1}])
@@ -286,9 +288,10 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     if kernel == "forward_narrow":  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]
-    own = {f.name for f in fields(kind)} - {f.name for f in fields(kernel_config.TileConfig)}
-    assert own - what <= set(_kernels.PARAMETERS[kind])
-    assert set(_kernels.PARAMETERS[kind]) <= measured.TILE_FIELDS
+    parts = {name: part for name, part in kind.parts.items() if name not in kernel_config.SCORED}
+    own = {field for part in parts.values() for field in part._fields}
+    assert own - what <= set(kind.tunables)
+    assert set(kind.tunables) <= set(measured.TILE_FIELDS)
     found = tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a")
     types = {name: type(getattr(found.default, name)) for name in found.parameters}
     for candidate in found:
@@ -297,11 +300,7 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
 
 
 def test_every_kernel_travels():
-    def kinds(above):
-        return {above, *(kind for below in above.__subclasses__() for kind in kinds(below))}
-
-    sources = {kind.source for kind in kinds(kernel_config.KernelConfig) if hasattr(kind, "source")}
-    assert {f"{name}.cu" for name in _kernels._ALL} == sources
+    assert set(registry.KERNELS) == {path.stem for path in kernels_dir().glob("*.cu")}
 
 
 @pytest.mark.long
@@ -375,7 +374,7 @@ def test_what_does_not_compile_is_a_fact():
     found = tuning.space(WORK, "forward_sm90", arch="sm_90a", parameters=tried)
     candidate = next(iter(found))
     # Legal by its numbers, but the products of this kernel are of 16 bits.
-    broken = replace(candidate, config=replace(candidate.config, dtype="float32"))
+    broken = replace(candidate, config=candidate.config.replace(dtype="float32"))
     found.candidates[:] = [broken]
     (facts,) = found.compile(processes=1).values()
     assert "error: " in facts.error
@@ -422,9 +421,8 @@ def test_what_a_source_refuses_is_no_legal_tile(monkeypatch, kernel, given, trie
     default = tuning.space(work, kernel, arch="sm_90a").default
     with pytest.raises(ValueError, match=message):
         _kernels.with_tile(default, tried)
-    for kind in type(default).__mro__[:-1]:
-        if "__post_init__" in vars(kind):
-            monkeypatch.setattr(kind, "__post_init__", lambda self: None)
+    monkeypatch.setattr(default.__class__, "check", lambda self: None)
+    monkeypatch.setattr(kernel_config.KernelConfig, "_check_rows", lambda self: None)
     illegal = _kernels.with_tile(default, tried)
     with pytest.raises(cuflash.CompileError):
         compilation.compile_static(illegal, "sm_90a")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "ptx"
 
-#: Columns of scores: the block sizes of the rows of cuflash/_select/sm90.py.
+#: Columns of scores: the block sizes of the rows of cuflash/_kernels/*_sm90.py.
 SCORES = (32, 48, 64, 80, 96, 112, 128)
 #: Columns of a result where A lies in shared memory: scores, and dk and dq.
 SHARED = (*SCORES, 192, 256)

@@ -315,12 +315,11 @@ def run(xp: ModuleType, case: Case) -> None:
     if xp is np or not (case.portable or case.arch):
         run_calls(xp, case)
         return
-    from cuflash._kernels.config import TileConfig
     from support.portable import kernels_of, portable_kernels
 
     with kernels_of(case.arch) if case.arch else portable_kernels() as configs:
         run_calls(xp, case)
-    tiled = [config for config in configs if isinstance(config, TileConfig)]
+    tiled = [config for config in configs if "tile" in config.parts]
     if len(tiled) < 3 or any(config.cuda_cores != bool(case.arch) for config in tiled):
         raise SystemExit(f"{case.name}: kernels of other products ran: {configs}")
     if case.portable and any(config.copy_bytes != 16 for config in configs):
@@ -336,7 +335,7 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     from cuflash._problem.option_table import FIELDS
     from cuflash._problem.problem import describe
     from cuflash._select import hardware
-    from cuflash._select import portable as select_portable
+    from cuflash._select.choose import PORTABLE, choose
 
     rng = np.random.default_rng(0)
     batch = max(case.q[0], case.k[0])
@@ -359,8 +358,8 @@ def run_calls(xp: ModuleType, case: Case) -> None:
         problem = describe(
             q, k, v, cuflash.Options(**options), precision=case.keywords.get("precision")
         )
-        limit = hardware.of_device(xp.cuda.runtime.getDevice()).limits.block_smem
-        portable = select_portable.forward_config(problem, limit, q.dtype.itemsize)
+        own = hardware.of_device(xp.cuda.runtime.getDevice())
+        portable = choose(problem, own, only=PORTABLE)[-1].config
         cuflash.attention(q, k, v, config=portable, **case.keywords, **options)
     dlse = None
     if case.dlse:

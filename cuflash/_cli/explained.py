@@ -13,7 +13,7 @@ from cuflash._select.choose import why_portable
 from cuflash._select.hardware import Hardware
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import tile_of
-from cuflash.tuning._workload import ONE_PASS, Workload
+from cuflash.tuning._workload import Workload
 
 #: What kernels without tiles do.
 _STEPS = {
@@ -63,7 +63,7 @@ def _described(
     found["tile"] = tile_of(config) or {"block_m": config.block_m, "block_n": config.block_n}
     row = select_measured.row_behind(config, hardware.name)
     measured = None if row is None else row.measured or "a table in use"
-    found["tile_from"] = measured or f"cuflash/_select/{_table_of(config)}.py"
+    found["tile_from"] = measured or f"cuflash/_kernels/{config.kernel}.py"
     grads = io_model.grads_of(config)
     if len(grads) == 1:  # a pass of its own
         found["gradient"] = f"d{grads}"
@@ -71,17 +71,6 @@ def _described(
     flops = work.kernel_flops(config.kernel, grads)
     found |= {"tflop": flops / 1e12, "once": once, "intensity": flops / once}
     return found | _roofline(work, config, flops, once, hardware.peak)
-
-
-def _table_of(config: Any) -> str:
-    """The module that has the table of a tile."""
-    if config.kernel in ONE_PASS:
-        return "fused_backward"
-    for ending, module in (("_narrow", "narrow"), ("_tf32_sm90", "tf32_sm90"), ("_sm90", "sm90")):
-        if config.kernel.endswith(ending):
-            return module
-    wide = config.real_bytes == config.element_bytes or config.cuda_cores
-    return "portable_tiles" if wide else "portable"
 
 
 def _roofline(
@@ -114,7 +103,7 @@ def _why(work: Workload, config: Any, hardware: Hardware) -> str:
     if config.kernel in _STEPS:
         return _STEPS[config.kernel]
     problem = work.problem()
-    portable = why_portable(problem, hardware, backward=config.computes != "out")
+    portable = why_portable(problem, hardware, config.computes)
     if getattr(config, "cuda_cores", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"

@@ -28,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     found = hardware.present()
     counts = []
     tables: dict[str, Any] = {
-        "shipped": measured.shipped,
         f"of {measured.VARIABLE}": measured.in_use,
     }
     for name, rows_of in tables.items():

@@ -152,7 +152,7 @@ def shared_name(config: KernelConfig, arch: str) -> str:
 
 
 def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
-    """Compile for devices of ``arch``, with or without one at hand, and store it for a run.
+    """Compile for devices of ``arch``, whether one is present or not, and store it for a run.
 
     ``shared`` is a folder for others, instead of one's own store.
     """

@@ -89,7 +89,7 @@ def _checked(name: str, content: bytes) -> bytes | None:
 def save_shared(shared: Path, name: str, cubin: bytes) -> Path:
     """Put a cubin into a folder for others; an OSError where that cannot be written.
 
-    Whom the folder lets read and write, the file does, too; but not all write.
+    The file has the permissions of the folder, but never lets every user write.
     """
     path = shared / f"{name}.cubin"
     shared.mkdir(parents=True, exist_ok=True)

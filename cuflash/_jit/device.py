@@ -1,6 +1,6 @@
 """How much of something has a device? One number at a time.
 
-CuPy's dictionary of all of them asks for clocks, too, which takes milliseconds of the first call.
+CuPy's dictionary of all of them also asks for clocks, which takes milliseconds of the first call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def attribute(name: str, device: int) -> int:
 
 
 def smem_limit(device: int) -> int:
-    """Bytes of shared memory that one block of threads may ask for."""
+    """Bytes of shared memory that one thread block may ask for."""
     return attribute("MaxSharedMemoryPerBlockOptin", device)
 
 

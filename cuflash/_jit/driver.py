@@ -41,7 +41,7 @@ def encodes_tensor_maps() -> bool:
 
 
 def device_name(device: int) -> str:
-    """Name of a device; CUDA's runtime asks for clocks, too, which takes milliseconds. (D74)"""
+    """Name of a device; CUDA's runtime also asks for clocks, which takes milliseconds. (D74)"""
     handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     function("cuDeviceGet")(ctypes.byref(handle), device)
     function("cuDeviceGetName")(name, len(name), handle)

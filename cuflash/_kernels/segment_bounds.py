@@ -1,4 +1,4 @@
-"""Where do the bounds of segment ids lie, of every 64 queries and every 64 keys?
+"""``segment_bounds.cu``: bounds of the segment ids of every 64 queries and every 64 keys.
 
 By them kernels leave out blocks of other segments: see ``schedule/segments.cuh``. Each batch
 entry whose ids are its own has bounds of its own.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from cuflash._kernels.config import SegmentBoundsConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.score_config import Integers
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
@@ -21,6 +21,28 @@ from cuflash._problem.problem import Problem
 #: That share a pair of bounds: ``bounded_ids`` of ``params.cuh``.
 IDS = 64
 _LARGEST = 8  # bytes of an id
+
+
+class Own(NamedTuple):
+    """What this kernel alone is told."""
+
+    num_warps: int
+    segment_ids: Integers
+
+
+class SegmentBoundsConfig(KernelConfig):
+    """``segment_bounds.cu``."""
+
+    kernel = "segment_bounds"
+    params = "SegmentBoundsParams"
+    computes = "bounds"
+    parts = {"own": Own}  # noqa: RUF012
+
+    @classmethod
+    def of(cls, problem: Problem) -> Self:
+        """The kernel that finds the bounds of a problem with segments."""
+        q, _ = operands_of(problem)
+        return cls(num_warps=8, segment_ids="int32" if q.dtype == np.int32 else "int64")
 
 
 class Bounds(NamedTuple):
@@ -65,13 +87,6 @@ def bounds_of(problem: Problem) -> Bounds:
     own = tuple(n if q.strides[axis] or k.strides[axis] else 1 for axis, n in enumerate(batch))
     pairs_q, pairs_k = (-(-operand.shape[-1] // IDS) for operand in (q, k))
     return Bounds(own, pairs_q, pairs_k, 2 * q.dtype.itemsize)
-
-
-def config_of(problem: Problem) -> SegmentBoundsConfig:
-    """The kernel that finds the bounds of a problem with segments."""
-    q, _ = operands_of(problem)
-    dtype: Integers = "int32" if q.dtype == np.int32 else "int64"
-    return SegmentBoundsConfig(num_warps=8, segment_ids=dtype)
 
 
 def room_for(problem: Problem) -> int:

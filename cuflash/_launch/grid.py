@@ -41,7 +41,7 @@ def plan_grid(
     tiles_per_owner: int,
     max_axes: int = params.MAX_BATCH_AXES,
 ) -> Grid:
-    """Merge batch axes that all operands walk evenly; those of ``summed`` vary fastest."""
+    """Merge batch axes that all operands walk evenly; the ``summed`` axes vary fastest."""
     columns = list(zip(*strides, strict=True)) if batch else []
     axes = list(zip(batch, columns, summed, strict=True))
     owned = _merged([(extent, column) for extent, column, s in axes if not s])

@@ -33,7 +33,7 @@ _BEFORE_MAPS = {
     "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
 }  # fmt: skip
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
-_STORED_ROWS = 64  # of out: those of a warpgroup
+_STORED_ROWS = 64  # of out, that a warpgroup stores
 
 
 class _Work(NamedTuple):

@@ -81,7 +81,7 @@ def repeat(
             with cupy.cuda.Device(device):
                 return again(*pointers)
         stream = cupy.cuda.get_current_stream().ptr
-        if runtime.streamIsCapturing(stream):  # it gives a new thread its context, too (D67)
+        if runtime.streamIsCapturing(stream):  # this call also gives a new thread its context (D67)
             return None
         made, addresses = [], [*pointers]
         for shape, dtype in new:

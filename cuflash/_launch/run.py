@@ -18,7 +18,7 @@ from cupy_backends.cuda.api import runtime
 
 from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params
 from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._launch.plan import maps_of, plan_launch, refuse_misaligned, row_layout, sums_of
@@ -58,13 +58,13 @@ def forward(
     lse: Array | None,
     *,
     workspace: Array | None = None,
-    config: TileConfig | None = None,
+    config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
-    A ``config`` decides which kernel runs, too. The portable one leaves out rows that belong to no
-    packed sequence. Returns the plan that was run.
+    A ``config`` also decides which kernel runs. The portable kernel leaves out rows that belong to
+    no packed sequence. Returns the plan that was run.
     """
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse)
@@ -228,7 +228,7 @@ def _prepared(
     if plan is not None:
         return plan, _memory(plan.workspace, workspace, addresses)
 
-    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: TileConfig) -> bool:
+    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
         return maps_of(config, problem, layouts, addresses) is not None
 
     own = hardware.of_device(device)
@@ -293,7 +293,7 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
     """
     other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
     if other:
-        refuse_capture("wrt", f"gradients of {problem.dtype} alone, those of q, k, v as promoted")
+        refuse_capture("wrt", f"q, k and v of {problem.dtype}, to which they are promoted")
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from cuflash._arrays import Array, write_rounded
-from cuflash._kernels.config import GradOf
+from cuflash._kernels.backward_dscore_sm80 import GradOf
 from cuflash._problem.operand import Operand, canonical_view, option_operand
 from cuflash._problem.problem import Problem
 from cuflash._select.score_sums import ScoreSums
@@ -96,7 +96,7 @@ def _of_rows(problem: Problem, ends: Array | None) -> tuple[Callable[[Array], Ar
 def of_sequences(rows: Array, ends: Array) -> Array:
     """Sums over the rows (.., total) of each packed sequence: (sequences, ..), in float64.
 
-    Those of its rows before and behind whole groups, and of groups in the same way: what other
+    The rows before and behind whole groups are added, and groups in the same way: what other
     sequences hold has no part in a sum, and none in its rounding.
     """
     ends = cupy.clip(ends, 0, rows.shape[-1]).astype(np.int64)

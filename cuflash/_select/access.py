@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._problem.layout import Layout
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.problem import Problem
@@ -23,7 +23,7 @@ class Access(NamedTuple):
 
     layouts: Layouts
     #: Whether Hopper's copy engine can load the operands of a kernel by tensor maps.
-    has_maps: Callable[[Problem, Layouts, TileConfig], bool]
+    has_maps: Callable[[Problem, Layouts, KernelConfig], bool]
     address_bits: int = 0  # the last four bits of the addresses of q, k, v and dout, by or
     out_bits: int = 0  # of those of dout and out
 

@@ -1,29 +1,26 @@
 """Which kernels, with which tiles, does a call launch? The one choice: plans and launches ask it.
 
-Each table below lists the kernels of one result, best first: the first that serves the problem on
-the hardware, and can load the arrays where they lie, is taken.
+Of the kernels of one result, best first, the first is taken that serves the problem on the hardware
+and can load the arrays where they lie: ``cuflash/_kernels/registry.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash._kernels import segment_bounds
-from cuflash._kernels.config import KernelConfig, TileConfig
+from cuflash._kernels import fused_backward
+from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.backward_delta import DeltaConfig
+from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
+from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.registry import that_compute
+from cuflash._kernels.request import Request, on_cuda_cores
+from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.problem import HALVES, Problem
-from cuflash._select import (
-    eligibility,
-    fused_backward,
-    narrow,
-    portable,
-    portable_gradients,
-    sm90,
-    tf32_sm90,
-)
 from cuflash._select.access import Access, in_c_order, rows_fit_tensor_maps
 from cuflash._select.hardware import Hardware
 from cuflash._select.override import BackwardConfigs, with_override
@@ -56,85 +53,22 @@ class Wanted(NamedTuple):
         return cls(dict.fromkeys(names, ()))
 
 
-class _Ask(NamedTuple):
-    """What a candidate looks at."""
+class _Call(NamedTuple):
+    """What every step of one call is chosen by."""
 
-    problem: Problem
+    request: Request
     hardware: Hardware
     access: Access
-    copy_bytes: int
-    deterministic: bool = True
-    keys: frozenset[str] = frozenset()  # of "k" and "v", those whose gradient is wanted
-
-    @property
-    def cuda_cores(self) -> bool:
-        return portable.on_cuda_cores(self.problem, self.hardware.capability)
-
-    @property
-    def smem(self) -> int:
-        return self.hardware.limits.block_smem
+    only: frozenset[str] | None  # names of the kernels of q, k and v that may be taken
 
 
-#: What a candidate returns: its passes, or None where it does not serve.
-_Passes = tuple[TileConfig, ...] | None
-_Candidates = Mapping[str, Callable[[_Ask], _Passes]]
-
-
-def _one(config: TileConfig | None) -> _Passes:
-    return None if config is None else (config,)
-
-
-def _fused(kernel: str) -> Callable[[_Ask], _Passes]:
-    def candidate(ask: _Ask) -> _Passes:
-        found = fused_backward.config_of(ask.problem, ordered=ask.deterministic)
-        return None if found is None or found.kernel != kernel else (found,)
-
-    return candidate
-
-
-_FORWARD: _Candidates = {
-    "forward_sm90": lambda ask: _one(
-        sm90.forward_config(ask.problem, ask.hardware.multiprocessors)
-    ),
-    "forward_narrow": lambda ask: _one(
-        narrow.forward_config(ask.problem, ask.copy_bytes, ask.hardware.multiprocessors)
-    ),
-    "forward_tf32_sm90": lambda ask: _one(tf32_sm90.forward_config(ask.problem, ask.copy_bytes)),
-    "forward_sm80": lambda ask: _one(
-        portable.forward_config(ask.problem, ask.smem, ask.copy_bytes, cuda_cores=ask.cuda_cores)
-    ),
-}
-_ALL_GRADIENTS: _Candidates = {
-    name: _fused(name) for name in ("backward_sm90", "backward_pair_sm90")
-}
-_GRADIENTS_OF_KEYS: _Candidates = {
-    "backward_dkv_sm90": lambda ask: sm90.backward_kv_configs(ask.problem, ask.keys),
-    "backward_dkv_tf32_sm90": lambda ask: tf32_sm90.backward_kv_configs(
-        ask.problem, ask.copy_bytes, ask.keys
-    ),
-    "backward_dkv_partners": lambda ask: portable_gradients.backward_kv_partners(
-        ask.problem, ask.smem, ask.copy_bytes, ask.keys, cuda_cores=ask.cuda_cores
-    ),
-    "backward_dkv_sm80": lambda ask: portable_gradients.backward_kv_configs(
-        ask.problem, ask.smem, ask.copy_bytes, ask.keys, cuda_cores=ask.cuda_cores
-    ),
-}
-_GRADIENT_OF_QUERIES: _Candidates = {
-    "backward_dq_sm90": lambda ask: _one(sm90.backward_q_config(ask.problem)),
-    "backward_dq_tf32_sm90": lambda ask: _one(
-        tf32_sm90.backward_q_config(ask.problem, ask.copy_bytes)
-    ),
-    "backward_dq_partners": lambda ask: _one(
-        portable_gradients.backward_q_partners(
-            ask.problem, ask.smem, ask.copy_bytes, cuda_cores=ask.cuda_cores
-        )
-    ),
-    "backward_dq_sm80": lambda ask: _one(
-        portable_gradients.backward_q_config(
-            ask.problem, ask.smem, ask.copy_bytes, cuda_cores=ask.cuda_cores
-        )
-    ),
-}
+def request_of(problem: Problem, hardware: Hardware, copy_bytes: int, **given: Any) -> Request:
+    """What kernels are asked for a problem on a device."""
+    return Request(
+        problem, hardware.capability, hardware.limits.block_smem, hardware.multiprocessors,
+        copy_bytes, device=hardware.name, tensor_maps=hardware.tensor_maps,
+        cuda_cores=on_cuda_cores(problem, hardware.capability), **given,
+    )  # fmt: skip
 
 
 def choose(
@@ -156,19 +90,17 @@ def choose(
     access = access or in_c_order(problem, backward=wanted is not None)
     steps: list[LaunchStep] = []
     if problem.segment_ids_q is not None:
-        steps.append(LaunchStep(segment_bounds.config_of(problem)))
+        steps.append(LaunchStep(SegmentBoundsConfig.of(problem)))
     if wanted is None:
         problem, layouts = with_shared_rows(problem, dict(access.layouts))
         access = access._replace(layouts=layouts)
-        ask = _Ask(problem, hardware, access, access.copy_bytes(problem, "q", "k", "v"))
-        steps += map(LaunchStep, _chosen(_FORWARD, ask, override, only))
+        request = request_of(problem, hardware, access.copy_bytes(problem, "q", "k", "v"))
+        call = _Call(request, hardware, access, only)
+        steps += map(LaunchStep, _chosen("out", call, override))
     else:
         given = override or BackwardConfigs()
         steps += _backward(problem, hardware, access, wanted, given, deterministic, only)
-    return tuple(
-        step._replace(config=portable.for_architecture(step.config, hardware.capability))
-        for step in steps
-    )
+    return tuple(steps)
 
 
 def _backward(
@@ -181,105 +113,102 @@ def _backward(
     only: frozenset[str] | None,
 ) -> list[LaunchStep]:
     out_bytes = access.copy_bytes(problem, "dout", "out", address_bits=access.out_bits)
-    delta = portable.delta_config(
-        problem, wanted.out_dtype or problem.dtype, out_bytes, grad_lse=wanted.grad_lse
-    )
-    steps = [LaunchStep(delta)]
-    width = access.copy_bytes(problem, "dout", "q", "k", "v")
+    out_dtype = wanted.out_dtype or problem.dtype
+    delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
     names = frozenset(wanted.shapes)
     if not problem.seqlen_k:
         names &= {"q"}  # zeros: there is nothing to sum
-    keys = names & {"k", "v"}
-    ask = _Ask(problem, hardware, access, width, deterministic, keys)
-    together = _fused_config(ask, names, override, only)
-    if together is not None:
-        steps += [LaunchStep(together), LaunchStep(fused_backward.convert_config(together))]
+    request = request_of(
+        problem, hardware, access.copy_bytes(problem, "dout", "q", "k", "v"),
+        deterministic=deterministic, keys=names & {"k", "v"},
+    )  # fmt: skip
+    call = _Call(request, hardware, access, only)
+    configs: list[KernelConfig] = [delta]
+    fused = _fused(call, names, override)
+    if fused is not None:
+        configs += [fused, BackwardConvertConfig.after(fused)]
     else:
-        if keys:
-            steps += map(LaunchStep, _chosen(_GRADIENTS_OF_KEYS, ask, override.kv, only))
+        if request.keys:
+            configs += _chosen("dkv", call, override.kv)
         if "q" in names:
-            steps += map(LaunchStep, _chosen(_GRADIENT_OF_QUERIES, ask, override.q, only))
+            configs += _chosen("dq", call, override.q)
+    steps = [LaunchStep(config) for config in configs]
     for name in SUMMED:
         if name in names:
             sums = score_sums(problem, name, wanted.shapes[name])
-            config = portable_gradients.backward_score_config(
-                problem, ask.smem, width, name, sums.sums_to, cuda_cores=ask.cuda_cores
+            steps.append(
+                LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums)
             )
-            steps.append(LaunchStep(config, name, sums))
     return steps
 
 
-def _fused_config(
-    ask: _Ask, names: frozenset[str], override: BackwardConfigs, only: frozenset[str] | None
-) -> Any:
+def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:
     """The kernel of all gradients in one pass; None where kernels of their own serve."""
-    if override.qkv is None and (override.q or override.kv):
+    asked = override.qkv is not None
+    if not asked and (override.q or override.kv):
         return None
     if names >= _ALL:
-        found: Any = _first(_ALL_GRADIENTS, ask, override.qkv, only)
-        if found and (override.qkv is not None or fused_backward.wins(ask.problem, found[0])):
+        found = _first("dqkv", call, override.qkv)
+        if found and (asked or fused_backward.wins(call.request, found[0])):
             return found[0]
-    if override.qkv is not None:
-        raise unservable(override.qkv, ask.problem, ask.hardware)
+    if asked:
+        raise unservable(override.qkv, call.request.problem, call.hardware)
     return None
 
 
-def _chosen(
-    candidates: _Candidates, ask: _Ask, override: TileConfig | None, only: frozenset[str] | None
-) -> tuple[TileConfig, ...]:
-    found = _first(candidates, ask, override, only)
-    if found is None:
-        raise unservable(override, ask.problem, ask.hardware)
+def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
+    found = _first(result, call, override)
+    if not found:
+        raise unservable(override, call.request.problem, call.hardware)
     return found
 
 
-def _first(
-    candidates: _Candidates, ask: _Ask, override: TileConfig | None, only: frozenset[str] | None
-) -> _Passes:
-    """The passes of the first kernel that serves."""
-    for kernel, candidate in candidates.items():
-        if kernel != (override.kernel if override is not None else kernel):
+def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
+    """The passes of the first kernel of a result that serves; none where none does."""
+    request, hardware, access, only = call
+    for kernel in that_compute(result):
+        asked = override is None or kernel.kernel == override.kernel
+        if not asked or (only is not None and kernel.kernel not in only):
             continue
-        if only is not None and kernel not in only:
+        if kernel.eligible(request):
             continue
-        if kernel.endswith("_sm90") and not ask.hardware.hopper:
-            continue
-        passes = candidate(ask)
-        if passes is None:
-            continue
-        passes = tuple(with_override(config, override, ask.hardware) for config in passes)
-        has_maps, layouts = ask.access.has_maps, ask.access.layouts
-        if all(not c.tensor_maps or has_maps(ask.problem, layouts, c) for c in passes):
+        of_any_device = kernel.chosen(request._replace(device=""))
+        passes = kernel.chosen(request) if request.measured else of_any_device
+        passes = tuple(
+            with_override(config, override, hardware, plain)
+            for config, plain in zip(passes, of_any_device, strict=True)
+        )
+        maps = (access.has_maps(request.problem, access.layouts, c) for c in passes)
+        if passes and (not kernel.tensor_maps or all(maps)):
             return passes
-    return None
+    return ()
 
 
-def unservable(config: TileConfig | None, problem: Problem, hardware: Hardware) -> Exception:
+def unservable(config: KernelConfig | None, problem: Problem, hardware: Hardware) -> Exception:
     """The error of a caller's ``config`` that cannot serve the call."""
-    got = type(config).__name__
+    got = config.__class__.__name__
     fix = "leave it out, and the kernel that serves is chosen"
-    if config is not None and config.kernel.endswith("_sm90") and not hardware.hopper:
+    if config is not None and config.for_sm90 and not hardware.hopper:
         return problem_with(
             "config", ValueError, got=f"{got} on {hardware.name} ({hardware.arch})",
             expected="a device of sm_90, with a driver of CUDA 12", fix=fix,
         )  # fmt: skip
     reason = ""
     if config is not None and config.tensor_maps:
-        reason = why_portable(problem, hardware, backward=config.computes != "out")
+        reason = why_portable(problem, hardware, config.computes)
     return problem_with(
         "config", ValueError, got=got + (f" where {reason}" if reason else ""),
         expected="head sizes, options, strides and alignments that it can serve", fix=fix,
     )  # fmt: skip
 
 
-def why_portable(problem: Problem, hardware: Hardware, *, backward: bool = False) -> str:
-    """Why none of Hopper's kernels serves a problem in C order; empty where one does."""
-    if hardware.arch != "sm_90":
-        return f"{hardware.arch} has no wgmma as sm_90 has it"
-    if problem.dtype in HALVES and not rows_fit_tensor_maps(problem):
+def why_portable(problem: Problem, hardware: Hardware, result: str = "out") -> str:
+    """Why no kernel of Hopper for a result serves a problem in C order; empty where one does."""
+    request = request_of(problem, hardware, 16)
+    for_float32 = problem.dtype == np.float32
+    reasons = [kernel.eligible(request) for kernel in that_compute(result) if kernel.for_sm90]
+    if hardware.arch == "sm_90" and problem.dtype in HALVES and not rows_fit_tensor_maps(problem):
         return "rows of q, k or v are not multiples of 16 bytes"
-    if problem.dtype == np.float32:
-        against = eligibility.against_tf32 if backward else eligibility.against_tf32_forward
-    else:
-        against = eligibility.against_gradient if backward else eligibility.against_forward
-    return against(problem)
+    if not all(reasons):
+        return ""
+    return reasons[1 if for_float32 and len(reasons) > 1 else 0]

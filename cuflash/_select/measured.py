@@ -1,8 +1,7 @@
-"""Which measured tiles go before the tables of ``_select*.py``?
+"""Which tiles that a user measured go before the tables of ``cuflash/_kernels``?
 
-Those of ``tiles.json``, which is shipped and made by tools/shipped_tiles.py from committed sweeps.
-Before them those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable
-CUFLASH_TILES, the path of a file or "user" for this user's table. A file is JSON,
+Those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path
+of a file or "user" for this user's table. A file is JSON,
 {"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
 options and device; where it says so, only instead of one tile of the tables, which may depend on
 lengths.
@@ -10,24 +9,22 @@ lengths.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.score_config import CHANGING, COMPILED
 from cuflash._problem.option_table import of_stages
 
 FORMAT = "cuflash tiles 1"
 VARIABLE = "CUFLASH_TILES"
 _DEEPEST = 16  # more than twice as deep as any file of ours
-AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
+AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 
 
 class Key(NamedTuple):
@@ -62,11 +59,12 @@ _WORDS = {
 
 
 _TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
-#: Fields that say how a kernel computes and not what: those that a row may hold. (D103)
-TILE_FIELDS = _TRUTH_VALUES | {
-    "block_m", "block_n", "num_warps", "blocks_per_sm", "num_stages", "num_q_stages",
-    "overlap_quarters",
-}  # fmt: skip
+#: Fields that say how a kernel computes and not what: those that a row may hold, in the order of
+#: its text. (D103)
+TILE_FIELDS = (
+    "num_warps", "block_m", "block_n", "blocks_per_sm", "num_stages", "num_q_stages",
+    "overlap_quarters", "scores_ahead", "keys_in_registers",
+)  # fmt: skip
 
 
 def options_of(config: Any) -> str:
@@ -99,16 +97,21 @@ def options_of(config: Any) -> str:
     return " ".join(words) or "plain"
 
 
-def key_of(config: TileConfig, device: str) -> Key:
+def key_of(config: KernelConfig, device: str) -> Key:
     """What a configuration is looked up by."""
     sizes = (config.head_dim, config.head_dim_v)
     return Key(config.kernel, config.dtype, *sizes, options_of(config), device, tile_text(config))
 
 
-def tile_text(config: TileConfig) -> str:
+def tile_text(config: KernelConfig) -> str:
     """A tile in words: "num_warps=12 block_m=128 ..."."""
-    names = [f.name for f in fields(config) if f.name in TILE_FIELDS]
-    return " ".join(f"{name}={int(getattr(config, name))}" for name in names)
+    return " ".join(f"{name}={int(value)}" for name, value in tile_fields(config).items())
+
+
+def tile_fields(config: KernelConfig) -> dict[str, int]:
+    """The fields of a configuration that a row may hold."""
+    values = config.values()
+    return {name: values[name] for name in TILE_FIELDS if name in values}
 
 
 def parse(text: str) -> Any:
@@ -210,12 +213,6 @@ def user_file() -> Path:
 _in_use: dict[Key, Row] | None = None
 
 
-@functools.cache
-def shipped() -> Mapping[Key, Row]:
-    """The rows that come with the library."""
-    return {row.key: row for row in read(Path(__file__).with_name("tiles.json"))}
-
-
 def in_use() -> Mapping[Key, Row]:
     """The rows asked for, those of the variable unless :func:`replace_rows` was called."""
     global _in_use
@@ -238,20 +235,16 @@ def replace_rows(rows: Mapping[Key, Row] | None) -> None:
     _in_use = None if rows is None else dict(rows)
 
 
-def row_of(config: TileConfig, device: str) -> Row | None:
+def row_of(config: KernelConfig, device: str) -> Row | None:
     """The measured row for a choice of the tables; None where there is none."""
-    key = key_of(config, device)
-    for rows in (in_use(), shipped()):
-        row = rows.get(key) or rows.get(key._replace(replaces=""))
-        if row is not None:
-            return row
-    return None
+    rows, key = in_use(), key_of(config, device)
+    return rows.get(key) or rows.get(key._replace(replaces=""))
 
 
-def row_behind(config: TileConfig, device: str) -> Row | None:
+def row_behind(config: KernelConfig, device: str) -> Row | None:
     """The measured row that a configuration has its tile from; None where it is of the tables."""
     key = key_of(config, device)._replace(replaces="")
-    for row in (*in_use().values(), *shipped().values()):
+    for row in in_use().values():
         if row.key._replace(replaces="") != key:  # other kernels have other parameters
             continue
         if all(getattr(config, name, None) == value for name, value in row.values):
@@ -259,12 +252,15 @@ def row_behind(config: TileConfig, device: str) -> Row | None:
     return None
 
 
-def applied(chosen: AnyTileConfig, device: str, smem_limit: int) -> AnyTileConfig:
+def applied(
+    chosen: AnyConfig, device: str, smem_limit: int, of_any_device: KernelConfig
+) -> AnyConfig:
     """The configuration with the tile that was measured for it; as it is where there is none.
 
-    ``smem_limit`` is what one block of threads may ask for: rows may be written by hand.
+    ``smem_limit`` is what one thread block may ask for: rows may be written by hand. A row that
+    replaces one tile names that of the tables for any device.
     """
-    row = row_of(chosen, device)
+    row = row_of(of_any_device, device)
     if row is None:
         return chosen
     try:
@@ -282,14 +278,14 @@ def applied(chosen: AnyTileConfig, device: str, smem_limit: int) -> AnyTileConfi
         ) from None  # fmt: skip
 
 
-def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConfig:
+def with_values(config: AnyConfig, values: Mapping[str, int]) -> AnyConfig:
     """The configuration with another tile; a ValueError for what is no field or not legal."""
-    known = [name for name in vars(config) if name in TILE_FIELDS]
+    known = tile_fields(config)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise problem_with(
             "parameter", ValueError, got=unknown[0],
-            expected=f"one of {', '.join(known)} of {type(config).__name__}",
+            expected=f"one of {', '.join(known)} of {config.__class__.__name__}",
         )  # fmt: skip
     changed: dict[str, Any] = dict(values)
     for name in _TRUTH_VALUES & set(changed):
@@ -297,4 +293,4 @@ def with_values(config: AnyTileConfig, values: Mapping[str, int]) -> AnyTileConf
     if config.other_warps and config.owned in changed:  # its tile decides how many warps there are
         rows = config.cluster_blocks * changed[config.owned]
         changed["num_warps"] = rows // 16 + config.other_warps
-    return replace(config, **changed)
+    return config.replace(**changed)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from cuflash._errors import problem_with
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._select import measured
 from cuflash._select.hardware import Hardware
 
-AnyTileConfig = TypeVar("AnyTileConfig", bound=TileConfig)
+AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 
 
 class BackwardConfigs(NamedTuple):
@@ -19,12 +18,12 @@ class BackwardConfigs(NamedTuple):
     Each is a configuration of a kernel that computes dq, dk and dv, or all three in one pass.
     """
 
-    q: TileConfig | None = None
-    kv: TileConfig | None = None
-    qkv: TileConfig | None = None
+    q: KernelConfig | None = None
+    kv: KernelConfig | None = None
+    qkv: KernelConfig | None = None
 
 
-def of_forward(config: Any) -> TileConfig | None:
+def of_forward(config: Any) -> KernelConfig | None:
     """The tile of a forward, or None; a TypeError for anything else."""
     if config is None or _result_of(config) == "out":
         return config  # type: ignore[no-any-return]
@@ -61,24 +60,29 @@ def _refusal(argument: str, config: Any, expected: str) -> Exception:
         fix = "attention takes it"
     elif isinstance(config, BackwardConfigs) or _result_of(config) in ("dq", "dkv", "dqkv"):
         fix = "attention_backward takes it"
-    got = type(config).__name__
+    got = config.__class__.__name__
     return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
 
 
 def with_override(
-    chosen: AnyTileConfig, config: TileConfig | None, hardware: Hardware
-) -> AnyTileConfig:
-    """The tile that the caller, or else a table of what was measured, wants instead.
+    chosen: AnyConfig,
+    config: KernelConfig | None,
+    hardware: Hardware,
+    of_any_device: KernelConfig | None = None,
+) -> AnyConfig:
+    """The tile that the caller, or else a table of what a user measured, wants instead.
 
-    What follows from the problem stays. ``config`` is one of the same kernel.
+    What follows from the problem stays. ``config`` is one of the same kernel. ``of_any_device`` has
+    the tile that rows name which hold instead of one tile alone: by default the chosen one.
     """
     if config is None:
-        return measured.applied(chosen, hardware.name, hardware.limits.block_smem)
-    names = measured.TILE_FIELDS & {f.name for f in fields(config)}
+        own = of_any_device or chosen
+        return measured.applied(chosen, hardware.name, hardware.limits.block_smem, own)
     try:
-        return replace(chosen, **{name: getattr(config, name) for name in names})
+        return chosen.replace(**measured.tile_fields(config))
     except ValueError as error:
+        got = f"{config.__class__.__name__} with {measured.tile_text(config)}"
         raise problem_with(
-            "config", ValueError, got=f"{type(config).__name__} with {measured.tile_text(config)}",
+            "config", ValueError, got=got,
             expected="a tile that is legal for this call", fix=str(error).replace("self.", ""),
         ) from None  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cuflash._kernels.config import GradOf, SumsTo
+from cuflash._kernels.backward_dscore_sm80 import GradOf, SumsTo
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.problem import Problem

@@ -19,7 +19,7 @@ from typing import Any
 
 from cuflash._errors import problem_with, wrong_value
 from cuflash._select.measured import parse
-from cuflash.tuning._kernels import KERNELS, PARAMETERS
+from cuflash.tuning._kernels import KERNELS
 from cuflash.tuning._workload import Workload
 
 FORMAT = 1
@@ -216,7 +216,7 @@ def _check_header(place: str, row: Row) -> None:
     if not isinstance(count, int) or count < 1:
         raise _wrong(place, "multiprocessors", count)
     kernel = row["kernel"]
-    if kernel in KERNELS and list(parameters) != list(PARAMETERS[KERNELS[kernel]]):
+    if kernel in KERNELS and list(parameters) != list(KERNELS[kernel].tunables):
         raise ValueError(f"{place}: parameters {', '.join(parameters)} of {kernel}")
 
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuflash._errors import problem_with, wrong_type, wrong_value
-from cuflash._kernels.config import RESERVED_SMEM, TileConfig
+from cuflash._kernels.config import RESERVED_SMEM, KernelConfig
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import PORTABLE, Wanted, choose
 from cuflash._select.hardware import Hardware, registers_of_thread, wanted
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     KERNELS,
-    kernel_name,
     kernel_type,
     tile_of,
     with_tile,
@@ -34,7 +33,7 @@ class Candidate:
     """One combination of parameters: a configuration, or why there is none."""
 
     values: tuple[int, ...]
-    config: TileConfig | None
+    config: KernelConfig | None
     refusal: str = ""
 
     @property
@@ -53,7 +52,7 @@ class Space:
     workload: Workload
     kernel: str
     hardware: Hardware
-    default: TileConfig
+    default: KernelConfig
     parameters: dict[str, tuple[int, ...]]
     candidates: list[Candidate]
     facts: dict[str, Facts] = field(default_factory=dict)  # by key, once compiled
@@ -152,7 +151,7 @@ def space(
         raise wrong_type("parameters", type(parameters).__name__, "a mapping of names to values")
     hardware = wanted(arch)
     default = default_config(workload, kernel, hardware)
-    tried = {name: tuple(values) for name, values in superset(type(default)).items()}
+    tried = {name: tuple(values) for name, values in superset(default).items()}
     for name, values in (parameters or {}).items():
         if name not in tried:
             raise wrong_value("parameters", repr(name), f"one of {', '.join(tried)}")
@@ -173,17 +172,17 @@ def space(
         if name not in (parameters or {}):
             tried[name] = tuple(sorted({c.values[index] for c in candidates if c.config}))
     candidates = [c for c in candidates if all(map(operator.contains, tried.values(), c.values))]
-    return Space(workload, kernel_name(default), hardware, default, tried, candidates)
+    return Space(workload, default.kernel, hardware, default, tried, candidates)
 
 
-def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> TileConfig:
+def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> KernelConfig:
     """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
     return default_configs(workload, kernel, hardware)[0]
 
 
 def default_configs(
     workload: Workload, kernel: str | None, hardware: Hardware
-) -> tuple[TileConfig, ...]:
+) -> tuple[KernelConfig, ...]:
     """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
     if workload.seqlens:
         got = f"{len(workload.seqlens)} packed sequences"
@@ -218,7 +217,7 @@ def _configs(problem: Problem, hardware: Hardware, **given: Any) -> list[Any]:
 
 
 def _candidates(
-    default: TileConfig, tried: Mapping[str, Sequence[int]], hardware: Hardware
+    default: KernelConfig, tried: Mapping[str, Sequence[int]], hardware: Hardware
 ) -> list[Candidate]:
     """Every legal combination of the values, and others: all of few, some of many.
 
@@ -230,7 +229,7 @@ def _candidates(
     found: list[Candidate] = []
     for chosen in itertools.product(*(tried[name] for name in others)):
         values = dict(zip(others, chosen, strict=True))
-        if not (few or shares_evenly(type(default), values)):
+        if not (few or shares_evenly(default, values)):
             continue
         for blocks in sorted(tried.get("blocks_per_sm", (0,))):
             values["blocks_per_sm"] = blocks
@@ -240,7 +239,7 @@ def _candidates(
     return found
 
 
-def _candidate(default: TileConfig, values: dict[str, int], hardware: Hardware) -> Candidate:
+def _candidate(default: KernelConfig, values: dict[str, int], hardware: Hardware) -> Candidate:
     key = tuple(values.values())
     try:
         config = with_tile(default, values)
@@ -250,7 +249,7 @@ def _candidate(default: TileConfig, values: dict[str, int], hardware: Hardware) 
     return Candidate(key, None if refusal else config, refusal)
 
 
-def _too_large(config: TileConfig, hardware: Hardware) -> str:
+def _too_large(config: KernelConfig, hardware: Hardware) -> str:
     """Why a device cannot hold it; empty where it can."""
     limits, blocks = hardware.limits, config.blocks_per_sm
     if config.smem_bytes > limits.block_smem:

@@ -14,7 +14,7 @@ from cuflash._errors import wrong_value
 from cuflash._launch import plan_cache
 from cuflash._select import measured as select_measured
 from cuflash._select.hardware import present, typical
-from cuflash.tuning._kernels import PARAMETERS, kernel_type, tile_of
+from cuflash.tuning._kernels import kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
 from cuflash.tuning._space import default_config, default_configs
 from cuflash.tuning._workload import Workload
@@ -114,10 +114,10 @@ def _rows(found: Sweep, values: Mapping[str, int] | None) -> list[select_measure
 def _check(row: select_measured.Row, where: str) -> None:
     """Raise unless a tile is one that the kernel can have at these head sizes."""
     kind = kernel_type(row.key.kernel)
-    unknown = sorted(set(dict(row.values)) - set(PARAMETERS[kind]))
+    unknown = sorted(set(dict(row.values)) - set(kind.tunables))
     if unknown:
         got = f"parameter {unknown[0]!r} of {row.key.kernel}"
-        raise wrong_value(where, got, f"one of {', '.join(PARAMETERS[kind])}")
+        raise wrong_value(where, got, f"one of {', '.join(kind.tunables)}")
     sizes = (row.key.head_dim, row.key.head_dim_v)
     if row.key.kernel == "forward_narrow":  # its true ones stand among the options
         true = re.search(r"(\d+)x(\d+)", row.key.options)

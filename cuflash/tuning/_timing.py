@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._kernels.config import TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._problem.options import Options
 from cuflash._results import Gradients
 from cuflash._select.hardware import present
@@ -62,11 +62,11 @@ class Calls:
         kind = np.float64 if q.dtype == np.float64 else np.float32
         return {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], kind)}
 
-    def of(self, config: TileConfig) -> list[Call]:
+    def of(self, config: KernelConfig) -> list[Call]:
         """The library's own calls with a configuration."""
         return [self._call(number, config) for number in range(len(self.inputs))]
 
-    def _call(self, number: int, config: TileConfig) -> Call:
+    def _call(self, number: int, config: KernelConfig) -> Call:
         import cupy
 
         from cuflash._api import attention as api
@@ -132,7 +132,7 @@ class Bench:
         if wrong:
             raise RuntimeError(wrong)
 
-    def _run(self, calls: Calls, config: TileConfig) -> None:
+    def _run(self, calls: Calls, config: KernelConfig) -> None:
         """One call of each copy, on results that hold nothing of the call before."""
         for results in calls.results:
             for array in results.values():
@@ -141,7 +141,7 @@ class Bench:
             call()
         self.clock.stream.synchronize()
 
-    def checked(self, config: TileConfig) -> dict[str, Any]:
+    def checked(self, config: KernelConfig) -> dict[str, Any]:
         """Errors on the small problem, and what is wrong; the same bits twice where promised."""
         self._run(self.small, config)
         first = self.small.on_host()
@@ -153,7 +153,7 @@ class Bench:
                 wrong = f"{name}: other bits when it was run again"
         return {"wrong": wrong, "errors": {name: [*own] for name, own in found.items()}}
 
-    def compared(self, config: TileConfig) -> str:
+    def compared(self, config: KernelConfig) -> str:
         """What is wrong with the results of the problem that is timed; empty where nothing is."""
         self._run(self.calls, config)
         for name, expected in self.expected.items():
@@ -165,7 +165,7 @@ class Bench:
                 return f"{name} of the timed problem differs by {gap:.3g} from the default's"
         return ""
 
-    def time(self, config: TileConfig) -> dict[str, Any]:
+    def time(self, config: KernelConfig) -> dict[str, Any]:
         """Check, then time in turns with the default."""
         with self.clock.scope():
             answer: dict[str, Any] = {"status": "ok"}
@@ -184,7 +184,7 @@ class Bench:
             "timing": own.timing,
         }
 
-    def final(self, configs: list[TileConfig]) -> dict[str, Any]:
+    def final(self, configs: list[KernelConfig]) -> dict[str, Any]:
         """Times of all in turns, and clocks while they last."""
         named = {str(number): config for number, config in enumerate(configs)}
         with self.clock.scope():
@@ -192,7 +192,9 @@ class Bench:
             found = self._measured(named, 2 * ROUNDS[1] * slowest)
         return {"ms": [found[name].ms for name in named], "clocks": read_clocks()}
 
-    def _measured(self, configs: dict[str, TileConfig], budget_ms: float) -> dict[str, Measurement]:
+    def _measured(
+        self, configs: dict[str, KernelConfig], budget_ms: float
+    ) -> dict[str, Measurement]:
         calls = {name: self.calls.of(config) for name, config in configs.items()}
         if not self.graphs:
             return self.clock.measure({name: own[0] for name, own in calls.items()}, budget_ms)
@@ -202,7 +204,7 @@ class Bench:
         }
         return self.clock.measure_graphs(graphs, budget_ms)
 
-    def _captured(self, config: TileConfig, calls: list[Call]) -> Call:
+    def _captured(self, config: KernelConfig, calls: list[Call]) -> Call:
         """A graph of the calls; the default's is kept, since graphs own counters for ever."""
         if config != self.default:
             return self.clock.capture(calls)

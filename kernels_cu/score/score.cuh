@@ -309,7 +309,13 @@ struct Score : ScoreTraits {
 
   // lse of a row from the reference of its maximum and its sum of exponentials.
   __device__ __forceinline__ Real lse(Real reference, Real sum) const {
-    return folds_scale ? fma(reference, ln_2, log(sum)) : fma(reference, unit(), log(sum));
+    if constexpr (!folds_scale) return fma(reference, unit(), log(sum));
+    if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
+    // The backward multiplies by scale, which is not ln_2 scale_log2 but for a rounding of each: of
+    // a logit of 100 that makes a weight err by 60 roundings, and all of a column alike.
+    const Real rest = fma(-ln_2, params.scale_log2, params.scale);
+    const Real factor = params.scale_log2 > 0 ? rest / params.scale_log2 : 0;
+    return fma(reference, ln_2, fma(reference, factor, log(sum)));
   }
 
   // One more score of every row of an entry, of a key without a value.

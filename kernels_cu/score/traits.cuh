@@ -63,8 +63,11 @@ struct ScoreTraits {
   static constexpr bool masks_before_full = Config::window_left;
 
   // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
-  // weight of a row's maximum is 1, and not what its reference was rounded by.
-  static constexpr bool folds_scale = Config::scale_in_exponent && Config::dtype != Dtype::float32;
+  // weight of a row's maximum is 1, and not what its reference was rounded by. Not in narrow heads,
+  // where an exponent is a large part of what a score costs.
+  static constexpr bool is_narrow = Config::width < 16;
+  static constexpr bool folds_scale =
+      Config::scale_in_exponent && (Config::dtype != Dtype::float32 || is_narrow);
 };
 
 }  // namespace cuflash

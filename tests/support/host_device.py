@@ -23,7 +23,7 @@ import pytest
 
 from cuflash._jit import compilation
 from cuflash._jit import source as jit_source
-from cuflash._kernels.config import KernelConfig, TileConfig
+from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
     kernel_launcher,
     plan,
@@ -86,7 +86,7 @@ class HostDevice:
 
     def _compile(self, config: KernelConfig, _device: int) -> Any:
         texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
-        if isinstance(config, TileConfig):
+        if "tile" in config.parts:
             texts += config.formulas
         named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
         macros = named | config.defines()

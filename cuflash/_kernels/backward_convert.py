@@ -1,0 +1,24 @@
+"""``backward_convert.cu``: scales and rounds the sums of dq that one pass over the scores made."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from cuflash._kernels.config import SCORED, KernelConfig
+
+
+class BackwardConvertConfig(KernelConfig):
+    """``backward_convert.cu``; tiles are those of the kernel that added."""
+
+    kernel = "backward_convert"
+    params = "BackwardParams"
+    computes = "convert"
+    parts = SCORED
+    row_warps = 0  # rows are dealt out to threads
+
+    @classmethod
+    def after(cls, config: KernelConfig) -> Self:
+        """The kernel for the sums of another."""
+        values = config.values()
+        values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
+        return cls(**{name: values[name] for part in SCORED.values() for name in part._fields})

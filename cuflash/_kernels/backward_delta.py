@@ -1,0 +1,43 @@
+"""``backward_delta.cu``: delta = rowsum(dout * out) - dlse, which the gradients' kernels read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from cuflash._kernels.config import KernelConfig, Operands
+from cuflash._kernels.portable import padded
+from cuflash._problem.problem import Problem
+
+
+class Own(NamedTuple):
+    """What this kernel alone is told."""
+
+    num_warps: int
+    block_m: int
+    grad_lse: bool  # is there a cotangent of lse?
+
+
+class DeltaConfig(KernelConfig):
+    """``backward_delta.cu``; ``out_dtype`` is what out is read in."""
+
+    kernel = "backward_delta"
+    params = "DeltaParams"
+    computes = "delta"
+    parts = {"operands": Operands, "own": Own}  # noqa: RUF012
+
+    @classmethod
+    def of(
+        cls, problem: Problem, out_dtype: np.dtype[Any], copy_bytes: int, *, grad_lse: bool
+    ) -> Self:
+        """The kernel of a problem whose out has a dtype."""
+        return cls(
+            dtype=problem.dtype.name,
+            out_dtype=out_dtype.name,
+            copy_bytes=16 if copy_bytes == 16 else problem.dtype.itemsize,
+            head_dim_v=padded(problem.head_dim_v, problem.dtype),
+            num_warps=4,
+            block_m=64,
+            grad_lse=grad_lse,
+        )

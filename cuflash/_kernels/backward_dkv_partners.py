@@ -1,0 +1,65 @@
+"""``backward_dkv_partners.cu``: dk and dv of float64, two warps own the same keys."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from cuflash._kernels import portable
+from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.request import Request
+from cuflash._kernels.tables import Row
+
+#: block_m, block_n, num_warps, blocks_per_sm.
+ROWS = (
+    Row("float64", 64, ((64, 64, 8, 1),), "D58"),
+    Row("float64", 96, ((32, 64, 8, 1),), "D58"),
+    Row("float64", 128, ((32, 64, 8, 1),), "D58"),
+)
+
+
+class BackwardKVPartnersConfig(KernelConfig):
+    """``backward_dkv_partners.cu``: each of two warps has half the columns of their keys."""
+
+    kernel = "backward_dkv_partners"
+    params = "BackwardParams"
+    computes = "dkv"
+    parts = SCORED | {"gradients": portable.Gradients, "own": portable.Partners}
+    tunables = portable.TUNABLES
+    owned = "block_n"  # queries are streamed
+    streams = range(32, 129, 32)  # of which a warp has half
+    row_warps = 2
+
+    def check(self) -> None:
+        """Raise a ValueError for warps that cannot be paired, or more queries than threads."""
+        portable.check_partners(self)
+        if self.block_m > self.num_threads:
+            raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
+
+    @property
+    def result_columns(self) -> int:
+        """Columns of dk, or of dv alone; both are split alike."""
+        return int(self.head_dim if self.grad_k else self.head_dim_v)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v, a block of q and dout, p and ds, two of the pairs (lse, delta)."""
+        rows = self.block_m + self.block_n
+        kept = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return int(kept + self.real_bytes * self.block_m * (2 * self.block_n + 4))
+
+    @classmethod
+    def eligible(cls, request: Request) -> str:
+        """Why it does not serve a request."""
+        return portable.against_partners(request, ROWS)
+
+    @classmethod
+    def chosen(cls, request: Request) -> tuple[Self, ...]:
+        """The tile of its row for every pass, where it fits."""
+        problem, fields = request.problem, portable.fields(request)
+        passes = portable.kv_passes(problem, request.keys, together=True)
+        for tile in portable.tiles(ROWS, request, fields):
+            own = fields | Tile(*tile)._asdict()
+            configs = tuple(cls(**own, **portable.kv_fields(problem, names)) for names in passes)
+            if all(portable.fits(config, request.smem_limit) for config in configs):
+                return configs
+        return ()

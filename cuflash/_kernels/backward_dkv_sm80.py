@@ -1,0 +1,105 @@
+"""``backward_dkv_sm80.cu``: the gradients of k and v that every architecture has."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from cuflash._kernels import portable
+from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.request import Request
+from cuflash._kernels.tables import Row
+
+#: block_m, block_n, num_warps, blocks_per_sm.
+ROWS = (
+    Row("half", 16, ((32, 128, 4, 3),)),
+    Row("half", 32, ((32, 128, 4, 2),)),
+    Row("half", 64, ((32, 128, 4, 2),), "D30"),
+    Row("half", 96, ((64, 64, 4, 2), (32, 64, 4, 2))),
+    Row("half", 128, ((64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)), "D30"),
+    Row("half", 192, ((32, 64, 4, 2), (32, 64, 4, 1))),
+    Row("half", 256, ((16, 64, 4, 2), (16, 64, 4, 1))),
+    Row("half, general", 16, ((64, 64, 4, 2),)),
+    Row("half, general", 32, ((64, 64, 4, 2),)),
+    Row("half, general", 64, ((64, 64, 4, 2),)),
+    Row("half, general", 96, ((32, 64, 4, 2),)),
+    Row("half, general", 128, ((32, 64, 4, 2), (32, 64, 4, 1))),
+    Row("half, general", 192, ((32, 64, 4, 2), (32, 64, 4, 1))),
+    Row("half, general", 256, ((16, 64, 4, 2), (16, 64, 4, 1))),
+    Row("float32", 32, ((32, 64, 4, 2),), "D36"),
+    Row("float32", 64, ((16, 64, 4, 2), (16, 64, 4, 1)), "D36"),
+    Row("float32", 96, ((16, 64, 4, 2), (16, 64, 4, 1)), "D36"),
+    Row("float32", 128, ((16, 128, 8, 1), (16, 64, 4, 1), (16, 32, 2, 1)), "D36"),
+    Row("float32", 192, ((16, 64, 4, 1), (16, 32, 2, 1)), "D36"),
+    Row("float32", 256, ((16, 64, 4, 1), (16, 32, 2, 1), (16, 16, 1, 1)), "D36"),
+    # With all options 32 queries are more than registers hold.
+    Row("float32, general", 32, ((16, 64, 4, 2),)),
+    Row("tf32", 32, ((16, 64, 4, 2),)),
+    Row("tf32", 128, ((16, 64, 4, 2), (16, 64, 4, 1), (16, 32, 2, 1))),
+    Row("float64", 32, ((16, 64, 4, 2),)),
+    Row("float64", 64, ((16, 64, 4, 2), (16, 64, 4, 1), (16, 32, 2, 1))),
+    Row("float64", 96, ((16, 64, 4, 1), (16, 32, 2, 1), (16, 16, 1, 1))),
+    Row("float64", 128, ((16, 64, 4, 1), (16, 32, 2, 1), (16, 16, 1, 1))),
+    Row("float64", 192, ((16, 32, 2, 1), (16, 16, 1, 1))),
+    Row("float64", 256, ((16, 16, 1, 1),)),
+)
+
+
+class BackwardKVConfig(KernelConfig):
+    """``backward_dkv_sm80.cu``: dk, dv or both in one pass over the queries."""
+
+    kernel = "backward_dkv_sm80"
+    params = "BackwardParams"
+    computes = "dkv"
+    parts = SCORED | {"own": portable.Gradients}
+    tunables = portable.TUNABLES
+    owned = "block_n"  # queries are streamed
+    streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
+
+    def check(self) -> None:
+        """Raise a ValueError for more queries than threads, each of which reads one."""
+        if self.block_m > self.num_threads:
+            raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
+
+    @property
+    def result_columns(self) -> int:
+        """Columns of dk, or of dv alone; both are split alike."""
+        return int(self.head_dim if self.grad_k else self.head_dim_v)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of k and v; two stages of q, dout and the pairs (lse, delta).
+
+        TF32 parts of q and dout take the place of a stage, unless both results are summed.
+        """
+        streamed = 2 * self.operand_parts if self.grad_k and self.grad_v else 2
+        tiles = sum(
+            self.tile_bytes(self.block_n, columns)
+            + streamed * self.tile_bytes(self.block_m, columns)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
+        return tiles + 4 * self.real_bytes * int(self.block_m)
+
+    @classmethod
+    def chosen(cls, request: Request) -> tuple[Self, ...]:
+        """For each pass the first tile of its row that fits; on CUDA cores where one has none."""
+        problem = request.problem
+        fields = portable.fields(request, cuda_cores=request.cuda_cores)
+        tiles: tuple[tuple[int, ...], ...]
+        tiles = ((portable.streamed_on_cuda_cores(problem), 64, 4, 1),)
+        if not request.cuda_cores:
+            tiles = portable.tiles(ROWS, request, fields)
+        pair = portable.held(problem, cuda_cores=request.cuda_cores).pair
+        together = max(fields["head_dim"], fields["head_dim_v"]) <= pair
+        found: list[Self] = []
+        for names in portable.kv_passes(problem, request.keys, together=together):
+            columns = fields["head_dim" if "k" in names else "head_dim_v"]
+            parts = portable.split(columns, portable.gradient_columns(request))
+            own = fields | portable.kv_fields(problem, names)
+            configs = [
+                cls(**own, **Tile(*tile)._replace(column_parts=parts)._asdict()) for tile in tiles
+            ]
+            fitting = portable.fitting(configs, request.smem_limit)
+            if fitting is None:
+                return cls.chosen(request._replace(cuda_cores=True))
+            found.append(fitting)
+        return tuple(found)

@@ -1,0 +1,53 @@
+"""``backward_dq_partners.cu``: dq of float64, two warps own the same rows."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from cuflash._kernels import portable
+from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.request import Request
+from cuflash._kernels.tables import Row
+
+#: block_m, block_n, num_warps, blocks_per_sm.
+ROWS = (
+    Row("float64", 64, ((64, 64, 8, 1),), "D58"),
+    Row("float64", 96, ((64, 32, 8, 1),), "D58"),
+    Row("float64", 128, ((64, 32, 8, 1),), "D58"),
+)
+
+
+class BackwardQPartnersConfig(KernelConfig):
+    """``backward_dq_partners.cu``: each of two warps has half the columns of their rows."""
+
+    kernel = "backward_dq_partners"
+    params = "BackwardParams"
+    computes = "dq"
+    parts = SCORED | {"own": portable.Partners}
+    tunables = portable.TUNABLES
+    streams = range(32, 257, 32)  # of which a warp has half
+    row_warps = 2
+
+    def check(self) -> None:
+        """Raise a ValueError for warps that cannot be paired."""
+        portable.check_partners(self)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q and dout, a block of k and v, and ds."""
+        rows = self.block_m + self.block_n
+        kept = self.element_bytes * rows * (self.head_dim + self.head_dim_v)
+        return int(kept + self.real_bytes * self.block_m * self.block_n)
+
+    @classmethod
+    def eligible(cls, request: Request) -> str:
+        """Why it does not serve a request."""
+        return portable.against_partners(request, ROWS)
+
+    @classmethod
+    def chosen(cls, request: Request) -> tuple[Self, ...]:
+        """The tile of its row where it fits."""
+        fields = portable.fields(request)
+        tiles = portable.tiles(ROWS, request, fields)
+        configs = (cls(**fields, **Tile(*tile)._asdict()) for tile in tiles)
+        return tuple(c for c in configs if portable.fits(c, request.smem_limit))[:1]

@@ -1,0 +1,76 @@
+"""``backward_dscore_sm80.cu``: gradients of bias, slopes and scale, sums of that of the scores."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+from cuflash._kernels import portable
+from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.request import Request
+from cuflash._kernels.tables import Row
+
+GradOf = Literal["bias", "alibi_slopes", "scale"]
+#: A sum for each pair, for each key over its queries, or for each query over its keys.
+SumsTo = Literal["pairs", "keys", "queries"]
+
+#: block_m, block_n, num_warps, blocks_per_sm.
+ROWS = (
+    Row("half", 16, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    Row("half", 32, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    Row("half", 64, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    Row("half", 96, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    Row("half", 128, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    Row("half", 192, ((64, 32, 4, 2), (64, 32, 4, 1))),
+    Row("half", 256, ((64, 32, 4, 2), (64, 32, 4, 1))),
+    Row("float32", 32, ((64, 16, 4, 2),)),
+    Row("float32", 64, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    Row("float32", 96, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    Row("float32", 128, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    Row("float32", 192, ((64, 16, 4, 1), (32, 16, 2, 1))),
+    Row("float32", 256, ((64, 16, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))),
+    Row("float64", 32, ((64, 16, 4, 2),)),
+    Row("float64", 64, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    Row("float64", 96, ((64, 16, 4, 1), (32, 16, 2, 1))),
+    Row("float64", 128, ((64, 16, 4, 1), (32, 16, 2, 1))),
+    Row("float64", 192, ((32, 16, 2, 1), (16, 16, 1, 1))),
+    Row("float64", 256, ((32, 16, 2, 1), (16, 16, 1, 1))),
+)
+
+
+class Own(NamedTuple):
+    """What this kernel alone is told."""
+
+    grad_of: GradOf
+    sums_to: SumsTo
+
+
+class BackwardScoreConfig(KernelConfig):
+    """``backward_dscore_sm80.cu``."""
+
+    kernel = "backward_dscore_sm80"
+    params = "BackwardParams"
+    computes = "sums"
+    parts = SCORED | {"own": Own}
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q, dout and parts of k and v; a sum of each column for each warp."""
+        tiles = sum(
+            self.tile_bytes(self.block_m, columns)
+            + self.operand_parts * self.tile_bytes(self.block_n, columns)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
+        return -(-(tiles + self.real_bytes * int(self.num_warps * self.block_n)) // 128) * 128
+
+    @classmethod
+    def of(cls, request: Request, grad_of: GradOf, sums_to: SumsTo) -> Self:
+        """The first tile of its row that fits; on CUDA cores where none does."""
+        fields = portable.fields(request, cuda_cores=request.cuda_cores)
+        fields |= {"grad_of": grad_of, "sums_to": sums_to}
+        tiles: tuple[tuple[int, ...], ...]
+        tiles = ((64, portable.streamed_on_cuda_cores(request.problem), 4, 1),)
+        if not request.cuda_cores:
+            tiles = portable.tiles(ROWS, request, fields, general=False)
+        configs = [cls(**fields, **Tile(*tile)._asdict()) for tile in tiles]
+        found = portable.fitting(configs, request.smem_limit)
+        return found or cls.of(request._replace(cuda_cores=True), grad_of, sums_to)

@@ -1,0 +1,205 @@
+"""What do the kernels share that every architecture has? Fields, widths, fitting, passes.
+
+Registers decide about tiles: of accumulators of 4 and 8 bytes, one slice of 16 rows fits a warp,
+and of wide results a part of the columns. Rows of tables without a number of docs/decisions.md are
+what registers and shared memory hold, free of spills by NVRTC 12.9 and 13.5.
+
+``block_n`` and the order of keys depend on head sizes and options alone, never on batch, heads or
+seqlen_q, so that the bits of a row do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from cuflash._errors import not_yet
+from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, KernelConfig, Precision
+from cuflash._kernels.request import Request
+from cuflash._kernels.score_config import needs_score_math, score_config
+from cuflash._kernels.tables import Row, last_row
+from cuflash._problem.problem import HALVES, Problem
+
+AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
+#: What can be chosen of a portable kernel.
+TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
+
+
+class Held(NamedTuple):
+    """Columns of results that registers hold; ``general``: beside options of scores."""
+
+    out: int
+    out_general: int
+    gradient: int
+    gradient_general: int
+    pair: int  # padded head size up to which they hold dk and dv in one pass
+
+
+_HELD = {
+    "half": Held(256, 256, 256, 256, 128),
+    "float32": Held(128, 128, 128, 96, 64),
+    "float64": Held(128, 64, 128, 64, 32),
+}
+_HELD_ON_CUDA_CORES = {4: Held(128, 128, 128, 128, 64), 8: Held(64, 64, 64, 64, 32)}
+
+
+def held(problem: Problem, *, cuda_cores: bool = False) -> Held:
+    """Columns that registers hold of a problem's results."""
+    if cuda_cores:
+        return _HELD_ON_CUDA_CORES[max(4, problem.dtype.itemsize)]
+    return _HELD["half" if problem.dtype in HALVES else problem.dtype.name]
+
+
+def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
+    """The tile width that holds ``head_dim`` columns."""
+    for width in HEAD_DIMS if dtype in HALVES else HEAD_DIMS[1:]:
+        if head_dim <= width:
+            return width
+    raise not_yet(
+        f"head_dim {head_dim} on a GPU", "a later version", f"up to {HEAD_DIMS[-1]} works"
+    )
+
+
+def precision_of(problem: Problem) -> Precision:
+    """TF32 is a permission that only float32 can take."""
+    return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
+
+
+def fields(
+    request: Request, out_dtype: np.dtype[Any] | None = None, *, cuda_cores: bool = False
+) -> dict[str, Any]:
+    """Fields that follow from the problem: of operands, products and the score."""
+    problem = request.problem
+    return {
+        "dtype": problem.dtype.name,
+        "out_dtype": (out_dtype or problem.dtype).name,
+        "precision": precision_of(problem),
+        "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
+        "copy_bytes": request.copy_bytes,
+        "head_dim": padded(problem.head_dim, problem.dtype),
+        "head_dim_v": padded(problem.head_dim_v, problem.dtype),
+        "cuda_cores": cuda_cores,
+        **score_config(problem)._asdict(),
+    }
+
+
+def tiles(
+    rows: Sequence[Row], request: Request, own: dict[str, Any], *, general: bool | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The tiles of a table for a request, best first.
+
+    The first serves sm_90, the last the 99 KiB of sm_86, sm_89 and sm_120.
+    """
+    problem = request.problem
+    words = {"half" if problem.dtype in HALVES else problem.dtype.name}
+    if own["precision"] == "tf32":
+        words.add("tf32")
+    if needs_score_math(problem) if general is None else general:
+        words.add("general")
+    found: tuple[tuple[int, ...], ...] = last_row(
+        rows, words, max(own["head_dim"], own["head_dim_v"])
+    ).tile
+    return found
+
+
+def streamed_on_cuda_cores(problem: Problem) -> int:
+    """Rows that CUDA cores stream; they own 64."""
+    return 32 if problem.dtype.itemsize <= 4 else 16
+
+
+def split(columns: int, own: int) -> int:
+    """Into how many parts of at most ``own`` the columns of a result are split."""
+    return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
+
+
+def gradient_columns(request: Request) -> int:
+    """Columns of a gradient that registers hold."""
+    found = held(request.problem, cuda_cores=request.cuda_cores)
+    return found.gradient_general if needs_score_math(request.problem) else found.gradient
+
+
+def fits(config: KernelConfig, smem_limit: int) -> bool:
+    """Whether the thread blocks that are to share an SM can."""
+    needed = config.blocks_per_sm * (config.smem_bytes + RESERVED_SMEM)
+    return bool(needed <= smem_limit + RESERVED_SMEM)
+
+
+def fitting(configs: Sequence[AnyConfig], smem_limit: int) -> AnyConfig | None:
+    """The first configuration whose blocks fit an SM together; the last if one block does."""
+    for config in configs:
+        if fits(config, smem_limit):
+            return config
+    return configs[-1] if configs[-1].smem_bytes <= smem_limit else None
+
+
+def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[list[str]]:
+    """Which of dk and dv are computed together, if registers hold them ``together``.
+
+    They are if k and v are summed over the same batch axes, so that both walk the same queries.
+    """
+    sums: list[str] = [name for name in ("k", "v") if name in wanted]
+    together = together and problem.k.summed == problem.v.summed
+    return [sums] if together and sums else [[name] for name in sums]
+
+
+def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
+    """Whether the batch entries summed into one result have the same k, and v where it is read."""
+    summed = problem.k.summed if "k" in names else problem.v.summed
+    read = [problem.k.summed, problem.v.summed] if "k" in names else [problem.k.summed]
+    return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
+
+
+def against_passes(problem: Problem, passes: Sequence[Sequence[str]]) -> str:
+    """Why kernels that load keys once for a result do not serve these passes."""
+    if all(shares_keys(problem, names) for names in passes):
+        return ""
+    return "batch entries that are summed into one result have other keys or values"
+
+
+def kv_fields(problem: Problem, names: Sequence[str]) -> dict[str, bool]:
+    """What a pass for ``names`` of dk and dv is told of them."""
+    return {
+        "shared_keys": shares_keys(problem, names),
+        "grad_k": "k" in names,
+        "grad_v": "v" in names,
+    }
+
+
+class Gradients(NamedTuple):
+    """What a pass of a portable kernel for dk and dv computes."""
+
+    shared_keys: bool  # do all batch entries that are summed into one result share k and v?
+    grad_k: bool
+    grad_v: bool
+
+    def check(self) -> None:
+        """Raise a ValueError for a pass without a result."""
+        if not (self.grad_k or self.grad_v):
+            raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+
+
+class Partners(NamedTuple):
+    """Of kernels whose warps share rows."""
+
+    partners: int = 2  # warps that have the same rows
+
+
+def check_partners(config: KernelConfig) -> None:
+    """Raise a ValueError for warps that cannot be paired."""
+    if config.num_warps % 2:
+        raise ValueError(f"num_warps = {config.num_warps} must be even: two have the same rows")
+
+
+def against_partners(request: Request, rows: Sequence[Row]) -> str:
+    """Why no kernel whose warps share rows serves a request; empty where one does."""
+    problem = request.problem
+    if request.cuda_cores or problem.dtype != np.float64:
+        return "only float64 on tensor cores leaves a warp too few registers for its rows"
+    if needs_score_math(problem) or problem.cu_seqlens_q is not None:
+        return "options of scores and packed sequences take registers that partners do not leave"
+    widest = max(padded(d, problem.dtype) for d in (problem.head_dim, problem.head_dim_v))
+    if widest not in {row.head_dims for row in rows}:
+        return f"no tile of partners is {widest} columns wide"
+    return ""

@@ -1,0 +1,38 @@
+"""How is a row of a table of tiles chosen? The last one that holds for the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from cuflash._problem.problem import Problem
+
+
+class Row(NamedTuple):
+    """One line of a table: when it holds, for which head sizes, with which values."""
+
+    when: str  # words that a request must all have: "general, packed"; empty: any request
+    head_dims: Any  # padded: of q and k and of v, or the larger one
+    tile: Any  # values of the kernel; several: the first that fits
+    measured: str = ""  # by which entry of docs/decisions.md; empty: what registers hold
+
+
+def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
+    """The smallest head sizes of a table that hold those of a problem. (D12)"""
+    found: tuple[int, int] = next(
+        row.head_dims
+        for row in rows
+        if problem.head_dim <= row.head_dims[0] and problem.head_dim_v <= row.head_dims[1]
+    )
+    return found
+
+
+def last_row(rows: Sequence[Row], words: Iterable[str], head_dims: Any) -> Row:
+    """The row that a request gets: of its head sizes the last whose words it has."""
+    given = set(words)
+    found: Row = next(
+        row
+        for row in reversed(rows)
+        if row.head_dims == head_dims and (not row.when or given.issuperset(row.when.split(", ")))
+    )
+    return found

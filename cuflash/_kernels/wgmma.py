@@ -1,0 +1,110 @@
+"""What do Hopper's kernels share? Warpgroups of 64 rows, panels of 64 columns, what keeps them off.
+
+A reason or an empty text is returned where a kernel may not serve. What layouts and addresses keep
+from a kernel is not here: the copy engine decides it at launch.
+"""
+
+from __future__ import annotations
+
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig
+from cuflash._kernels.request import Request
+from cuflash._kernels.score_config import present, register_pressure
+from cuflash._problem.problem import HALVES, Problem
+
+#: Columns of scores that ``kernels_cu/ptx/wgmma_ss.cuh`` multiplies: tools/gen_wgmma.py.
+WIDTHS = (32, 48, 64, 80, 96, 112, 128)
+_KIB = 1024
+#: Gradients of dk and dv that registers hold together: up to this padded head size.
+WIDEST_PAIR = 128
+
+
+def first_reason(*reasons: tuple[bool, str]) -> str:
+    """The text of the first reason that applies; empty where none does."""
+    return next((text for applies, text in reasons if applies), "")
+
+
+def against(request: Request) -> str:
+    """Why no kernel of Hopper runs on a device."""
+    return first_reason(
+        (request.capability != 90, f"sm_{request.capability} has no wgmma as sm_90 has it"),
+        (not request.tensor_maps, "the driver encodes no tensor maps"),
+    )
+
+
+def against_halves(request: Request) -> str:
+    """Why no kernel of Hopper for 16 bits serves a request."""
+    problem = request.problem
+    return against(request) or first_reason(
+        (
+            problem.dtype not in HALVES,
+            f"Hopper's kernels multiply 16-bit elements, not {problem.dtype}",
+        ),
+        (widest(problem) > HEAD_DIMS[-1], f"no tile is wider than {HEAD_DIMS[-1]}"),
+        (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
+    )
+
+
+def widest(problem: Problem) -> int:
+    """The larger head size."""
+    return max(problem.head_dim, problem.head_dim_v)
+
+
+def crowds_gradient(problem: Problem) -> bool:
+    """Do options need registers that only smaller tiles of a gradient leave?"""
+    beside = sum(x is not None for x in (problem.bias, problem.formulas))
+    return (problem.dropout > 0 or beside > 0) and register_pressure(problem) + beside > 2
+
+
+def only_option(problem: Problem) -> str:
+    """The softcap or the slopes, where only a bound on the right takes registers beside it."""
+    others = (
+        problem.formulas, problem.cu_seqlens_q, problem.window_left, problem.offset,
+        problem.q_lengths, problem.kv_lengths,
+    )  # fmt: skip
+    options = present(problem, "cap", "add", "see", "weight")
+    if len(options) != 1 or any(other is not None for other in others):
+        return ""
+    return {"softcap": "softcap", "alibi_slopes": "slopes"}.get(options.pop(), "")
+
+
+def check_warpgroups(config: KernelConfig) -> None:
+    """Raise a ValueError for rows that no two or three warpgroups own, or too many warps."""
+    name, rows, blocks = config.owned, config.own_rows, config.cluster_blocks
+    if rows not in (128, 192):
+        raise ValueError(
+            f"{name} = {rows // blocks} must be {128 // blocks} or {192 // blocks}: two or three "
+            "warpgroups of 64 rows" + (f" in {blocks} blocks of threads" if blocks > 1 else "")
+        )
+    warps = rows // 16 + config.other_warps
+    if warps > 16:
+        raise ValueError(
+            f"{name} = {rows} with {config.other_warps} warps beside: registers serve 16 warps at "
+            "most"
+        )
+    if warps != config.num_warps:
+        raise ValueError(f"{name} = {rows} takes {warps} warps, num_warps={config.num_warps}")
+
+
+def check_gradient(config: KernelConfig) -> None:
+    """Raise a ValueError for warpgroups or buffers that no gradient has."""
+    check_warpgroups(config)
+    if config.num_stages < 2:  # a buffer is released when the next one is in use
+        raise ValueError(f"self.num_stages={config.num_stages} must be at least 2")
+
+
+def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:
+    """Shared memory of tiles in panels of 64 columns."""
+    return config.element_bytes * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
+
+
+def key_owner_bytes(config: KernelConfig, *kept_v: int) -> int:
+    """Tiles of k and v, rings of q, dout, lse and delta, and barriers, in whole KiB.
+
+    ``kept_v`` are rows of the tile of v where they are not those of the tile.
+    """
+    (rows_v,) = kept_v or (config.block_n,)
+    kept = panel_bytes(config, config.block_n, config.head_dim)
+    kept += panel_bytes(config, rows_v, config.head_dim_v)
+    streamed = panel_bytes(config, config.block_m, config.head_dim, config.head_dim_v)
+    rest = config.num_stages * (8 * config.block_m + 16) + 16
+    return int(kept + config.num_stages * streamed + -(-rest // _KIB) * _KIB)

@@ -1,0 +1,46 @@
+"""``forward_of_no_keys.cu``: zeros where there are no keys, the room of a toy kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+from cuflash._kernels import portable
+from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels.request import Request
+from cuflash._kernels.tables import Row, last_row, smallest
+
+
+class Chosen(NamedTuple):
+    """What a row of the table says."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+ROWS = (Row("", (256, 256), Chosen(64, 64, 4)), Row("wide", (256, 256), Chosen(64, 64, 2)))
+
+
+class ForwardOfNoKeysConfig(KernelConfig):
+    """``forward_of_no_keys.cu``."""
+
+    kernel = "forward_of_no_keys"
+    params = "ForwardParams"
+    computes = "out"
+    parts = SCORED
+    tunables = Chosen._fields
+
+    @classmethod
+    def eligible(cls, request: Request) -> str:
+        """Why it does not serve a request."""
+        problem = request.problem
+        if problem.dtype != "float32":
+            return f"it writes float32, not {problem.dtype}"
+        return "there are keys" if problem.seqlen_k else ""
+
+    @classmethod
+    def chosen(cls, request: Request) -> tuple[Self, ...]:
+        """The tile of its row."""
+        words = {"wide"} if request.problem.head_dim_v > 128 else ()
+        row = last_row(ROWS, words, smallest(ROWS, request.problem))
+        return (cls(**portable.fields(request), **row.tile._asdict(), blocks_per_sm=1),)
