@@ -15,7 +15,7 @@
 // p^T and ds^T are operands in the registers that hold them: rows of a warpgroup are keys, both
 // results are sums over columns. Warpgroup 0 produces: its first warp loads. The others consume.
 //
-// Barriers: sm90/dkv_warpgroup.cuh.
+// Barriers: sm90/dkv_producer.cuh.
 #include "config.cuh"
 #include "params.cuh"
 #include "sm90/dkv_warpgroup.cuh"

@@ -33,7 +33,7 @@
 //   keys_empty   4 consumers + 1    k and v of the tile were read: load the next
 //   tile_full    1                  the next tile is drawn
 //   tile_empty   tile_readers       it was read: draw the one after the next
-//   others                          sm90/dkv_warpgroup.cuh
+//   others                          sm90/dkv_producer.cuh
 //
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.

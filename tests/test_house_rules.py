@@ -282,7 +282,12 @@ def scores_exactly_once(files: Files) -> Breaches:
         r"\bConfig::(causal|window\w*|softcap|bias|mask|alibi\w*|sink|segment\w*|offset"
         r"|\w+lengths)\b"
     )
-    owners = {"kernels_cu/config.cuh", "kernels_cu/score/score.cuh", "kernels_cu/score/seqlen.cuh"}
+    owners = {
+        "kernels_cu/config.cuh",
+        "kernels_cu/score/score.cuh",
+        "kernels_cu/score/seqlen.cuh",
+        "kernels_cu/score/traits.cuh",
+    }
     for path, text in kernel_files(files).items():
         if path not in owners:
             for line in lines_with(option, code_only(text)):

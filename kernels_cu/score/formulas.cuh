@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
@@ -46,5 +47,16 @@ struct Formulas : FormulaArrays {
     );
   }
 };
+
+__device__ __forceinline__ Formulas formulas_of(const ScoreParams& params,
+                                                const BatchIndex& entry) {
+  if constexpr (Config::score_mod || Config::mask_mod) {
+    const int64_t number = params.entry_number + entry * params.entry_number_strides;
+    return {params, static_cast<int>(number / params.num_heads),
+            static_cast<int>(number % params.num_heads)};
+  } else {
+    return {params, 0, 0};
+  }
+}
 
 }  // namespace cuflash

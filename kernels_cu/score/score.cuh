@@ -14,130 +14,14 @@
 #include "score/mask_bits.cuh"
 #include "numeric.cuh"
 #include "score/pair_values.cuh"
+#include "score/segment_ids.cuh"
+#include "score/traits.cuh"
 #include "score/seqlen.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
-struct Range {
-  int begin, end;
-
-  __device__ __forceinline__ bool contains(int i) const { return i >= begin && i < end; }
-  __device__ __forceinline__ Range relative_to(int i) const { return {begin - i, end - i}; }
-};
-
-// Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
-struct BlockRanges {
-  int begin, full_begin, full_end, end;
-
-  __device__ __forceinline__ bool has_full() const { return full_begin < full_end; }
-
-  // Does somebody have to ask which pairs of this block are visible?
-  __device__ __forceinline__ bool masked(int block) const {
-    return block < full_begin || block >= full_end;
-  }
-};
-
-// The least and the largest of some segment ids.
-template <typename Id>
-struct alignas(2 * sizeof(Id)) IdBounds {
-  Id low, high;
-
-  __device__ __forceinline__ void add(const IdBounds& other) {
-    low = other.low < low ? other.low : low;
-    high = other.high > high ? other.high : high;
-  }
-  // Can an id be in both?
-  __device__ __forceinline__ bool meets(const IdBounds& other) const {
-    return low <= other.high && other.low <= high;
-  }
-  // Is there one id, the same in both?
-  __device__ __forceinline__ bool is_one_with(const IdBounds& other) const {
-    return low == high && other.low == low && other.high == low;
-  }
-};
-
-// A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
-struct ColumnBits {
-  uint32_t bits = 0xffffffff;
-
-  // Those of columns within a range that is counted from the lane's first.
-  __device__ __forceinline__ static ColumnBits within(const Range& columns) {
-    return {before(columns.end) & ~before(columns.begin)};
-  }
-
-  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
-
- private:
-  __device__ __forceinline__ static uint32_t before(int end) {
-    const int columns = max(end, 0), held = 2 * (columns / 8) + min(columns % 8, 2);
-    return held < 32 ? (1u << held) - 1 : 0xffffffff;
-  }
-};
-
-struct Score {
-  // Under a causal bound the last rows see the most keys, and the first keys are seen most.
-  static constexpr bool last_rows_see_most = Config::window_right;
-
-  static constexpr bool has_segments = Config::segment_ids != Dtype::none;
-  using Id = typename Storage<Config::segment_ids>::type;
-
-  // Is visibility looked up pair by pair, whichever the block?
-  static constexpr bool hides_pairs =
-      Config::mask || (Config::bias != Dtype::none && !Config::key_bias) || Config::mask_mod;
-
-  // Can a row see nothing although it lies within the row range of some key? Lengths and windows
-  // cannot cause that: they leave an interval of keys to each row.
-  static constexpr bool may_hide_rows = hides_pairs || has_segments;
-
-  static constexpr bool has_sink = Config::sink != Dtype::none;
-
-  // Are rows far from 0 computed pair by pair? Their products, rounded once more or summed in
-  // another order, differ by whole exponents: weights would overflow or vanish. Not where a finite
-  // bias may stand for a mask, as in float32: it leaves many such rows, whose scores are that bias.
-  static constexpr bool recomputes_far_rows =
-      is_double || (Config::bias == Dtype::none && !Config::score_mod);
-
-  // Is a visible pair's logit a multiple of q.k, without tanh and look-ups, which branch?
-  static constexpr bool is_plain = !may_hide_rows && !Config::softcap && !Config::score_mod;
-
-  // Is it so without a bias, which is read for visible pairs only?
-  static constexpr bool is_product = is_plain && Config::bias == Dtype::none;
-
-  // Do options leave registers beside scores for what dropout draws?
-  static constexpr bool leaves_registers =
-      is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;
-
-  // Is a mask all that takes registers, and are some left? Then it is looked up while scores are
-  // multiplied. At 256 columns of values NVRTC 13 spills. (D8)
-  static constexpr bool has_mask_alone =
-      Config::mask && !has_segments && !Config::mask_mod && !Config::score_mod &&
-      !Config::softcap && !Config::dropout && Config::bias == Dtype::none &&
-      Config::alibi_slopes == Dtype::none && Config::head_dim_v <= 192;
-
-  // Is a bias looked up so? Neither bounds on both sides nor values of float64 leave the registers.
-  static constexpr bool reads_bias_ahead = Config::bias != Dtype::none &&
-                                           Config::bias != Dtype::float64 && !Config::window_left &&
-                                           Config::head_dim <= 128;
-
-  // Is it so with nothing of a row or an entry to keep in registers but where a causal bound lies?
-  static constexpr bool is_light =
-      is_plain && !has_sink && !Config::window_left && !Config::dropout &&
-      Config::alibi_slopes == Dtype::none && Config::q_lengths == Dtype::none &&
-      Config::kv_lengths == Dtype::none && Config::cu_seqlens == Dtype::none;
-
-  // Which of a row range's key blocks may be masked, beside the last one, in which lengths end.
-  static constexpr bool masks_before_last =
-      Config::window_left || Config::window_right || may_hide_rows;
-  static constexpr bool masks_before_full = Config::window_left;
-
-  // Is one multiply-add an exponent? Of float32 the difference of two scores comes first: then the
-  // weight of a row's maximum is 1, and not what its reference was rounded by. Not in narrow heads,
-  // where an exponent is a large part of what a score costs.
-  static constexpr bool is_narrow = Config::width < 16;
-  static constexpr bool folds_scale =
-      Config::scale_in_exponent && (Config::dtype != Dtype::float32 || is_narrow);
-
+struct Score : ScoreTraits {
   const ScoreParams& params;
   const Seqlen seqlen;
   const Formulas formulas;
@@ -207,11 +91,11 @@ struct Score {
   // lies between them and multiples of bounded_ids.
   template <int size>
   __device__ __forceinline__ IdBounds<Id> query_bounds(Range rows) const {
-    return bounds_within<size>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
+    return bounds_within<size, Id>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
   }
   template <int size>
   __device__ __forceinline__ IdBounds<Id> key_bounds(Range keys) const {
-    return bounds_within<size>(params.segment_bounds_k, bounds_k_offset, keys, seqlen.k);
+    return bounds_within<size, Id>(params.segment_bounds_k, bounds_k_offset, keys, seqlen.k);
   }
 
   // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
@@ -498,7 +382,7 @@ struct Score {
       full.begin = max(full.begin, min(m_end, seqlen.q) - 1 + diagonal_begin);
     }
     if constexpr (Config::window_right) full.end = min(full.end, m_begin + diagonal_end);
-    return block_ranges<Config::block_n>(kv_range(m_begin, m_end), full);
+    return block_ranges<Config::block_n, hides_pairs>(kv_range(m_begin, m_end), full);
   }
 
   // Query blocks for the keys [n_begin, n_end). A block is full only if all these keys exist:
@@ -507,21 +391,10 @@ struct Score {
     Range full{0, n_end <= seqlen.k ? seqlen.q : 0};
     if constexpr (Config::window_right) full.begin = max(full.begin, n_end - diagonal_end);
     if constexpr (Config::window_left) full.end = min(full.end, n_begin - diagonal_begin + 1);
-    return block_ranges<Config::block_m>(q_range(n_begin, n_end), full);
+    return block_ranges<Config::block_m, hides_pairs>(q_range(n_begin, n_end), full);
   }
 
  private:
-  __device__ __forceinline__ static Formulas formulas_of(const ScoreParams& params,
-                                                         const BatchIndex& entry) {
-    if constexpr (Config::score_mod || Config::mask_mod) {
-      const int64_t number = params.entry_number + entry * params.entry_number_strides;
-      return {params, static_cast<int>(number / params.num_heads),
-              static_cast<int>(number % params.num_heads)};
-    } else {
-      return {params, 0, 0};
-    }
-  }
-
   __device__ __forceinline__ const void* first_bias() const {
     return static_cast<const typename Storage<Config::bias>::type*>(params.bias) + bias_offset;
   }
@@ -558,35 +431,6 @@ struct Score {
     return query_ids()[q_idx] == key_ids()[kv_idx];
   }
 
-  template <int size>
-  __device__ __forceinline__ static IdBounds<Id> bounds_within(const void* array, int64_t offset,
-                                                               Range range, int length) {
-    constexpr bool even = size % bounded_ids == 0;
-    constexpr int most = even ? size / bounded_ids : (size + bounded_ids - 2) / bounded_ids + 1;
-    const int first = min(range.begin, length - 1) / bounded_ids;
-    const int last = (min(range.end, length) - 1) / bounded_ids;
-    const auto* bounds = static_cast<const IdBounds<Id>*>(array) + offset;
-    IdBounds<Id> all = bounds[first];
-#pragma unroll
-    for (int i = 1; i < most; ++i) all.add(bounds[min(first + i, last)]);
-    return all;
-  }
-
-  // Unrolled in part: the ids of a whole row would not fit beside its scores. (D91)
-  template <int tiles>
-  __device__ __forceinline__ static ColumnBits same_ids(Id id, const Id* ids, Range valid) {
-    uint32_t bits = 0;
-#pragma unroll 4
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 8 * t + i;
-        if (valid.contains(column) && ids[column] == id) bits |= 1u << (2 * t + i);
-      }
-    }
-    return {bits};
-  }
-
   __device__ __forceinline__ Real with_alibi(Real logit, int q_idx, int kv_idx) const {
     if constexpr (Config::alibi_slopes != Dtype::none) {
       return fma(-slope, distance(q_idx, kv_idx), logit);
@@ -597,16 +441,6 @@ struct Score {
 
   __device__ __forceinline__ Real capped(Real score) const {
     return tanh(score * params.inverse_softcap);
-  }
-
-  template <int block>
-  __device__ __forceinline__ static BlockRanges block_ranges(Range seen, Range full) {
-    const int begin = seen.begin / block;
-    const int end = (seen.end + block - 1) / block;
-    int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);
-    int full_end = min(end, max(full.end, 0) / block);
-    if (hides_pairs || full_begin >= full_end) full_begin = full_end = begin;
-    return {begin, full_begin, full_end, end};
   }
 };
 

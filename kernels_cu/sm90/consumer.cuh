@@ -5,6 +5,7 @@
 #include "params.cuh"
 #include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
+#include "sm90/consumer_schedule.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
 #include "sm90/shared_memory.cuh"
@@ -13,26 +14,7 @@
 
 namespace cuflash {
 
-// Which keys of a block are multiplied with. The others are hidden from all 64 rows.
-enum class Keys { all, lower_half, upper_half };
-
 struct Consumer {
-  static constexpr int s_tiles = Config::block_n / 8;
-  // Bounds that move with the rows leave 64 of them half a block at an end, every other time.
-  static constexpr bool halves = Config::block_n == 128 && Score::is_plain;
-  static constexpr bool halves_last = halves && Score::last_rows_see_most;
-  static constexpr bool halves_first = halves && Score::masks_before_full;
-  // Full blocks are weighed against the rows' reference as it is: see next_full_block. At wide
-  // heads products take so long that it gains nothing. (D1)
-  static constexpr bool keeps_reference =
-      Config::scale_in_exponent && Score::is_plain && !Config::dropout && Config::head_dim <= 128;
-  // The softmax of one warpgroup runs under the products of another. Where there are three, those
-  // of a narrow block are too short for that, and the order only delays them. Two find their order
-  // alone where no maximum is formed and products of a wide head take longer than a softmax.
-  static constexpr bool finds_order =
-      keeps_reference && Config::head_dim == 128 && !Score::masks_before_last;
-  static constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n == 128;
-
   const ForwardSm90Params& params;
   SharedMemory& smem;
   const int warpgroup;                // of the consumers
@@ -50,7 +32,7 @@ struct Consumer {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
       const Score score(params.score, work.entry);
-      const Rows rows(score, work, warpgroup);
+      const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
       } else {
@@ -61,26 +43,8 @@ struct Consumer {
   }
 
  private:
-  // The key blocks of a tile, and of the rows that this warpgroup has of it.
-  struct Rows {
-    int first_row;
-    BlockRanges tile, own;       // own.end is tile.begin where these rows see nothing
-    bool half_first, half_last;  // is only half of the keys seen in the first or last own block?
-
-    __device__ __forceinline__ Rows(const Score& score, const Work& work, int warpgroup)
-        : first_row(work.first_row + 64 * warpgroup),
-          tile(score.kv_blocks(work.first_row, work.first_row + Config::block_m)),
-          own(score.kv_blocks(first_row, first_row + 64)) {
-      if (own.begin >= own.end) own = BlockRanges{tile.begin, tile.begin, tile.begin, tile.begin};
-      const Range keys = score.kv_range(first_row, first_row + 64);
-      constexpr int half = Config::block_n / 2;
-      half_first = halves_first && warp_agrees(keys.begin - own.begin * Config::block_n >= half);
-      half_last = halves_last && warp_agrees(own.end * Config::block_n - keys.end >= half);
-    }
-  };
-
   // Every warpgroup takes a turn for each block of the tile, whether or not its own rows see it.
-  __device__ __forceinline__ void attend(const Score& score, const Rows& rows,
+  __device__ __forceinline__ void attend(const Score& score, const ConsumerRows& rows,
                                          const BatchIndex& entry) {
     const BlockRanges& own = rows.own;
     softmax = SplitSoftmax();
@@ -91,12 +55,9 @@ struct Consumer {
     for (; block >= own.end; --block) skip_block();
     if (own.begin < own.end) {
       const bool masked = own.masked(block), is_last = block == own.begin;
-      if constexpr (halves_last) {
-        if (rows.half_last) {
-          first_block<Keys::lower_half>(score, rows, block, masked, is_last);
-        } else {
-          first_block<Keys::all>(score, rows, block, masked, is_last);
-        }
+      if (halves_last && rows.half_last) {
+        constexpr Keys seen = halves_last ? Keys::lower_half : Keys::all;
+        first_block<seen>(score, rows, block, masked, is_last);
       } else {
         first_block<Keys::all>(score, rows, block, masked, is_last);
       }
@@ -129,13 +90,10 @@ struct Consumer {
           next_block<Edge::first>(score, rows, block, block == own.begin);
         }
       }
-      if constexpr (halves_first) {
-        if (rows.half_first && block == own.begin) {
-          next_block<Edge::first, Keys::upper_half>(score, rows, block--, true);
-          last_product<Keys::upper_half>();
-        } else {
-          last_product<Keys::all>();
-        }
+      if (halves_first && rows.half_first && block == own.begin) {
+        constexpr Keys seen = halves_first ? Keys::upper_half : Keys::all;
+        next_block<Edge::first, seen>(score, rows, block--, true);
+        last_product<seen>();
       } else {
         last_product<Keys::all>();
       }
@@ -147,7 +105,7 @@ struct Consumer {
   }
 
   // The same with segments, which leave out blocks of the tile; its rows walk the same ones.
-  __device__ __forceinline__ void attend_segments(const Score& score, const Rows& rows,
+  __device__ __forceinline__ void attend_segments(const Score& score, const ConsumerRows& rows,
                                                   const Work& work) {
     const BlockRanges& blocks = rows.tile;
     VisitedBlocks<Walk::keys> visited(score, blocks,
@@ -176,8 +134,8 @@ struct Consumer {
 
   // s of the first block that these rows visit.
   template <Keys keys>
-  __device__ __forceinline__ void first_block(const Score& score, const Rows& rows, int block,
-                                              bool masked, bool is_last) {
+  __device__ __forceinline__ void first_block(const Score& score, const ConsumerRows& rows,
+                                              int block, bool masked, bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
@@ -201,8 +159,8 @@ struct Consumer {
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
   template <Edge edge, Keys keys = Keys::all>
-  __device__ __forceinline__ void next_block(const Score& score, const Rows& rows, int block,
-                                             bool is_last) {
+  __device__ __forceinline__ void next_block(const Score& score, const ConsumerRows& rows,
+                                             int block, bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
@@ -219,7 +177,7 @@ struct Consumer {
 
   // The same for a full block against the rows' reference as it is: no maximum is formed. Where
   // weights show that it was too low, it follows them.
-  __device__ __forceinline__ void next_full_block(const Score& score, const Rows& rows,
+  __device__ __forceinline__ void next_full_block(const Score& score, const ConsumerRows& rows,
                                                   const BatchIndex& entry, int block,
                                                   bool is_last) {
     float s_acc[1][s_tiles][4];
@@ -247,8 +205,8 @@ struct Consumer {
   // of other rows, and their bits, stay.
   __device__ __forceinline__ void recompute_weights(float (&s_acc)[1][s_tiles][4],
                                                     const bool (&lost)[2], const Score& score,
-                                                    const Rows& rows, const BatchIndex& entry,
-                                                    int first_key) {
+                                                    const ConsumerRows& rows,
+                                                    const BatchIndex& entry, int first_key) {
     const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
     const RawScores raw(params, entry, score.seqlen, warp_row);
     float s[4], maximum[2] = {-infinity(), -infinity()};
@@ -305,7 +263,7 @@ struct Consumer {
   // Which weights dropout drops: drawn while scores are multiplied. (D6)
   template <int tiles>
   __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
-                                                                  const Rows& rows,
+                                                                  const ConsumerRows& rows,
                                                                   int first_key) const {
     const DroppedPairs<1, tiles> dropped(
         score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
@@ -381,14 +339,6 @@ struct Consumer {
       arrive_if(smem.never, __float_as_uint(sum) == 0xffffffffu);
     }
     softmax.exponentiate<tied, tiles>(s_acc, score);
-  }
-
-  // Tiles of 8 keys.
-  __device__ __forceinline__ static constexpr int first_of(Keys keys) {
-    return keys == Keys::upper_half ? s_tiles / 2 : 0;
-  }
-  __device__ __forceinline__ static constexpr int count_of(Keys keys) {
-    return keys == Keys::all ? s_tiles : s_tiles / 2;
   }
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.

@@ -1,0 +1,56 @@
+// Ranges of rows, keys and blocks, and the columns of a row that a lane holds.
+#pragma once
+
+#include "config.cuh"
+
+namespace cuflash {
+
+struct Range {
+  int begin, end;
+
+  __device__ __forceinline__ bool contains(int i) const { return i >= begin && i < end; }
+  __device__ __forceinline__ Range relative_to(int i) const { return {begin - i, end - i}; }
+};
+
+// Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
+struct BlockRanges {
+  int begin, full_begin, full_end, end;
+
+  __device__ __forceinline__ bool has_full() const { return full_begin < full_end; }
+
+  // Does somebody have to ask which pairs of this block are visible?
+  __device__ __forceinline__ bool masked(int block) const {
+    return block < full_begin || block >= full_end;
+  }
+};
+
+// A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
+struct ColumnBits {
+  uint32_t bits = 0xffffffff;
+
+  // Those of columns within a range that is counted from the lane's first.
+  __device__ __forceinline__ static ColumnBits within(const Range& columns) {
+    return {before(columns.end) & ~before(columns.begin)};
+  }
+
+  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+
+ private:
+  __device__ __forceinline__ static uint32_t before(int end) {
+    const int columns = max(end, 0), held = 2 * (columns / 8) + min(columns % 8, 2);
+    return held < 32 ? (1u << held) - 1 : 0xffffffff;
+  }
+};
+
+// Blocks of `block` rows or keys. No block is full where pairs are looked up one by one.
+template <int block, bool hides_pairs>
+__device__ __forceinline__ BlockRanges block_ranges(Range seen, Range full) {
+  const int begin = seen.begin / block;
+  const int end = (seen.end + block - 1) / block;
+  int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);
+  int full_end = min(end, max(full.end, 0) / block);
+  if (hides_pairs || full_begin >= full_end) full_begin = full_end = begin;
+  return {begin, full_begin, full_end, end};
+}
+
+}  // namespace cuflash

@@ -1,0 +1,283 @@
+// Shared memory, the order of blocks and the warp that loads, in the kernels of Hopper in which a
+// thread block owns keys and streams queries: backward_dkv_sm90.cu, backward_sm90.cu,
+// backward_pair_sm90.cu.
+//
+//   barrier      arrivals a phase   what the end of a phase says
+//   keys_full    32 + bytes         k and v of the tile are there
+//   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
+//   raw          1 + bytes          q and dout are there, of which rows are to be cleared
+//   empty        4 consumers        every warp is done with the block: load the next
+#pragma once
+
+#include "score/dropout.cuh"
+#include "simt/recompute_rows.cuh"
+#include "params.cuh"
+#include "schedule/pipeline.cuh"
+#include "schedule/scheduler.cuh"
+#include "score/score.cuh"
+#include "schedule/segments.cuh"
+#include "sm90/roles.cuh"
+#include "sm90/load.cuh"
+#include "sm90/matmul.cuh"
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+constexpr int consumers = Config::block_n / 64;  // warpgroups, of 64 keys each
+static_assert(Config::block_n % 64 == 0, "whole warpgroups");
+
+struct DkvSharedMemory {
+  using KTile = PanelTile<Config::block_n, Config::head_dim>;
+  // dv alone does not need v: eight rows, the least that a tile has, stand for it.
+  using VTile = PanelTile<Config::grad_k ? Config::block_n : 8, Config::head_dim_v>;
+  using QTile = PanelTile<Config::block_m, Config::head_dim>;
+  using DoutTile = PanelTile<Config::block_m, Config::head_dim_v>;
+
+  QTile q[Config::num_stages];
+  DoutTile dout[Config::num_stages];
+  KTile k;
+  VTile v;
+  alignas(16) float lse[Config::num_stages][Config::block_m];
+  alignas(16) float delta[Config::num_stages][Config::block_m];
+  uint64_t full[Config::num_stages], empty[Config::num_stages];
+  uint64_t keys_full, raw;
+};
+
+__device__ __forceinline__ void init_rings(DkvSharedMemory& smem) {
+  for (int i = 0; i < Config::num_stages; ++i) {
+    init(smem.full[i], 32);  // the lanes of the producer
+    init(smem.empty[i], 4 * consumers * reader_arrivals);
+  }
+  init(smem.keys_full, 32);
+  init(smem.raw, 1);
+}
+
+// The tile of a thread block, as often as it is asked for.
+struct KeyTile {
+  int first_key;
+  int owner;
+  int sequence;
+
+  __device__ __forceinline__ static KeyTile at(const BackwardParams& params, int index) {
+    const Tile tile = tile_of(params.grid, index);
+    // Under a causal bound the first keys are seen by the most queries.
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {place.block * Config::block_n, tile.owner, place.sequence};
+  }
+
+  // The `index`-th batch entry of the owner.
+  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+};
+
+// In which order the blocks of queries that see a tile are taken; `masked` is of the last asked
+// for.
+struct FirstRowsFirst {
+  static constexpr bool sums_over_keys = false;  // does the kernel that walks so?
+
+  const BlockRanges& blocks;
+  VisitedBlocks<Walk::queries> visited;
+
+  __device__ __forceinline__ FirstRowsFirst(const Score& score, const BlockRanges& blocks,
+                                            Range tile)
+      : blocks(blocks), visited(score, blocks, tile) {}
+
+  __device__ __forceinline__ int first() { return visited.first_from(blocks.begin); }
+  __device__ __forceinline__ int next(int block) { return visited.next_after(block); }
+  __device__ __forceinline__ bool is_left(int block) const { return block < blocks.end; }
+  __device__ __forceinline__ bool masked(int block) const {
+    return blocks.masked(block) || !visited.of_one_segment(block);
+  }
+};
+
+struct LastRowsFirst {
+  static constexpr bool sums_over_keys = true;
+
+  const BlockRanges& blocks;
+
+  __device__ __forceinline__ LastRowsFirst(const Score&, const BlockRanges& blocks, Range)
+      : blocks(blocks) {}
+
+  __device__ __forceinline__ int first() const { return blocks.end - 1; }
+  __device__ __forceinline__ int next(int block) const { return block - 1; }
+  __device__ __forceinline__ bool is_left(int block) const { return block >= blocks.begin; }
+  __device__ __forceinline__ bool masked(int block) const { return blocks.masked(block); }
+};
+
+// Statistics of the rows of a block, dealt out to the lanes.
+struct LaneRows {
+  static constexpr int count = (Config::block_m + 31) / 32;
+
+  RowStatistics row[count];
+
+  __device__ __forceinline__ LaneRows(const RowStatistics* from, int first_row,
+                                      const Seqlen& seqlen) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      row[i] = seqlen.statistics(from, first_row + 32 * i + lane_index());
+    }
+  }
+
+  __device__ __forceinline__ void store(DkvSharedMemory& smem, int stage) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int at = 32 * i + lane_index();
+      if (Config::block_m % 32 != 0 && at >= Config::block_m) break;
+      smem.lse[stage][at] = row[i].lse;
+      smem.delta[stage][at] = row[i].delta;
+    }
+  }
+
+  // Rows that see nothing, lanes as bits.
+  __device__ __forceinline__ uint32_t hidden(int i) const {
+    return __ballot_sync(0xffffffff, row[i].lse == infinity());
+  }
+};
+
+template <typename Producer>
+__device__ __forceinline__ void clear_fully_masked_rows(Producer& producer, int stage,
+                                                        const LaneRows& statistics) {
+  producer.wait_for_raw(stage);
+#pragma unroll
+  for (int i = 0; i < LaneRows::count; ++i) {
+    for_each_bit(statistics.hidden(i), [&](int bit) {
+      const int row = 32 * i + bit;
+      if (row >= Config::block_m) return;
+      clear_row(producer.smem.q[stage], row);
+      clear_row(producer.smem.dout[stage], row);
+    });
+  }
+  ptx::fence_async_proxy();
+}
+
+// Rows of q and dout from `first_row` of the arrays on, and their statistics. Nothing of a row that
+// saw nothing, or that belongs to the next packed sequence, may reach a product, where 0 * NaN
+// would count.
+template <typename Producer>
+__device__ __forceinline__ void load_rows(Producer& producer, const BatchIndex& entry,
+                                          int first_row, const LaneRows& statistics) {
+  const BackwardSm90Params& params = producer.params;
+  auto& smem = producer.smem;
+  const int stage = producer.ring.stage();
+  const int loaded = params.score.seqlen_q - first_row;  // what lies behind arrives as zeros
+  bool clears = false;
+#pragma unroll
+  for (int i = 0; i < LaneRows::count; ++i) {
+    const bool exists = 32 * i + lane_index() < min(loaded, Config::block_m);
+    clears |= __any_sync(0xffffffff, exists && statistics.row[i].lse == infinity());
+  }
+  wait(smem.empty[stage], producer.ring.empty_parity());
+  statistics.store(smem, stage);
+  if (lane_index() == 0) {
+    uint64_t& full = clears ? producer.raw(stage) : smem.full[stage];
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&full),
+                                DkvSharedMemory::QTile::bytes + DkvSharedMemory::DoutTile::bytes);
+    producer.start_rows(smem.q[stage], params.q_map, params.q_layout, entry, first_row, full);
+    producer.start_rows(smem.dout[stage], params.dout_map, params.dout_layout, entry, first_row,
+                        full);
+  }
+  __syncwarp();  // no lane may be left two phases behind in a wait
+  if (clears) clear_fully_masked_rows(producer, stage, statistics);
+  // Each lane for what it wrote; without a row to clear lane 0 did when it announced the bytes.
+  arrive_if(smem.full[stage], clears || lane_index() != 0);
+  producer.ring.advance();
+}
+
+// Loads the blocks of queries of one batch entry in the order of `walk`. A producer has what its
+// kernel does in its own way: start_rows() starts the load of a tile, raw() is the barrier of rows
+// that are to be cleared, wait_for_raw() waits for them.
+template <typename Producer, typename RowWalk>
+__device__ __forceinline__ void load_rows_of(Producer& producer, const BatchIndex& entry,
+                                             const Seqlen& seqlen, RowWalk& walk) {
+  const BackwardSm90Params& params = producer.params;
+  const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
+  const auto rows_of = [&](int block) { return LaneRows(rows, block * Config::block_m, seqlen); };
+  int block = walk.first();
+  LaneRows statistics = rows_of(max(block, 0));
+#pragma unroll 1
+  while (walk.is_left(block)) {
+    load_rows(producer, entry, seqlen.first_q + block * Config::block_m, statistics);
+    block = walk.next(block);
+    statistics = rows_of(max(block, 0));  // on its way while the next buffer is waited for
+  }
+}
+
+// Loads the keys, and blocks of queries in the order of `RowWalk`.
+template <typename RowWalk>
+struct DkvProducer {
+  const BackwardSm90Params& params;
+  DkvSharedMemory& smem;
+  Ring<Config::num_stages> ring;
+  Ring<1> raw_ring;
+
+  __device__ __forceinline__ void run(const KeyTile& work) {
+    load_keys(work);
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const BatchIndex entry = work.entry(params, index);
+      const Score score(params.score, entry);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      RowWalk walk(score, blocks, keys);
+      load_rows_of(*this, entry, score.seqlen, walk);
+    }
+  }
+
+  template <typename RowsTile>
+  __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
+                                             const Layout& layout, const BatchIndex& entry,
+                                             int first_row, uint64_t& full) const {
+    start_load(tile, map, layout, entry, first_row, full);
+  }
+  __device__ __forceinline__ uint64_t& raw(int) const { return smem.raw; }
+  __device__ __forceinline__ void wait_for_raw(int) {
+    wait(smem.raw, raw_ring.full_parity());
+    raw_ring.advance();
+  }
+
+ private:
+  // Broadcast axes are those that an owner's entries differ in.
+  __device__ __forceinline__ void load_keys(const KeyTile& work) {
+    constexpr int bytes =
+        DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);
+    const BatchIndex entry = work.entry(params, 0);
+    const int from = Seqlen(params.score, entry).first_k + work.first_key;
+    const int loaded = min(Config::block_n, params.score.seqlen_k - from);
+    const Range kept = RowWalk::sums_over_keys ? seen_keys(work) : Range{0, loaded};
+    const bool clears = kept.begin > 0 || kept.end < loaded;
+    if (lane_index() == 0) {
+      uint64_t& full = clears ? smem.raw : smem.keys_full;
+      ptx::mbarrier_arrive_expect(ptx::shared_address(&full), bytes);
+      start_load(smem.k, params.k_map, params.k_layout, entry, from, full);
+      if constexpr (Config::grad_k) {
+        start_load(smem.v, params.v_map, params.v_layout, entry, from, full);
+      }
+    }
+    __syncwarp();  // no lane may be left two phases behind in a wait
+    if (clears) {
+      wait(smem.raw, raw_ring.full_parity());
+      raw_ring.advance();
+      clear_outside(smem.k, kept, loaded);
+      clear_outside(smem.v, kept, loaded);
+      ptx::fence_async_proxy();
+    }
+    arrive_if(smem.keys_full, clears || lane_index() != 0);
+  }
+
+  // Keys of the tile, counted from its first, that a query of some entry may see: where a product
+  // sums over keys, 0 * NaN of another would count.
+  __device__ __forceinline__ Range seen_keys(const KeyTile& work) const {
+    Range seen{Config::block_n, 0};
+#pragma unroll 1
+    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
+      const Score score(params.score, work.entry(params, index));
+      const Range keys = score.kv_range(0, score.seqlen.rows_q).relative_to(work.first_key);
+      if (keys.begin >= keys.end) continue;
+      seen = {min(seen.begin, max(keys.begin, 0)), max(seen.end, keys.end)};
+    }
+    return seen;
+  }
+};
+
+}  // namespace cuflash
