@@ -115,7 +115,7 @@ class KernelConfig:
 
     def __init__(self, **values: Any) -> None:
         names = {n: part for part in self.parts.values() for n in part._fields}
-        wrong = [n for n, part in names.items() if n not in {**part._field_defaults, **values}]
+        wrong = [n for n, p in names.items() if n not in values and n not in p._field_defaults]
         wrong += [name for name in values if name not in names]
         if wrong:
             raise TypeError(f"{self.__class__.__name__}: missing, or no field: {', '.join(wrong)}")

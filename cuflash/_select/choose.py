@@ -21,6 +21,7 @@ from cuflash._kernels.registry import that_compute
 from cuflash._kernels.request import Request, on_cuda_cores
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.problem import HALVES, Problem
+from cuflash._select import measured
 from cuflash._select.access import Access, in_c_order, rows_fit_tensor_maps
 from cuflash._select.hardware import Hardware
 from cuflash._select.override import BackwardConfigs, with_override
@@ -172,8 +173,9 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
             continue
         if kernel.eligible(request):
             continue
-        of_any_device = kernel.chosen(request._replace(device=""))
-        passes = kernel.chosen(request) if request.measured else of_any_device
+        passes = of_any_device = kernel.chosen(request)
+        if request.measured and measured.in_use():
+            of_any_device = kernel.chosen(request._replace(device=""))
         passes = tuple(
             with_override(config, override, hardware, plain)
             for config, plain in zip(passes, of_any_device, strict=True)
