@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuflash._errors import CompileError, problem_with, shown
+from cuflash._errors import CompileError, problem_with, shown, wrong_type, wrong_value
 from cuflash._problem.checks import flag
 
 if TYPE_CHECKING:
@@ -81,12 +81,10 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
         given = [workloads]
     for work in given:
         if not isinstance(work, Workload):
-            raise problem_with(
-                "workloads", TypeError, got=type(work).__name__,
-                expected="a cuflash.tuning.Workload, or several",
-            )  # fmt: skip
+            expected = "a cuflash.tuning.Workload, or several"
+            raise wrong_type("workloads", type(work).__name__, expected)
     if not isinstance(folder, str | os.PathLike | None):
-        raise problem_with("folder", TypeError, got=shown(folder), expected="a path")
+        raise wrong_type("folder", shown(folder), "a path")
     configs = [c for work in given for c in kernels_of(work, hardware, backward=backward)]
     shared = None if folder is None else Path(folder)
     if shared is not None:
@@ -129,10 +127,8 @@ def _hardware_of(arch: str | None) -> Hardware:
         return select_hardware.typical(arch)
     found = select_hardware.present()
     if found is None:
-        raise problem_with(
-            "arch", ValueError, got="None, and no device is here",
-            expected=f"one of {', '.join(select_hardware.ARCHITECTURES)}",
-        )  # fmt: skip
+        expected = f"one of {', '.join(select_hardware.ARCHITECTURES)}"
+        raise wrong_value("arch", "None, and no device is here", expected)
     return found
 
 

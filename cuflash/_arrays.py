@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from cuflash._cupy import import_cupy
-from cuflash._errors import problem_with
+from cuflash._errors import wrong_type, wrong_value
 
 Array = Any
 Triple = tuple[Array, Array, Array]  # q, k and v, or dout, out and lse
@@ -41,9 +41,7 @@ def native(name: str, array: object) -> Array:
     if type(array) is np.ndarray or is_cupy(array):
         return array
     if isinstance(array, np.ma.MaskedArray):
-        raise problem_with(
-            name, TypeError, got="a masked array", expected=_EXPECTED, fix="pass mask= instead"
-        )
+        raise wrong_type(name, "a masked array", _EXPECTED, "pass mask= instead")
     if isinstance(array, np.ndarray):
         return array.view(np.ndarray)
     got, (kind, _) = _qualified_name(type(array)), _dlpack_device(array)
@@ -57,7 +55,7 @@ def native(name: str, array: object) -> Array:
     fix = "wrap it in np.asarray" if isinstance(array, list | tuple | int | float) else ""
     if kind not in (None, _DLPACK_CUDA):
         fix = "for an array in host memory write np.from_dlpack(array)"
-    raise problem_with(name, TypeError, got=got, expected=_EXPECTED, fix=fix)
+    raise wrong_type(name, got, _EXPECTED, fix)
 
 
 def on_device_of(array: object) -> contextlib.AbstractContextManager[Any]:
@@ -110,23 +108,15 @@ def same_module(**arrays: Array | None) -> ModuleType:
             continue
         own = array_module(array)
         if own is not np and device not in (None, array.data.device_id):
-            raise problem_with(
-                name,
-                ValueError,
-                got=f"an array on device {array.data.device_id}",
-                expected=f"one on device {device} like {first_name}",
-            )
+            got = f"an array on device {array.data.device_id}"
+            raise wrong_value(name, got, f"one on device {device} like {first_name}")
         if module is None:
             first_name, module = name, own
             device = None if own is np else array.data.device_id
         elif own is not module:
-            raise problem_with(
-                name,
-                TypeError,
-                got=f"a {own.__name__} array",
-                expected=f"a {module.__name__} array like {first_name}",
-                fix="move one with cupy.asarray or cupy.asnumpy",
-            )
+            expected = f"a {module.__name__} array like {first_name}"
+            fix = "move one with cupy.asarray or cupy.asnumpy"
+            raise wrong_type(name, f"a {own.__name__} array", expected, fix)
     return module or np
 
 

@@ -388,3 +388,10 @@ def test_a_head_too_wide_is_named(head_dim: int) -> None:
     problem = replace(base_problem(), head_dim=head_dim)
     with pytest.raises(NotImplementedError, match=f"head_dim {head_dim}"):
         chosen.portable("forward_sm80", problem, SMEM_LIMITS[0], 16)
+
+
+def test_strides_across_elements_are_refused() -> None:
+    """A field of a packed record: its address is aligned, and its rows are not."""
+    layouts = {"bias": Layout(4, (), 6, 4)}
+    with pytest.raises(ValueError, match="bias: got elements of 4 bytes off their boundaries"):
+        plan.refuse_misaligned(layouts, {"bias": 1 << 20})

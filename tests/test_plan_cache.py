@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import Options
 from cuflash._launch import plan_cache
 
@@ -127,3 +128,21 @@ def test_memory_is_bounded(monkeypatch):
         plan_cache.remember(lambda *_: 1, Options(), False, (q, Array(), Array()))
         assert plan_cache.recall(Options(), False, (q, Array(), Array())) == 1
         assert len(plan_cache._plans) <= 3
+
+
+def test_a_plan_is_found_by_values_not_identities():
+    """The problem is described anew and equal; other strides of a result are another plan."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuflash._problem import problem
+    from support.recorded_launches import recorded_launches
+
+    with recorded_launches() as (library, launched):
+        q = library.asarray(np.zeros((2, 8, 16), np.float16))
+        out = library.asarray(np.zeros((2, 8, 32), np.float16))
+        for count, columns in ((1, slice(0, 16)), (1, slice(0, 16)), (2, slice(0, 32, 2))):
+            problem._describe.cache_clear()
+            cuflash.attention(q, q, q, out=out[..., columns])
+            assert len(plan_cache._plans) == count
+        assert len(launched) == 3
+        with cuflash.tuning.use(None):
+            assert not plan_cache._plans, "another table of tiles chooses anew"
