@@ -20,7 +20,7 @@ from cuflash._jit.source import kernels_dir
 from cuflash._kernels import config as kernel_config
 from cuflash._kernels import registry
 from cuflash._select import hardware, measured
-from cuflash.tuning import _kernels, _values
+from cuflash.tuning import _kernels
 from support.tuned_problems import PROBLEMS, WORK
 
 HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
@@ -140,7 +140,7 @@ def fits(config, limits) -> bool:
         and blocks * (config.smem_bytes + 1024) <= limits.multiprocessor_smem
         and blocks * threads <= limits.threads
         and blocks <= limits.blocks
-        and _values.lane_registers(config) <= granted
+        and _kernels.lane_registers(config) <= granted
     )
 
 
