@@ -18,7 +18,7 @@ from cuflash._ahead import kernels_of
 from cuflash._jit import compilation, cubin_cache
 from cuflash._jit.source import kernels_dir
 from cuflash._kernels import config as kernel_config
-from cuflash._kernels import registry
+from cuflash._kernels import registry, wgmma
 from cuflash._select import hardware, measured
 from cuflash.tuning import _kernels
 from support.tuned_problems import PROBLEMS, WORK
@@ -42,7 +42,7 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SCORES == kernel_config.WGMMA_WIDTHS
+    assert gen_wgmma.SCORES == wgmma.WIDTHS
 
 
 @pytest.mark.parametrize(
