@@ -117,7 +117,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
     ring.advance();
   }
 
-  // Scores of this block are there, those of the next start as soon as they are read; after the
+  // Scores of this block are there, the next block's start as soon as they are read; after the
   // last block they are this block's once more, and not used.
   __device__ __forceinline__ void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
                                                   int first_row, int first_key, bool masked,

@@ -18,9 +18,9 @@ from cuflash._ahead import kernels_of
 from cuflash._jit import compilation, cubin_cache
 from cuflash._jit.source import kernels_dir
 from cuflash._kernels import config as kernel_config
-from cuflash._kernels import registry
+from cuflash._kernels import registry, wgmma
 from cuflash._select import hardware, measured
-from cuflash.tuning import _kernels, _values
+from cuflash.tuning import _kernels
 from support.tuned_problems import PROBLEMS, WORK
 
 HOPPER = [name for name in _kernels.KERNELS if name.endswith("sm90")]
@@ -42,7 +42,7 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SCORES == kernel_config.WGMMA_WIDTHS
+    assert gen_wgmma.SCORES == wgmma.WIDTHS
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def fits(config, limits) -> bool:
         and blocks * (config.smem_bytes + 1024) <= limits.multiprocessor_smem
         and blocks * threads <= limits.threads
         and blocks <= limits.blocks
-        and _values.lane_registers(config) <= granted
+        and _kernels.lane_registers(config) <= granted
     )
 
 

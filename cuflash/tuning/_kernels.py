@@ -1,8 +1,8 @@
-"""Which kernels can be tuned, by which parameters, and how does a configuration travel as JSON?"""
+"""Which kernels can be tuned, by which values of which parameters, and what is JSON of them?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cuflash._errors import wrong_value
@@ -12,6 +12,11 @@ from cuflash._select.measured import with_values
 
 #: Kernels by name whose tiles can be chosen.
 KERNELS = {name: kernel for name, kernel in registry.KERNELS.items() if kernel.tunables}
+#: Rows of results that an SM's registers hold: 32 lanes have 2048 registers each, and 16 rows take
+#: 16 of a lane with 16 columns of scores and as many of results. In the narrow forward a row takes
+#: 13 of its lane.
+_ROWS = range(16, 16 * 2048 // 16 + 1, 16)
+_NARROW_ROWS = range(32, 32 * (2048 // 13) + 1, 32)
 
 
 def kernel_type(name: str) -> type[KernelConfig]:
@@ -52,3 +57,57 @@ def config_from_json(given: Mapping[str, Any]) -> Any:
     if "formulas" in values:
         values["formulas"] = tuple((name, text) for name, text in values["formulas"])
     return kernel(**values)
+
+
+def superset(kind: type[KernelConfig] | KernelConfig) -> dict[str, Sequence[int]]:
+    """Values of each parameter: all that some device and problem can have, and others."""
+    own: Sequence[int] = _NARROW_ROWS if kind.kernel == "forward_narrow" else _ROWS
+    if "num_warps" not in kind.tunables:
+        own = range(64, 257, 64)  # by warpgroups, of which sixteen warps have three at most
+    known: dict[str, Sequence[int]] = {
+        kind.owned: own,
+        "block_n" if kind.owned == "block_m" else "block_m": kind.streams,
+        "num_warps": range(1, 33),
+        "blocks_per_sm": range(1, 33),
+        "num_stages": (1, 2) if kind.kernel == "forward_sm80" else range(1, 33),
+        "num_q_stages": (1, 2),
+        "overlap_quarters": range(5),
+        "scores_ahead": (0, 1),
+        "keys_in_registers": (0, 1),
+    }
+    return {name: known[name] for name in kind.tunables}
+
+
+def shares_evenly(kind: type[KernelConfig] | KernelConfig, values: Mapping[str, int]) -> bool:
+    """Whether all warps have as many rows; where their number cannot be chosen they do."""
+    num_warps = values.get("num_warps")
+    return not num_warps or values[kind.owned] % (_warp_rows(kind) * num_warps) == 0
+
+
+def _warp_rows(kind: type[KernelConfig] | KernelConfig) -> int:
+    """Rows of which a warp has a multiple; partners share 16."""
+    return 32 if kind.kernel == "forward_narrow" else 16 // kind.row_warps
+
+
+def lane_registers(config: Any) -> int:
+    """Registers of a lane that a kernel's scores and results alone take; 0 where they always fit.
+
+    The portable kernels keep scores of a block and sums of results of a warp's rows in registers
+    at the same time.
+    """
+    if "num_warps" not in config.tunables:
+        return 0
+    rows: int = config.own_rows // (_warp_rows(config) * config.num_warps)
+    words = config.real_bytes // 4
+    if config.kernel == "forward_narrow":  # q, maxima, sums in a block and of all, a run
+        return int(rows * (config.width + 2 * (2 + config.width_v) + 8) * words)
+    if config.computes == "out":
+        columns = config.block_n + config.head_dim_v // config.column_parts
+    elif config.computes == "dq":
+        columns = 2 * config.block_n + config.head_dim // config.column_parts
+    elif config.computes == "dkv":
+        results = config.grad_k * config.head_dim + config.grad_v * config.head_dim_v
+        columns = (1 + config.grad_k) * config.block_m + results // config.column_parts
+    else:
+        return 0
+    return int(rows * columns // 2 * words // config.row_warps)

@@ -11,20 +11,21 @@ from typing import Any
 
 from cuflash._errors import problem_with, wrong_type, wrong_value
 from cuflash._kernels.config import RESERVED_SMEM, KernelConfig
-from cuflash._problem.problem import Problem
 from cuflash._select.choose import PORTABLE, Wanted, choose
 from cuflash._select.hardware import Hardware, registers_of_thread, wanted
 from cuflash.tuning._facts import TIME_LIMIT, Counted, Facts, compile_all
 from cuflash.tuning._kernels import (
     KERNELS,
     kernel_type,
+    lane_registers,
+    shares_evenly,
+    superset,
     tile_of,
     with_tile,
 )
-from cuflash.tuning._values import lane_registers, shares_evenly, superset
 from cuflash.tuning._workload import Workload
 
-#: Combinations of which all that are not legal are listed with their reasons, too.
+#: Of at most so many combinations the illegal ones are listed as well, with their reasons.
 _FEW = 20_000
 
 
@@ -117,17 +118,17 @@ def space(
         ``"forward_sm90"``, ``"backward_dkv_sm80"`` ...: a source of ``kernels_cu`` without its
         suffix. Default: the forward that the device would run.
     arch : str, optional
-        Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device at
-        hand, or sm_90 where there is none.
+        Plan for the most common device of an architecture, ``"sm_90a"``. Default: the device here,
+        or sm_90 where there is none.
     parameters : mapping of str to sequence of int, optional
         Values to try instead of all that a legal configuration may have, by parameter.
 
     Returns
     -------
     Space
-        With every legal combination; with those that are not legal, too, each with the reason, but
-        of more than 20,000 only those whose warps share the rows evenly, and only the first number
-        of blocks to a multiprocessor that is too large.
+        With every legal combination, and with illegal ones, each with its reason. Of more than
+        20,000 combinations it leaves out some illegal ones: unlike numbers of rows for the warps,
+        and more blocks to an SM than the first number that is too large.
 
     Raises
     ------
@@ -150,7 +151,7 @@ def space(
     if not isinstance(parameters, Mapping | None):
         raise wrong_type("parameters", type(parameters).__name__, "a mapping of names to values")
     hardware = wanted(arch)
-    default = default_config(workload, kernel, hardware)
+    default = default_configs(workload, kernel, hardware)[0]
     tried = {name: tuple(values) for name, values in superset(default).items()}
     for name, values in (parameters or {}).items():
         if name not in tried:
@@ -175,15 +176,13 @@ def space(
     return Space(workload, default.kernel, hardware, default, tried, candidates)
 
 
-def default_config(workload: Workload, kernel: str | None, hardware: Hardware) -> KernelConfig:
-    """The shipped configuration of a kernel for a problem; a ValueError where it does not serve."""
-    return default_configs(workload, kernel, hardware)[0]
-
-
 def default_configs(
     workload: Workload, kernel: str | None, hardware: Hardware
 ) -> tuple[KernelConfig, ...]:
-    """The same for each pass of the kernel: dk and dv of wide heads have one of their own."""
+    """The shipped configuration for each pass of a kernel; dk and dv of wide heads have one each.
+
+    A ValueError where the kernel does not serve the problem.
+    """
     if workload.seqlens:
         got = f"{len(workload.seqlens)} packed sequences"
         raise wrong_value(
@@ -191,38 +190,33 @@ def default_configs(
         )
     problem = workload.problem()
     if kernel is None:
-        return (_configs(problem, hardware)[-1],)
+        return (choose(problem, hardware)[-1].config,)
     kernel_type(kernel)  # or the error that lists the kernels
     only = PORTABLE if kernel in PORTABLE else None
     asked: list[Wanted | None] = [None]
     if kernel.startswith("backward"):  # all three gradients at once may be one pass
         asked = [Wanted.of(names) for names in ("q", "kv", "qkv")]
-    calls = [
-        _configs(problem, hardware, wanted=w, only=only, deterministic=workload.deterministic)
-        for w in asked
-    ]
-    for configs in calls:
-        own = tuple(config for config in configs if config.kernel == kernel)
+    given: Any = {"only": only, "deterministic": workload.deterministic}
+    calls = [choose(problem, hardware, wanted=names, **given) for names in asked]
+    for steps in calls:
+        own = tuple(step.config for step in steps if step.config.kernel == kernel)
         if own:
             return own
-    serving = {c.kernel: None for configs in calls for c in configs if c.kernel in KERNELS}
+    chosen = (step.config.kernel for steps in calls for step in steps)
+    serving = dict.fromkeys(name for name in chosen if name in KERNELS)
     got = f"{kernel} on {hardware.name} ({hardware.arch})"
     raise wrong_value(
         "kernel", got, f"a kernel that serves this problem there: {', '.join(serving)}"
     )
 
 
-def _configs(problem: Problem, hardware: Hardware, **given: Any) -> list[Any]:
-    return [step.config for step in choose(problem, hardware, **given)]
-
-
 def _candidates(
     default: KernelConfig, tried: Mapping[str, Sequence[int]], hardware: Hardware
 ) -> list[Candidate]:
-    """Every legal combination of the values, and others: all of few, some of many.
+    """Every legal combination of the values, and illegal ones: all of few, some of many.
 
-    Of many those are left out whose warps do not share the rows evenly, and more blocks to a
-    multiprocessor where fewer are refused: what one block is refused for, two are, too.
+    Of many, combinations are left out where warps do not share the rows evenly, and more blocks to
+    an SM where fewer are refused: two are refused for the same reason.
     """
     few = math.prod(map(len, tried.values())) <= _FEW
     others = [name for name in tried if name != "blocks_per_sm"]
@@ -256,8 +250,8 @@ def _too_large(config: KernelConfig, hardware: Hardware) -> str:
         return f"{_kib(config.smem_bytes)} of shared memory, {_kib(limits.block_smem)} are there"
     if blocks * (config.smem_bytes + RESERVED_SMEM) > limits.multiprocessor_smem:
         return (
-            f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, a "
-            f"multiprocessor has {_kib(limits.multiprocessor_smem)}"
+            f"{blocks} blocks with {_kib(config.smem_bytes)} of shared memory each, an SM has "
+            f"{_kib(limits.multiprocessor_smem)}"
         )
     if blocks * config.num_threads > limits.threads:
         return f"{blocks} blocks of {config.num_threads} threads, {limits.threads} fit"

@@ -16,7 +16,7 @@ from cuflash._select import measured as select_measured
 from cuflash._select.hardware import present, typical
 from cuflash.tuning._kernels import kernel_type, tile_of
 from cuflash.tuning._rows import Sweep, load
-from cuflash.tuning._space import default_config, default_configs
+from cuflash.tuning._space import default_configs
 from cuflash.tuning._workload import Workload
 
 
@@ -124,9 +124,8 @@ def _check(row: select_measured.Row, where: str) -> None:
         sizes = (int(true[1]), int(true[2])) if true else sizes
     try:
         work = Workload(1, 1, 1, 1024, 1024, *sizes, row.key.dtype)
-        select_measured.with_values(
-            default_config(work, row.key.kernel, typical("sm_90")), dict(row.values)
-        )
+        default, *_ = default_configs(work, row.key.kernel, typical("sm_90"))
+        select_measured.with_values(default, dict(row.values))
     except (ValueError, NotImplementedError) as error:
         got = f"{row.key.kernel} with {dict(row.values)}"
         raise wrong_value(where, got, "a legal tile", str(error).replace("self.", "")) from None

@@ -39,7 +39,7 @@ __device__ __forceinline__ void wgmma_tf32(float (&acc)[32], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same with A in shared memory, too.
+// The same with A also in shared memory.
 __device__ __forceinline__ void wgmma_tf32(float (&acc)[32], uint64_t a, uint64_t b,
                                            int accumulate) {
   asm volatile(

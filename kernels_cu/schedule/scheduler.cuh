@@ -37,7 +37,7 @@ struct BatchIndex {
 };
 
 // Index of the tile of this thread block, and which of its result's columns are its own, or its
-// warp's: those of partners follow each other.
+// warp's: partners' follow each other.
 __device__ __forceinline__ int tile_index() { return ptx::block_index() / Config::column_parts; }
 
 constexpr int own_parts = Config::column_parts * Config::partners;

@@ -28,7 +28,7 @@ struct BlockRanges {
 struct ColumnBits {
   uint32_t bits = 0xffffffff;
 
-  // Those of columns within a range that is counted from the lane's first.
+  // Bits of the columns within a range that is counted from the lane's first column.
   __device__ __forceinline__ static ColumnBits within(const Range& columns) {
     return {before(columns.end) & ~before(columns.begin)};
   }

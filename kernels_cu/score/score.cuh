@@ -106,7 +106,7 @@ struct Score : ScoreTraits {
     return same_ids<tiles>(query_ids()[min(q_idx, seqlen.q - 1)], key_ids() + first_key, keys);
   }
 
-  // Which of them the mask shows, too. Asked for by a whole warp.
+  // Which of them the mask also shows. Asked for by a whole warp.
   template <int tiles>
   __device__ __forceinline__ ColumnBits seen_of_row(int q_idx, int first_key, Range keys) const {
     ColumnBits seen = segment_of_row<tiles>(q_idx, first_key, keys);
@@ -183,7 +183,7 @@ struct Score : ScoreTraits {
     }
   }
 
-  // -inf for a pair that is hidden. A formula is not asked about it; a bias, which is at hand, is
+  // -inf for a pair that is hidden. A formula is not asked about it; a bias, which was read, is
   // added first: a branch for each pair would take longer.
   __device__ __forceinline__ Real apply_if(bool visible, Real score, Real bias, int q_idx,
                                            int kv_idx) const {
@@ -219,7 +219,7 @@ struct Score : ScoreTraits {
             first_row,    seqlen.q};
   }
 
-  // What `apply` makes of a visible pair where its bias, which is at hand, is all that is added.
+  // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
   __device__ __forceinline__ Real with_bias(Real score, Real bias) const {
     return fma(params.scale, score, bias);
   }
@@ -257,7 +257,7 @@ struct Score : ScoreTraits {
     }
   }
 
-  // The same of a pair whose value of `apply` is at hand: a formula is not asked about a hidden
+  // The same of a pair whose value of `apply` is known: a formula is not asked about a hidden
   // one.
   __device__ __forceinline__ Real derivative_at(Real value, Real score, int q_idx,
                                                 int kv_idx) const {

@@ -1,5 +1,5 @@
 // The two products of attention on CUDA cores, for devices without the matrix instructions of sm_80
-// and for float64 where those are no faster: accumulators lie as those of tile/matmul_sm80.cuh,
+// and for float64 where those are no faster: accumulators lie as in tile/matmul_sm80.cuh,
 // every dtype is multiplied and summed as Real. (D31)
 #pragma once
 

@@ -84,7 +84,7 @@ struct DkvWarpgroup {
     arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta, too
   }
 
-  // lse or delta of the block at hand, of the queries of this lane's columns.
+  // lse or delta of the current block, for the queries of this lane's columns.
   __device__ __forceinline__ void read(float2 (&of_columns)[tiles],
                                        const float (&of_rows)[Config::num_stages][Config::block_m],
                                        int first = 0) const {

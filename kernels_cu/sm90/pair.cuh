@@ -85,7 +85,7 @@ struct Work {
 };
 
 // Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
-// roles, and finish() after those of an entry.
+// roles, and finish() after the blocks of an entry.
 template <typename Visit, typename Finish>
 __device__ __forceinline__ void walk_blocks(const BackwardParams& params, const Work& work,
                                             Visit visit, Finish finish) {

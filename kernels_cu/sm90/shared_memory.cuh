@@ -1,4 +1,4 @@
-// What the warps of one thread block share: tiles of q, k and v, barriers, the work at hand.
+// What the warps of one thread block share: tiles of q, k and v, barriers, the current work.
 //
 //   barrier      arrivals a phase   what the end of a phase says
 //   q_full       1 + bytes          q is there

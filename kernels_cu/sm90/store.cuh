@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, cons
   ptx::fence_async_proxy();  // TMA will read what this thread wrote
 }
 
-// Writes rows of a box that holds rows of the next packed sequence, too. By a warp.
+// Writes rows of a box that also holds rows of the next packed sequence. By a warp.
 __device__ __forceinline__ void write_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                            const SharedMemory::QTile& tile, int tile_row,
                                            int out_row, int num_rows) {

@@ -12,7 +12,7 @@ constexpr bool is_packed = Config::cu_seqlens != Dtype::none;
 // Of one array, or of packed sequences those with most keys first, among 32 neighbours: each lane
 // has one of them, and knows how many tiles come before its own. By a whole warp.
 struct TileOrder {
-  int group_begin = 0, group_end = 0;  // ranks of the 32 sequences at hand
+  int group_begin = 0, group_end = 0;  // ranks of the 32 current sequences
   int sequence, first_rank, num_tiles;
 
   // A negative sequence: no rows are left for this rank, see Packing::first_rank.
