@@ -501,6 +501,7 @@ def test_peers_read_the_same_arrays_and_agree(gpu_run, pass_, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cuflash_can_be_timed_by_a_graph_and_from_the_host(gpu_run):
     run = gpu_run("bfloat16", command.PASSES)
     command.SETS["host"][1](run)

@@ -26,6 +26,7 @@ from ml_dtypes import finfo
 import cuflash
 from cuflash import reference
 from cuflash._kernels.portable import padded
+from cuflash._problem.option_table import of_stages
 from support import derivatives, memory
 from support.budget import Budget
 from support.problems import (
@@ -469,8 +470,9 @@ def test_p12_offset_is_counted_from_the_lengths(xp: ModuleType, data: st.DataObj
 def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
     """Sequences one behind the other have the bits that they have alone.
 
-    Gradients have them where the same kernels serve: those of Hopper that compute all in one pass
-    take no packed sequences.
+    Gradients have them where the same kernels serve: neither Hopper's kernels of all gradients in
+    one pass nor the kernels of float64 in which two warps share rows take packed sequences, and
+    these warps add the halves of a block in orders of their own.
     """
     base = data.draw(
         calls(limits_of(xp), batches=((2, 3), (3, 2)), broadcast=False, group_sizes=(1, 2))
@@ -483,7 +485,9 @@ def test_p13_packed_sequences(xp: ModuleType, data: st.DataObject) -> None:
     alone = run(xp, base)
     assert alone.out.tobytes() == result.out.tobytes()
     assert alone.lse.tobytes() == result.lse.tobytes()
-    if base.lead == memory.BAND:
+    score_math = {option.name for option in of_stages("cap", "add", "see", "weight")}
+    partners = xp is not np and base.dtype == np.float64 and not score_math & base.options.keys()
+    if base.lead == memory.BAND and not partners:
         for name, gradient in alone.gradients.items():
             assert gradient.tobytes() == result.gradients[name].tobytes(), name
 
