@@ -14,7 +14,7 @@
 //   barrier      arrivals a phase   what the end of a phase says
 //   rows_full    1 + bytes          q and dout of the tile are there
 //   full         1 + bytes          k and v of a block are there
-//   raw          1 + bytes          k and v are there, of which rows are to be cleared
+//   raw          1 + bytes          k and v are there, with rows to be cleared
 //   empty        consumers          every warpgroup is done with the block: load the next
 //   never        -                  nobody waits: see Consumer::add_block
 #include "config.cuh"

@@ -132,7 +132,7 @@ def gradient(work: Workload, config: Any) -> Traffic:
 
 
 def together(parts: Sequence[Traffic]) -> Traffic:
-    """The sum of kernels that run one after the other, each of which starts with empty caches."""
+    """The sum of kernels that run one after the other, each from empty caches."""
     return Traffic(*map(sum, zip(*parts, strict=True)))
 
 

@@ -189,7 +189,7 @@ def backward(
 
 
 def _within_range(v: Array, dropout: float) -> tuple[Array, Array]:
-    """Values times powers of two, of which no sum over keys overflows, and the powers by column."""
+    """Values times powers of two, so that no sum over keys overflows; and the powers by column."""
     most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
     largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
     overflows = largest > np.finfo(v.dtype).max / (2 * most)

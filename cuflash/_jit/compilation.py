@@ -19,7 +19,7 @@ from cuflash._jit.source import flatten
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.params import STRUCTS, with_reals
 
-#: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are those written.
+#: ``-default-device``: lambdas are device functions. ``-fmad=false``: roundings are as written.
 #: Else products and sums are contracted in one register and not in another, and the bits of a row
 #: depend on its place in the tile. (D80)
 OPTIONS = ("--std=c++17", "-default-device", "-ftz=true", "-fmad=false")

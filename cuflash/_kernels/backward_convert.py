@@ -8,7 +8,7 @@ from cuflash._kernels.config import SCORED, KernelConfig
 
 
 class BackwardConvertConfig(KernelConfig):
-    """``backward_convert.cu``; tiles are those of the kernel that added."""
+    """``backward_convert.cu``; it has the tiles of the kernel that added."""
 
     kernel = "backward_convert"
     params = "BackwardParams"

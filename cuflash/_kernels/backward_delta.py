@@ -31,7 +31,7 @@ class DeltaConfig(KernelConfig):
     def of(
         cls, problem: Problem, out_dtype: np.dtype[Any], copy_bytes: int, *, grad_lse: bool
     ) -> Self:
-        """The kernel of a problem whose out has a dtype."""
+        """The kernel for a problem and the dtype of its out."""
         return cls(
             dtype=problem.dtype.name,
             out_dtype=out_dtype.name,

@@ -26,7 +26,7 @@ class BackwardKVPartnersConfig(KernelConfig):
     parts = SCORED | {"gradients": portable.Gradients, "own": portable.Partners}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
-    streams = range(32, 129, 32)  # of which a warp has half
+    streams = range(32, 129, 32)  # a warp has half of them
     row_warps = 2
 
     def check(self) -> None:

@@ -80,7 +80,7 @@ class BackwardKVSm90Config(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """As of every kernel whose tiles own keys; of v alone no tile is kept."""
+        """Tiles of every kernel that owns keys; a pass for dv alone keeps no tile of v."""
         return wgmma.key_owner_bytes(self, self.block_n if self.grad_k else 8)
 
     @classmethod

@@ -25,7 +25,7 @@ class BackwardQPartnersConfig(KernelConfig):
     computes = "dq"
     parts = SCORED | {"own": portable.Partners}
     tunables = portable.TUNABLES
-    streams = range(32, 257, 32)  # of which a warp has half
+    streams = range(32, 257, 32)  # a warp has half of them
     row_warps = 2
 
     def check(self) -> None:

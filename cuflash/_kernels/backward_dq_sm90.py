@@ -48,7 +48,7 @@ class Own(NamedTuple):
     """What this kernel alone is told."""
 
     num_stages: int  # buffers of k and of v
-    scores_ahead: bool  # are those of the next block multiplied while ds of this one is computed?
+    scores_ahead: bool  # are the next scores multiplied while ds of this block is computed?
 
 
 class BackwardQSm90Config(KernelConfig):

@@ -33,7 +33,7 @@ class BackwardPairConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """As of every kernel whose tiles own keys; half of the other's keys, ds of both."""
+        """Tiles of every kernel that owns keys, half of the partner's keys, ds of both."""
         shared = wgmma.panel_bytes(self, self.block_n, self.head_dim // 2, 64, 64)
         return wgmma.key_owner_bytes(self) + shared + 1024
 

@@ -32,7 +32,7 @@ class BackwardOnePassConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """As of every kernel whose tiles own keys; two of ds; dq; whole KiB."""
+        """Tiles of every kernel that owns keys, two tiles of ds, one of dq; in whole KiB."""
         ds = 2 * wgmma.panel_bytes(self, self.block_n, self.block_m)
         return wgmma.key_owner_bytes(self) + ds + 4 * int(self.block_m * self.head_dim) + 1024
 

@@ -102,7 +102,7 @@ class KernelConfig:
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
-    owned: ClassVar[str] = "block_m"  # the side whose rows the results of a thread block are
+    owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are

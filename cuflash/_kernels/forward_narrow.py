@@ -1,7 +1,7 @@
 """``forward_narrow.cu``: the forward of very small head sizes, on CUDA cores.
 
 Tiles of points in space, three columns of float32 with no values, are the fastest of
-benchmarks/sweeps; those of more columns, and of float64, are what registers hold.
+benchmarks/sweeps; tiles of more columns, and of float64, are what registers hold.
 """
 
 from __future__ import annotations

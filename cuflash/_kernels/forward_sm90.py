@@ -42,7 +42,7 @@ ROWS = (
     # warpgroups hide more of where a tile ends and the next begins.
     Row("narrow window", (128, 128), Chosen(192, 64, 4, 2, 1), "D16"),
     # Where 192 rows leave some SMs much more to do than others, smaller tiles are done sooner; a
-    # score that is multiplied by its scale before the exponential takes registers, too.
+    # score that is multiplied by its scale before the exponential takes registers as well.
     Row("few rows", (64, 64), Chosen(128, 128, 4, 2, 1), "D15"),
     Row("narrow window, few tiles", (128, 128), Chosen(128, 64, 5, 2, 1), "D16"),
     Row("short sequences", (128, 128), Chosen(192, 64, 4, 2, 1), "D16"),

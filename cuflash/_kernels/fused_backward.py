@@ -84,7 +84,7 @@ def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
     What a device has shown right and faster: plain and causal scores, up to head size 128 windows
-    and heads that share keys, too. (D20)
+    and for heads that share keys. (D20)
     """
     return bool(
         (config.head_dim <= 128 or not (config.window_left or any(request.problem.k.summed)))

@@ -168,7 +168,7 @@ STRUCTS: dict[str, np.dtype[Any]] = {
 
 
 def pointer_names(params: np.dtype[Any]) -> tuple[str, ...]:
-    """Names of the pointers that a struct starts with, those of the score included."""
+    """Names of the pointers that a struct starts with, the pointers of the score included."""
     names: list[str] = []
     for name in params.names or ():
         field = params[name]

@@ -181,7 +181,7 @@ class Gradients(NamedTuple):
 
 
 class Partners(NamedTuple):
-    """Of kernels whose warps share rows."""
+    """Kernels with warps that share rows."""
 
     partners: int = 2  # warps that have the same rows
 
@@ -193,7 +193,7 @@ def check_partners(config: KernelConfig) -> None:
 
 
 def against_partners(request: Request, rows: Sequence[Row]) -> str:
-    """Why no kernel whose warps share rows serves a request; empty where one does."""
+    """Why no kernel with warps that share rows serves a request; empty where one does."""
     problem = request.problem
     if request.cuda_cores or problem.dtype != np.float64:
         return "only float64 on tensor cores leaves a warp too few registers for its rows"

@@ -1,4 +1,4 @@
-"""Which kernels are there? One line each; of those of one result the best comes first."""
+"""Which kernels are there? One line each; the best kernel of a result comes first."""
 
 # ruff: noqa: F401, I001
 from __future__ import annotations

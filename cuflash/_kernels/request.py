@@ -8,8 +8,8 @@ import numpy as np
 
 from cuflash._problem.problem import Problem
 
-#: Compute capabilities whose tensor cores are twice as fast in float64 as their other units, and
-#: the first with the matrix products and asynchronous copies that the portable kernels are made of.
+#: Compute capabilities with tensor cores twice as fast in float64 as the other units, and the
+#: first with the matrix products and asynchronous copies that the portable kernels are made of.
 _FLOAT64_TENSOR_CORES = (80, 90)
 _FIRST_WITH_PRODUCTS = 80
 #: The device that the tiles of benchmarks/sweeps were measured on.
@@ -25,7 +25,7 @@ class Request(NamedTuple):
     num_sms: int = 132  # 0: as if every SM had rows enough
     copy_bytes: int = 16  # widest copy that strides and alignment of every operand allow
     deterministic: bool = True
-    keys: frozenset[str] = frozenset()  # of "k" and "v", those whose gradient is wanted
+    keys: frozenset[str] = frozenset()  # "k", "v": the gradients of keys and values wanted
     device: str = ""  # its name
     tensor_maps: bool = True  # can the driver encode them, as that of CUDA 12 does?
     cuda_cores: bool = False  # do they multiply, because operands do not fit or are float64?

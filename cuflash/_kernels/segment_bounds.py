@@ -46,7 +46,7 @@ class SegmentBoundsConfig(KernelConfig):
 
 
 class Bounds(NamedTuple):
-    """Where the bounds of one problem lie: those of queries, then those of keys."""
+    """Where the bounds of one problem lie: bounds of queries, then bounds of keys."""
 
     batch: tuple[int, ...]  # sequences first where they are packed; 1 where ids are shared
     pairs_q: int

@@ -28,7 +28,7 @@ def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
 
 
 def last_row(rows: Sequence[Row], words: Iterable[str], head_dims: Any) -> Row:
-    """The row that a request gets: of its head sizes the last whose words it has."""
+    """The row that a request gets: the last of its head sizes with words that all hold."""
     given = set(words)
     found: Row = next(
         row

@@ -100,7 +100,7 @@ def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:
 def key_owner_bytes(config: KernelConfig, *kept_v: int) -> int:
     """Tiles of k and v, rings of q, dout, lse and delta, and barriers, in whole KiB.
 
-    ``kept_v`` are rows of the tile of v where they are not those of the tile.
+    ``kept_v`` are the rows of the tile of v where they differ from the rows of the tile of k.
     """
     (rows_v,) = kept_v or (config.block_n,)
     kept = panel_bytes(config, config.block_n, config.head_dim)

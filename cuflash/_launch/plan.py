@@ -28,7 +28,7 @@ Addresses = Mapping[str, int]
 #: Operands that kernels read and write in the dtype that q, k and v promote to.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
-#: The struct whose fields come before the tensor maps.
+#: The struct that comes before the tensor maps.
 _BEFORE_MAPS = {
     "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
 }  # fmt: skip
@@ -232,7 +232,7 @@ def row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None)
 
 
 def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
-    """Raise for an array whose elements lie across their natural boundaries."""
+    """Raise for an array with elements across their natural boundaries."""
     for name, layout in layouts.items():
         size = layout.itemsize
         places = (addresses.get(name, 0), *layout.batch, layout.row, layout.column)

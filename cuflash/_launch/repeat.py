@@ -65,7 +65,7 @@ def repeat(
     results: tuple[New, ...],
     returned: Callable[..., Any],
 ) -> Repeat:
-    """A call that passed its checks, on new results each time, of which ``returned`` is made. (D66)
+    """A call that passed its checks, each time on new results, which ``returned`` wraps. (D66)
 
     It takes the addresses of the arrays called ``given``. In a capture nothing is allocated.
     """

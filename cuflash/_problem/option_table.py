@@ -56,7 +56,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _cap(problem: Any) -> float:
-    """A cap of which the inverse is a normal number; above it, no score changes."""
+    """A cap with an inverse that is a normal number; above it, no score changes."""
     return min(float(problem.softcap), 2.0**900 if problem.lse_dtype == np.float64 else 2.0**60)
 
 

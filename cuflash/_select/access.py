@@ -25,7 +25,7 @@ class Access(NamedTuple):
     #: Whether Hopper's copy engine can load the operands of a kernel by tensor maps.
     has_maps: Callable[[Problem, Layouts, KernelConfig], bool]
     address_bits: int = 0  # the last four bits of the addresses of q, k, v and dout, by or
-    out_bits: int = 0  # of those of dout and out
+    out_bits: int = 0  # the same of dout and out
 
     def copy_bytes(self, problem: Problem, *names: str, address_bits: int | None = None) -> int:
         """Widest copy that the rows of these arrays allow."""

@@ -1,4 +1,4 @@
-"""What does a GPU offer to a kernel: shared memory, registers, speed? Known without one at hand."""
+"""What does a GPU offer to a kernel: shared memory, registers, speed? Known without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuflash._errors import problem_with, shown
 from cuflash._kernels.config import RESERVED_SMEM
 
 _KIB = 1024
-#: Of every multiprocessor since compute capability 5.0 but those of 6.2, which is embedded.
+#: Of every SM since compute capability 5.0, except the embedded 6.2.
 _REGISTERS = 65_536
 _MOST_REGISTERS = 255  # of a thread
 _REGISTERS_OF_BOUND = 8  # a launch bound leaves a thread a multiple of this
@@ -85,7 +85,7 @@ _PEAKS = (
     ("RTX 4090", Peak(165.2, 1008.0, 1.3, 128 * 16 * 2.52e-3)),
     ("L40S", Peak(362.1, 864.0, 1.4, 142 * 16 * 2.52e-3)),
 )
-#: What a call is planned for where no device is at hand.
+#: What a call is planned for on a machine without a GPU.
 _TYPICAL = {
     "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20),
     "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20),

@@ -1,6 +1,6 @@
 """Which tiles that a user measured go before the tables of ``cuflash/_kernels``?
 
-Those that somebody asks for: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path
+Rows that somebody asks for: ``cuflash.tuning.use(file)``, or the variable CUFLASH_TILES, the path
 of a file or "user" for this user's table. A file is JSON,
 {"format": ..., "tiles": [row, ...]}, and a row holds for one kernel, dtype, head sizes, set of
 options and device; where it says so, only instead of one tile of the tables, which may depend on
@@ -36,7 +36,7 @@ class Key(NamedTuple):
     head_dim_v: int
     options: str
     device: str
-    replaces: str = ""  # the tile of the tables instead of which it is taken; any where empty
+    replaces: str = ""  # the tile of the tables that it replaces; empty: any
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ _WORDS = {
 
 
 _TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
-#: Fields that say how a kernel computes and not what: those that a row may hold, in the order of
+#: Fields that say how a kernel computes, not what: the fields of a row, in the order of
 #: its text. (D103)
 TILE_FIELDS = (
     "num_warps", "block_m", "block_n", "blocks_per_sm", "num_stages", "num_q_stages",
@@ -214,7 +214,7 @@ _in_use: dict[Key, Row] | None = None
 
 
 def in_use() -> Mapping[Key, Row]:
-    """The rows asked for, those of the variable unless :func:`replace_rows` was called."""
+    """The rows asked for, the rows of the variable unless :func:`replace_rows` was called."""
     global _in_use
     if _in_use is None:
         named = os.environ.get(VARIABLE, "")
@@ -230,7 +230,7 @@ def in_use() -> Mapping[Key, Row]:
 
 
 def replace_rows(rows: Mapping[Key, Row] | None) -> None:
-    """Use these rows from now on; None: those of the variable."""
+    """Use these rows from now on; None: the rows of the variable."""
     global _in_use
     _in_use = None if rows is None else dict(rows)
 

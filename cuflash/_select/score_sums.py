@@ -68,7 +68,7 @@ def score_sums(problem: Problem, name: GradOf, shape: tuple[int, ...]) -> ScoreS
 
 
 def _extents(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a bias; of packed sequences, those that kernels look at."""
+    """Rows and columns of a bias; of packed sequences, only what kernels look at."""
     if problem.cu_seqlens_q is None:
         return problem.seqlen_q, problem.seqlen_k
     return problem.q_length_value or 0, problem.kv_length_value or 0

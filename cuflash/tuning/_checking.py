@@ -68,7 +68,7 @@ def definition(workload: Workload, kernel: str, inputs: tuple[np.ndarray, ...]) 
 
 
 def gradients_of(kernel: str) -> tuple[str, ...]:
-    """The inputs of which a kernel computes gradients."""
+    """The inputs that a kernel computes gradients of."""
     if kernel in ONE_PASS:
         return ("q", "k", "v")
     return ("q",) if "_dq_" in kernel else ("k", "v")

@@ -10,7 +10,7 @@ from cuflash._kernels import registry
 from cuflash._kernels.config import KernelConfig
 from cuflash._select.measured import with_values
 
-#: Kernels by name whose tiles can be chosen.
+#: Kernels with tiles to choose, by name.
 KERNELS = {name: kernel for name, kernel in registry.KERNELS.items() if kernel.tunables}
 #: Rows of results that an SM's registers hold: 32 lanes have 2048 registers each, and 16 rows take
 #: 16 of a lane with 16 columns of scores and as many of results. In the narrow forward a row takes
@@ -63,7 +63,7 @@ def superset(kind: type[KernelConfig] | KernelConfig) -> dict[str, Sequence[int]
     """Values of each parameter: all that some device and problem can have, and others."""
     own: Sequence[int] = _NARROW_ROWS if kind.kernel == "forward_narrow" else _ROWS
     if "num_warps" not in kind.tunables:
-        own = range(64, 257, 64)  # by warpgroups, of which sixteen warps have three at most
+        own = range(64, 257, 64)  # by warpgroups; sixteen warps have three at most
     known: dict[str, Sequence[int]] = {
         kind.owned: own,
         "block_n" if kind.owned == "block_m" else "block_m": kind.streams,
@@ -85,7 +85,7 @@ def shares_evenly(kind: type[KernelConfig] | KernelConfig, values: Mapping[str, 
 
 
 def _warp_rows(kind: type[KernelConfig] | KernelConfig) -> int:
-    """Rows of which a warp has a multiple; partners share 16."""
+    """A warp has a multiple of so many rows; partners share 16."""
     return 32 if kind.kernel == "forward_narrow" else 16 // kind.row_warps
 
 

@@ -133,7 +133,7 @@ def space(
     Raises
     ------
     ValueError
-        For an unknown kernel, parameter or architecture, values of which no combination is legal,
+        For an unknown kernel, parameter or architecture, values without any legal combination,
         or a kernel that does not serve the problem.
     TypeError
         For a workload that is none, or parameters that are no lists of ints by name.

@@ -33,7 +33,7 @@ __device__ __forceinline__ int load_shared_of_cluster(uint32_t from) {
 }
 
 // `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if. Says what was read:
-// `.release.cluster` would wait for all that was written to global memory, too (MEMBAR.ALL.GPU).
+// `.release.cluster` would also wait for all that was written to global memory (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
   asm volatile(

@@ -5,8 +5,8 @@
 
 namespace cuflash::ptx {
 
-// The same number, of which the compiler knows nothing: multiples of it are not computed before a
-// loop and kept. (D87)
+// The same number, unknown to the compiler: it computes no multiples before a loop to keep them.
+// (D87)
 __device__ __forceinline__ int64_t renewed(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;

@@ -5,7 +5,7 @@
 //   barrier      arrivals a phase   what the end of a phase says
 //   keys_full    32 + bytes         k and v of the tile are there
 //   full         32 + bytes         q and dout of a block are there, and lse and delta of its rows
-//   raw          1 + bytes          q and dout are there, of which rows are to be cleared
+//   raw          1 + bytes          q and dout are there, with rows to be cleared
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
@@ -237,7 +237,7 @@ struct DkvProducer {
   }
 
  private:
-  // Broadcast axes are those that an owner's entries differ in.
+  // Broadcast axes are the axes that an owner's entries differ in.
   __device__ __forceinline__ void load_keys(const KeyTile& work) {
     constexpr int bytes =
         DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);

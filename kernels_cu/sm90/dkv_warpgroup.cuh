@@ -15,7 +15,7 @@ struct LaneIndices {
     key = first_key + 16 * (thread / 32) - 64 + fragment_row(0, 0, lane);
   }
 
-  // Rows that see the key of a half, mask apart, counted from `row`: the column of a register is
+  // Rows that see the key of a half, the mask not counted, from `row` on: a register's column is
   // compared as a constant.
   __device__ __forceinline__ Range seeing(const Score& score, int half) const {
     const int kv_idx = key + 8 * half;
@@ -81,7 +81,7 @@ struct DkvWarpgroup {
 
   __device__ __forceinline__ void release_block_before() {
     const Ring<Config::num_stages> before{ring.uses - 1};
-    arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta, too
+    arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta as well
   }
 
   // lse or delta of the current block, for the queries of this lane's columns.

@@ -55,7 +55,7 @@ __device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
   }
 }
 
-// Of the rows that were loaded, those outside `kept`.
+// The rows that were loaded and lie outside `kept`.
 template <typename Tile>
 __device__ __forceinline__ void clear_outside(Tile& tile, Range kept, int loaded) {
   clear_rows(tile, 0, min(kept.begin, loaded));

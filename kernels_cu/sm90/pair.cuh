@@ -49,7 +49,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// Of the panels of q, k and dq those that this thread block has alone.
+// The panels of q, k and dq that this thread block alone has.
 __device__ __forceinline__ int first_whole_panel() {
   return ptx::cluster_rank() * (whole_panels + shares_middle);
 }

@@ -5,7 +5,7 @@
 //   q_empty      1 or consumers     q was read and, if out is staged in it, stored: load the next
 //   k/v_full     1 + bytes          k or v of a block is there
 //   k/v_empty    consumers          every warpgroup has multiplied with it: load the next
-//   v_raw        1 + bytes          v of a block is there whose rows are to be cleared in part
+//   v_raw        1 + bytes          v of a block is there, with rows to be cleared
 //   o_full       4 (warps)          64 rows of out are staged: store them
 //   work_full    1                  the next tile is drawn
 //   work_empty   readers (warps)    every reader has a copy: draw the next

@@ -1,4 +1,4 @@
-// What rows get that belong to no packed sequence: those before the first and after the last.
+// What rows without a packed sequence get: rows before the first and after the last one.
 #pragma once
 
 #include "simt/recompute_rows.cuh"

@@ -104,7 +104,7 @@ __device__ __forceinline__ Tf32Pair<8> read_split(const Reader& reader, int i, i
   return parts;
 }
 
-// Products with two operands side by side: those with a low part, and the others.
+// Products with two operands side by side: products with a low part, and the others.
 __device__ __forceinline__ void add_small(float (&part)[2][4], const Tf32Pair<8>& a,
                                           const Tf32Pair<8>& b) {
 #pragma unroll
