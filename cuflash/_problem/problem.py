@@ -30,7 +30,6 @@ from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
 
 HALVES = FLOATS[:2]
-PRECISIONS = (None, "ieee", "tf32")
 _MATRICES = ("q", "k", "v", "dout")
 _MAX_BATCH_AXES = 30  # with both of the core, as many as NumPy broadcasts
 _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
@@ -123,16 +122,12 @@ def describe(
     """Validate one call and return its Problem."""
     for name, array in options.arrays.items():
         check_module(name, array, q)
-    expected = 'None, "ieee" or "tf32"'
-    if precision is not None and not isinstance(precision, str):
-        raise wrong_type("precision", shown(precision), expected)
-    pairs = checked_axes(axes)
-    if precision not in PRECISIONS:
-        raise wrong_value("precision", shown(precision), expected)
-    problem = _describe(
-        signature(q), signature(k), signature(v), options.signature, pairs, precision,
-        signature(out),
-    )  # fmt: skip
+    is_text = isinstance(precision, str)
+    if precision is not None and not (is_text and precision in ("ieee", "tf32")):
+        wrong = wrong_value if is_text else wrong_type
+        raise wrong("precision", shown(precision), 'None, "ieee" or "tf32"')
+    layouts = [signature(array) for array in (q, k, v, out)]
+    problem = _describe(*layouts, options.signature, checked_axes(axes), precision)
     check_lengths(problem, options)
     return problem
 
@@ -142,10 +137,10 @@ def _describe(
     q: Signature,
     k: Signature,
     v: Signature,
+    out: Signature | None,
     options: Any,  # an OptionLayout
     axes: Axes,
     precision: str | None,
-    out: Signature | None,
 ) -> Problem:
     arrays = {"q": q, "k": k, "v": v}
     shapes = {name: array[0] for name, array in arrays.items()}
