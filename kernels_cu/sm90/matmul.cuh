@@ -5,8 +5,7 @@
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
 #include "ptx/wgmma.cuh"
-#include "ptx/wgmma_rs.cuh"
-#include "ptx/wgmma_ss.cuh"
+#include "ptx/wgmma_products.cuh"
 
 namespace cuflash {
 
