@@ -11,23 +11,22 @@
 namespace cuflash::ptx {
 
 // clang-format off
-#define CUFLASH_PTX_WGMMA_SS(columns, registers, at_a, at_b, at_p, at_a_major, at_b_major)  \
-  template <Major a_major, Major b_major>                                                   \
-  __device__ __forceinline__ void wgmma_ss(float (&acc)[registers], uint64_t a, uint64_t b, \
-                                           int accumulate) {                                \
-    asm volatile(                                                                           \
-        "{.reg .pred p; setp.ne.b32 p, %" #at_p ", 0; "                                     \
-        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." CUFLASH_PTX_DTYPE "."       \
-        CUFLASH_PTX_DTYPE " {" CUFLASH_PTX_NUMBERS_##registers "}, %" #at_a ", %" #at_b     \
-        ", p, 1, 1, %" #at_a_major ", %" #at_b_major ";}"                                   \
-        : CUFLASH_PTX_ACC_##registers                                                       \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)),                  \
-          "n"(static_cast<int>(b_major)));                                                  \
+#define CUFLASH_PTX_WGMMA_SS(columns, registers, at_a, at_b, at_p, at_a_major, at_b_major)        \
+  template <Major a_major, Major b_major>                                                         \
+  CUFLASH_DEVICE void wgmma_ss(float (&acc)[registers], uint64_t a, uint64_t b, int accumulate) { \
+    asm volatile(                                                                                 \
+        "{.reg .pred p; setp.ne.b32 p, %" #at_p ", 0; "                                           \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." CUFLASH_PTX_DTYPE "."             \
+        CUFLASH_PTX_DTYPE " {" CUFLASH_PTX_NUMBERS_##registers "}, %" #at_a ", %" #at_b           \
+        ", p, 1, 1, %" #at_a_major ", %" #at_b_major ";}"                                         \
+        : CUFLASH_PTX_ACC_##registers                                                             \
+        : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)),                        \
+          "n"(static_cast<int>(b_major)));                                                        \
   }
 #define CUFLASH_PTX_WGMMA_RS(columns, registers, a0, a1, a2, a3, at_b, at_p, at_b_major)       \
   template <Major b_major>                                                                     \
-  __device__ __forceinline__ void wgmma_rs(float (&acc)[registers], const uint32_t (&a)[4],    \
-                                           uint64_t b, int accumulate) {                       \
+  CUFLASH_DEVICE void wgmma_rs(float (&acc)[registers], const uint32_t (&a)[4],                \
+                               uint64_t b, int accumulate) {                                   \
     asm volatile(                                                                              \
         "{.reg .pred p; setp.ne.b32 p, %" #at_p ", 0; "                                        \
         "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." CUFLASH_PTX_DTYPE "."          \

@@ -11,8 +11,8 @@ namespace cuflash::ptx {
 
 // clang-format off
 #define CUFLASH_PTX_WGMMA_TF32_RS(columns, registers, a0, a1, a2, a3, at_b, at_p)              \
-  __device__ __forceinline__ void wgmma_tf32(float (&acc)[registers], const uint32_t (&a)[4],  \
-                                             uint64_t b, int accumulate) {                     \
+  CUFLASH_DEVICE void wgmma_tf32(float (&acc)[registers], const uint32_t (&a)[4],              \
+                                 uint64_t b, int accumulate) {                                 \
     asm volatile(                                                                              \
         "{.reg .pred p; setp.ne.b32 p, %" #at_p ", 0; "                                        \
         "wgmma.mma_async.sync.aligned.m64n" #columns "k8.f32.tf32.tf32 {"                      \
@@ -26,8 +26,7 @@ CUFLASH_PTX_WGMMA_TF32_RS(32, 16, 16, 17, 18, 19, 20, 21)
 CUFLASH_PTX_WGMMA_TF32_RS(64, 32, 32, 33, 34, 35, 36, 37)
 
 // The same with A also in shared memory.
-__device__ __forceinline__ void wgmma_tf32(float (&acc)[32], uint64_t a, uint64_t b,
-                                           int accumulate) {
+CUFLASH_DEVICE void wgmma_tf32(float (&acc)[32], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %34, 0; "
       "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {" CUFLASH_PTX_NUMBERS_32
