@@ -44,7 +44,8 @@ def store(tmp_path, monkeypatch):
 def test_widths_are_those_that_can_be_multiplied():
     text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
     scores = text[text.index("// Columns of scores: the") : text.index("// Columns of dk and dq")]
-    assert tuple(map(int, re.findall(r"^CUFLASH_PTX_WGMMA_SS\((\d+)", scores, re.M))) == wgmma.WIDTHS
+    found = re.findall(r"^CUFLASH_PTX_WGMMA_SS\((\d+)", scores, re.M)
+    assert tuple(map(int, found)) == wgmma.WIDTHS
 
 
 def test_texts_of_products_number_their_registers():
