@@ -17,17 +17,9 @@
 //   raw          1 + bytes          k and v are there, with rows to be cleared
 //   empty        consumers          every warpgroup is done with the block: load the next
 //   never        -                  nobody waits: see Consumer::add_block
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
 

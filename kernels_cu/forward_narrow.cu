@@ -14,17 +14,8 @@
 // its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
 // what takes longest. All threads read the same key at a time, for all their rows. (D61)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/load.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 

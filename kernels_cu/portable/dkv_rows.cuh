@@ -2,14 +2,8 @@
 // the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 

@@ -1,15 +1,8 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 

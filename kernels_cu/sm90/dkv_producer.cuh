@@ -9,17 +9,11 @@
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 

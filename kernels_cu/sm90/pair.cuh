@@ -3,7 +3,6 @@
 // queries.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
