@@ -7,19 +7,9 @@
 
 namespace cuflash {
 
-struct RowTile {
-  int first_row;
+struct OwnedTile {
   int owner;
   int sequence;
-
-  template <typename Params>
-  CUFLASH_DEVICE static RowTile of_this_block(const Params& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        ScoreTraits::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, tile.owner, place.sequence};
-  }
 
   // The `index`-th batch entry of the owner.
   CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
@@ -27,10 +17,21 @@ struct RowTile {
   }
 };
 
-struct KeyTile {
+struct RowTile : OwnedTile {
+  int first_row;
+
+  template <typename Params>
+  CUFLASH_DEVICE static RowTile of_this_block(const Params& params) {
+    const Tile tile = tile_of(params.grid, tile_index());
+    const int rank =
+        ScoreTraits::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {{tile.owner, place.sequence}, place.block * Config::block_m};
+  }
+};
+
+struct KeyTile : OwnedTile {
   int first_key;
-  int owner;
-  int sequence;
 
   CUFLASH_DEVICE static KeyTile of_this_block(const BackwardParams& params) {
     return at(params, tile_index());
@@ -39,12 +40,7 @@ struct KeyTile {
     const Tile tile = tile_of(params.grid, index);
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {place.block * Config::block_n, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+    return {{tile.owner, place.sequence}, place.block * Config::block_n};
   }
 };
 
