@@ -41,7 +41,9 @@ def store(tmp_path, monkeypatch):
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
 
 
-def test_widths_are_those_that_can_be_multiplied():
+def test_generated_headers_are_fresh_and_have_the_widths_of_the_tiles():
+    for name, text in gen_wgmma.generate().items():
+        assert (gen_wgmma.FOLDER / name).read_text(encoding="utf-8") == text
     assert gen_wgmma.SCORES == wgmma.WIDTHS
 
 
