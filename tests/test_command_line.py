@@ -464,6 +464,8 @@ def test_explain_shows_the_io_model(command, explained):
         ("h100-memory-*", ["device memory read", "of the data sheet"]),
         ("h100-io-*", ["forward_sm90  192x80", "counted / model"]),
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
+        ("h100-accuracy-*", ["**float16**", "| one hot |"]),
+        ("h100-points-*", ["| cuflash | float32 | 262,144 x 262,144 |"]),
     ],
 )
 def test_every_kind_of_result_is_rendered(command, name, words):
@@ -768,7 +770,7 @@ def test_clearing_removes_what_killed_processes_left(command, monkeypatch):
         for write, *given in (
             (cubin_cache.save, "a" * 64, b"a kernel"),
             (cubin_cache.save_note, "a" * 64, {}),
-            (cubin_cache.save_compiler, {}),
+            (cubin_cache.save_note, "compiler", {}),
         ):
             with pytest.raises(SystemExit):
                 write(*given)

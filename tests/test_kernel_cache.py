@@ -235,17 +235,17 @@ def test_what_is_no_note_is_none(folder, content):
     for name in ("a" * 64, "compiler"):
         (folder / f"{name}.json").write_bytes(content)
     assert cubin_cache.load_note("a" * 64) is None
-    assert cubin_cache.load_compiler() is None
+    assert cubin_cache.load_note("compiler") is None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 def test_notes_are_read_as_kernels_are(folder):
-    cubin_cache.save_compiler({"identity": "ours"})
-    assert cubin_cache.load_compiler() == {"identity": "ours"}
+    cubin_cache.save_note("compiler", {"identity": "ours"})
+    assert cubin_cache.load_note("compiler") == {"identity": "ours"}
     for fault in TOLD:
-        cubin_cache.save_compiler({"identity": "ours"})
+        cubin_cache.save_note("compiler", {"identity": "ours"})
         fault(folder / "compiler.json")
-        assert cubin_cache.load_compiler() is None, fault.__name__
+        assert cubin_cache.load_note("compiler") is None, fault.__name__
         shutil.rmtree(folder)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import ml_dtypes
@@ -48,7 +49,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
         raise wrong_value("mode", shown(mode), "'stdout' or 'dicts'")
     table = {
-        "cuflash": f"{_version()} ({os.path.dirname(__file__)})",
+        "cuflash": _version(),
         "python": f"{platform.python_version()} ({platform.platform()})",
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
@@ -66,7 +67,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
 def _version() -> str:
     from cuflash import __version__
 
-    return __version__
+    return f"{__version__} ({Path(__file__).parents[1]})"
 
 
 def _gpu_rows() -> dict[str, str]:
