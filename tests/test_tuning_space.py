@@ -5,9 +5,9 @@ from __future__ import annotations
 import doctest
 import math
 import random
+import re
 from dataclasses import fields, replace
 
-import gen_wgmma
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,10 +41,20 @@ def store(tmp_path, monkeypatch):
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
 
 
-def test_generated_headers_are_fresh_and_have_the_widths_of_the_tiles():
-    for name, text in gen_wgmma.generate().items():
-        assert (gen_wgmma.FOLDER / name).read_text(encoding="utf-8") == text
-    assert gen_wgmma.SCORES == wgmma.WIDTHS
+def test_widths_are_those_that_can_be_multiplied():
+    text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
+    scores = text[text.index("// Columns of scores: the") : text.index("// Columns of dk and dq")]
+    found = re.findall(r"^CUFLASH_PTX_WGMMA_SS\((\d+)", scores, re.M)
+    assert tuple(map(int, found)) == wgmma.WIDTHS
+
+
+def test_texts_of_products_number_their_registers():
+    text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
+    text += (kernels_dir() / "ptx" / "wgmma_tf32.cuh").read_text()
+    for numbers in re.findall(r"^CUFLASH_PTX_WGMMA_\w+\((.*)\)", text, re.M):
+        columns, registers, *others = map(int, numbers.split(","))
+        assert columns == 2 * registers
+        assert others == list(range(registers, registers + len(others)))
 
 
 @pytest.mark.parametrize(
