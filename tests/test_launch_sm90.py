@@ -13,7 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
-from cuflash._kernels import fused_backward
+from cuflash._kernels import fused_backward, registry
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels.request import Request
 from cuflash._problem.layout import Layout
@@ -22,7 +22,6 @@ from cuflash._select import hardware, override
 from cuflash._select.access import Access
 from cuflash._select.choose import Wanted, choose
 from cuflash._select.override import BackwardConfigs
-from cuflash.tuning import _kernels
 from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -289,7 +288,10 @@ GRADIENT_POINTERS = {
 
 
 WORKSPACE = 1 << 30
-IN_TWO_PASSES = frozenset(_kernels.KERNELS) - {"backward_sm90", "backward_pair_sm90"}
+IN_TWO_PASSES = frozenset(name for name, kind in registry.KERNELS.items() if kind.tunables) - {
+    "backward_sm90",
+    "backward_pair_sm90",
+}
 
 
 def plan_gradient(

@@ -20,11 +20,9 @@ from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params
-from cuflash._launch.kernel_launcher import KernelLauncher
-from cuflash._launch.plan import maps_of, plan_launch, refuse_misaligned, row_layout, sums_of
+from cuflash._launch.plan import maps_of, plan_steps, refuse_misaligned, row_layout, sums_of
 from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
-from cuflash._launch.segment_bounds import plan_bounds
 from cuflash._launch.workspace import Workspace, statistics_bytes
 from cuflash._problem.layout import Layout
 from cuflash._problem.options import Options
@@ -33,9 +31,7 @@ from cuflash._results import AttentionResult, Gradients
 from cuflash._select import hardware
 from cuflash._select.access import Access, of_any_arrays
 from cuflash._select.choose import LaunchStep, Wanted, choose
-from cuflash._select.hardware import Hardware
 from cuflash._select.override import BackwardConfigs
-from cuflash._select.pack_gqa import with_shared_rows
 from cuflash._select.score_sums import SUMMED, score_sums
 
 _NOT_PACKED: Mapping[str, Array] = {}
@@ -241,28 +237,6 @@ def _prepared(
     memory = _memory(scratch, workspace, addresses)  # before anything is compiled
     launchers = plan_steps(steps, problem, layouts, own, device, addresses, scratch.num_turns)
     return plan_cache.keep(key, Plan.of(launchers, scratch, layouts, addresses)), memory
-
-
-def plan_steps(
-    steps: tuple[LaunchStep, ...],
-    problem: Problem,
-    layouts: dict[str, Layout],
-    own: Hardware,
-    device: int,
-    addresses: dict[str, int],
-    num_turns: int = 0,
-) -> list[KernelLauncher]:
-    """The launches of a call, in order."""
-    launchers = []
-    if steps[-1].config.computes == "out":
-        problem, layouts = with_shared_rows(problem, layouts)
-    for step in steps:
-        if step.config.computes == "bounds":
-            launcher = plan_bounds(step.config, problem, device)
-        else:
-            launcher = plan_launch(step, problem, layouts, own, device, addresses, num_turns)
-        launchers += [] if launcher is None else [launcher]
-    return launchers
 
 
 def _memory(scratch: Workspace, workspace: Array | None, addresses: dict[str, int]) -> Array | None:
