@@ -251,8 +251,14 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
 
 
 def rendered(result: dict[str, Any]) -> str:
-    """A result as text, whichever of the three kinds it is."""
+    """A result as text, whichever of the kinds it is."""
+    from benchmarks import accuracy, points  # which import this module's neighbours
+
     first = result["rows"][0] if result["rows"] else {}
+    if "family" in first:
+        return accuracy.markdown(result) + "\n"
+    if "points" in first:
+        return points.markdown(result)
     if "unit" in first:
         return memory.table([memory.Level(**row) for row in result["rows"]]) + "\n"
     if "loaded" in first:

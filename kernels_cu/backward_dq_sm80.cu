@@ -44,9 +44,8 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 // Adds the keys of the owner's `index`-th batch entry; `stage` alternates from one block of keys to
 // the next.
 template <int dq_tiles>
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int& stage,
-                                           Real (&dq_acc)[slices][dq_tiles][4]) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               int& stage, Real (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;

@@ -51,7 +51,7 @@ struct TileWalk {
   Range rows, keys;
   BlockRanges blocks;
 
-  __device__ __forceinline__ explicit TileWalk(const BackwardParams& params)
+  CUFLASH_DEVICE explicit TileWalk(const BackwardParams& params)
       : work(Work::of_this_block(params)),
         entry(work.entry(params, 0)),
         score(params.score, entry),
@@ -61,7 +61,7 @@ struct TileWalk {
 };
 
 // By all threads: the rows of the tile are there after the next barrier.
-__device__ __forceinline__ void load_rows(const BackwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Score score(params.score, entry);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, SharedMe
   ptx::cp_async_wait<0>();
 }
 
-__device__ __forceinline__ void produce(const BackwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
@@ -109,8 +109,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, SharedMemo
 
 // Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
 template <int dq_tiles>
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int warp, float (&dq_acc)[1][dq_tiles][4]) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int warp,
+                               float (&dq_acc)[1][dq_tiles][4]) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_row = tile.work.first_row + 16 * warp;

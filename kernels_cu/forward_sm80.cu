@@ -39,9 +39,8 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
-__device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
-                                       WarpSoftmax<slices>& softmax,
-                                       Real (&o_acc)[slices][out_tiles][4]) {
+CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
+                           WarpSoftmax<slices>& softmax, Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int warp_row = warp_index() * 16 * slices;

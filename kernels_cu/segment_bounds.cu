@@ -15,8 +15,7 @@ using Id = Score::Id;
 constexpr int ids_per_block = bounded_ids * Config::num_warps;
 
 // Of the ids of the `block`-th thread block.
-__device__ __forceinline__ void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids,
-                                             int block) {
+CUFLASH_DEVICE void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids, int block) {
   const int pair = block * Config::num_warps + warp_index();
   const int first = pair * bounded_ids + lane_index();
   const auto id_at = [&](int i) { return ids[min(first + i, num_ids - 1)]; };

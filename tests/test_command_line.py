@@ -464,6 +464,8 @@ def test_explain_shows_the_io_model(command, explained):
         ("h100-memory-*", ["device memory read", "of the data sheet"]),
         ("h100-io-*", ["forward_sm90  192x80", "counted / model"]),
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
+        ("h100-accuracy-*", ["**float16**", "| one hot |"]),
+        ("h100-points-*", ["| cuflash | float32 | 262,144 x 262,144 |"]),
     ],
 )
 def test_every_kind_of_result_is_rendered(command, name, words):
@@ -754,6 +756,30 @@ def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
     status, out, _ = command(cache("clear"))
     assert (status, sorted(path.name for path in folder.iterdir())) == (0, ["notes.txt"])
     assert command(cache("list"))[0] == 0
+
+
+def test_clearing_removes_what_killed_processes_left(command, monkeypatch):
+    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
+
+    def killed(*_, **__):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        for step in ("replace", "unlink"):
+            patch.setattr(cubin_cache.os, step, killed)
+        for write, *given in (
+            (cubin_cache.save, "a" * 64, b"a kernel"),
+            (cubin_cache.save_note, "a" * 64, {}),
+            (cubin_cache.save_note, "compiler", {}),
+        ):
+            with pytest.raises(SystemExit):
+                write(*given)
+    folder = cubin_cache.folder()
+    assert len(list(folder.iterdir())) == 3
+    (folder / "tmp_of_another").write_text("not ours")
+    status, out, _ = command("cache clear")
+    assert (status, "0 kernels removed" in out) == (0, True)
+    assert [path.name for path in folder.iterdir()] == ["tmp_of_another"]
 
 
 def test_a_store_that_is_not_there_is_empty(command, tmp_path):

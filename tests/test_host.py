@@ -227,10 +227,10 @@ def test_ranges_of_keys_are_those_of_what_is_visible(data):
     visible = scores.visible(Tile(slice(None), slice(None), m, n))
     visible = np.broadcast_to(visible, (entries, rows, keys))
     for first, last in itertools.combinations(range(rows + 1), 2):
-        found, seen = scores.key_range(slice(first, last)), visible[:, first:last]
+        (some, full), seen = scores.key_range(slice(first, last)), visible[:, first:last]
         for key in range(keys):
-            assert found.first <= key < found.last or not seen[..., key].any()
-            assert seen[..., key].all() or not found.full(slice(key, key + 1))
+            assert some.start <= key < some.stop or not seen[..., key].any()
+            assert seen[..., key].all() or not full.start <= key < full.stop
 
 
 @pytest.mark.parametrize(("softcap", "same"), [(1e39, {}), (1e-50, {"scale": 0.0})])

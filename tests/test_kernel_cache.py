@@ -235,43 +235,18 @@ def test_what_is_no_note_is_none(folder, content):
     for name in ("a" * 64, "compiler"):
         (folder / f"{name}.json").write_bytes(content)
     assert cubin_cache.load_note("a" * 64) is None
-    assert cubin_cache.load_compiler() is None
+    assert cubin_cache.load_note("compiler") is None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 def test_notes_are_read_as_kernels_are(folder):
-    cubin_cache.save_compiler({"identity": "ours"})
-    assert cubin_cache.load_compiler() == {"identity": "ours"}
+    cubin_cache.save_note("compiler", {"identity": "ours"})
+    assert cubin_cache.load_note("compiler") == {"identity": "ours"}
     for fault in TOLD:
-        cubin_cache.save_compiler({"identity": "ours"})
+        cubin_cache.save_note("compiler", {"identity": "ours"})
         fault(folder / "compiler.json")
-        assert cubin_cache.load_compiler() is None, fault.__name__
+        assert cubin_cache.load_note("compiler") is None, fault.__name__
         shutil.rmtree(folder)
-
-
-def test_a_killed_process_leaves_what_clearing_removes(folder, monkeypatch, capsys):
-    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
-    from cuflash import _cli
-
-    def killed(*_, **__):
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        for step in ("replace", "unlink"):
-            patch.setattr(cubin_cache.os, step, killed)
-        for write in (
-            lambda: cubin_cache.save("a" * 64, b"a kernel"),
-            lambda: cubin_cache.save_note("a" * 64, {}),
-            lambda: cubin_cache.save_compiler({}),
-        ):
-            with pytest.raises(SystemExit):
-                write()
-    left = sorted(folder.iterdir())
-    assert len(left) == 3
-    (folder / "tmp_of_another").write_text("not ours")
-    assert _cli.main(["cache", "clear"]) == 0
-    assert [path.name for path in folder.iterdir()] == ["tmp_of_another"]
-    assert "0 kernels removed" in capsys.readouterr().out
 
 
 def test_a_file_in_the_place_of_the_folder(compiler, folder):

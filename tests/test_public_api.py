@@ -253,7 +253,7 @@ def test_show_config_returns_what_it_prints(capsys):
     printed = capsys.readouterr().out
     for name, text in table.items():
         assert re.search(rf"^{re.escape(name)} +{re.escape(text)}$", printed, flags=re.MULTILINE)
-    assert table["cuflash"].startswith(cuflash.__version__)
+    assert table["cuflash"] == f"{cuflash.__version__} ({Path(cuflash.__file__).parent})"
     assert (Path(table["kernel sources"]) / "config.cuh").is_file()
     with pytest.raises(ValueError, match="mode: got 'html', expected 'stdout' or 'dicts'"):
         cuflash.show_config(mode="html")

@@ -41,9 +41,8 @@ EDITS = {
          "    score = score + dtype(options.lift or 0)\n"),
     ),
     "cuflash/_host/scores.py": (
-        ('        self._mask = of_entry("mask")\n', '        self._shift = of_entry("shift")\n'),
-        ("        mod_slope = None\n", "        if self._shift is not None:\n"
-         "            score += self._narrowed(self._shift)[..., None, None]\n"
+        ("        mod_slope = None\n", '        if "shift" in self._arrays:\n'
+         '            score += self._narrowed(self._arrays["shift"])[..., None, None]\n'
          "        score += self._dtype.type(problem.lift or 0)\n"),
     ),
     "kernels_cu/config.cuh": (

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -100,7 +101,9 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "io": (500, ("benchmarks/bench.py", "--io", "--out", "{out}")),
 }  # fmt: skip
 SUITE_SECONDS = 3600.0
-SHARD_TESTS = 12  # of one process
+SHARD_TESTS = 12  # of one process, at most
+#: A property or a row of options has many kernels that no other test compiles.
+ON_THEIR_OWN = ("tests/test_properties.py", "tests/test_covering.py")
 ALL = ("suite", *PARTS)
 REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
 
@@ -138,17 +141,16 @@ def gpu_tests(marks: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def shards(tests: Sequence[str]) -> list[list[str]]:
+def shards(tests: Sequence[str], jobs: int) -> list[list[str]]:
     """Tests dealt out to processes: neighbours, which share kernels, together.
 
-    A property has many examples, most with kernels of their own: it has a process of its own, and
-    they come first.
+    A test of `ON_THEIR_OWN` has a process of its own, and they come first. Where few tests are
+    left, as when a suite is continued, each of the ``jobs`` gets some of them.
     """
-    properties = [[test] for test in tests if test.startswith("tests/test_properties.py")]
-    rest = [test for test in tests if [test] not in properties]
-    return properties + [
-        rest[start : start + SHARD_TESTS] for start in range(0, len(rest), SHARD_TESTS)
-    ]
+    first = [[test] for test in tests if test.startswith(ON_THEIR_OWN)]
+    rest = [test for test in tests if not test.startswith(ON_THEIR_OWN)]
+    size = max(1, min(SHARD_TESTS, math.ceil(len(rest) / jobs)))
+    return first + [rest[start : start + size] for start in range(0, len(rest), size)]
 
 
 def report_of(paths: Iterable[Path]) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
     with ThreadPoolExecutor(jobs) as pool:
         listed = pool.map(gpu_tests, ("not alone", "alone"))  # D115
         together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
-        passed = list(pool.map(run_shard, enumerate(shards(together))))
+        passed = list(pool.map(run_shard, enumerate(shards(together, jobs))))
     passed += [run_shard((len(passed), alone))] if alone else []
     ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
     if report := report_of([*before, *ours]):

@@ -69,7 +69,9 @@ def run_backward(
 def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
     no_scores = problem.seqlen_k == 0 and not any(map(problem.has, of_stages("row")))
-    return no_scores or 0 in (*problem.batch, problem.seqlen_q)
+    ends = problem.cu_seqlens_q
+    sequences = 1 if ends is None else ends.shape[0] - 1
+    return no_scores or 0 in (*problem.batch, problem.seqlen_q, sequences)
 
 
 def launch() -> Any:

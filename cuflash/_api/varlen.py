@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from cuflash._api.arguments import (
-    QKV,
-    by_field,
-    check_common,
-    check_saved,
-    gradient_buffers,
-    gradient_names,
-    operands,
-    result_pair,
-    results,
-    saved_arrays,
-)
+from cuflash._api import arguments
+from cuflash._api.arguments import QKV
 from cuflash._api.dispatch import run_backward, run_forward
 from cuflash._arrays import Array, Triple, native, on_own_device, same_module, write_rounded
 from cuflash._errors import wrong_type, wrong_value
@@ -34,23 +23,12 @@ from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One packed sequence: where its queries and keys are, and its number."""
+class Sequence(NamedTuple):
+    """One packed sequence: its number, and where its queries and keys are."""
 
     index: int
     q: slice
     k: slice
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What one sequence computes: a checked problem on views of the packed matrices."""
-
-    sequence: Sequence
-    qkv: Triple
-    options: Options
-    problem: Problem
 
 
 @on_own_device
@@ -116,27 +94,19 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
-    xp, given, qkv = operands(q, k, v)
-    check_common(xp, deterministic, workspace, config)
+    xp, given, qkv = arguments.operands(q, k, v)
+    arguments.check_common(xp, deterministic, workspace, config)
     config = override.of_forward(config)
-    pair = result_pair(out, flag("return_lse", return_lse))
-    layout: dict[str, Any] = {"axes": axes, "precision": precision, "out": pair[0]}
-    whole = describe(*qkv, _without_arrays(chosen), **layout)
-    ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
-    count = _check_ends(ends)
-    out, lse = results(xp, pair, whole, inputs, with_lse=True)
+    pair = arguments.result_pair(out, flag("return_lse", return_lse))
+    ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
+    problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision, out=pair[0])
+    inputs = given | ends | chosen.arrays
+    out, lse = arguments.results(xp, pair, problem, inputs, with_lse=True)
     if xp is np:
-        _forward_on_the_host(whole, chosen, _sequences(whole, inputs), qkv, out, lse)
+        _forward_on_the_host(problem, chosen, ends, qkv, out, lse)
     else:
-        problem = describe_packed(*qkv, chosen, ends, **layout)
-        if count:
-            run_forward(
-                problem, qkv, chosen, out, lse,
-                workspace=workspace, config=config, cu_seqlens=ends,
-            )  # fmt: skip
-        else:
-            out.fill(0)
-            lse.fill(-np.inf)
+        for_kernels = {"workspace": workspace, "config": config, "cu_seqlens": ends}
+        run_forward(problem, qkv, chosen, out, lse, **for_kernels)
     return AttentionResult(out, lse) if return_lse else out
 
 
@@ -154,7 +124,7 @@ def attention_varlen_backward(
     /,
     *,
     dlse: Array | None = None,
-    wrt: tuple[str, ...] = ("q", "k", "v"),
+    wrt: tuple[str, ...] = QKV,
     grads_out: Gradients | None = None,
     options: Options | None = None,
     axes: Any = None,
@@ -195,52 +165,60 @@ def attention_varlen_backward(
     (100, 16)
     """
     chosen = resolve(options, score_options)
-    wanted = gradient_names(wrt, chosen)
-    xp, given, qkv = operands(q, k, v)
-    saved = saved_arrays(qkv[0], dout, out, lse, dlse)
-    check_common(xp, deterministic, workspace, config)
+    wanted = arguments.gradient_names(wrt, chosen)
+    xp, given, qkv = arguments.operands(q, k, v)
+    arguments.check_common(xp, deterministic, workspace, config)
     config = override.of_backward(config)
-    layout: dict[str, Any] = {"axes": axes, "precision": precision}
-    whole = describe(*qkv, _without_arrays(chosen), **layout)
-    ends, inputs = _inputs(given, chosen, cu_seqlens_q, cu_seqlens_k)
-    count = _check_ends(ends)
-    check_saved(whole, saved, "attention_varlen")
-    gradients = gradient_buffers(xp, wanted, grads_out, inputs, saved._asdict())
+    ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
+    problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
+    saved = arguments.saved_arrays("attention_varlen", problem, given["q"], dout, out, lse, dlse)
+    read = given | ends | chosen.arrays | saved._asdict()
+    gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
     if xp is np:
-        _backward_on_the_host(whole, chosen, _sequences(whole, inputs), qkv, saved, gradients)
+        _backward_on_the_host(problem, chosen, ends, qkv, saved, gradients)
     else:
-        problem = describe_packed(*qkv, chosen, ends, **layout)
         for gradient in gradients.values():
             gradient.fill(0)
-        if count:
-            run_backward(
-                problem, qkv, chosen, saved, gradients, deterministic=bool(deterministic),
-                workspace=workspace, config=config, cu_seqlens=ends,
-            )  # fmt: skip
-    return by_field(gradients)
+        run_backward(
+            problem, qkv, chosen, saved, gradients, deterministic=bool(deterministic),
+            workspace=workspace, config=config, cu_seqlens=ends,
+        )  # fmt: skip
+    return arguments.by_field(gradients)
+
+
+def _ends(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
+    """Where sequences end, by name; raise for what is wrong without a look at the values."""
+    ends = {
+        "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
+    }
+    same_module(**given, **ends)
+    for name, array in ends.items():
+        if array.dtype.kind not in "iu":
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+        if array.ndim != 1 or array.size == 0:
+            raise wrong_value(name, f"shape {array.shape}", "shape (sequences + 1,)")
+    count_q, count_k = (array.size - 1 for array in ends.values())
+    if count_q != count_k:
+        expected = f"{count_q} sequences as in cu_seqlens_q"
+        raise wrong_value("cu_seqlens_k", f"{count_k} sequences", expected)
+    return ends
 
 
 def _forward_on_the_host(
-    whole: Problem,
-    options: Options,
-    sequences: tuple[Sequence, ...],
-    qkv: Triple,
-    out: Array,
-    lse: Array,
+    whole: Problem, options: Options, ends: dict[str, Array], qkv: Triple, out: Array, lse: Array
 ) -> None:
     """Compute each sequence by itself."""
     destinations = out, lse
     if options.score_mod is not None or options.mask_mod is not None:
         # A formula may raise in any sequence, and then nothing has been written.
         out, lse = np.empty_like(out), np.empty_like(lse)
-    calls = _calls(whole, options, sequences, qkv, out)
+    calls = _calls(whole, options, ends, qkv, out)
     out.fill(0)
     lse.fill(-np.inf)
-    for call in calls:
-        s = call.sequence
+    for s, call in calls:
         first = s.index * math.prod(whole.batch)
-        rows = _part(whole, "out", out, s), lse[..., s.q]
-        run_forward(call.problem, call.qkv, call.options, *rows, first_entry=first)
+        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], first_entry=first)
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
             destination[...] = filled
@@ -249,102 +227,63 @@ def _forward_on_the_host(
 def _backward_on_the_host(
     whole: Problem,
     options: Options,
-    sequences: tuple[Sequence, ...],
+    ends: dict[str, Array],
     qkv: Triple,
     saved: Saved,
     gradients: dict[str, Array],
 ) -> None:
     """Add up the gradients of each sequence in the dtype of its arithmetic."""
     sums = {name: np.zeros(a.shape, arithmetic(whole.dtype)) for name, a in gradients.items()}
-    for call in _calls(whole, options, sequences, qkv):
-        s = call.sequence
+    for s, call in _calls(whole, options, ends, qkv):
         targets = {
             name: _part(whole, name, a, s) if name in QKV
             else a if name == "scale" else _own_part(whole, name, a, s)
             for name, a in sums.items()
         }  # fmt: skip
         parts = {name: np.empty(a.shape, a.dtype) for name, a in targets.items()}
-        dlse = None if saved.dlse is None else saved.dlse[..., s.q]
         dout, out = (_part(whole, "out", a, s) for a in (saved.dout, saved.out))
+        dlse = None if saved.dlse is None else saved.dlse[..., s.q]
         rows = Saved(dout, out, saved.lse[..., s.q], dlse)
-        first = s.index * math.prod(whole.batch)
-        run_backward(call.problem, call.qkv, call.options, rows, parts, first_entry=first)
+        run_backward(*call, rows, parts, first_entry=s.index * math.prod(whole.batch))
         for name, target in targets.items():
             target += parts[name]
     for name, gradient in gradients.items():
         write_rounded(gradient, sums[name])
 
 
-def _inputs(
-    given: dict[str, Array], options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Where sequences end, and every array that is read, by name; all belong to one library."""
-    ends = {
-        "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
-    }
-    inputs = given | ends | options.arrays
-    if same_module(**given, **ends) is np:
-        same_module(**inputs)
-    return ends, inputs
-
-
-def _without_arrays(options: Options) -> Options:
-    """The options that check packed operands before sequences are cut out."""
-    return Options(causal=bool(options.causal), enable_gqa=options.enable_gqa)
-
-
-def _check_ends(ends: dict[str, Array]) -> int:
-    """The number of sequences; raise for what is wrong without a look at the values."""
-    for name, array in ends.items():
-        if array.dtype.kind not in "iu":
-            raise wrong_type(name, f"dtype {array.dtype}", "integers")
-        if array.ndim != 1 or array.size == 0:
-            raise wrong_value(name, f"shape {array.shape}", "shape (sequences + 1,)")
-    counts = [array.size - 1 for array in ends.values()]
-    if counts[0] != counts[1]:
-        expected = f"{counts[0]} sequences as in cu_seqlens_q"
-        raise wrong_value("cu_seqlens_k", f"{counts[1]} sequences", expected)
-    return int(counts[0])
-
-
-def _sequences(whole: Problem, inputs: dict[str, Array]) -> tuple[Sequence, ...]:
+def _sequences(whole: Problem, ends: dict[str, Array]) -> list[Sequence]:
     """The sequences; raise for values that cannot end them."""
-    ends = []
-    for name, total in (("cu_seqlens_q", whole.seqlen_q), ("cu_seqlens_k", whole.seqlen_k)):
-        values = inputs[name].tolist()
-        if any(a > b for a, b in itertools.pairwise(values)):
+    pairs = []
+    for (name, array), total in zip(ends.items(), (whole.seqlen_q, whole.seqlen_k), strict=True):
+        values = array.tolist()
+        pairs.append([*itertools.pairwise(values)])
+        if any(a > b for a, b in pairs[-1]):
             raise wrong_value(name, "values that decrease", "none that do")
         if not 0 <= values[0] <= values[-1] <= total:
             raise wrong_value(
                 name, f"values from {values[0]} to {values[-1]}",
                 f"values from 0 to {total}, the number of packed rows",
             )  # fmt: skip
-        ends.append(values)
-    pairs = (itertools.pairwise(values) for values in ends)
-    return tuple(
-        Sequence(i, slice(*q), slice(*k)) for i, (q, k) in enumerate(zip(*pairs, strict=True))
-    )
+    own = enumerate(zip(*pairs, strict=True))
+    return [Sequence(i, slice(*q), slice(*k)) for i, (q, k) in own]
 
 
 def _calls(
     whole: Problem,
     options: Options,
-    sequences: tuple[Sequence, ...],
+    ends: dict[str, Array],
     qkv: Triple,
     out: Array | None = None,
-) -> list[Call]:
-    """The call of each sequence: a list, so that all are checked before anything is written."""
-    for name, array in options.arrays.items():
-        _check_axes(whole, name, array, len(sequences))
+) -> list[tuple[Sequence, tuple[Problem, Triple, Options]]]:
+    """What each sequence computes: a list, so that all are checked before anything is written."""
     calls = []
-    for s in sequences:
+    for s in _sequences(whole, ends):
         q, k, v = (_part(whole, name, array, s) for name, array in zip(QKV, qkv, strict=True))
         own_out = None if out is None else _part(whole, "out", out, s)
-        layout: dict[str, Any] = {"axes": whole.axes, "precision": whole.precision, "out": own_out}
-        arrays = {n: _own_part(whole, n, array, s) for n, array in options.arrays.items()}
+        arrays = {name: _own_part(whole, name, a, s) for name, a in options.arrays.items()}
         own = with_arrays(options, arrays)
-        calls.append(Call(s, (q, k, v), own, describe(q, k, v, own, **layout)))
+        layout: dict[str, Any] = {"axes": whole.axes, "precision": whole.precision, "out": own_out}
+        calls.append((s, (describe(q, k, v, own, **layout), (q, k, v), own)))
     return calls
 
 
@@ -356,27 +295,11 @@ def _part(whole: Problem, name: str, matrix: Array, s: Sequence) -> Array:
     return matrix[tuple(index)]
 
 
-def _most_axes(whole: Problem, name: str) -> int:
-    """The most axes of a score option's array: sequences, batch and core."""
-    return 1 + len(whole.batch_shape) + len(ARRAYS[name][1])
-
-
-def _check_axes(whole: Problem, name: str, array: Array, sequences: int) -> None:
-    core, most = len(ARRAYS[name][1]), _most_axes(whole, name)
-    if not core <= array.ndim <= most:
-        count = f"{core} to {most}" if core else f"at most {most}"
-        raise wrong_value(name, f"shape {array.shape}", f"{count} axes, sequences first")
-    if array.ndim == most and array.shape[0] not in (1, sequences):
-        raise wrong_value(
-            name, f"shape {array.shape}", f"{sequences} or 1 sequences in the first axis"
-        )
-
-
 def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
-    if array.ndim == _most_axes(whole, name):
-        array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
     core = ARRAYS[name][1]
+    if array.ndim == 1 + len(whole.batch_shape) + len(core):
+        array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
     index: list[Any] = [...]
     for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
         part = s.q if axis == "m" else s.k

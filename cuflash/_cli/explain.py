@@ -31,7 +31,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Describe the command."""
     add_problem(p)
     p.add_argument(
-        "--seqlens", type=listed(positive), metavar="LENGTHS",
+        "--seqlens", dest="packed", type=listed(positive), metavar="LENGTHS",
         help="of packed sequences, in place of --batch and --seqlen: attention_varlen",
     )  # fmt: skip
     p.add_argument("--arch", help="for devices of this architecture (default: the one here, sm_90)")
@@ -47,9 +47,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Explain one call."""
     work = problem_of(arguments)
-    if arguments.seqlens:
-        lengths = tuple(arguments.seqlens)
-        total = sum(lengths)
+    if arguments.packed:
+        total = sum(arguments.packed)
+        lengths = tuple(arguments.packed)
         work = replace(work, batch=1, seqlen_q=total, seqlen_k=total, seqlens=lengths)
     if arguments.io and work.seqlens:
         got = f"{len(work.seqlens)} packed sequences with --io"

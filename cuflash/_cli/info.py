@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from cuflash import show_config
 from cuflash._select import hardware, measured
@@ -26,19 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what `cuflash.show_config` knows, and the limits of the device."""
     table = show_config(mode="dicts")
     found = hardware.present()
-    counts = []
-    tables: dict[str, Any] = {
-        f"of {measured.VARIABLE}": measured.in_use,
-    }
-    for name, rows_of in tables.items():
-        try:
-            rows = rows_of()
-        except (ValueError, OSError) as error:
-            counts.append(f"none {name}: {error}")
-            continue
-        own = "" if found is None else sum(key.device == found.name for key in rows)
-        counts.append(f"{len(rows)} {name}" + (f" ({own} for this device)" if found else ""))
-    table["measured tiles"] = ", ".join(counts)
+    try:
+        rows = measured.in_use()
+        table["measured tiles"] = f"{len(rows)} of {measured.VARIABLE}"
+        if found is not None:
+            own = sum(key.device == found.name for key in rows)
+            table["measured tiles"] += f" ({own} for this device)"
+    except (ValueError, OSError) as error:
+        table["measured tiles"] = f"none of {measured.VARIABLE}: {error}"
     if found is not None:
         limits, peak = found.limits, found.peak
         table["limits"] = (

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, PRECISIONS, Workload
+from cuflash.tuning._workload import ARRAY_OPTIONS, DTYPES, NUMBERS, PRECISIONS, Workload
 
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
+#: What a size is unless it is given.
+_SAME = {"heads_kv": "heads_q", "seqlen_k": "seqlen_q", "head_dim_v": "head_dim"}
 
 
 def _typed(read: Callable[[str], Value], expected: str) -> Callable[[str], Value]:
@@ -47,24 +49,27 @@ def _above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     return read
 
 
-def _sides(text: str) -> tuple[int | None, int | None]:
+positive = _typed(_above_zero(int), "a positive int")
+positive_number = _typed(_above_zero(float), "a positive number")  # a finite one
+
+
+def sides(text: str) -> tuple[int | None, int | None]:
+    """An argparse type: a window, "512,0", one side empty for no bound."""
     left, right = (int(part) if part else None for part in text.split(","))
     return left, right
 
 
-positive = _typed(_above_zero(int), "a positive int")
-positive_number = _typed(_above_zero(float), "a positive number")  # a finite one
-#: A window: "512,0", one side empty for no bound.
-sides = _typed(_sides, "LEFT,RIGHT, an empty side for no bound")
-
-
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """The shape, dtype and options of one problem."""
+    """The shape, dtype and options of one problem, by the names of the fields of a workload."""
     group = p.add_argument_group("problem")
     group.add_argument("--batch", type=int, default=2, help="default: 2")
-    group.add_argument("--heads", type=int, default=16, help="query heads (default: 16)")
+    group.add_argument(
+        "--heads", dest="heads_q", type=int, default=16, help="query heads (default: 16)"
+    )
     group.add_argument("--heads-kv", type=int, help="default: as many as query heads")
-    group.add_argument("--seqlen", type=int, default=8192, help="queries (default: 8192)")
+    group.add_argument(
+        "--seqlen", dest="seqlen_q", type=int, default=8192, help="queries (default: 8192)"
+    )
     group.add_argument("--seqlen-k", type=int, help="keys (default: as many as queries)")
     group.add_argument("--head-dim", type=int, default=128, help="default: 128")
     group.add_argument("--head-dim-v", type=int, help="default: as --head-dim")
@@ -72,11 +77,13 @@ def add_problem(p: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", choices=PRECISIONS, default="ieee", help="of float32")
     group.add_argument("--causal", action="store_true")
     group.add_argument(
-        "--unordered", action="store_true", help="a gradient with deterministic=False"
-    )
-    group.add_argument("--window", type=sides, metavar="LEFT,RIGHT")
-    group.add_argument("--softcap", type=float)
-    group.add_argument("--dropout", type=float, default=0.0)
+        "--unordered", dest="deterministic", action="store_false",
+        help="a gradient with deterministic=False",
+    )  # fmt: skip
+    expected = "LEFT,RIGHT, an empty side for no bound"
+    group.add_argument("--window", type=_typed(sides, expected), metavar="LEFT,RIGHT")
+    for name in NUMBERS:
+        group.add_argument(f"--{name}", type=float, default=getattr(Workload, name))
     group.add_argument(
         "--arrays", type=listed(str), default=[], metavar="NAMES",
         help=f"options given as arrays: {', '.join(ARRAY_OPTIONS)}",
@@ -85,20 +92,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 def problem_of(given: argparse.Namespace) -> Workload:
     """The problem that :func:`add_problem` describes."""
-    return Workload(
-        given.batch,
-        given.heads,
-        given.heads if given.heads_kv is None else given.heads_kv,
-        given.seqlen,
-        given.seqlen if given.seqlen_k is None else given.seqlen_k,
-        given.head_dim,
-        given.head_dim if given.head_dim_v is None else given.head_dim_v,
-        given.dtype,
-        precision=given.precision,
-        causal=given.causal,
-        deterministic=not given.unordered,
-        window=given.window,
-        softcap=given.softcap,
-        dropout=given.dropout,
-        arrays=tuple(given.arrays),
-    )
+    known = Workload.__dataclass_fields__
+    fields = {name: value for name, value in vars(given).items() if name in known}
+    fields |= {name: fields[other] for name, other in _SAME.items() if fields[name] is None}
+    return Workload(**fields | {"arrays": tuple(given.arrays)})

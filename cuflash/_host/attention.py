@@ -36,26 +36,20 @@ def forward(
 ) -> None:
     """Fill ``out`` and ``lse``; ``first_entry`` is the batch's first number for dropout."""
     dtype = arithmetic(problem.dtype)
-    out = canonical_view(out, problem.out)
-    lse = _rows_view(problem, lse)
-    destinations = out, lse
+    destinations = out, lse = canonical_view(out, problem.out), _rows_view(problem, lse)
     if options.score_mod is not None or options.mask_mod is not None:
         # A formula may raise at any tile, and then nothing has been written.
         out, lse = np.empty_like(out), np.empty_like(lse)
-    q, k, v = _views(problem, *qkv)
-    for entry in _entries(problem):
-        scores = Scores(problem, options, entry, np, first_entry)
-        k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
-        v_entry, unit = _within_range(v_entry, options.dropout)
-        finite = bool(np.isfinite(v_entry).all())
+    for entry, scores, q, k, v in _parts(problem, qkv, options, first_entry):
+        v, unit = _within_range(v, options.dropout)
+        finite = bool(np.isfinite(v).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
-            q_block = q[entry][..., rows, :].astype(dtype, copy=False)
-            shape = q_block.shape[:-1]
-            row_max = np.full(shape, scores.sink(rows), dtype)
+            q_block = q[..., rows, :].astype(dtype, copy=False)
+            row_max = np.full(q_block.shape[:-1], scores.sink(rows), dtype)
             row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
-            acc = np.zeros((*shape, problem.head_dim_v), dtype)
+            acc = np.zeros((*row_max.shape, problem.head_dim_v), dtype)
             for tile, seen in _tiles(scores, rows, problem.seqlen_k):
-                score, _, _ = scores.logits(q_block, k_entry[..., tile.cols, :], tile)
+                score, _, _ = scores.logits(q_block, k[..., tile.cols, :], tile)
                 if seen is not None:
                     score = np.where(seen, score, -np.inf)
                 highest = np.maximum(row_max, score.max(-1))
@@ -68,7 +62,7 @@ def forward(
                 kept = scores.kept(tile)
                 if kept is not None:
                     p *= kept
-                acc += _product(p, v_entry[..., tile.cols, :], seen, finite)
+                acc += _product(p, v[..., tile.cols, :], seen, finite)
                 row_max = highest
             empty = row_sum == 0
             acc /= np.where(empty, 1, row_sum)[..., None] * unit
@@ -96,15 +90,17 @@ def backward(
     One pass over query blocks: dq of a block is complete after its keys, dk and dv accumulate.
     """
     dtype = arithmetic(problem.dtype)
-    scale = dtype.type(problem.scale)
-    q, k, v = _views(problem, *qkv)
     dout, out = (
         canonical_view(a, gradient_operand(problem, "dout", a)) for a in (saved.dout, saved.out)
     )
-    lse, dlse = _rows_view(problem, saved.lse), None
-    if saved.dlse is not None:
-        dlse = _rows_view(problem, saved.dlse)
-    results = {name: _gradient_view(problem, name, a) for name, a in gradients.items()}
+    lse = _rows_view(problem, saved.lse)
+    dlse = None if saved.dlse is None else _rows_view(problem, saved.dlse)
+    results = {
+        name: a
+        if name == "scale"
+        else canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
+        for name, a in gradients.items()
+    }
     sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
 
     def add(name: str, entry: Entry, part: Array, *core: slice) -> None:
@@ -122,13 +118,11 @@ def backward(
         target += part.sum(axes, keepdims=True)
 
     everything = slice(None)
-    for entry in _entries(problem):
-        scores = Scores(problem, options, entry, np, first_entry)
-        k_entry, v_entry = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
-        finite_k = bool(np.isfinite(k_entry).all())
+    for entry, scores, q, k, v in _parts(problem, qkv, options, first_entry):
+        finite_k = bool(np.isfinite(k).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block, dout_block, out_block = (
-                a[entry][..., rows, :].astype(dtype, copy=False) for a in (q, dout, out)
+                a[..., rows, :].astype(dtype, copy=False) for a in (q, dout[entry], out[entry])
             )
             lse_block = lse[entry][..., rows]
             # Of a row that is no query nothing is read, whatever it holds.
@@ -145,7 +139,7 @@ def backward(
             finite = finite_k and all(np.isfinite(a).all() for a in (q_block, dout_block))
             dq = np.zeros_like(q_block)
             for tile, seen in _tiles(scores, rows, problem.seqlen_k):
-                k_block, v_block = k_entry[..., tile.cols, :], v_entry[..., tile.cols, :]
+                k_block, v_block = (a[..., tile.cols, :] for a in (k, v))
                 score, slope, mod_slope = scores.logits(q_block, k_block, tile)
                 score -= shift
                 p = np.exp(score, out=score)
@@ -170,7 +164,7 @@ def backward(
                 if "scale" in sums:
                     raw = np.matmul(q_block, np.swapaxes(k_block, -1, -2))
                     sums["scale"] += (dscore * raw).sum(where=True if seen is None else seen)
-                dscore *= scale
+                dscore *= dtype.type(problem.scale)
                 dq += _product(dscore, k_block, seen, finite)
                 seen_t = None if seen is None else np.swapaxes(seen, -1, -2)
                 if "k" in sums:
@@ -218,27 +212,31 @@ def _tiles(scores: Scores, rows: slice, seqlen_k: int) -> Iterator[tuple[Tile, A
     Blocks of keys start at fixed places and are whole, so that what other entries see, which
     ``key_range`` covers too, changes no bit of a row. (D78)
     """
-    keys = scores.key_range(rows)
+    some, full = scores.key_range(rows)
     m = np.arange(rows.start, rows.stop)[:, None]
-    for start in range(keys.first // _BLOCK_N * _BLOCK_N, keys.last, _BLOCK_N):
+    for start in range(some.start // _BLOCK_N * _BLOCK_N, some.stop, _BLOCK_N):
         cols = slice(start, min(start + _BLOCK_N, seqlen_k))
         tile = Tile(rows, cols, m, np.arange(cols.start, cols.stop)[None, :])
-        if keys.full(cols):
+        if full.start <= cols.start and cols.stop <= full.stop:
             yield tile, None
         elif (seen := scores.visible(tile)).any():
             yield tile, seen
 
 
-def _gradient_view(problem: Problem, name: str, gradient: Array) -> Array:
-    """Canonical view of a gradient, with extent 1 where it is a sum."""
-    if name == "scale":
-        return gradient
-    return canonical_view(gradient, gradient_operand(problem, name, gradient), keep_summed=True)
-
-
 def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
+
+
+def _parts(
+    problem: Problem, qkv: Triple, options: Options, first_entry: int
+) -> Iterator[tuple[Entry, Scores, Array, Array, Array]]:
+    """Parts of the batch: their index, scores and queries, and their keys and values widened."""
+    dtype, operands = arithmetic(problem.dtype), (problem.q, problem.k, problem.v)
+    q, k, v = (canonical_view(a, o) for a, o in zip(qkv, operands, strict=True))
+    for entry in _entries(problem):
+        wide = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
+        yield entry, Scores(problem, options, entry, np, first_entry), q[entry], *wide
 
 
 def _entries(problem: Problem) -> Iterator[Entry]:
@@ -255,11 +253,6 @@ def _entries(problem: Problem) -> Iterator[Entry]:
     for leading in itertools.product(*(range(n) for n in batch[:axis])):
         for part in _blocks(0, batch[axis], chunk):
             yield (*leading, part)
-
-
-def _views(problem: Problem, *arrays: Array) -> Iterator[Array]:
-    operands = (problem.q, problem.k, problem.v)
-    return (canonical_view(a, o) for a, o in zip(arrays, operands, strict=True))
 
 
 def _unrepeated(array: Array) -> Array:

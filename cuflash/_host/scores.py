@@ -15,7 +15,7 @@ import numpy as np
 
 from cuflash._arrays import Array
 from cuflash._problem import philox
-from cuflash._problem.operand import Operand, canonical_view
+from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 from cuflash._problem.score_mod import lent, result_of
@@ -42,20 +42,6 @@ class Tile:
         return matrix[..., self.rows, :][..., self.cols]
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRange:
-    """Keys [first, last) that some query of a block may see; all do in [full_first, full_last)."""
-
-    first: int
-    last: int
-    full_first: int
-    full_last: int
-
-    def full(self, keys: slice) -> bool:
-        """Whether every query of the block sees every one of ``keys``."""
-        return bool(self.full_first <= keys.start and keys.stop <= self.full_last)
-
-
 class Scores:
     """Final scores and visibility of any tile of some batch entries.
 
@@ -70,37 +56,25 @@ class Scores:
         xp: ModuleType,
         first_entry: int = 0,
     ) -> None:
-        self._xp = xp
-        self._problem = problem
+        self._xp, self._problem, self._options = xp, problem, options
         self._dtype = arithmetic(problem.dtype)
-
-        def of_entry(name: str) -> Array | None:
-            operand: Operand | None = getattr(problem, name)
-            if operand is None:
-                return None
-            return xp.asarray(canonical_view(options.arrays[name], operand)[entry])
+        self._arrays = {
+            name: xp.asarray(canonical_view(array, getattr(problem, name))[entry])
+            for name, array in options.arrays.items()
+        }
 
         def integers(name: str, plain: int | None, default: Any) -> Any:
-            array = of_entry(name)
-            if array is None:
-                return default if plain is None else plain
-            return array.astype(np.int64)[..., None, None]
+            if name in self._arrays:
+                return self._arrays[name].astype(np.int64)[..., None, None]
+            return default if plain is None else plain
 
         self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
         self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
-        self._mask = of_entry("mask")
-        self._bias = of_entry("bias")
-        self._slopes = of_entry("alibi_slopes")
-        self._ids_q = of_entry("segment_ids_q")
-        self._ids_k = of_entry("segment_ids_k")
-        sink = of_entry("sink")
         self._entries = xp.asarray(first_entry + entry_indices(problem.batch, entry))
-        self._score_mod, self._mask_mod = options.score_mod, options.mask_mod
         heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
-        place = (self._entries // heads, self._entries % heads)
-        self._place = tuple(i[..., None, None] for i in place)
-        self._dropout, self._seed = options.dropout, options.seed or 0
+        self._place = tuple(i[..., None, None] for i in xp.divmod(self._entries, heads))
+        sink = self._arrays.get("sink")
         self._sink = -np.inf if sink is None else self._narrowed(sink)[..., None]
 
     def are_queries(self, rows: slice) -> Array:
@@ -125,13 +99,14 @@ class Scores:
             xp.tanh(score, out=score)
             slope = 1 - score * score
             score *= cap
-        if self._bias is not None:
-            score += self._narrowed(tile.of(self._bias))
-        if self._slopes is not None:
-            score -= self._narrowed(self._slopes)[..., None, None] * self.distance(tile)
+        if "bias" in self._arrays:
+            score += self._narrowed(tile.of(self._arrays["bias"]))
+        if "alibi_slopes" in self._arrays:
+            slopes = self._narrowed(self._arrays["alibi_slopes"])
+            score -= slopes[..., None, None] * self.distance(tile)
         mod_slope = None
-        if self._score_mod is not None:
-            mod, shape = self._score_mod, score.shape
+        if self._options.score_mod is not None:
+            mod, shape = self._options.score_mod, score.shape
             mod_slope = mod.host_grad(score.copy(), *self._names(tile), **lent(mod.arrays))
             mod_slope = result_of("score_mod.host_grad", mod_slope, shape, "iuf", xp)
             changed = mod.host(score, *self._names(tile), **lent(mod.arrays))
@@ -163,30 +138,33 @@ class Scores:
             seen = seen & (tile.n >= tile.m + (self.offset - problem.window_left))
         if problem.window_right is not None:
             seen = seen & (tile.n <= tile.m + (self.offset + problem.window_right))
-        if self._mask is not None:
-            seen = seen & tile.of(self._mask)
-        if self._bias is not None:
-            seen = seen & ~self._xp.isneginf(tile.of(self._bias))
-        if self._mask_mod is not None:
-            mod = self._mask_mod
-            names = self._names(tile)
+        if "mask" in self._arrays:
+            seen = seen & tile.of(self._arrays["mask"])
+        if "bias" in self._arrays:
+            seen = seen & ~self._xp.isneginf(tile.of(self._arrays["bias"]))
+        if self._options.mask_mod is not None:
+            mod, names = self._options.mask_mod, self._names(tile)
             allowed = mod.host(*names, **lent(mod.arrays))
             shape = np.broadcast_shapes(*(a.shape for a in names))
             seen = seen & result_of("mask_mod.host", allowed, shape, "b", self._xp)
-        if self._ids_q is not None and self._ids_k is not None:
-            ids_q = self._ids_q[..., tile.rows][..., :, None]
-            seen = seen & (ids_q == self._ids_k[..., tile.cols][..., None, :])
+        if "segment_ids_q" in self._arrays:
+            ids_q = self._arrays["segment_ids_q"][..., tile.rows][..., :, None]
+            seen = seen & (ids_q == self._arrays["segment_ids_k"][..., tile.cols][..., None, :])
         return seen
 
     def kept(self, tile: Tile) -> Array | None:
         """Factor of each weight after dropout, or None without dropout."""
-        if not philox.threshold(self._dropout):
+        p, seed = self._options.dropout, self._options.seed
+        if seed is None or not philox.threshold(p):
             return None
-        kept = philox.kept(self._entries, tile.rows, tile.cols, self._dropout, self._seed, self._xp)
-        return kept * self._dtype.type(philox.kept_scale(self._dropout))
+        kept = philox.kept(self._entries, tile.rows, tile.cols, p, seed, self._xp)
+        return kept * self._dtype.type(philox.kept_scale(p))
 
-    def key_range(self, rows: slice) -> KeyRange:
-        """Keys that the queries ``rows`` of any carried entry may see, by lengths and window."""
+    def key_range(self, rows: slice) -> tuple[slice, slice]:
+        """Keys that some query of ``rows`` may see by lengths and window; and what all of them see.
+
+        Of every carried entry.
+        """
         problem = self._problem
         q_low, q_high = _extremes(self.q_length)
         kv_low, kv_high = _extremes(self.kv_length)
@@ -200,10 +178,10 @@ class Scores:
             full_last = min(kv_low, rows.start + offset_low + problem.window_right + 1)
         if rows.start >= q_high:
             last = 0
-        pairwise = (self._mask, self._bias, self._ids_q, self._mask_mod)
-        if rows.stop > q_low or any(array is not None for array in pairwise):
+        pairwise = self._arrays.keys() & {"mask", "bias", "segment_ids_q"}
+        if rows.stop > q_low or pairwise or self._options.mask_mod is not None:
             full_last = 0
-        return KeyRange(max(first, 0), min(last, kv_high), max(full_first, 0), full_last)
+        return slice(max(first, 0), min(last, kv_high)), slice(max(full_first, 0), full_last)
 
 
 def entry_indices(batch: tuple[int, ...], entry: Entry) -> Array:

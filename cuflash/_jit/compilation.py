@@ -8,13 +8,14 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuflash import _arrays
 from cuflash._errors import CompileError
 from cuflash._jit import compiler_id, cubin_cache
+from cuflash._jit import driver as cuda_driver
 from cuflash._jit.source import flatten
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.params import STRUCTS, with_reals
@@ -70,11 +71,9 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
     import cupy
     from cupy_backends.cuda.api import driver
 
-    from cuflash._jit import device as jit_device
-
     with cupy.cuda.Device(device):
         function, owner = _function(cupy, config)
-        limit = jit_device.smem_limit(device)
+        limit = cuda_driver.attribute("MaxSharedMemoryPerBlockOptin", device)
         if config.smem_bytes > limit:
             raise ValueError(
                 f"config: got {config.smem_bytes} bytes of shared memory, "
@@ -87,39 +86,26 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     """The function of a kernel on the current device, and the module that holds it."""
     arch = architecture(config, int(cupy.cuda.Device().compute_capability))
-    source = source_of(config, arch)
-    options = (*OPTIONS, f"-arch={arch}")
-    shared = None
-    if cubin_cache.shared_folders():
-        shared = cubin_cache.load_shared(cubin_cache.name_of(source, *options))
-    if shared is not None:
-        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):  # a driver too old for it
-            return _loaded(cupy, shared, config)
-    stored = functools.partial(_from_store, cupy, source, options, config)
-    noted = compiler_id.noted()
-    found = None if noted is None else stored(noted)
-    if found is None and compiler_id.identity() != noted:
-        found = stored(compiler_id.identity())
-    if found is not None:
-        return found
-    try:
-        cubin, _ = _nvrtc(source, options)
-    except NvrtcError as error:
-        raise _compile_error(config, error.log, source) from error
+    source, options = source_of(config, arch), _options(arch)
+    for kept in _kept(source, options, cupy.__version__):
+        if kept is not None:
+            # The driver may be too old for it, or somebody put it there under our digest.
+            with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
+                return _loaded(cupy, kept, config)
+    cubin, _ = _compiled(config, source, options)
     cubin_cache.save(_stored_name(source, options, compiler_id.identity(), cupy.__version__), cubin)
     return _loaded(cupy, cubin, config)
 
 
-def _from_store(
-    cupy: Any, source: str, options: tuple[str, ...], config: KernelConfig, compiler: str
-) -> tuple[Any, Any] | None:
-    """The function and its module, as this compiler made them; None where they are not stored."""
-    cubin = cubin_cache.load(_stored_name(source, options, compiler, cupy.__version__))
-    if cubin is not None:
-        # The driver refuses what somebody else put there under our digest.
-        with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
-            return _loaded(cupy, cubin, config)
-    return None
+def _kept(source: str, options: tuple[str, ...], version: str) -> Iterator[bytes | None]:
+    """Cubins of this text, the best first; the compiler is loaded no sooner than it has to be."""
+    if cubin_cache.shared_folders():
+        yield cubin_cache.load_shared(cubin_cache.name_of(source, *options))
+    noted = compiler_id.noted()
+    if noted is not None:
+        yield cubin_cache.load(_stored_name(source, options, noted, version))
+    if compiler_id.identity() != noted:
+        yield cubin_cache.load(_stored_name(source, options, compiler_id.identity(), version))
 
 
 def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
@@ -135,6 +121,10 @@ def architecture(config: KernelConfig, capability: int) -> str:
     return f"sm_{capability}"
 
 
+def _options(arch: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"-arch={arch}")
+
+
 def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: str) -> str:
     return cubin_cache.name_of(source, *options, compiler, version)
 
@@ -142,13 +132,12 @@ def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: 
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
     version = _arrays.imported_cupy().__version__
-    options = (*OPTIONS, f"-arch={arch}")
-    return _stored_name(source_of(config, arch), options, compiler_id.identity(), version)
+    return _stored_name(source_of(config, arch), _options(arch), compiler_id.identity(), version)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
     """Name of this kernel in a folder for others, whatever compiler they have."""
-    return cubin_cache.name_of(source_of(config, arch), *OPTIONS, f"-arch={arch}")
+    return cubin_cache.name_of(source_of(config, arch), *_options(arch))
 
 
 def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
@@ -169,12 +158,8 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
 
     ``compiler`` is another NVRTC than the one that CuPy has bound.
     """
-    source = source_of(config, arch)
-    options = (*OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
-    try:
-        cubin, log = (compiler or _nvrtc)(source, options)
-    except NvrtcError as error:
-        raise _compile_error(config, error.log, source) from error
+    options = (*_options(arch), "--ptxas-options=-v")
+    cubin, log = _compiled(config, source_of(config, arch), options, compiler)
 
     def numbers(pattern: str) -> list[int]:
         """One for each function: the kernel, and what it calls."""
@@ -198,11 +183,16 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
 
 
 class NvrtcError(Exception):
-    """A source that does not compile, with the compiler's log."""
+    """A source that does not compile; its text is the compiler's log."""
 
-    def __init__(self, log: str) -> None:
-        super().__init__(log)
-        self.log = log
+
+def _compiled(
+    config: KernelConfig, source: str, options: tuple[str, ...], compiler: Compiler | None = None
+) -> tuple[bytes, str]:
+    try:
+        return (compiler or _nvrtc)(source, options)
+    except NvrtcError as error:
+        raise _compile_error(config, str(error), source) from error
 
 
 def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
@@ -222,23 +212,19 @@ def _nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
 
 
 def _compile_error(config: KernelConfig, log: str, source: str) -> CompileError:
-    path = _dump(config, source)
-    where = f"the source is in {path}" if path else "the source could not be written"
+    """The error, with the source written to CUFLASH_DUMP or the folder for temporary files."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    path: str | None = None
+    where = "the source could not be written"
+    with contextlib.suppress(OSError):
+        folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
+        file = folder / f"{config.entry}-{digest}.cu"
+        cubin_cache.replace(file, source.encode())
+        path = str(file)
+        where = f"the source is in {path}"
     return CompileError(
         f"{config.entry} did not compile; {where}\n{config}\n{log}",
         config=config,
         log=log,
         source=path,
     )
-
-
-def _dump(config: KernelConfig, source: str) -> str | None:
-    """Write the source to CUFLASH_DUMP or the folder for temporary files; the path, or None."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    try:
-        folder = Path(os.environ.get("CUFLASH_DUMP") or tempfile.gettempdir())
-        path = folder / f"{config.entry}-{digest}.cu"
-        cubin_cache.replace(path, source.encode())
-    except OSError:
-        return None
-    return str(path)

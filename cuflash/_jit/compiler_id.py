@@ -46,14 +46,14 @@ def identity() -> str:
         # Loaded above: this finds the file. Without it the version has to do.
         path = load_nvidia_dynamic_lib("nvrtc").abs_path or ""
         found = f"NVRTC {major}.{minor} of {_state(path)[0]} bytes"
-        cubin_cache.save_compiler({"identity": found, **_conditions(path)})
+        cubin_cache.save_note("compiler", {"identity": found, **_conditions(path)})
     return found
 
 
 @functools.cache
 def noted() -> str | None:
     """What :func:`identity` would return, without loading the library; None where nobody knows."""
-    note = cubin_cache.load_compiler()
+    note = cubin_cache.load_note("compiler")
     if note is None or not isinstance(note.get("file"), str):
         return None
     try:

@@ -25,7 +25,6 @@ from typing import Any
 from cuflash._cupy import folder, in_memory, warn_once
 
 _DIGEST_BYTES = 32
-_COMPILER = "compiler.json"
 
 
 def name_of(*made_of: str) -> str:
@@ -148,41 +147,25 @@ def replace(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def load_note(name: str) -> dict[str, Any] | None:
-    """What was noted about a kernel, where that kernel is still here."""
-    return None if load(name) is None else _read_note(_path(name).with_suffix(".json"))
-
-
-def save_note(name: str, note: dict[str, Any]) -> None:
-    """Note something about a kernel that is here, beside it."""
-    _write_note(_path(name).with_suffix(".json"), note)
-
-
-def load_compiler() -> dict[str, Any] | None:
-    """What was noted about the compiler."""
-    return None if in_memory() else _read_note(folder() / _COMPILER)
-
-
-def save_compiler(note: dict[str, Any]) -> None:
-    """Note what later processes may want to know of the compiler."""
-    _write_note(folder() / _COMPILER, note)
-
-
-def _read_note(path: Path) -> dict[str, Any] | None:
+    """What was noted under a name: about the kernel of that name, or about the compiler."""
     import json
 
+    if in_memory():
+        return None
     try:
-        note = json.loads(read(path))
+        note = json.loads(read(folder() / f"{name}.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) else None
 
 
-def _write_note(path: Path, note: dict[str, Any]) -> None:
+def save_note(name: str, note: dict[str, Any]) -> None:
+    """Note something for later processes."""
     import json
 
     if not in_memory():
         with contextlib.suppress(OSError):
-            replace(path, json.dumps(note).encode())
+            replace(folder() / f"{name}.json", json.dumps(note).encode())
 
 
 def _path(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which functions of the NVIDIA driver are called that CuPy does not pass on?"""
+"""What is asked of the NVIDIA driver that CuPy does not pass on, or passes on slowly?"""
 
 from __future__ import annotations
 
@@ -40,9 +40,20 @@ def encodes_tensor_maps() -> bool:
     return all(function(name) is not None for name in names)
 
 
+# CUDA's runtime answers the following all at once, clocks included: that takes milliseconds. (D74)
+
+
 def device_name(device: int) -> str:
-    """Name of a device; CUDA's runtime also asks for clocks, which takes milliseconds. (D74)"""
+    """Name of a device."""
     handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     function("cuDeviceGet")(ctypes.byref(handle), device)
     function("cuDeviceGetName")(name, len(name), handle)
     return name.value.decode()
+
+
+@functools.cache
+def attribute(name: str, device: int) -> int:
+    """A number by CUDA's name for it, without the prefix cudaDevAttr."""
+    from cupy_backends.cuda.api import runtime
+
+    return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device))

@@ -16,7 +16,7 @@ from cuflash._kernels.score_config import present, register_pressure
 from cuflash._kernels.tables import Row, smallest, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
-#: Columns of scores that ``kernels_cu/ptx/wgmma_ss.cuh`` multiplies: tools/gen_wgmma.py.
+#: Columns of scores that ``kernels_cu/ptx/wgmma_products.cuh`` multiplies.
 WIDTHS = (32, 48, 64, 80, 96, 112, 128)
 _KIB = 1024
 #: Gradients of dk and dv that registers hold together: up to this padded head size.

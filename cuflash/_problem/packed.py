@@ -81,11 +81,14 @@ def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
     shape, core = layout[0], ARRAYS[name][1]
     full = (sequences, *whole.batch_shape)
     split = len(shape) - len(core)
+    if not 0 <= split <= len(full):
+        count = f"{len(core)} to" if core else "at most"
+        expected = f"{count} {len(full) + len(core)} axes, sequences first"
+        raise wrong_value(name, f"shape {shape}", expected)
     lead = (1,) * (len(full) - split) + shape[:split]
-    fits = split >= 0 and len(lead) == len(full)
-    if not fits or any(a not in (1, b) for a, b in zip(lead, full, strict=True)):
-        expected = f"at most {len(full) + len(core)} axes, sequences first: "
-        raise wrong_value(name, f"shape {shape}", f"{expected}{full} or 1 in each before the core")
+    if any(a not in (1, b) for a, b in zip(lead, full, strict=True)):
+        expected = f"{full} or 1 in each axis before the core: {sequences} or 1 sequences first"
+        raise wrong_value(name, f"shape {shape}", expected)
     totals = {"m": whole.seqlen_q, "n": whole.seqlen_k}
     own = zip(core, shape[split:], strict=True)
     extents = tuple(totals[axis] if n == 1 else n for axis, n in own)

@@ -139,11 +139,12 @@ def assumed(hardware: Hardware) -> Iterator[None]:
 
 @functools.cache
 def _of_device(device: int) -> Hardware:
-    from cuflash._jit import device as jit_device  # which imports CuPy
+    import cupy
+
     from cuflash._jit import driver
 
     def has(name: str) -> int:
-        return jit_device.attribute(name, device)
+        return driver.attribute(name, device)
 
     limits = Limits(
         has("MaxSharedMemoryPerBlockOptin"),
@@ -152,8 +153,9 @@ def _of_device(device: int) -> Hardware:
         has("MaxBlocksPerMultiprocessor"),
     )
     name = driver.device_name(device)
+    capability = int(cupy.cuda.Device(device).compute_capability)
     return Hardware(
-        name, f"sm_{jit_device.capability(device)}", has("MultiProcessorCount"), limits,
+        name, f"sm_{capability}", has("MultiProcessorCount"), limits,
         has("L2CacheSize"), peak_of(name), driver.encodes_tensor_maps(),
     )  # fmt: skip
 

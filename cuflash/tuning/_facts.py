@@ -100,8 +100,8 @@ def compile_all(
 
 
 def _noted(name: str) -> dict[str, Any] | None:
-    """What a compilation noted beside a stored kernel; None for a note of another form."""
-    note = cubin_cache.load_note(name)
+    """What a compilation noted beside a kernel that is stored; None for another form."""
+    note = None if cubin_cache.load(name) is None else cubin_cache.load_note(name)
     if note is None or set(note) != {"registers", "spill_bytes", "warnings", "seconds"}:
         return None
     registers, spill_bytes, seconds = note["registers"], note["spill_bytes"], note["seconds"]

@@ -21,7 +21,7 @@ from cuflash.tuning._processes import Child, Failure
 from cuflash.tuning._rows import FORMAT, Row, Sweep, SweepFile
 from cuflash.tuning._space import Candidate, Space, space
 from cuflash.tuning._strategies import strategy_of
-from cuflash.tuning._workload import Workload
+from cuflash.tuning._workload import Workload, numbers_of
 
 _COMMAND = (sys.executable, "-m", "cuflash.tuning._timing")
 #: Seconds for the process to start, fill its arrays and compute the definition.
@@ -370,8 +370,7 @@ def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
     words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{'-'.join(map(str, dims))}"]
     options = {
         work.dtype: True, "tf32": work.precision == "tf32", "causal": work.causal,
-        "unordered": not work.deterministic, "window": work.window is not None,
-        "softcap": work.softcap is not None, "dropout": work.dropout > 0,
+        "unordered": not work.deterministic, "window": work.window is not None, **numbers_of(work),
     }  # fmt: skip
     words += [name for name, given in options.items() if given]
     words += [*work.arrays, f"{work.seqlen_q}x{work.seqlen_k}"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -34,12 +34,12 @@ _BIASES = {"bias", "key_bias"}
 ONE_PASS = ("backward_sm90", "backward_pair_sm90")
 
 
+def _is_number(value: Any, kind: Any = int | float) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _is_number(value, int) and value >= 0
 
 
 def _is_window(value: Any) -> bool:
@@ -105,21 +105,18 @@ class Workload:
     seqlens: tuple[int, ...] = ()  # of packed sequences: seqlen_q and seqlen_k are their sum
 
     def __post_init__(self) -> None:
-        def refuse(name: str, got: object, expected: str) -> NoReturn:
-            raise wrong_value(name, got, expected)
-
         for name, (is_right, expected) in _FIELDS.items():
             value = getattr(self, name)
             if not is_right(value):
-                refuse(name, repr(value), expected)
+                raise wrong_value(name, repr(value), expected)
         if self.heads_q % self.heads_kv:
-            refuse("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
+            raise wrong_value("heads_kv", self.heads_kv, f"a divisor of {self.heads_q}")
         whole = (self.seqlen_q, self.seqlen_k)
         if self.seqlens and whole != (sum(self.seqlens),) * 2:
             got = f"{self.seqlens} of {whole[0]} queries, {whole[1]} keys"
-            refuse("seqlens", got, "lengths that add up to both")
+            raise wrong_value("seqlens", got, "lengths that add up to both")
         if set(self.arrays) >= _BIASES:
-            refuse("arrays", "bias and key_bias", "one: a call has one bias")
+            raise wrong_value("arrays", "bias and key_bias", "one: a call has one bias")
 
     def sequences(self) -> list[Workload]:
         """Every packed sequence as a call of its own."""
@@ -171,7 +168,7 @@ class Workload:
     @property
     def plain(self) -> bool:
         """Whether nothing but a causal mask or a window shapes the scores."""
-        return self.softcap is None and not (self.dropout or self.arrays)
+        return not numbers_of(self) and not self.arrays
 
     def input_bytes(self, pass_: str) -> int:
         """Bytes that one call reads and writes at least."""
@@ -207,27 +204,18 @@ class Workload:
 
         Unless they are to be ``filled``, arrays with a value for each pair take no memory.
         """
-        options: dict[str, Any] = {
-            "causal": self.causal,
-            "window": self.window,
-            "enable_gqa": self.heads_q != self.heads_kv,
-            "softcap": self.softcap,
-            "dropout": self.dropout or None,
-            "seed": 0 if self.dropout else None,
-        }
-        given = {
-            n: value for n, value in options.items() if value is not None and value is not False
-        }
-        if self.arrays:
-            random = np.random.default_rng(0)
-            pairs = (self.seqlen_q, self.seqlen_k)
-            for name in self.arrays:
-                if name in _OF_PAIRS and not filled:
-                    kind = np.dtype(bool) if name == "mask" else DTYPES[self.dtype]
-                    array: Any = _unfilled(pairs, kind)
-                else:
-                    array = self._array(name, random, xp)
-                given["bias" if name in _BIASES else name] = array
+        given: dict[str, Any] = {"causal": True} if self.causal else {}
+        given |= {"window": self.window} if self.window else {}
+        given |= {"enable_gqa": True} if self.heads_q != self.heads_kv else {}
+        given |= numbers_of(self) | ({"seed": 0} if self.dropout else {})
+        random = np.random.default_rng(0)
+        for name in self.arrays:
+            if name in _OF_PAIRS and not filled:
+                kind = np.dtype(bool) if name == "mask" else DTYPES[self.dtype]
+                array: Any = _unfilled((self.seqlen_q, self.seqlen_k), kind)
+            else:
+                array = self._array(name, random, xp)
+            given["bias" if name in _BIASES else name] = array
         return given
 
     def _array(self, name: str, random: np.random.Generator, xp: ModuleType) -> Any:
@@ -275,8 +263,7 @@ class Workload:
         words = [f"b{self.batch}", f"h{heads}", f"{self.seqlen_q}x{self.seqlen_k}", f"d{dims}"]
         words.append("causal" if self.causal else "full")
         words += [] if self.window is None else [f"window {self.window}"]
-        words += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
-        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += [f"{name} {value:g}" for name, value in numbers_of(self).items()]
         words += [f"in {len(self.seqlens)} sequences"] if self.seqlens else []
         return " ".join((*words, *self.arrays))
 
@@ -300,6 +287,13 @@ class Workload:
 
 
 Workload.__module__ = "cuflash.tuning"  # where it is public: pickles and errors say so
+#: Options of a score that are numbers.
+NUMBERS = tuple(o.name for o in of_stages() if o.number and hasattr(Workload, o.name))
+
+
+def numbers_of(work: Workload) -> dict[str, float]:
+    """The options that are numbers and present, by name."""
+    return {name: getattr(work, name) for name in NUMBERS if getattr(work, name)}
 
 
 def _unfilled(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -29,7 +29,7 @@ struct Work {
   int owner;
   int sequence;
 
-  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, tile_index());
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
@@ -37,7 +37,7 @@ struct Work {
   }
 
   // The `index`-th batch entry of the owner.
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
+  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
     return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 };
@@ -49,10 +49,9 @@ struct alignas(16) TwoRows {
 
 // s^T becomes p^T, dp^T becomes ds^T.
 template <bool masked, int slices, int tiles>
-__device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
-                                             Real (&dp_acc)[slices][tiles][4],
-                                             const RowStatistics* rows, const Score& score,
-                                             int first_row, int first_key) {
+CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)[slices][tiles][4],
+                                 const RowStatistics* rows, const Score& score, int first_row,
+                                 int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);
@@ -101,9 +100,8 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
 
 // One result of the keys of the `warp`th warp.
 template <int slices, int tiles>
-__device__ __forceinline__ void store_rows(const RowTarget& target, int warp, int first_key,
-                                           int num_keys, Real factor,
-                                           const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key, int num_keys,
+                               Real factor, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -120,8 +118,8 @@ __device__ __forceinline__ void store_rows(const RowTarget& target, int warp, in
 }
 
 template <int slices>
-__device__ __forceinline__ void store_gradients(const BackwardParams& params, int warp,
-                                                const Gradients<slices>& acc) {
+CUFLASH_DEVICE void store_gradients(const BackwardParams& params, int warp,
+                                    const Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);

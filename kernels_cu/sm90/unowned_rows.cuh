@@ -8,7 +8,7 @@
 namespace cuflash {
 
 // out 0 and lse -inf. By one warp of each thread block.
-__device__ __forceinline__ void clear_unowned_rows(const ForwardSm90Params& params) {
+CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
   const Packing queries = Packing::of_queries(params.score);
   const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);
   const int rows = begin + queries.total - end, lane = lane_index();
