@@ -67,7 +67,8 @@ def against(request: Request) -> str:
 
 def head_dims(problem: Problem) -> dict[str, int]:
     """Padded head sizes: a result is products of 64 columns."""
-    return {name: 64 * -(-getattr(problem, name) // 64) for name in ("head_dim", "head_dim_v")}
+    sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    return {name: 64 * max(1, -(-size // 64)) for name, size in sizes.items()}
 
 
 def staged(
