@@ -150,7 +150,7 @@ def plan_launch(
             raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
-        maps = maps_of(config, problem, layouts, addresses or {})
+        maps = maps_of(problem, layouts, config, addresses or {})
         end = kernel_params.maps_at(_BEFORE_MAPS[config.params])
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
@@ -225,7 +225,7 @@ def _fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) ->
             strides["axis"][-1] = layout.sequence // layout.itemsize
 
 
-def maps_of(config: Any, problem: Problem, layouts: Layouts, addresses: Addresses) -> Maps | None:
+def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresses) -> Maps | None:
     """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
     forward = config.computes == "out"
     mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
