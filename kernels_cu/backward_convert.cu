@@ -3,8 +3,6 @@
 //
 // A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
 // block that sees no key nothing was stored: it is zero.
-#include "config.cuh"
-#include "params.cuh"
 #include "simt/recompute_rows.cuh"
 #include "sm90/dq_accum.cuh"
 
@@ -14,8 +12,8 @@ static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
 
 // Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
 template <int tiles>
-__device__ __forceinline__ uint32_t convert_slice(const BackwardParams& params,
-                                                  const BatchIndex& entry, int block, bool sees) {
+CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchIndex& entry,
+                                      int block, bool sees) {
   const int part = warp_index() / 4, slice = warp_index() % 4;
   const DqAccum sums(params, entry);
   if (slice >= sums.slices(block, part)) return 0;

@@ -6,9 +6,6 @@
 // nothing (lse = -inf) get (+inf, 0), whatever their dout holds. A sink gives such a row a finite
 // lse: there its out of 0 tells. Rows far from 0 get (NaN, delta): all results that they reach
 // become NaN, and are computed again.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 
@@ -35,15 +32,15 @@ struct LaneColumns {
   int64_t row_stride, column_stride;
   int count;  // those before the true width; a copy of 16 bytes holds no others
 
-  __device__ __forceinline__ LaneColumns(const void* array, const Layout& layout,
-                                         const BatchIndex& entry, int column, int num_columns)
+  CUFLASH_DEVICE LaneColumns(const void* array, const Layout& layout, const BatchIndex& entry,
+                             int column, int num_columns)
       : data(static_cast<const Value*>(array) + entry * layout.batch + column * layout.column),
         row_stride(layout.row),
         column_stride(layout.column),
         count(num_columns - column) {}
 
   // As it lies in memory, zeros past the true width.
-  __device__ __forceinline__ Row read(int q_idx) const {
+  CUFLASH_DEVICE Row read(int q_idx) const {
     const Value* from = data + q_idx * row_stride;
     Row row;
 #pragma unroll

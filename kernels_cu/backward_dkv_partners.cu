@@ -13,12 +13,7 @@
 // Shared memory: k and v of the tile; one block of q, one of dout, in halves; two of their rows'
 // statistics; what partners exchange. q arrives while dp^T is computed, dout of the next block
 // while dk is.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/exchange.cuh"
-#include "tile/fragment.cuh"
-#include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"
@@ -57,8 +52,8 @@ static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns
 static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
 
 // Starts the copy of the tile's keys and values.
-__device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
-                                          const BatchIndex& entry, int first_key) {
+CUFLASH_DEVICE void load_keys(const BackwardParams& params, SharedMemory& smem,
+                              const BatchIndex& entry, int first_key) {
   const Seqlen seqlen(params.score, entry);
   const Range keys{0, seqlen.rows_k};
   const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
@@ -70,8 +65,8 @@ __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMe
 }
 
 // Adds the queries of the owner's `index`-th batch entry.
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, Gradients<slices>& acc) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_key = work.first_key;

@@ -16,10 +16,6 @@
 // statistics; a stage arrives while the other is computed with. Of float32 TF32 parts, in a pass of
 // one result those of one stage. For dk, q arrives while dp^T is computed, the next dout and its
 // statistics while the rest is; for dv, dout while s^T is, the next q while the rest is. (D37)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"
@@ -40,8 +36,8 @@ struct SharedMemory {
   DoutTile dout[stages];
   RowStatistics rows[2][Config::block_m];
 
-  __device__ __forceinline__ QTile& q_of(int stage) { return q[stages == 1 ? 0 : stage]; }
-  __device__ __forceinline__ DoutTile& dout_of(int stage) { return dout[stages == 1 ? 0 : stage]; }
+  CUFLASH_DEVICE QTile& q_of(int stage) { return q[stages == 1 ? 0 : stage]; }
+  CUFLASH_DEVICE DoutTile& dout_of(int stage) { return dout[stages == 1 ? 0 : stage]; }
 };
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "BackwardKVConfig.smem_bytes counts this struct");
@@ -54,8 +50,8 @@ static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0, "panels
 static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0, "panels");
 
 // Starts the copy of the tile's keys and values.
-__device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMemory& smem,
-                                          const BatchIndex& entry, int first_key) {
+CUFLASH_DEVICE void load_keys(const BackwardParams& params, SharedMemory& smem,
+                              const BatchIndex& entry, int first_key) {
   const Seqlen seqlen(params.score, entry);
   const Range keys{0, seqlen.rows_k};
   const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
@@ -68,8 +64,8 @@ __device__ __forceinline__ void load_keys(const BackwardParams& params, SharedMe
 
 // Adds the queries of the owner's `index`-th batch entry; `stage` alternates from one block of
 // queries to the next.
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int& stage, Gradients<slices>& acc) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               int& stage, Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_key = work.first_key;

@@ -16,8 +16,6 @@
 // results are sums over columns. Warpgroup 0 produces: its first warp loads. The others consume.
 //
 // Barriers: sm90/dkv_producer.cuh.
-#include "config.cuh"
-#include "params.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
@@ -27,15 +25,13 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "BackwardKVSm90Config.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init_rings(smem);
   ptx::fence_mbarrier_init();
 }
 
 struct Producer : DkvProducer<FirstRowsFirst> {
-  __device__ __forceinline__ void run() {
-    DkvProducer::run(KeyTile::at(params, ptx::block_index()));
-  }
+  CUFLASH_DEVICE void run() { DkvProducer::run(KeyTile::at(params, ptx::block_index())); }
 };
 
 struct Consumer : DkvWarpgroup<Config::block_m> {
@@ -43,7 +39,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
   static constexpr bool ahead =
       Config::scores_ahead && is_plain && Config::grad_k && Config::grad_v;
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     const KeyTile work = KeyTile::at(params, ptx::block_index());
     clear(dk_acc);
     clear(dv_acc);
@@ -80,8 +76,7 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
 
  private:
   // The last product of a block is waited for when the scores of the next are there.
-  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
-                                            bool masked) {
+  CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
     if constexpr (Config::grad_k) start_dp(dp_acc);
@@ -119,9 +114,8 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
 
   // Scores of this block are there, the next block's start as soon as they are read; after the
   // last block they are this block's once more, and not used.
-  __device__ __forceinline__ void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
-                                                  int first_row, int first_key, bool masked,
-                                                  bool is_last) {
+  CUFLASH_DEVICE void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
+                                      int first_row, int first_key, bool masked, bool is_last) {
     float p[1][tiles][4], dp_acc[1][tiles][4];
     float2 lse[tiles], delta[tiles];
     start_dp(dp_acc);

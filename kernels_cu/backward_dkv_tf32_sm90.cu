@@ -15,13 +15,8 @@
 // dp^T, transposed for the sums, since wgmma sums float32 along rows of both operands only. The
 // others consume. k and v of the tile stay in float32 and are split by the lanes that multiply with
 // them. (D38)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/dkv_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -74,7 +69,7 @@ struct TileWalk {
   Range keys, rows;
   BlockRanges blocks;
 
-  __device__ __forceinline__ TileWalk(const BackwardParams& params, int index)
+  CUFLASH_DEVICE TileWalk(const BackwardParams& params, int index)
       : work(Work::of_this_block(params)),
         entry(work.entry(params, index)),
         score(params.score, entry),
@@ -85,7 +80,7 @@ struct TileWalk {
 
 // By all threads: the keys and values of the tile are there after the next barrier.
 template <typename Shared>
-__device__ __forceinline__ void load_keys(const BackwardParams& params, Shared& smem) {
+CUFLASH_DEVICE void load_keys(const BackwardParams& params, Shared& smem) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
@@ -101,9 +96,8 @@ __device__ __forceinline__ void load_keys(const BackwardParams& params, Shared& 
 
 // The statistics of a block; rows outside `valid` lie in masked blocks, where nothing is visible to
 // them.
-__device__ __forceinline__ void store_statistics(RowStatistics (&to)[Config::block_m],
-                                                 const RowStatistics* from, int first_row,
-                                                 Range valid) {
+CUFLASH_DEVICE void store_statistics(RowStatistics (&to)[Config::block_m],
+                                     const RowStatistics* from, int first_row, Range valid) {
   const int row = ptx::thread_index();
   if (row < Config::block_m) {
     to[row] = valid.contains(first_row + row) ? from[first_row + row] : RowStatistics{0, 0};
@@ -112,16 +106,15 @@ __device__ __forceinline__ void store_statistics(RowStatistics (&to)[Config::blo
 
 // Within the rows of some key a mask or a bias can leave a row without anything visible, with lse =
 // +inf here: nothing it holds may reach a product. Bits of such rows.
-__device__ __forceinline__ uint32_t hidden_rows(const RowStatistics* statistics, int first_row,
-                                                Range valid) {
+CUFLASH_DEVICE uint32_t hidden_rows(const RowStatistics* statistics, int first_row, Range valid) {
   if constexpr (!Score::may_hide_rows) return 0;
   const int row = first_row + lane_index();
   return __ballot_sync(0xffffffff, valid.contains(row) && statistics[row].lse == infinity());
 }
 
 template <typename Shared>
-__device__ __forceinline__ void produce(const BackwardParams& params, Shared& smem, int index,
-                                        Ring<Config::num_stages>& ring) {
+CUFLASH_DEVICE void produce(const BackwardParams& params, Shared& smem, int index,
+                            Ring<Config::num_stages>& ring) {
   const TileWalk tile(params, index);
   VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
   const int first_q = tile.score.seqlen.first_q;
@@ -172,9 +165,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, Shared& sm
 
 // Sums over the queries of a batch entry that see the tile's keys, of the 64 keys of a warpgroup.
 template <typename Shared>
-__device__ __forceinline__ void accumulate(const BackwardParams& params, Shared& smem, int warp,
-                                           int index, Ring<Config::num_stages>& ring,
-                                           Gradients<1>& acc) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int warp, int index,
+                               Ring<Config::num_stages>& ring, Gradients<1>& acc) {
   const TileWalk tile(params, index);
   VisitedBlocks<Walk::queries> visited(tile.score, tile.blocks, tile.keys);
   const int first_key = tile.work.first_key + 16 * warp;

@@ -12,12 +12,7 @@
 //
 // Shared memory: q and dout of the tile; one block of k and one of v, in halves; what partners
 // exchange. k arrives while dp is computed, v of the next block while s and dq are.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/exchange.cuh"
-#include "tile/fragment.cuh"
-#include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dq_rows.cuh"
 
@@ -52,8 +47,8 @@ constexpr int own_columns = Config::head_dim / own_parts;
 static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
 
 // Adds the keys of the owner's `index`-th batch entry.
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, Real (&dq_acc)[slices][own_columns / 8][4]) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               Real (&dq_acc)[slices][own_columns / 8][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;

@@ -13,10 +13,6 @@
 // Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
 // computed with. Of float32 one, in TF32 parts: k arrives while dp is computed, v of the next block
 // while s and dq are.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/dq_rows.cuh"
 
@@ -44,9 +40,8 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 // Adds the keys of the owner's `index`-th batch entry; `stage` alternates from one block of keys to
 // the next.
 template <int dq_tiles>
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int& stage,
-                                           Real (&dq_acc)[slices][dq_tiles][4]) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               int& stage, Real (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index);
   const int first_row = work.first_row;

@@ -17,17 +17,10 @@
 //   raw          1 + bytes          k and v are there, with rows to be cleared
 //   empty        consumers          every warpgroup is done with the block: load the next
 //   never        -                  nobody waits: see Consumer::add_block
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
 
@@ -53,7 +46,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "BackwardQSm90Config.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 1);
     init(smem.empty[i], consumers);
@@ -64,24 +57,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_row;
-  int owner;
-  int sequence;
-
-  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, tile.owner, place.sequence};
-  }
-
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params) const {
-    return {params.batch, owner, sequence};
-  }
-};
+using Work = RowTile;
 
 // ---------------------------------------------------------------------------------- the producer
 struct Producer {
@@ -90,9 +66,9 @@ struct Producer {
   Ring<Config::num_stages> ring;
   Ring<1> raw_ring;
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     const Work work = Work::of_this_block(params);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     if (lane_index() == 0) load_rows(entry, score.seqlen.first_q + work.first_row);
     __syncwarp();
@@ -109,7 +85,7 @@ struct Producer {
 
  private:
   // In lane 0.
-  __device__ __forceinline__ void load_rows(const BatchIndex& entry, int first_row) {
+  CUFLASH_DEVICE void load_rows(const BatchIndex& entry, int first_row) {
     ptx::mbarrier_arrive_expect(ptx::shared_address(&smem.rows_full),
                                 SharedMemory::QTile::bytes + SharedMemory::DoutTile::bytes);
     start_load(smem.q, params.q_map, params.q_layout, entry, first_row, smem.rows_full);
@@ -119,8 +95,7 @@ struct Producer {
   // Keys from `first_key` of the entry on, whose first is row `first_k` of the arrays. What lies
   // outside `seen` must not reach a product, where 0 * NaN would count. Past the end of the arrays
   // TMA brings zeros; what lies before it is cleared here.
-  __device__ __forceinline__ void load_keys(const BatchIndex& entry, int first_key, int first_k,
-                                            Range seen) {
+  CUFLASH_DEVICE void load_keys(const BatchIndex& entry, int first_key, int first_k, Range seen) {
     const int stage = ring.stage(), from = first_k + first_key;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
     const int loaded = min(Config::block_n, params.score.seqlen_k - from);
@@ -151,7 +126,7 @@ struct Producer {
 struct LaneIndices {
   int row, key;
 
-  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+  CUFLASH_DEVICE LaneIndices(int first_row, int first_key) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     row = first_row + 16 * (thread / 32 - 4) + fragment_row(0, 0, lane);
     key = first_key + fragment_column(0, 0, lane);
@@ -170,9 +145,9 @@ struct Consumer {
   float dq_acc[1][Config::head_dim / 8][4];
   uint32_t frag[1][tiles / 2][4];
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     const Work work = Work::of_this_block(params);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     const Range tile{work.first_row, work.first_row + Config::block_m};
     const BlockRanges blocks = score.kv_blocks(tile.begin, tile.end);
@@ -204,8 +179,8 @@ struct Consumer {
   }
 
  private:
-  __device__ __forceinline__ void read_statistics(const BatchIndex& entry, const Seqlen& seqlen,
-                                                  int first_row) {
+  CUFLASH_DEVICE void read_statistics(const BatchIndex& entry, const Seqlen& seqlen,
+                                      int first_row) {
     const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
     const int row = LaneIndices(first_row, 0).row;
 #pragma unroll
@@ -215,31 +190,30 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
-                                               const Ring<Config::num_stages>& at) {
+  CUFLASH_DEVICE void start_scores(float (&s_acc)[1][tiles][4],
+                                   const Ring<Config::num_stages>& at) {
     wait(smem.full[at.stage()], at.full_parity());
     start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
         s_acc, smem.q.k_major(64 * warpgroup), smem.k[at.stage()].k_major());
   }
 
-  __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4]) {
+  CUFLASH_DEVICE void start_dp(float (&dp_acc)[1][tiles][4]) {
     start_transposed_product<SharedMemory::DoutTile, SharedMemory::VTile>(
         dp_acc, smem.dout.k_major(64 * warpgroup), smem.v[ring.stage()].k_major());
   }
 
-  __device__ __forceinline__ void release_block_before() {
+  CUFLASH_DEVICE void release_block_before() {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_if(smem.empty[before.stage()], leads_warpgroup() && ring.uses > 0);
   }
 
-  __device__ __forceinline__ static void drop(float (&dp_acc)[1][tiles][4], const Score& score,
-                                              int first_row, int first_key) {
+  CUFLASH_DEVICE static void drop(float (&dp_acc)[1][tiles][4], const Score& score, int first_row,
+                                  int first_key) {
     drop_gradients(dp_acc, score, first_row + 16 * (ptx::thread_index() / 32 - 4), first_key);
   }
 
   // ds from p, and dq += ds k.
-  __device__ __forceinline__ void start_dq(float (&p)[1][tiles][4],
-                                           const float (&dp_acc)[1][tiles][4]) {
+  CUFLASH_DEVICE void start_dq(float (&p)[1][tiles][4], const float (&dp_acc)[1][tiles][4]) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -250,8 +224,7 @@ struct Consumer {
   }
 
   // The last product of a block is waited for when the scores of the next are there.
-  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
-                                            bool masked) {
+  CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
     start_dp(dp_acc);
@@ -277,9 +250,8 @@ struct Consumer {
 
   // Scores of this block are there, the next block's start as soon as they are read; after the
   // last block they are this block's once more, and not used.
-  __device__ __forceinline__ void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
-                                                  int first_row, int first_key, bool masked,
-                                                  bool is_last) {
+  CUFLASH_DEVICE void add_block_ahead(float (&s_acc)[1][tiles][4], const Score& score,
+                                      int first_row, int first_key, bool masked, bool is_last) {
     float p[1][tiles][4], dp_acc[1][tiles][4];
     start_dp(dp_acc);
     compute_p(p, s_acc, score, first_row, first_key);
@@ -296,10 +268,8 @@ struct Consumer {
   }
 
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&p)[1][tiles][4],
-                                            const float (&products)[1][tiles][4],
-                                            const Score& score, int first_row,
-                                            int first_key) const {
+  CUFLASH_DEVICE void compute_p(float (&p)[1][tiles][4], const float (&products)[1][tiles][4],
+                                const Score& score, int first_row, int first_key) const {
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
@@ -314,8 +284,8 @@ struct Consumer {
 
   // The branch also keeps all exponentials above it, and so before the wait for dp: nothing else
   // ties them to it, and ptxas would move it above most of them.
-  __device__ __forceinline__ void hide_pairs(float (&p)[1][tiles][4], const Score& score,
-                                             int first_row, int first_key, bool masked) const {
+  CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
+                                 int first_key, bool masked) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
@@ -333,8 +303,8 @@ struct Consumer {
 
   // Where scores take more: raw products become p score'.
   template <bool masked>
-  __device__ __forceinline__ void compute_weights(float (&s_acc)[1][tiles][4], const Score& score,
-                                                  int first_row, int first_key) const {
+  CUFLASH_DEVICE void compute_weights(float (&s_acc)[1][tiles][4], const Score& score,
+                                      int first_row, int first_key) const {
     const LaneIndices lane(first_row, first_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -361,9 +331,9 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void store(const Work& work) const {
+  CUFLASH_DEVICE void store(const Work& work) const {
     const int first_row = work.first_row + 16 * (warp_index() - 4);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Seqlen seqlen(params.score, entry);
     const int num_rows = min(max(seqlen.rows_q - first_row, 0), 16);
     store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,

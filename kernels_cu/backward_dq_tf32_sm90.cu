@@ -12,13 +12,8 @@
 // Warpgroup 0 produces: it splits k and v once per block and writes k twice, as it is for s and
 // transposed for dq, since wgmma sums float32 along rows of both operands only. The others consume.
 // q and dout of the tile stay in float32 and are split by the lanes that multiply with them. (D40)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/dq_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -51,7 +46,7 @@ struct TileWalk {
   Range rows, keys;
   BlockRanges blocks;
 
-  __device__ __forceinline__ explicit TileWalk(const BackwardParams& params)
+  CUFLASH_DEVICE explicit TileWalk(const BackwardParams& params)
       : work(Work::of_this_block(params)),
         entry(work.entry(params, 0)),
         score(params.score, entry),
@@ -61,7 +56,7 @@ struct TileWalk {
 };
 
 // By all threads: the rows of the tile are there after the next barrier.
-__device__ __forceinline__ void load_rows(const BackwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Score score(params.score, entry);
@@ -74,7 +69,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams& params, SharedMe
   ptx::cp_async_wait<0>();
 }
 
-__device__ __forceinline__ void produce(const BackwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
@@ -109,8 +104,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, SharedMemo
 
 // Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
 template <int dq_tiles>
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int warp, float (&dq_acc)[1][dq_tiles][4]) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int warp,
+                               float (&dq_acc)[1][dq_tiles][4]) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_row = tile.work.first_row + 16 * warp;

@@ -11,17 +11,9 @@
 // A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
 // one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
 // over queries are left to be added up. Queries far from 0 join sums at the end, pair by pair.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "ptx/special.cuh"
 
 namespace cuflash {
 
@@ -57,7 +49,7 @@ struct Work {
   int owner;
   Range sequences;
 
-  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
+  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
     const Tile tile = tile_of(params.grid, ptx::block_index());
     Range sequences{0, 1};
     int rank = tile.block;
@@ -80,23 +72,21 @@ struct Work {
   }
 
   // The `index`-th batch entry of the owner.
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index,
-                                              int sequence) const {
+  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index, int sequence) const {
     return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
   }
 
   // Extents of a bias.
-  __device__ __forceinline__ static int num_rows(const BackwardParams& params) {
+  CUFLASH_DEVICE static int num_rows(const BackwardParams& params) {
     return packed ? params.score.q_length : params.score.seqlen_q;
   }
-  __device__ __forceinline__ static int num_columns(const BackwardParams& params) {
+  CUFLASH_DEVICE static int num_columns(const BackwardParams& params) {
     return packed ? params.score.kv_length : params.score.seqlen_k;
   }
 };
 
 // What a pair adds to the result, from the gradient of its score.
-__device__ __forceinline__ Real contribution(const Score& score, Real ds, Real product, int q_idx,
-                                             int kv_idx) {
+CUFLASH_DEVICE Real contribution(const Score& score, Real ds, Real product, int q_idx, int kv_idx) {
   if constexpr (Config::grad_of == GradOf::alibi_slopes) {
     return -ds * score.formula_slope(product, q_idx, kv_idx) * score.distance(q_idx, kv_idx);
   } else if constexpr (Config::grad_of == GradOf::scale) {
@@ -108,11 +98,10 @@ __device__ __forceinline__ Real contribution(const Score& score, Real ds, Real p
 
 // Adds the pairs of one block but those of queries far from 0, of which `any_far` tells.
 template <bool masked>
-__device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
-                                          const Real (&s_acc)[slices][tiles][4],
-                                          const Real (&dp_acc)[slices][tiles][4],
-                                          const RowStatistics* statistics, const Score& score,
-                                          int first_row, int first_key, bool& any_far) {
+CUFLASH_DEVICE void add_pairs(Real (&acc)[slices][tiles][4], const Real (&s_acc)[slices][tiles][4],
+                              const Real (&dp_acc)[slices][tiles][4],
+                              const RowStatistics* statistics, const Score& score, int first_row,
+                              int first_key, bool& any_far) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -153,10 +142,10 @@ __device__ __forceinline__ void add_pairs(Real (&acc)[slices][tiles][4],
 }
 
 // Adds one block of pairs of one batch entry.
-__device__ __forceinline__ void add_block(const BackwardParams& params, SharedMemory& smem,
-                                          const BatchIndex& entry, const Score& score,
-                                          int first_row, int first_key, bool masked,
-                                          Real (&acc)[slices][tiles][4], bool& any_far) {
+CUFLASH_DEVICE void add_block(const BackwardParams& params, SharedMemory& smem,
+                              const BatchIndex& entry, const Score& score, int first_row,
+                              int first_key, bool masked, Real (&acc)[slices][tiles][4],
+                              bool& any_far) {
   const Range rows{0, score.seqlen.q}, keys{0, score.seqlen.k};
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource q(params.q, params.q_layout, entry, first_q, params.head_dim);
@@ -192,9 +181,8 @@ __device__ __forceinline__ void add_block(const BackwardParams& params, SharedMe
 }
 
 // Adds the blocks of the owner's `index`-th batch entry.
-__device__ __forceinline__ void accumulate(const BackwardParams& params, SharedMemory& smem,
-                                           int index, int sequence, Real (&acc)[slices][tiles][4],
-                                           bool& any_far) {
+CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
+                               int sequence, Real (&acc)[slices][tiles][4], bool& any_far) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, index, sequence);
   const Score score(params.score, entry);
@@ -265,8 +253,8 @@ __device__ __noinline__ void add_far_rows(const BackwardParams& params, int inde
   }
 }
 
-__device__ __forceinline__ void store_pairs(const BackwardParams& params, Real* sums,
-                                            const Work& work, const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void store_pairs(const BackwardParams& params, Real* sums, const Work& work,
+                                const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -284,9 +272,8 @@ __device__ __forceinline__ void store_pairs(const BackwardParams& params, Real* 
   }
 }
 
-__device__ __forceinline__ void store_queries(const BackwardParams& params, Real* sums,
-                                              const Work& work, int num_rows,
-                                              const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void store_queries(const BackwardParams& params, Real* sums, const Work& work,
+                                  int num_rows, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -304,9 +291,8 @@ __device__ __forceinline__ void store_queries(const BackwardParams& params, Real
   }
 }
 
-__device__ __forceinline__ void store_keys(const BackwardParams& params, SharedMemory& smem,
-                                           Real* sums, const Work& work,
-                                           const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void store_keys(const BackwardParams& params, SharedMemory& smem, Real* sums,
+                               const Work& work, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int t = 0; t < tiles; ++t) {
 #pragma unroll

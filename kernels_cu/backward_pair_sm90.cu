@@ -31,12 +31,9 @@
 //   ds_empty     3                  all have multiplied with ds of the own keys: stage the next
 //   turn_come    1                  it is this tile's turn to add
 //   dq_added     4 (warps)          it has added: pass the turn on
-#include "config.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
-#include "sm90/pair.cuh"
 #include "sm90/pair_producer.cuh"
 
 namespace cuflash {
@@ -47,7 +44,7 @@ struct TurnKeeper {
   const BackwardSm90Params& params;
   SharedMemory& smem;
 
-  __device__ __forceinline__ void run(const Work& work) {
+  CUFLASH_DEVICE void run(const Work& work) {
     Ring<1> ring;
     walk_blocks(
         params, work,
@@ -69,9 +66,9 @@ struct TurnKeeper {
 // ------------------------------------------------------------------------------- the warpgroups
 // A warp's 16 rows of dk or dv; returns those that are non-finite, as bits.
 template <int tiles>
-__device__ __forceinline__ uint32_t store_keys(const BackwardParams& params, const Work& work,
-                                               void* array, const Layout& layout, int columns,
-                                               float factor, const float (&acc)[tiles][4]) {
+CUFLASH_DEVICE uint32_t store_keys(const BackwardParams& params, const Work& work, void* array,
+                                   const Layout& layout, int columns, float factor,
+                                   const float (&acc)[tiles][4]) {
   const int first_key = work.keys.first_key + 16 * (warp_index() % 4);
   const BatchIndex entry = work.keys.entry(params, 0);
   const Seqlen seqlen(params.score, entry);
@@ -85,7 +82,7 @@ constexpr int dk_stored = 1;  // a named barrier
 
 // Scores, ds and dv.
 struct ScoreOwner : DkvWarpgroup<64> {
-  __device__ __forceinline__ void run(const Work& work) {
+  CUFLASH_DEVICE void run(const Work& work) {
     clear(dv_acc);
     wait_for_keys();
     walk_blocks(
@@ -101,17 +98,14 @@ struct ScoreOwner : DkvWarpgroup<64> {
   }
 
  private:
-  __device__ __forceinline__ SharedMemory& shared() const {
-    return static_cast<SharedMemory&>(smem);
-  }
+  CUFLASH_DEVICE SharedMemory& shared() const { return static_cast<SharedMemory&>(smem); }
 
   // Do registers hold dp beside scores, lse and the operand p? Then it is multiplied under
   // exponentials.
   static constexpr bool dp_beside_p = Config::head_dim_v < 256;
 
   // The last product of a block is waited for when the scores of the next are there.
-  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
-                                            bool masked) {
+  CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     float s_acc[1][tiles][4], dp_acc[1][tiles][4];
     start_scores(s_acc, ring);
     if (dp_beside_p) start_dp(dp_acc);
@@ -135,14 +129,14 @@ struct ScoreOwner : DkvWarpgroup<64> {
     ring.advance();
   }
 
-  __device__ __forceinline__ void release_block_before_in_both() {
+  CUFLASH_DEVICE void release_block_before_in_both() {
     uint64_t& empty = smem.empty[Ring<Config::num_stages>{ring.uses - 1}.stage()];
     arrive_as_readers(empty, ring.uses > 0);
     arrive_at_other_if(empty, leads_warpgroup() && ring.uses > 0);
   }
 
   // Each warp its 16 keys, for both thread blocks.
-  __device__ __forceinline__ void stage_ds(const float (&ds)[1][tiles][4]) const {
+  CUFLASH_DEVICE void stage_ds(const float (&ds)[1][tiles][4]) const {
     const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
     const uint32_t rows = ptx::shared_address(shared().ds.data[0][thread / 32 * 16]);
     const uint32_t lane_address = rows + lane % 16 * 128 + (((lane / 16) ^ (lane & 7)) << 4);
@@ -166,7 +160,7 @@ struct ScoreOwner : DkvWarpgroup<64> {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store(const Work& work) const {
+  CUFLASH_DEVICE void store(const Work& work) const {
     uint32_t broken =
         store_keys(params, work, params.dv, params.dv_layout, params.head_dim_v, 1.0f, dv_acc[0]);
     ptx::named_barrier_sync(dk_stored, 256);
@@ -187,14 +181,14 @@ struct KeyGradient {
   Ring<Config::num_stages> ring;
   float dk_acc[1][tiles][4];
 
-  __device__ __forceinline__ void run(const Work& work) {
+  CUFLASH_DEVICE void run(const Work& work) {
     clear(dk_acc);
     add_tile(work);
     store(work);
   }
 
  private:
-  __device__ __forceinline__ void add_tile(const Work& work) {
+  CUFLASH_DEVICE void add_tile(const Work& work) {
     walk_blocks(
         params, work,
         [&](const Score&, int, int, bool) {
@@ -204,7 +198,7 @@ struct KeyGradient {
         [] {});
   }
 
-  __device__ __forceinline__ void add_block() {
+  CUFLASH_DEVICE void add_block() {
     const int stage = ring.stage();
     wait(smem.full[stage], ring.full_parity());
     wait(smem.ds_full, Ring<1>{ring.uses}.full_parity());
@@ -217,7 +211,7 @@ struct KeyGradient {
     arrive_at_other_if(smem.empty[stage], leads_warpgroup());
   }
 
-  __device__ __forceinline__ void store(const Work& work) const {
+  CUFLASH_DEVICE void store(const Work& work) const {
     const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
                                        params.score.scale, dk_acc[0]);
     if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;
@@ -238,13 +232,13 @@ struct QueryGradient {
   float whole_acc[1][8 * whole_panels][4];
   float middle_acc[1][4][4];  // half of the middle panel
 
-  __device__ __forceinline__ void run(const Work& work) {
+  CUFLASH_DEVICE void run(const Work& work) {
     wait(smem.keys_full, 0);
     add_tile(work);
   }
 
  private:
-  __device__ __forceinline__ void add_tile(const Work& work) {
+  CUFLASH_DEVICE void add_tile(const Work& work) {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
@@ -256,7 +250,7 @@ struct QueryGradient {
         [] {});
   }
 
-  __device__ __forceinline__ void multiply() {
+  CUFLASH_DEVICE void multiply() {
     ptx::mbarrier_arrive_expect_if(ptx::shared_address(&smem.other_full),
                                    SharedMemory::DsTile::bytes, leads_warpgroup());
     wait(smem.ds_full, ring.full_parity());
@@ -272,9 +266,8 @@ struct QueryGradient {
 
   // Keys whose own panels begin at `first`; the middle one lies at the same place in both.
   template <typename KeysTile>
-  __device__ __forceinline__ void start_product_with(const SharedMemory::DsTile& ds,
-                                                     const KeysTile& keys, int first,
-                                                     bool accumulates) {
+  CUFLASH_DEVICE void start_product_with(const SharedMemory::DsTile& ds, const KeysTile& keys,
+                                         int first, bool accumulates) {
     start_panel_product<SharedMemory::DsTile, KeysTile>(whole_acc, ds.mn_major(),
                                                         keys.mn_major(0, first), accumulates);
     if constexpr (shares_middle) {
@@ -285,7 +278,7 @@ struct QueryGradient {
   }
 
   // The own columns, to the sums of a block.
-  __device__ __forceinline__ void add(const DqAccum& sums, int block, bool is_first) {
+  CUFLASH_DEVICE void add(const DqAccum& sums, int block, bool is_first) {
     wait(smem.turn_come, ring.full_parity());
     const int slice = warp_index() % 4;
     if (warp_agrees(slice < sums.slices(block, 0))) {
@@ -303,8 +296,7 @@ struct QueryGradient {
   }
 
   template <int tiles>
-  __device__ __forceinline__ static void put(DqSlice<tiles>& to, const float (&acc)[tiles][4],
-                                             bool is_first) {
+  CUFLASH_DEVICE static void put(DqSlice<tiles>& to, const float (&acc)[tiles][4], bool is_first) {
     if (warp_agrees(is_first)) {
       to.write(acc, lane_index());
     } else {

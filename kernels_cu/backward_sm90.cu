@@ -37,8 +37,6 @@
 //
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.
-#include "config.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
@@ -67,7 +65,7 @@ static_assert(Score::is_plain, "others take registers");
 static_assert(consumers == 2, "two warpgroups that take turns");
 
 // By one thread, before any other touches a barrier.
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   init_rings(smem);
   for (int i = 0; i < 2; ++i) {
     init(smem.ds_full[i], 4 * consumers);
@@ -91,20 +89,20 @@ struct Tiles {
   Ring<2> ring;
 
   // Negative: none is left.
-  __device__ __forceinline__ int receive() const {
+  CUFLASH_DEVICE int receive() const {
     wait(smem.tile_full[ring.stage()], ring.full_parity());
     return index();
   }
-  __device__ __forceinline__ int index() const {
+  CUFLASH_DEVICE int index() const {
     int tile = 0;
     if (lane_index() == 0) tile = smem.tile[ring.stage()];
     return __shfl_sync(0xffffffff, tile, 0);
   }
-  __device__ __forceinline__ void release() {
+  CUFLASH_DEVICE void release() {
     arrive_as_warp(smem.tile_empty[ring.stage()]);
     ring.advance();
   }
-  __device__ __forceinline__ uint32_t keys_parity() const { return ring.uses & 1; }
+  CUFLASH_DEVICE uint32_t keys_parity() const { return ring.uses & 1; }
 };
 
 // ----------------------------------------------------------------------------- the loading warp
@@ -112,7 +110,7 @@ struct Producer {
   const BackwardSm90Params& params;
   SharedMemory& smem;
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     DkvProducer<LastRowsFirst> rows{params, smem};
 #pragma unroll 1
     for (Ring<2> ring;; ring.advance()) {
@@ -125,7 +123,7 @@ struct Producer {
 
  private:
   // Drawn, so that a tile runs only when all before it do.
-  __device__ __forceinline__ int draw(const Ring<2>& ring) const {
+  CUFLASH_DEVICE int draw(const Ring<2>& ring) const {
     wait(smem.tile_empty[ring.stage()], ring.empty_parity());
     int tile = lane_index() == 0 ? atomicAdd(params.turns, 1) : 0;
     tile = __shfl_sync(0xffffffff, tile, 0);
@@ -144,7 +142,7 @@ struct Writer {
   const uint32_t writer;
   Ring<writers> ring;
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     if (lane_index() != 0) return;
 #pragma unroll 1
     for (Ring<2> tiles;; tiles.advance()) {
@@ -157,7 +155,7 @@ struct Writer {
   }
 
  private:
-  __device__ __forceinline__ void write_tile(const KeyTile& work) {
+  CUFLASH_DEVICE void write_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
@@ -181,8 +179,8 @@ struct Writer {
     ptx::tma_store_wait();  // shared memory may end with this tile
   }
 
-  __device__ __forceinline__ void write(const DqAccum& sums, const DqSemaphore& turns, int block,
-                                        int turn) const {
+  CUFLASH_DEVICE void write(const DqAccum& sums, const DqSemaphore& turns, int block,
+                            int turn) const {
 #pragma unroll 1
     for (int part = 0; part < DqAccum::parts; ++part) {
       wait(smem.dq_full[writer][part], ring.full_parity());
@@ -218,7 +216,7 @@ struct Multiplier {
   SharedMemory& smem;
   Ring<2> ring;
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     Tiles tiles{smem};
 #pragma unroll 1
     for (;; tiles.release()) {
@@ -231,7 +229,7 @@ struct Multiplier {
   }
 
  private:
-  __device__ __forceinline__ void multiply_tile(const KeyTile& work) {
+  CUFLASH_DEVICE void multiply_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
@@ -244,7 +242,7 @@ struct Multiplier {
     }
   }
 
-  __device__ __forceinline__ void multiply_block() const {
+  CUFLASH_DEVICE void multiply_block() const {
     wait(smem.ds_full[ring.stage()], ring.full_parity());
     multiply_part<0>();
     multiply_part<1>();
@@ -252,7 +250,7 @@ struct Multiplier {
   }
 
   template <int part>
-  __device__ __forceinline__ void multiply_part() const {
+  CUFLASH_DEVICE void multiply_part() const {
     constexpr int tiles = DqAccum::tiles(part);
     const int stage = ring.stage();
     const Ring<writers> before{ring.uses - 1};
@@ -278,7 +276,7 @@ struct Consumer : DkvWarpgroup<64> {
   static constexpr bool dp_beside_p = Config::head_dim + Config::head_dim_v <= 192;
   static constexpr int first_turn = 1;  // the first of as many named barriers as warpgroups
 
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     Tiles tiles{shared()};
 #pragma unroll 1
     for (;; tiles.release()) {
@@ -294,11 +292,9 @@ struct Consumer : DkvWarpgroup<64> {
   }
 
  private:
-  __device__ __forceinline__ SharedMemory& shared() const {
-    return static_cast<SharedMemory&>(smem);
-  }
+  CUFLASH_DEVICE SharedMemory& shared() const { return static_cast<SharedMemory&>(smem); }
 
-  __device__ __forceinline__ void add_tile(const KeyTile& work) {
+  CUFLASH_DEVICE void add_tile(const KeyTile& work) {
     if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
@@ -319,8 +315,7 @@ struct Consumer : DkvWarpgroup<64> {
   }
 
   // dk of the part before and the scores of this one are a turn, dv and dp the next.
-  __device__ __forceinline__ void add_block(const Score& score, int first_row, int first_key,
-                                            bool masked) {
+  CUFLASH_DEVICE void add_block(const Score& score, int first_row, int first_key, bool masked) {
     const Ring<2> ds_ring{ring.uses};
 #pragma unroll
     for (int part = 0; part < Config::block_m / 64; ++part) {
@@ -359,15 +354,15 @@ struct Consumer : DkvWarpgroup<64> {
     ring.advance();
   }
 
-  __device__ __forceinline__ void pingpong_wait() const {
+  CUFLASH_DEVICE void pingpong_wait() const {
     ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
-  __device__ __forceinline__ void pingpong_signal() const {
+  CUFLASH_DEVICE void pingpong_signal() const {
     ptx::named_barrier_arrive(first_turn + 1 - warpgroup, 256);
   }
 
   // This warpgroup's rows of 64 columns of ds^T for all.
-  __device__ __forceinline__ void stage_ds(int part) const {
+  CUFLASH_DEVICE void stage_ds(int part) const {
     const uint32_t thread = ptx::thread_index() - 128, lane = thread % 32;
     const uint32_t row = thread / 32 * 16 + lane % 16;
     const uint32_t lane_address = ptx::shared_address(shared().ds[ring.uses % 2].data[part]) +

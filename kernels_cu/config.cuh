@@ -152,6 +152,9 @@
 #define CUFLASH_PTX_DTYPE_OF(dtype) CUFLASH_PTX_DTYPE_NAMED(dtype)
 #define CUFLASH_PTX_DTYPE CUFLASH_PTX_DTYPE_OF(CUFLASH_DTYPE)
 
+// What nearly every function here is.
+#define CUFLASH_DEVICE __device__ __forceinline__
+
 namespace cuflash {
 
 using uint8_t = unsigned char;

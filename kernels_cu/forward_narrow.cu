@@ -14,17 +14,9 @@
 // its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
 // what takes longest. All threads read the same key at a time, for all their rows. (D61)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/load.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -39,9 +31,9 @@ struct alignas(16) Key {
   static constexpr int room = (width + width_v + Config::key_bias + 3) / 4 * 4;
   Real element[room];
 
-  __device__ __forceinline__ Real k(int i) const { return element[i]; }
-  __device__ __forceinline__ Real v(int i) const { return element[width + i]; }
-  __device__ __forceinline__ Real bias() const { return element[width + width_v]; }
+  CUFLASH_DEVICE Real k(int i) const { return element[i]; }
+  CUFLASH_DEVICE Real v(int i) const { return element[width + i]; }
+  CUFLASH_DEVICE Real bias() const { return element[width + width_v]; }
 };
 
 struct SharedMemory {
@@ -58,12 +50,9 @@ struct Work {
   int first_row;
   BatchIndex entry;
 
-  __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
+  CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
+    const RowTile tile = RowTile::of_this_block(params);
+    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
   }
 };
 
@@ -72,15 +61,14 @@ struct Sums {
   Real maximum, weights;
   Real o[width_v + 1];  // an array has an element
 
-  __device__ __forceinline__ void clear() {
+  CUFLASH_DEVICE void clear() {
     weights = 0;
 #pragma unroll
     for (int i = 0; i < width_v; ++i) o[i] = 0;
   }
 
   // What turns sums under this maximum into sums under another; 0 where there are none.
-  __device__ __forceinline__ Real rescale_to(Real other, const Score& score,
-                                             const WarpPowers& power) const {
+  CUFLASH_DEVICE Real rescale_to(Real other, const Score& score, const WarpPowers& power) const {
     // A row that has seen nothing yet: -inf minus -inf would be NaN.
     const Real to = other == -infinity() ? 0 : score.reference(other);
     return power(score.exponent_between(score.reference(maximum), to));
@@ -92,7 +80,7 @@ struct Row {
   Real q[width];
   Sums block, all;
 
-  __device__ __forceinline__ void begin(const RowSource& from, int q_idx, bool exists) {
+  CUFLASH_DEVICE void begin(const RowSource& from, int q_idx, bool exists) {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       q[i] = exists ? from.number(q_idx, i) : Real(0);
@@ -102,7 +90,7 @@ struct Row {
     all.clear();
   }
 
-  __device__ __forceinline__ Real dot(const Key& key) const {
+  CUFLASH_DEVICE Real dot(const Key& key) const {
     Real product = 0;
 #pragma unroll
     for (int i = 0; i < width; ++i) product = fma(q[i], key.k(i), product);
@@ -110,8 +98,7 @@ struct Row {
   }
 
   // Scores of a run become weights; what was summed under the old maximum is rescaled.
-  __device__ __forceinline__ void online_softmax(Real (&s)[run], const Score& score,
-                                                 const WarpPowers& power) {
+  CUFLASH_DEVICE void online_softmax(Real (&s)[run], const Score& score, const WarpPowers& power) {
     Real maximum = block.maximum;
 #pragma unroll
     for (int j = 0; j < run; ++j) maximum = fmax(maximum, s[j]);
@@ -130,7 +117,7 @@ struct Row {
   }
 
   // The sums of a block join those before; the next one goes on with its maximum.
-  __device__ __forceinline__ void end_block(const Score& score, const WarpPowers& power) {
+  CUFLASH_DEVICE void end_block(const Score& score, const WarpPowers& power) {
     const Real rescale = all.rescale_to(block.maximum, score, power);
     all.maximum = block.maximum;
     all.weights = fma(all.weights, rescale, block.weights);
@@ -141,9 +128,8 @@ struct Row {
 };
 
 // Keys of a block; those outside `valid` are zeros. True for all if any has a bias of -inf.
-__device__ __forceinline__ bool load_keys(SharedMemory& smem, const RowSource& k,
-                                          const RowSource& v, const Score& score, int first_key,
-                                          Range valid) {
+CUFLASH_DEVICE bool load_keys(SharedMemory& smem, const RowSource& k, const RowSource& v,
+                              const Score& score, int first_key, Range valid) {
   bool hides = false;
   __syncthreads();  // every thread is done with the block before
 #pragma unroll 1
@@ -170,9 +156,8 @@ __device__ __forceinline__ bool load_keys(SharedMemory& smem, const RowSource& k
 
 // Adds the keys of a block to the rows from `first_row` on, one every num_threads.
 template <bool masked>
-__device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& smem,
-                                          const Score& score, int first_row, int first_key,
-                                          const WarpPowers& power) {
+CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const Score& score,
+                              int first_row, int first_key, const WarpPowers& power) {
 #pragma unroll 1
   for (int begin = 0; begin < Config::block_n; begin += run) {
     Real s[rows][run];
@@ -228,8 +213,8 @@ __device__ __forceinline__ void add_block(Row (&own)[rows], const SharedMemory& 
 
 // out and lse of a row; one that saw nothing becomes +0 and lse_without_keys. Returns whether they
 // are not to be relied on: sums of large values may be infinite where their mean is not.
-__device__ __forceinline__ bool store(const ForwardParams& params, const Work& work,
-                                      const Score& score, const Row& row, int q_idx) {
+CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const Score& score,
+                          const Row& row, int q_idx) {
   if (q_idx >= score.seqlen.rows_q) return false;
   const int first_q = score.seqlen.first_q;
   const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;

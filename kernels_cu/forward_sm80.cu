@@ -10,10 +10,6 @@
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
 // arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/forward_rows.cuh"
 
@@ -39,9 +35,8 @@ static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp ow
 
 // Sums over the keys that the tile's rows see.
 template <int out_tiles>
-__device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem,
-                                       WarpSoftmax<slices>& softmax,
-                                       Real (&o_acc)[slices][out_tiles][4]) {
+CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
+                           WarpSoftmax<slices>& softmax, Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int warp_row = warp_index() * 16 * slices;

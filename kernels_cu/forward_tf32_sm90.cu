@@ -12,13 +12,8 @@
 // once, and write k as it is and v transposed, since wgmma sums float32 along rows of both operands
 // only. The others consume. q stays in float32 and is split by the lanes that multiply with it,
 // unless one product of TF32 serves: then it is an operand where it lies. (D40, D41, D42)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/forward_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 
@@ -51,7 +46,7 @@ struct TileWalk {
   Range rows, keys;
   BlockRanges blocks;
 
-  __device__ __forceinline__ explicit TileWalk(const ForwardParams& params)
+  CUFLASH_DEVICE explicit TileWalk(const ForwardParams& params)
       : work(Work::of_this_block(params)),
         score(params.score, work.entry),
         rows{work.first_row, work.first_row + Config::block_m},
@@ -60,7 +55,7 @@ struct TileWalk {
 };
 
 // By all threads: the queries of the tile are there after the next barrier.
-__device__ __forceinline__ void load_queries(const ForwardParams& params, SharedMemory& smem) {
+CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const RowSource q(params.q, params.q_layout, work.entry, score.seqlen.first_q, params.head_dim);
@@ -78,9 +73,8 @@ __device__ __forceinline__ void load_queries(const ForwardParams& params, Shared
 
 // s = q k^T for the rows of a warpgroup, of which `warp` is one.
 template <int tiles, typename Tile>
-__device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
-                                                 const SharedOperand<SharedMemory::KTile>& k,
-                                                 int warp) {
+CUFLASH_DEVICE void multiply_queries(float (&s_acc)[1][tiles][4], const Tile (&q)[1],
+                                     const SharedOperand<SharedMemory::KTile>& k, int warp) {
   if constexpr (uses_3xtf32) {
     multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(q[0], 16 * warp), k);
   } else {
@@ -90,9 +84,9 @@ __device__ __forceinline__ void multiply_queries(float (&s_acc)[1][tiles][4], co
 
 // All blocks of one operand: k as it is, or v transposed.
 template <bool of_keys, int width, typename Tile>
-__device__ __forceinline__ void produce(const ForwardParams& params,
-                                        Tile (&tiles)[Config::num_stages][operand_parts],
-                                        TileBarriers& barriers) {
+CUFLASH_DEVICE void produce(const ForwardParams& params,
+                            Tile (&tiles)[Config::num_stages][operand_parts],
+                            TileBarriers& barriers) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_k = tile.score.seqlen.first_k;
@@ -137,8 +131,8 @@ __device__ __forceinline__ void produce(const ForwardParams& params,
 
 // Sums over the keys that the tile's rows see, of the 64 rows of a warpgroup.
 template <int out_tiles>
-__device__ __forceinline__ void attend(const ForwardParams& params, SharedMemory& smem, int warp,
-                                       OnlineSoftmax<1>& softmax, float (&o_acc)[1][out_tiles][4]) {
+CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int warp,
+                           OnlineSoftmax<1>& softmax, float (&o_acc)[1][out_tiles][4]) {
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_row = tile.work.first_row + 16 * warp;

@@ -1,7 +1,6 @@
 // Number formats: what an element is, how it is read, rounded and stored.
 #pragma once
 
-#include "config.cuh"
 #include "score/exp64.cuh"
 #include "ptx/arithmetic.cuh"
 
@@ -47,32 +46,32 @@ constexpr float largest_float = 3.4028234663852886e38f;
 // of their scores is 2^-6 or more, in float32 2^-4.
 constexpr Real far_from_0 = is_double ? 0x1p46 : 0x1p20;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+CUFLASH_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // A NaN that arithmetic made, or passed on; off the pipe of float64.
-__device__ __forceinline__ bool is_quiet_nan(float x) {
+CUFLASH_DEVICE bool is_quiet_nan(float x) {
   return (__float_as_uint(x) & 0x7fc00000) == 0x7fc00000;
 }
-__device__ __forceinline__ bool is_quiet_nan(double x) {
+CUFLASH_DEVICE bool is_quiet_nan(double x) {
   return (__double2hiint(x) & 0x7ff80000) == 0x7ff80000;
 }
 
 // 2^x, for any thread.
-__device__ __forceinline__ float power_of_two(float x) { return ptx::exp2_approx(x); }
-__device__ __forceinline__ double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }
+CUFLASH_DEVICE float power_of_two(float x) { return ptx::exp2_approx(x); }
+CUFLASH_DEVICE double power_of_two(double x) { return exp2_float64(x, MemoryPowers{}); }
 
 // The same for a warp whose lanes ask together: of float64 each holds an entry of a table.
 struct FloatPowers {
-  __device__ __forceinline__ float operator()(float x) const { return ptx::exp2_approx(x); }
+  CUFLASH_DEVICE float operator()(float x) const { return ptx::exp2_approx(x); }
 };
 
 struct DoublePowers {
   LanePowers entries{static_cast<int>(threadIdx.x % 32)};
 
-  __device__ __forceinline__ double operator()(double x) const { return exp2_float64(x, entries); }
+  CUFLASH_DEVICE double operator()(double x) const { return exp2_float64(x, entries); }
 
   // 2^(a b - reference), where the shift says what the reference is.
-  __device__ __forceinline__ double of_product(double a, double b, double shift) const {
+  CUFLASH_DEVICE double of_product(double a, double b, double shift) const {
     return exp2_of_product(a, b, shift, entries);
   }
 };
@@ -88,7 +87,7 @@ struct PowersOf<true> {
 using WarpPowers = PowersOf<is_double>::type;
 
 template <Dtype dtype>
-__device__ __forceinline__ Real to_real(typename Storage<dtype>::type x) {
+CUFLASH_DEVICE Real to_real(typename Storage<dtype>::type x) {
   if constexpr (dtype == Dtype::float16) {
     return ptx::float16_to_float(x);
   } else if constexpr (dtype == Dtype::bfloat16) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ Real to_real(typename Storage<dtype>::type x) {
 
 // One number of an option's array. What is finite stays so.
 template <Dtype dtype>
-__device__ __forceinline__ Real finite_real(typename Storage<dtype>::type x) {
+CUFLASH_DEVICE Real finite_real(typename Storage<dtype>::type x) {
   const Real rounded = to_real<dtype>(x);
   if constexpr (dtype == Dtype::float64 && !is_double) {
     const bool overflowed = fabsf(rounded) == infinity() && fabs(x) != infinity();
@@ -111,13 +110,13 @@ __device__ __forceinline__ Real finite_real(typename Storage<dtype>::type x) {
 }
 
 template <Dtype dtype>
-__device__ __forceinline__ Real read_real(const void* array, int64_t index) {
+CUFLASH_DEVICE Real read_real(const void* array, int64_t index) {
   return finite_real<dtype>(static_cast<const typename Storage<dtype>::type*>(array)[index]);
 }
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.
 template <Dtype dtype>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+CUFLASH_DEVICE uint32_t pack(float low, float high) {
   static_assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16, "16-bit formats");
   if constexpr (dtype == Dtype::float16) {
     return ptx::pack_float16(low, high);
@@ -128,13 +127,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // Sum and maximum over the four lanes that share a row of an accumulator fragment.
 template <typename Value>
-__device__ __forceinline__ Value quad_sum(Value x) {
+CUFLASH_DEVICE Value quad_sum(Value x) {
   x += __shfl_xor_sync(0xffffffff, x, 1);
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
 template <typename Value>
-__device__ __forceinline__ Value quad_max(Value x) {
+CUFLASH_DEVICE Value quad_max(Value x) {
   x = fmax(x, __shfl_xor_sync(0xffffffff, x, 1));
   return fmax(x, __shfl_xor_sync(0xffffffff, x, 2));
 }

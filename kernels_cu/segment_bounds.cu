@@ -2,12 +2,7 @@
 //
 // A warp reads the ids of one pair of bounds; lanes past the end repeat the last id. The blocks of
 // threads of a batch entry take its queries, then its keys.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -15,8 +10,7 @@ using Id = Score::Id;
 constexpr int ids_per_block = bounded_ids * Config::num_warps;
 
 // Of the ids of the `block`-th thread block.
-__device__ __forceinline__ void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids,
-                                             int block) {
+CUFLASH_DEVICE void write_bounds(const Id* ids, IdBounds<Id>* bounds, int num_ids, int block) {
   const int pair = block * Config::num_warps + warp_index();
   const int first = pair * bounded_ids + lane_index();
   const auto id_at = [&](int i) { return ids[min(first + i, num_ids - 1)]; };

@@ -22,7 +22,7 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._ahead import kernels_of
-from cuflash._cli import explained as explaining
+from cuflash._cli import explain as explaining
 from cuflash._cli import from_checkout, info
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
@@ -756,6 +756,30 @@ def test_the_store_is_warmed_listed_verified_and_cleared(command, tmp_path):
     status, out, _ = command(cache("clear"))
     assert (status, sorted(path.name for path in folder.iterdir())) == (0, ["notes.txt"])
     assert command(cache("list"))[0] == 0
+
+
+def test_clearing_removes_what_killed_processes_left(command, monkeypatch):
+    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
+
+    def killed(*_, **__):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        for step in ("replace", "unlink"):
+            patch.setattr(cubin_cache.os, step, killed)
+        for write, *given in (
+            (cubin_cache.save, "a" * 64, b"a kernel"),
+            (cubin_cache.save_note, "a" * 64, {}),
+            (cubin_cache.save_note, "compiler", {}),
+        ):
+            with pytest.raises(SystemExit):
+                write(*given)
+    folder = cubin_cache.folder()
+    assert len(list(folder.iterdir())) == 3
+    (folder / "tmp_of_another").write_text("not ours")
+    status, out, _ = command("cache clear")
+    assert (status, "0 kernels removed" in out) == (0, True)
+    assert [path.name for path in folder.iterdir()] == ["tmp_of_another"]
 
 
 def test_a_store_that_is_not_there_is_empty(command, tmp_path):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import gen_wgmma
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
@@ -338,11 +337,6 @@ def test_what_the_portable_kernel_serves() -> None:
     assert config_of({**PLAIN, "dtype": bfloat16}) is not None
     assert not gradient_configs({**PLAIN, "head_dims": (64, 320)})
     assert len(gradient_configs({**PLAIN, "head_dims": (64, 33)})) == 2
-
-
-def test_wgmma_headers_are_fresh() -> None:
-    for name, text in gen_wgmma.generate().items():
-        assert (gen_wgmma.FOLDER / name).read_text(encoding="utf-8") == text
 
 
 def test_parameters_are_its_own() -> None:

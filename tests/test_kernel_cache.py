@@ -249,31 +249,6 @@ def test_notes_are_read_as_kernels_are(folder):
         shutil.rmtree(folder)
 
 
-def test_a_killed_process_leaves_what_clearing_removes(folder, monkeypatch, capsys):
-    """Nothing runs after SIGKILL: here, no file is put in its place and none is removed."""
-    from cuflash import _cli
-
-    def killed(*_, **__):
-        raise SystemExit
-
-    with monkeypatch.context() as patch:
-        for step in ("replace", "unlink"):
-            patch.setattr(cubin_cache.os, step, killed)
-        for write in (
-            lambda: cubin_cache.save("a" * 64, b"a kernel"),
-            lambda: cubin_cache.save_note("a" * 64, {}),
-            lambda: cubin_cache.save_note("compiler", {}),
-        ):
-            with pytest.raises(SystemExit):
-                write()
-    left = sorted(folder.iterdir())
-    assert len(left) == 3
-    (folder / "tmp_of_another").write_text("not ours")
-    assert _cli.main(["cache", "clear"]) == 0
-    assert [path.name for path in folder.iterdir()] == ["tmp_of_another"]
-    assert "0 kernels removed" in capsys.readouterr().out
-
-
 def test_a_file_in_the_place_of_the_folder(compiler, folder):
     folder.parent.write_text("no folder")
     with pytest.warns(RuntimeWarning, match="cache"):

@@ -13,7 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import Options
-from cuflash._kernels import fused_backward
+from cuflash._kernels import fused_backward, registry
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels.request import Request
 from cuflash._problem.layout import Layout
@@ -22,7 +22,6 @@ from cuflash._select import hardware, override
 from cuflash._select.access import Access
 from cuflash._select.choose import Wanted, choose
 from cuflash._select.override import BackwardConfigs
-from cuflash.tuning import _kernels
 from support import chosen
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -100,7 +99,7 @@ def plan(problem: Problem) -> Any:
 
 def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POINTERS) -> Any:
     addresses, bits = dict(zip(NAMES, pointers, strict=True)), pointers[0] & 15
-    layouts = run.forward_layouts(problem, None)
+    layouts = run.layouts_of(problem, {"out": problem.out})
     plan_cache.forget()
     found, _ = run._prepared(
         "key", problem, 0, addresses, lambda: layouts, None, bits, override=config
@@ -289,7 +288,10 @@ GRADIENT_POINTERS = {
 
 
 WORKSPACE = 1 << 30
-IN_TWO_PASSES = frozenset(_kernels.KERNELS) - {"backward_sm90", "backward_pair_sm90"}
+IN_TWO_PASSES = frozenset(name for name, kind in registry.KERNELS.items() if kind.tunables) - {
+    "backward_sm90",
+    "backward_pair_sm90",
+}
 
 
 def plan_gradient(
@@ -326,7 +328,7 @@ def gradient_steps(
     bits = functools.reduce(int.__or__, mapped) & 15
 
     def has_maps(problem: Any, layouts: Any, config: Any) -> bool:
-        return launch_plan.maps_of(config, problem, layouts, addresses) is not None
+        return launch_plan.maps_of(problem, layouts, config, addresses) is not None
 
     steps = choose(
         problem, hardware.of_device(0), Access(layouts, has_maps, bits, bits),

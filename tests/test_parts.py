@@ -122,6 +122,13 @@ def test_what_is_left_out_is_said(project, arguments, left_out, kernels, example
 
 
 @pytest.mark.long
+def test_processes_side_by_side_say_it_together(project):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    said = f"left out: {36 + 1} tests, {5 * 97} kernels of compile gates; --full runs them"
+    assert said in run(project, "-n", "2").outlines
+
+
+@pytest.mark.long
 def test_a_test_that_is_named_runs(project):
     tests = [f"test_some.py::test_long[{n}]" for n in range(40)]
     run(project, "--quick", *tests).assert_outcomes(passed=len(tests))

@@ -235,6 +235,15 @@ def test_the_command_runs_its_program(tmp_path):
     assert run.stdout.endswith("has what is needed and is used as it is\n")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "installed", "options"),
+    [("none", True, ("-n", "auto", "--dist", "worksteal")), ("none", False, ()), (13, True, ())],
+)
+def test_every_core_runs_tests_where_no_gpu_does(commands, cuda, installed, options):
+    commands.failing = "" if installed else "-c"  # the probe
+    assert setup_env.side_by_side("python", cuda) == options
+
+
 @posix_only
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def simulate(path, found, **given):
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given",
     [
@@ -129,6 +130,7 @@ def test_drift_of_the_clocks_does_not_lead_a_search(monkeypatch, swept):
     assert times == {key: row.get("relative") for key, row in rows.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", _strategies.offered())
 def test_every_search_that_is_offered_drives_a_sweep(tmp_path, monkeypatch, strategy):
     """Every third configuration fails; the same seed asks for the same ones."""
@@ -190,6 +192,7 @@ def test_searches_that_cannot_serve_are_not_offered(strategy):
         tuning.sweep(WORK, space_of(), strategy=strategy, device_command=DEVICE)
 
 
+@pytest.mark.long
 def test_our_sweep_comes_back_whole(tmp_path, any_sweep):
     path = tmp_path / "cache.json"
     tuning.write_cache(any_sweep, path)
@@ -211,6 +214,7 @@ def test_entries_have_what_kernel_tuner_gives_its_own(tmp_path, swept):
         assert set(found.header["parameters"]) <= set(own)
 
 
+@pytest.mark.long
 def test_the_dashboard_finds_what_it_looks_up(tmp_path, any_sweep):
     """Its KTdashboard (6b714cb) takes entries by the objective, those that have a number there."""
     path = tmp_path / "cache.json"
@@ -266,12 +270,7 @@ def test_a_file_that_an_interruption_left_open_is_read(tmp_path):
     with pytest.raises(json.JSONDecodeError):
         json.loads(path.read_text())
     keys = sorted(row["key"] for row in tuning.read_cache(path).rows)
-    assert keys == [
-        "1,1",
-        "1,4",
-        "2,1",
-        "2,4",
-    ]
+    assert keys == ["1,1", "1,4", "2,1", "2,4"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"cache": {}}', '{"kind": "sweep"}\n{}\n'])

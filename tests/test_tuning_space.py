@@ -5,9 +5,9 @@ from __future__ import annotations
 import doctest
 import math
 import random
+import re
 from dataclasses import fields, replace
 
-import gen_wgmma
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,19 @@ def store(tmp_path, monkeypatch):
 
 
 def test_widths_are_those_that_can_be_multiplied():
-    assert gen_wgmma.SCORES == wgmma.WIDTHS
+    text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
+    scores = text[text.index("// Columns of scores: the") : text.index("// Columns of dk and dq")]
+    found = re.findall(r"^CUFLASH_PTX_WGMMA_SS\((\d+)", scores, re.M)
+    assert tuple(map(int, found)) == wgmma.WIDTHS
+
+
+def test_texts_of_products_number_their_registers():
+    text = (kernels_dir() / "ptx" / "wgmma_products.cuh").read_text()
+    text += (kernels_dir() / "ptx" / "wgmma_tf32.cuh").read_text()
+    for numbers in re.findall(r"^CUFLASH_PTX_WGMMA_\w+\((.*)\)", text, re.M):
+        columns, registers, *others = map(int, numbers.split(","))
+        assert columns == 2 * registers
+        assert others == list(range(registers, registers + len(others)))
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ OPTIONAL = {
     "matplotlib": "the examples' pictures (pip install matplotlib)",
     "scipy": "comparisons with SciPy in the docs (pip install scipy)",
     "kernel-tuner": "searches of kernel-tuner, and its files (pip install kernel-tuner)",
+    "pytest-xdist": "tests on every core; they run on one (pip install pytest-xdist)",
     "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }
 
@@ -227,6 +228,14 @@ def install_nvrtc(python: str, folder: Path) -> None:
         say("skipped: compiling with NVRTC 13, which pip could not install (its message is above)")
 
 
+def side_by_side(python: str, cuda: int | str) -> tuple[str, ...]:
+    """Options of pytest that give every core a process; a GPU runs one test after the other."""
+    probe = [python, "-c", "import xdist"]
+    if isinstance(cuda, int) or subprocess.run(probe, capture_output=True).returncode:
+        return ()
+    return ("-n", "auto", "--dist", "worksteal")
+
+
 def main() -> int:
     """Prepare an interpreter and run the task with it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -254,7 +263,8 @@ def main() -> int:
     if python == sys.executable:
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [python, *task.command, *options.arguments]
+    split = side_by_side(python, cuda) if options.task == "test" else ()
+    command = [python, *task.command, *split, *options.arguments]
     return subprocess.call(command, cwd=ROOT, env=environment)
 
 

@@ -2,14 +2,9 @@
 // the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -23,24 +18,7 @@ struct Gradients {
   Real dv[slices][dv_columns / 8][4];
 };
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_key;
-  int owner;
-  int sequence;
-
-  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    // Under a causal bound the first keys are seen by the most queries.
-    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {place.block * Config::block_n, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
+using Work = KeyTile;
 
 // Of two neighbouring columns, read at once.
 struct alignas(16) TwoRows {
@@ -49,10 +27,9 @@ struct alignas(16) TwoRows {
 
 // s^T becomes p^T, dp^T becomes ds^T.
 template <bool masked, int slices, int tiles>
-__device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
-                                             Real (&dp_acc)[slices][tiles][4],
-                                             const RowStatistics* rows, const Score& score,
-                                             int first_row, int first_key) {
+CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)[slices][tiles][4],
+                                 const RowStatistics* rows, const Score& score, int first_row,
+                                 int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_key = first_key + fragment_row(0, 0, lane);
   const int lane_row = first_row + fragment_column(0, 0, lane);
@@ -101,9 +78,8 @@ __device__ __forceinline__ void compute_p_ds(Real (&s_acc)[slices][tiles][4],
 
 // One result of the keys of the `warp`th warp.
 template <int slices, int tiles>
-__device__ __forceinline__ void store_rows(const RowTarget& target, int warp, int first_key,
-                                           int num_keys, Real factor,
-                                           const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key, int num_keys,
+                               Real factor, const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -120,8 +96,8 @@ __device__ __forceinline__ void store_rows(const RowTarget& target, int warp, in
 }
 
 template <int slices>
-__device__ __forceinline__ void store_gradients(const BackwardParams& params, int warp,
-                                                const Gradients<slices>& acc) {
+CUFLASH_DEVICE void store_gradients(const BackwardParams& params, int warp,
+                                    const Gradients<slices>& acc) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);

@@ -1,43 +1,18 @@
 // What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_row;
-  int owner;
-  int sequence;
-
-  __device__ __forceinline__ static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
+using Work = RowTile;
 
 // The statistics of this lane's rows.
 template <int slices>
-__device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2],
-                                                const BackwardParams& params,
-                                                const BatchIndex& entry, const Seqlen& seqlen,
-                                                int first_row) {
+CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const BackwardParams& params,
+                                    const BatchIndex& entry, const Seqlen& seqlen, int first_row) {
   const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
@@ -51,10 +26,10 @@ __device__ __forceinline__ void read_statistics(RowStatistics (&rows)[slices][2]
 
 // s becomes ds.
 template <bool masked, int slices, int tiles>
-__device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
-                                           const Real (&dp_acc)[slices][tiles][4],
-                                           const RowStatistics (&rows)[slices][2],
-                                           const Score& score, int first_row, int first_key) {
+CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
+                               const Real (&dp_acc)[slices][tiles][4],
+                               const RowStatistics (&rows)[slices][2], const Score& score,
+                               int first_row, int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -91,8 +66,8 @@ __device__ __forceinline__ void compute_ds(Real (&s_acc)[slices][tiles][4],
 
 // dq of the rows of the `warp`th warp.
 template <int slices, int dq_tiles>
-__device__ __forceinline__ void store_rows(const BackwardParams& params, int warp,
-                                           const Real (&dq_acc)[slices][dq_tiles][4]) {
+CUFLASH_DEVICE void store_rows(const BackwardParams& params, int warp,
+                               const Real (&dq_acc)[slices][dq_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const BatchIndex entry = work.entry(params, 0);
   const Seqlen seqlen(params.score, entry);

@@ -15,7 +15,7 @@ struct LeftOperand {
 
   Two two[slices][steps][operand_registers / 2][32];
 
-  __device__ __forceinline__ void put(const Register (&frag)[slices][steps][operand_registers]) {
+  CUFLASH_DEVICE void put(const Register (&frag)[slices][steps][operand_registers]) {
     const int lane = lane_index();
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
@@ -29,7 +29,7 @@ struct LeftOperand {
     }
   }
 
-  __device__ __forceinline__ void take(Register (&frag)[slices][steps][operand_registers]) const {
+  CUFLASH_DEVICE void take(Register (&frag)[slices][steps][operand_registers]) const {
     const int lane = lane_index();
 #pragma unroll
     for (int s = 0; s < slices; ++s) {

@@ -1,22 +1,16 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
 // Scores of one block of keys: raw products become logits, what is invisible -inf.
 template <bool masked, int slices, int tiles>
-__device__ __forceinline__ void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score,
-                                            int first_row, int first_key) {
+CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& score, int first_row,
+                                int first_key) {
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
@@ -49,21 +43,17 @@ struct Work {
   int first_row;
   BatchIndex entry;
 
-  __device__ __forceinline__ static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
+  CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
+    const RowTile tile = RowTile::of_this_block(params);
+    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
   }
 };
 
 // out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and
 // lse_without_keys.
 template <int slices, int out_tiles>
-__device__ __forceinline__ void store_rows(const ForwardParams& params, int warp,
-                                           WarpSoftmax<slices>& softmax,
-                                           const Real (&o_acc)[slices][out_tiles][4]) {
+CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
+                               const Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int first_q = score.seqlen.first_q;

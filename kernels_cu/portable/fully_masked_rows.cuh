@@ -2,19 +2,16 @@
 // nothing.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cp_async.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
 
 namespace cuflash {
 
 // Starts the copy of the statistics of block_m rows. Rows outside `valid` become zero: they lie in
 // masked blocks, where nothing is visible to them.
-__device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::block_m],
-                                                const RowStatistics* from, int first_row,
-                                                Range valid) {
+CUFLASH_DEVICE void load_statistics(RowStatistics (&to)[Config::block_m], const RowStatistics* from,
+                                    int first_row, Range valid) {
   const int row = ptx::thread_index();
   if (row < Config::block_m) {
     ptx::cp_async<sizeof(RowStatistics)>(ptx::shared_address(&to[row]), from + first_row + row,
@@ -26,8 +23,8 @@ __device__ __forceinline__ void load_statistics(RowStatistics (&to)[Config::bloc
 // holds may reach a product. Such rows have lse = +inf here and are rare. Each of `tiles` points to
 // as many as hold block_m rows together.
 template <typename... Tiles>
-__device__ __forceinline__ void clear_fully_masked_rows(
-    const RowStatistics (&rows)[Config::block_m], Tiles*... tiles) {
+CUFLASH_DEVICE void clear_fully_masked_rows(const RowStatistics (&rows)[Config::block_m],
+                                            Tiles*... tiles) {
   const bool hidden = threadIdx.x < Config::block_m && rows[threadIdx.x].lse == infinity();
   if (!__syncthreads_or(hidden)) return;  // every thread has read the statistics
   for (int row = warp_index(); row < Config::block_m; row += Config::num_warps) {

@@ -7,7 +7,7 @@ namespace cuflash::ptx {
 
 // 2^x, relative error 2^-22, one MUFU instruction; subnormal results are zero.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
-__device__ __forceinline__ float exp2_approx(float x) {
+CUFLASH_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -15,7 +15,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // The larger of two, NaN if either is.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
-__device__ __forceinline__ float max_or_nan(float x, float y) {
+CUFLASH_DEVICE float max_or_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
   return larger;
@@ -24,13 +24,13 @@ __device__ __forceinline__ float max_or_nan(float x, float y) {
 // Two float32 rounded to nearest even; `low` lands in the lower half, the lower address. Before
 // sm_80 they are rounded one by one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
-__device__ __forceinline__ uint16_t float_to_float16(float x) {
+CUFLASH_DEVICE uint16_t float_to_float16(float x) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
 
-__device__ __forceinline__ uint32_t pack_float16(float low, float high) {
+CUFLASH_DEVICE uint32_t pack_float16(float low, float high) {
   if constexpr (Config::cuda_cores) {
     return float_to_float16(low) | static_cast<uint32_t>(float_to_float16(high)) << 16;
   } else {
@@ -40,12 +40,12 @@ __device__ __forceinline__ uint32_t pack_float16(float low, float high) {
   }
 }
 
-__device__ __forceinline__ uint32_t float_to_bfloat16(float x) {
+CUFLASH_DEVICE uint32_t float_to_bfloat16(float x) {
   const uint32_t bits = __float_as_uint(x);
   return x == x ? bits + 0x7fff + (bits >> 16 & 1) >> 16 : 0x7fff;
 }
 
-__device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
+CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
   if constexpr (Config::cuda_cores) {
     return float_to_bfloat16(low) | float_to_bfloat16(high) << 16;
   } else {
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
 
 // In each half all bits become its highest.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
-__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
+CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {
   uint32_t spread;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(spread) : "r"(x));
   return spread;
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 
 // Of each half, as unsigned numbers; one instruction together with a sum.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-min
-__device__ __forceinline__ uint32_t min_of_halves(uint32_t x, uint32_t y) {
+CUFLASH_DEVICE uint32_t min_of_halves(uint32_t x, uint32_t y) {
   uint32_t smallest;
   asm("min.u16x2 %0, %1, %2;" : "=r"(smallest) : "r"(x), "r"(y));
   return smallest;
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t min_of_halves(uint32_t x, uint32_t y) {
 
 // Of each half, modulo 2^16.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-add
-__device__ __forceinline__ uint32_t sum_of_halves(uint32_t x, uint32_t y) {
+CUFLASH_DEVICE uint32_t sum_of_halves(uint32_t x, uint32_t y) {
   uint32_t sum;
   asm("add.s16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
   return sum;
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t sum_of_halves(uint32_t x, uint32_t y) {
 
 // Of each half, as signed numbers; one instruction together with a sum.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
-__device__ __forceinline__ uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
+CUFLASH_DEVICE uint32_t signed_max_of_halves(uint32_t x, uint32_t y) {
   uint32_t largest;
   asm("max.s16x2 %0, %1, %2;" : "=r"(largest) : "r"(x), "r"(y));
   return largest;
@@ -89,13 +89,13 @@ __device__ __forceinline__ uint32_t signed_max_of_halves(uint32_t x, uint32_t y)
 
 // x & ~(y ^ z).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#logic-and-shift-instructions-lop3
-__device__ __forceinline__ uint32_t and_not_xor(uint32_t x, uint32_t y, uint32_t z) {
+CUFLASH_DEVICE uint32_t and_not_xor(uint32_t x, uint32_t y, uint32_t z) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0x90;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
   return result;
 }
 
-__device__ __forceinline__ float float16_to_float(uint16_t bits) {
+CUFLASH_DEVICE float float16_to_float(uint16_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;

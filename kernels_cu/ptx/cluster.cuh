@@ -6,7 +6,7 @@
 namespace cuflash::ptx {
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-cluster-ctarank
-__device__ __forceinline__ uint32_t cluster_rank() {
+CUFLASH_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
@@ -14,19 +14,19 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 // All threads of the cluster meet; what each wrote before is visible to all.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
-__device__ __forceinline__ void cluster_sync() {
+CUFLASH_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Where `smem`, an address of this thread block, lies in that of this rank.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
-__device__ __forceinline__ uint32_t shared_address_of(uint32_t rank, uint32_t smem) {
+CUFLASH_DEVICE uint32_t shared_address_of(uint32_t rank, uint32_t smem) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem), "r"(rank));
   return address;
 }
 
-__device__ __forceinline__ int load_shared_of_cluster(uint32_t from) {
+CUFLASH_DEVICE int load_shared_of_cluster(uint32_t from) {
   int value;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
@@ -35,7 +35,7 @@ __device__ __forceinline__ int load_shared_of_cluster(uint32_t from) {
 // `barrier` as shared_address_of gives it; predicated as mbarrier_arrive_if. Says what was read:
 // `.release.cluster` would also wait for all that was written to global memory (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
-__device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
+CUFLASH_DEVICE void mbarrier_arrive_in_cluster_if(uint32_t barrier, bool mine) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %1, 0; "
       "@p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(barrier),
@@ -45,8 +45,7 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster_if(uint32_t barrier, 
 
 // Bytes in one piece to another thread block, counted on its `barrier`.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
-__device__ __forceinline__ void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes,
-                                                     uint32_t barrier) {
+CUFLASH_DEVICE void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
       "[%3];" ::"r"(to),

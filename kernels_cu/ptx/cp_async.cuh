@@ -9,7 +9,7 @@ namespace cuflash::ptx {
 // Copies `bytes`, or fills the destination with zeros without reading the source.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 template <int bytes>
-__device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool valid) {
+CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
   const int source_bytes = valid ? bytes : 0;
   if constexpr (Config::cuda_cores) {
@@ -30,14 +30,14 @@ __device__ __forceinline__ void cp_async(uint32_t smem, const void* source, bool
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
-__device__ __forceinline__ void cp_async_commit() {
+CUFLASH_DEVICE void cp_async_commit() {
   if constexpr (!Config::cuda_cores) asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // Waits until at most `pending` of this thread's groups are still in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 template <int pending>
-__device__ __forceinline__ void cp_async_wait() {
+CUFLASH_DEVICE void cp_async_wait() {
   if constexpr (!Config::cuda_cores) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
   }

@@ -7,7 +7,7 @@ namespace cuflash::ptx {
 
 // The same number, unknown to the compiler: it computes no multiples before a loop to keep them.
 // (D87)
-__device__ __forceinline__ int64_t renewed(int64_t x) {
+CUFLASH_DEVICE int64_t renewed(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
@@ -15,8 +15,7 @@ __device__ __forceinline__ int64_t renewed(int64_t x) {
 // What lies at the address if index < count, or zero without reading it: a predicated instruction,
 // so that many of them are in flight together. (D88)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
-__device__ __forceinline__ float load_global_below(const float* from, uint32_t index,
-                                                   uint32_t count) {
+CUFLASH_DEVICE float load_global_below(const float* from, uint32_t index, uint32_t count) {
   float x;
   asm volatile(
       "{.reg .pred p; setp.lt.u32 p, %2, %3; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"

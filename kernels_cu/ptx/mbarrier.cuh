@@ -8,20 +8,20 @@
 namespace cuflash::ptx {
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-init
-__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+CUFLASH_DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised barriers visible to the copy engine.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
-__device__ __forceinline__ void fence_mbarrier_init() {
+CUFLASH_DEVICE void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Arrives if `mine`: a predicated instruction, no branch, so that it may stand where products are
 // in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
-__device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool mine) {
+CUFLASH_DEVICE void mbarrier_arrive_if(uint32_t barrier, bool mine) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(
           barrier),
@@ -30,12 +30,12 @@ __device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool mine) 
 }
 
 // Arrives and announces bytes that TMA will bring.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+CUFLASH_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool mine) {
+CUFLASH_DEVICE void mbarrier_arrive_expect_if(uint32_t barrier, int bytes, bool mine) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %2, 0; "
       "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;}" ::"r"(barrier),
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_if(uint32_t barrier, int 
 
 // Returns once the phase of this parity is over; a fresh barrier counts as past its odd phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+CUFLASH_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

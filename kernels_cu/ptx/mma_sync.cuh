@@ -5,19 +5,19 @@
 
 namespace cuflash::ptx {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+CUFLASH_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Four 8x8 matrices; lane 8 i + r holds the address of row r of matrix i.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-ldmatrix
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t smem) {
+CUFLASH_DEVICE void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(smem));
 }
 
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t smem) {
+CUFLASH_DEVICE void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(smem));
@@ -26,8 +26,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
 // acc (16x8, float32) += a (16x16) . b (16x8); b is the register pair (b0, b1).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
 template <Dtype dtype>
-__device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
+CUFLASH_DEVICE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                 uint32_t b1) {
   static_assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16, "16-bit operands");
   if constexpr (dtype == Dtype::float16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -44,8 +44,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a
 
 // acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-1688
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4],
-                                                 uint32_t b0, uint32_t b1) {
+CUFLASH_DEVICE void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                     uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
@@ -54,7 +54,7 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&acc)[4], const uint32_t
 
 // acc (8x8, float64) += a (8x4) . b (4x8).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-884
-__device__ __forceinline__ void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
+CUFLASH_DEVICE void mma_m8n8k4_float64(double& acc0, double& acc1, double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(acc0), "+d"(acc1)
       : "d"(a), "d"(b));
@@ -62,8 +62,7 @@ __device__ __forceinline__ void mma_m8n8k4_float64(double& acc0, double& acc1, d
 
 // acc (16x8, float64) += a (16x16) . b (16x8), from sm_90 on; `b` points to four. (D50)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-f64
-__device__ __forceinline__ void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8],
-                                                     const double* b) {
+CUFLASH_DEVICE void mma_m16n8k16_float64(double (&acc)[4], const double (&a)[8], const double* b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "
       "{%0, %1, %2, %3};"
@@ -75,7 +74,7 @@ __device__ __forceinline__ void mma_m16n8k16_float64(double (&acc)[4], const dou
 // One element of shared memory, or two neighbours.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 template <typename Value>
-__device__ __forceinline__ Value load_shared(uint32_t smem) {
+CUFLASH_DEVICE Value load_shared(uint32_t smem) {
   Value x;
   if constexpr (sizeof(Value) == 4) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem));
@@ -85,7 +84,7 @@ __device__ __forceinline__ Value load_shared(uint32_t smem) {
   return x;
 }
 
-__device__ __forceinline__ void load_shared(double& first, double& second, uint32_t smem) {
+CUFLASH_DEVICE void load_shared(double& first, double& second, uint32_t smem) {
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(first), "=d"(second) : "r"(smem));
 }
 

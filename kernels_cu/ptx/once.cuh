@@ -7,7 +7,7 @@ namespace cuflash::ptx {
 
 // Evicted first, as what is stored below.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#cache-operators
-__device__ __forceinline__ uint4 load_once(const void* from) {
+CUFLASH_DEVICE uint4 load_once(const void* from) {
   uint4 x;
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
   return x;
 }
 
-__device__ __forceinline__ void store_once(void* to, uint4 x) {
+CUFLASH_DEVICE void store_once(void* to, uint4 x) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
                : "memory");
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_once(void* to, uint4 x) {
 
 // Nobody needs what these 128 bytes hold: they are not written back to memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-discard
-__device__ __forceinline__ void discard_line(void* line) {
+CUFLASH_DEVICE void discard_line(void* line) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
 }
 

@@ -7,7 +7,7 @@ namespace cuflash::ptx {
 
 // Four neighbours, each addition in one piece.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
-__device__ __forceinline__ void red_add(float (&to)[4], const float (&x)[4]) {
+CUFLASH_DEVICE void red_add(float (&to)[4], const float (&x)[4]) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
                : "memory");

@@ -7,43 +7,43 @@ namespace cuflash::ptx {
 
 // Waits until `threads` threads have arrived at the barrier, these among them. (D81)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+CUFLASH_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+CUFLASH_DEVICE void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Shared memory that this thread wrote becomes visible to wgmma and TMA, after the next barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
-__device__ __forceinline__ void fence_async_proxy() {
+CUFLASH_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // The same for global memory and TMA, in both directions.
-__device__ __forceinline__ void fence_async_proxy_global() {
+CUFLASH_DEVICE void fence_async_proxy_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // What another thread block wrote before its store_release is visible after the load that
 // returns its value.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+CUFLASH_DEVICE uint32_t load_acquire(const uint32_t* from) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
-__device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
+CUFLASH_DEVICE void store_release(uint32_t* to, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // Sleeps for about that many nanoseconds, at most twice as many.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-nanosleep
 template <int nanoseconds>
-__device__ __forceinline__ void pause() {
+CUFLASH_DEVICE void pause() {
   asm volatile("nanosleep.u32 %0;" ::"n"(nanoseconds));
 }
 
@@ -51,12 +51,12 @@ __device__ __forceinline__ void pause() {
 // D84.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int count>
-__device__ __forceinline__ void setmaxnreg_dec() {
+CUFLASH_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
 template <int count>
-__device__ __forceinline__ void setmaxnreg_inc() {
+CUFLASH_DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 

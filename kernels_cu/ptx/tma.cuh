@@ -11,15 +11,15 @@ struct alignas(64) TensorMap {
 };
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+CUFLASH_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Copies the box at (column, row, i2, i1, i0) and counts its bytes on `barrier`; elements outside
 // the tensor arrive as zeros.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
-__device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, uint32_t barrier,
-                                         int column, int row, const int (&batch)[3]) {
+CUFLASH_DEVICE void tma_load(uint32_t smem, const TensorMap& map, uint32_t barrier, int column,
+                             int row, const int (&batch)[3]) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem),
@@ -29,9 +29,8 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap& map, ui
 
 // The same to the same place of every thread block of the cluster whose rank `ranks` has as a
 // bit, each of which counts its bytes.
-__device__ __forceinline__ void tma_load_multicast(uint32_t smem, const TensorMap& map,
-                                                   uint32_t barrier, int column, int row,
-                                                   const int (&batch)[3], uint16_t ranks) {
+CUFLASH_DEVICE void tma_load_multicast(uint32_t smem, const TensorMap& map, uint32_t barrier,
+                                       int column, int row, const int (&batch)[3], uint16_t ranks) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
@@ -41,8 +40,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t smem, const TensorMa
 }
 
 // Elements outside the tensor are not written. The source may change after tma_store_wait_read.
-__device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem, int column, int row,
-                                          const int (&batch)[3]) {
+CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, int row,
+                              const int (&batch)[3]) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
           "l"(&map),
@@ -52,7 +51,7 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem, i
 
 // Bytes in one piece, multiples of 16 at such addresses; the source may change as for tma_store.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
-__device__ __forceinline__ void bulk_store(float* to, uint32_t smem, int bytes) {
+CUFLASH_DEVICE void bulk_store(float* to, uint32_t smem, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem),
                "r"(bytes)
                : "memory");
@@ -60,7 +59,7 @@ __device__ __forceinline__ void bulk_store(float* to, uint32_t smem, int bytes) 
 
 // Adds float32 elements, each addition in one piece.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
-__device__ __forceinline__ void bulk_add(float* to, uint32_t smem, int bytes) {
+CUFLASH_DEVICE void bulk_add(float* to, uint32_t smem, int bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
       "r"(smem), "r"(bytes)
@@ -68,16 +67,12 @@ __device__ __forceinline__ void bulk_add(float* to, uint32_t smem, int bytes) {
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-commit-group
-__device__ __forceinline__ void tma_store_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
+CUFLASH_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
-__device__ __forceinline__ void tma_store_wait_read() {
+CUFLASH_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ __forceinline__ void tma_store_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+CUFLASH_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace cuflash::ptx

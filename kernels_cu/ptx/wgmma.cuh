@@ -1,5 +1,5 @@
 // Warpgroup matrix instructions of sm_90a: order, descriptors. The products are in
-// wgmma_ss.cuh and wgmma_rs.cuh.
+// wgmma_products.cuh and wgmma_tf32.cuh.
 //
 // ptxas keeps products asynchronous only if it can see that no register of theirs is touched in
 // flight: fence, products, commit, and `pin` on all their registers before and after.
@@ -14,30 +14,28 @@ namespace cuflash::ptx {
 enum class Major { k, mn };
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+CUFLASH_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
-__device__ __forceinline__ void wgmma_commit() {
+CUFLASH_DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Waits until at most `pending` groups of products are still in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int pending>
-__device__ __forceinline__ void wgmma_wait() {
+CUFLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
 // An empty instruction that "rewrites" registers: uses of them cannot move across it.
 template <int n>
-__device__ __forceinline__ void pin(float (&registers)[n]) {
+CUFLASH_DEVICE void pin(float (&registers)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 template <int n>
-__device__ __forceinline__ void pin(uint32_t (&registers)[n]) {
+CUFLASH_DEVICE void pin(uint32_t (&registers)[n]) {
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
@@ -47,7 +45,7 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[n]) {
 //   bits 0-13 address, 16-29 leading offset, 32-45 stride offset (the next 8 rows of a panel, 1024
 //   bytes), 62-63 swizzle (1: 128 bytes)
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
-__device__ __forceinline__ uint64_t smem_descriptor(uint32_t smem, uint32_t leading_bytes) {
+CUFLASH_DEVICE uint64_t smem_descriptor(uint32_t smem, uint32_t leading_bytes) {
   return static_cast<uint64_t>((smem & 0x3ffff) >> 4) |
          static_cast<uint64_t>(leading_bytes >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 |
          1ull << 62;

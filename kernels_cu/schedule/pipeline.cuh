@@ -11,11 +11,11 @@ template <int stages>
 struct Ring {
   uint32_t uses = 0;
 
-  __device__ __forceinline__ int stage() const { return uses % stages; }
-  __device__ __forceinline__ uint32_t full_parity() const { return uses / stages & 1; }
+  CUFLASH_DEVICE int stage() const { return uses % stages; }
+  CUFLASH_DEVICE uint32_t full_parity() const { return uses / stages & 1; }
   // The first use waits for a phase before the first, which counts as over.
-  __device__ __forceinline__ uint32_t empty_parity() const { return full_parity() ^ 1; }
-  __device__ __forceinline__ void advance() { ++uses; }
+  CUFLASH_DEVICE uint32_t empty_parity() const { return full_parity() ^ 1; }
+  CUFLASH_DEVICE void advance() { ++uses; }
 };
 
 }  // namespace cuflash

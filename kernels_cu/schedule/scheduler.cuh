@@ -1,7 +1,6 @@
 // Which tile of which batch entry a thread block computes, and where that entry's arrays start.
 #pragma once
 
-#include "numeric.cuh"
 #include "params.cuh"
 #include "ptx/special.cuh"
 
@@ -11,7 +10,7 @@ struct BatchIndex {
   int axis[max_batch_axes];
 
   BatchIndex() = default;
-  __device__ __forceinline__ BatchIndex(const BatchAxes& axes, int flat, int sequence = 0) {
+  CUFLASH_DEVICE BatchIndex(const BatchAxes& axes, int flat, int sequence = 0) {
 #pragma unroll
     for (int i = max_batch_axes - 1; i > 0; --i) {
       axis[i] = 0;
@@ -25,10 +24,10 @@ struct BatchIndex {
     if constexpr (Config::cu_seqlens != Dtype::none) axis[max_batch_axes - 1] = sequence;
   }
 
-  __device__ __forceinline__ int sequence() const { return axis[max_batch_axes - 1]; }
+  CUFLASH_DEVICE int sequence() const { return axis[max_batch_axes - 1]; }
 
   // Offset in elements of this entry.
-  __device__ __forceinline__ int64_t operator*(const BatchStrides& strides) const {
+  CUFLASH_DEVICE int64_t operator*(const BatchStrides& strides) const {
     int64_t offset = 0;
 #pragma unroll
     for (int i = 0; i < max_batch_axes; ++i) offset += axis[i] * strides.axis[i];
@@ -38,16 +37,16 @@ struct BatchIndex {
 
 // Index of the tile of this thread block, and which of its result's columns are its own, or its
 // warp's: partners' follow each other.
-__device__ __forceinline__ int tile_index() { return ptx::block_index() / Config::column_parts; }
+CUFLASH_DEVICE int tile_index() { return ptx::block_index() / Config::column_parts; }
 
 constexpr int own_parts = Config::column_parts * Config::partners;
 
-__device__ __forceinline__ int partner_index() {
+CUFLASH_DEVICE int partner_index() {
   if constexpr (Config::partners == 1) return 0;
   return ptx::thread_index() / (Config::num_threads / Config::partners);
 }
 
-__device__ __forceinline__ int first_own_column(int width) {
+CUFLASH_DEVICE int first_own_column(int width) {
   if constexpr (own_parts == 1) return 0;
   const int part = ptx::block_index() % Config::column_parts * Config::partners + partner_index();
   return part * (width / own_parts);
@@ -59,11 +58,11 @@ struct Tile {
 };
 
 template <Dtype dtype>
-__device__ __forceinline__ int64_t read_integer(const void* array, int64_t index) {
+CUFLASH_DEVICE int64_t read_integer(const void* array, int64_t index) {
   return static_cast<const typename Storage<dtype>::type*>(array)[index];
 }
 
-__device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
+CUFLASH_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : (x > high ? high : x);
 }
 
@@ -74,19 +73,19 @@ struct Packing {
   int num_sequences;
   int total;
 
-  __device__ __forceinline__ static Packing of_queries(const ScoreParams& params) {
+  CUFLASH_DEVICE static Packing of_queries(const ScoreParams& params) {
     return {params.cu_seqlens_q, params.num_sequences, params.seqlen_q};
   }
-  __device__ __forceinline__ static Packing of_keys(const ScoreParams& params) {
+  CUFLASH_DEVICE static Packing of_keys(const ScoreParams& params) {
     return {params.cu_seqlens_k, params.num_sequences, params.seqlen_k};
   }
 
   // First row of a sequence, and the end of the one before.
-  __device__ __forceinline__ int begin(int sequence) const {
+  CUFLASH_DEVICE int begin(int sequence) const {
     return static_cast<int>(clamp(read_integer<Config::cu_seqlens>(ends, sequence), 0, total));
   }
 
-  __device__ __forceinline__ int rows(int sequence) const {
+  CUFLASH_DEVICE int rows(int sequence) const {
     return max(begin(sequence + 1) - begin(sequence), 0);
   }
 
@@ -94,7 +93,7 @@ struct Packing {
   // from (rows before it) / block + i on, up to the next's. They are as many as it has tiles, or
   // one more.
   template <int block>
-  __device__ __forceinline__ int first_rank(int sequence) const {
+  CUFLASH_DEVICE int first_rank(int sequence) const {
     return (begin(sequence) - begin(0)) / block + sequence;
   }
 };
@@ -107,7 +106,7 @@ struct Place {
 
 // A sequence's last rank may be one whose rows lie past its end.
 template <int block>
-__device__ __forceinline__ Place place_of(const Packing& packing, int rank) {
+CUFLASH_DEVICE Place place_of(const Packing& packing, int rank) {
   if constexpr (Config::cu_seqlens == Dtype::none) {
     return {0, rank};
   } else {
@@ -129,7 +128,7 @@ __device__ __forceinline__ Place place_of(const Packing& packing, int rank) {
 // the rank of the tile changes slowest, so that the heaviest tiles of all its owners start first;
 // sections of one owner keep the tiles that stream the same operands next to each other. The last
 // section takes what is left, since a small one would end in a tail.
-__device__ __forceinline__ Tile tile_of(const Grid& grid, int index) {
+CUFLASH_DEVICE Tile tile_of(const Grid& grid, int index) {
   const int section_tiles = grid.owners_per_section * grid.num_blocks;
   const int last_section = grid.num_owners / grid.owners_per_section - 1;
   const int section = min(index / section_tiles, last_section);

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -25,43 +24,42 @@ struct VisitedBlocks {
   const Range tile;   // queries or keys of the thread block
   uint32_t bits = 0;  // of the chunk last asked for: which are visited; 16 higher, of one segment
 
-  __device__ __forceinline__ VisitedBlocks(const Score& score, const BlockRanges& ranges,
-                                           Range tile)
+  CUFLASH_DEVICE VisitedBlocks(const Score& score, const BlockRanges& ranges, Range tile)
       : score(score), ranges(ranges), tile(tile) {}
 
   // The first visited block from `block` on; the end of the ranges, or more, if there is none.
-  __device__ __forceinline__ int first_from(int block) {
+  CUFLASH_DEVICE int first_from(int block) {
     if (segmented && warp_agrees(block < ranges.end)) judge(block);
     return find_up(block);
   }
 
   // The visited block that follows `block`, the last that was asked for.
-  __device__ __forceinline__ int next_after(int block) {
+  CUFLASH_DEVICE int next_after(int block) {
     ++block;
     if (segmented && warp_agrees(block % chunk == 0 && block < ranges.end)) judge(block);
     return find_up(block);
   }
 
   // The last visited block down from `block`; less than the ranges' begin if there is none.
-  __device__ __forceinline__ int last_from(int block) {
+  CUFLASH_DEVICE int last_from(int block) {
     if (segmented && warp_agrees(block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
   // The visited block before `block`, the last that was asked for.
-  __device__ __forceinline__ int next_before(int block) {
+  CUFLASH_DEVICE int next_before(int block) {
     --block;
     if (segmented && warp_agrees(block % chunk == chunk - 1 && block >= ranges.begin)) judge(block);
     return find_down(block);
   }
 
   // Are all ids of `block`, the last that was asked for, and of the tile the same?
-  __device__ __forceinline__ bool of_one_segment(int block) const {
+  CUFLASH_DEVICE bool of_one_segment(int block) const {
     return !segmented || (bits >> (chunk + block % chunk) & 1);
   }
 
  private:
-  __device__ __forceinline__ int find_up(int block) {
+  CUFLASH_DEVICE int find_up(int block) {
     if constexpr (segmented) {
 #pragma unroll 1
       while (warp_agrees(block < ranges.end)) {
@@ -74,7 +72,7 @@ struct VisitedBlocks {
     return block;
   }
 
-  __device__ __forceinline__ int find_down(int block) {
+  CUFLASH_DEVICE int find_down(int block) {
     if constexpr (segmented) {
 #pragma unroll 1
       while (warp_agrees(block >= ranges.begin)) {
@@ -88,7 +86,7 @@ struct VisitedBlocks {
   }
 
   // Each lane judges one block of the chunk that `block` is in.
-  __device__ __forceinline__ void judge(int block) {
+  CUFLASH_DEVICE void judge(int block) {
     block += lane_index() % chunk - block % chunk;
     const bool exists = block >= ranges.begin && block < ranges.end;
     const int begin = exists ? block * block_size : 0;

@@ -7,33 +7,30 @@
 #pragma once
 
 #include "score/philox.cuh"
-#include "ptx/arithmetic.cuh"
-#include "ptx/special.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
 // What a sum of weights is multiplied by: 1, divided by the share of weights that are kept.
-__device__ __forceinline__ Real kept_scale(const ScoreParams& params) {
+CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
   return Config::dropout ? params.kept_scale : 1;
 }
 
 // The bits of 16 queries from 16 * q_block on and of 16 keys from 16 * k_block on, for the query
 // q_low in 0..7 and the keys 2 * k_pair and 2 * k_pair + 1: half `k` of word 2 * (q >= 8) + (k >=
 // 8).
-__device__ __forceinline__ RandomWords drawn(const Score& score, int q_block, int q_low,
-                                             int k_block, int k_pair) {
+CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
+                                 int k_pair) {
   return philox(4 * k_block + k_pair, 8 * q_block + q_low, score.entry_number,
                 score.params.dropout_seed);
 }
 
-__device__ __forceinline__ bool keeps(const Score& score, uint32_t word, int half) {
+CUFLASH_DEVICE bool keeps(const Score& score, uint32_t word, int half) {
   return (word >> (16 * half) & 0xffff) >= score.params.dropout_threshold;
 }
 
 // Whether one pair is kept, for the exact paths.
-__device__ __forceinline__ bool keeps_pair(const Score& score, int q_idx, int kv_idx) {
+CUFLASH_DEVICE bool keeps_pair(const Score& score, int q_idx, int kv_idx) {
   if constexpr (!Config::dropout) return true;
   const int k_in_block = kv_idx % 16;
   const RandomWords words = drawn(score, q_idx / 16, q_idx % 8, kv_idx / 16, k_in_block % 8 / 2);
@@ -44,8 +41,8 @@ __device__ __forceinline__ bool keeps_pair(const Score& score, int q_idx, int kv
 // Calls step(slice, tile, register, kept) for every register of a warp's accumulator whose rows are
 // queries from `first_row` on, and columns keys from `first_key` on.
 template <int slices, int tiles, typename Step>
-__device__ __forceinline__ void for_each_kept(const Score& score, int first_row, int first_key,
-                                              const Step& step) {
+CUFLASH_DEVICE void for_each_kept(const Score& score, int first_row, int first_key,
+                                  const Step& step) {
   const int lane = ptx::thread_index() % 32;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
@@ -66,8 +63,8 @@ __device__ __forceinline__ void for_each_kept(const Score& score, int first_row,
 // queries of what a counter is for, its neighbour by four lanes the other key: each draws for one
 // of the queries, and they exchange halves.
 template <int slices, int tiles, typename Step>
-__device__ __forceinline__ void for_each_kept_transposed(const Score& score, int first_row,
-                                                         int first_key, const Step& step) {
+CUFLASH_DEVICE void for_each_kept_transposed(const Score& score, int first_row, int first_key,
+                                             const Step& step) {
   const int lane = ptx::thread_index() % 32;
   const int odd = lane / 4 % 2;
 #pragma unroll
@@ -95,8 +92,8 @@ __device__ __forceinline__ void for_each_kept_transposed(const Score& score, int
 
 // Drops weights before they are multiplied with values.
 template <int slices, int tiles>
-__device__ __forceinline__ void drop_weights(Real (&p_acc)[slices][tiles][4], const Score& score,
-                                             int first_row, int first_key) {
+CUFLASH_DEVICE void drop_weights(Real (&p_acc)[slices][tiles][4], const Score& score, int first_row,
+                                 int first_key) {
   if constexpr (Config::dropout) {
     for_each_kept<slices, tiles>(score, first_row, first_key, [&](int s, int t, int i, bool kept) {
       if (!kept) p_acc[s][t][i] = 0;
@@ -123,7 +120,7 @@ struct DroppedPairs {
   uint32_t inverted;  // all bits, if those that are below are kept
   uint32_t some = 0;  // of some of all draws: whether any is below
 
-  __device__ __forceinline__ DroppedPairs(const Score& score, int first_row, int first_key) {
+  CUFLASH_DEVICE DroppedPairs(const Score& score, int first_row, int first_key) {
     if constexpr (Config::dropout) {
       const uint32_t threshold = score.params.dropout_threshold;
       const uint32_t own = __byte_perm(threshold, 0, 0x1010);
@@ -157,7 +154,7 @@ struct DroppedPairs {
   }
 
   // Two neighbouring weights of a row, 0 where they are dropped.
-  __device__ __forceinline__ uint32_t applied(uint32_t weights, int s, int t, int half) const {
+  CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
     if constexpr (!Config::dropout) return weights;
     const int pair = t / 2 * 4 + t % 2 * 2 + half;
     uint32_t mask = below[s][pair / pairs_to_word];
@@ -170,8 +167,8 @@ struct DroppedPairs {
 
 // Drops gradients of weights.
 template <int slices, int tiles>
-__device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score& score,
-                                               int first_row, int first_key) {
+CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score& score,
+                                   int first_row, int first_key) {
   if constexpr (Config::dropout) {
     for_each_kept<slices, tiles>(score, first_row, first_key, [&](int s, int t, int i, bool kept) {
       dp_acc[s][t][i] = kept ? dp_acc[s][t][i] * score.params.kept_scale : 0;
@@ -185,7 +182,7 @@ struct KeptBits {
   static_assert(!Config::dropout || tiles <= 8, "32 registers to a slice");
   uint32_t bits[slices];
 
-  __device__ __forceinline__ KeptBits(const Score& score, int first_row, int first_key) {
+  CUFLASH_DEVICE KeptBits(const Score& score, int first_row, int first_key) {
     if constexpr (Config::dropout) {
 #pragma unroll
       for (int s = 0; s < slices; ++s) bits[s] = 0;
@@ -196,13 +193,13 @@ struct KeptBits {
     }
   }
 
-  __device__ __forceinline__ bool contains(int s, int t, int i) const {
+  CUFLASH_DEVICE bool contains(int s, int t, int i) const {
     return !Config::dropout || (bits[s] >> (4 * t + i) & 1);
   }
 
   // Drops gradients of weights.
-  __device__ __forceinline__ void drop_gradients(Real (&dp_acc)[slices][tiles][4],
-                                                 const ScoreParams& params) const {
+  CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4],
+                                     const ScoreParams& params) const {
     if constexpr (Config::dropout) {
 #pragma unroll
       for (int s = 0; s < slices; ++s) {

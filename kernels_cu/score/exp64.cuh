@@ -28,7 +28,7 @@ __device__ constexpr uint64_t exp2_table[32] = {
 
 // The table where any thread may ask for it.
 struct MemoryPowers {
-  __device__ __forceinline__ uint64_t operator()(int i) const { return exp2_table[i & 31]; }
+  CUFLASH_DEVICE uint64_t operator()(int i) const { return exp2_table[i & 31]; }
 };
 
 // The table in the registers of a warp: no memory is read, but all its lanes have to ask together.
@@ -36,12 +36,12 @@ struct MemoryPowers {
 struct LanePowers {
   uint32_t low, high;  // of this lane's entry
 
-  __device__ __forceinline__ explicit LanePowers(int lane)
+  CUFLASH_DEVICE explicit LanePowers(int lane)
       : low(static_cast<uint32_t>(exp2_table[lane])),
         high(static_cast<uint32_t>(exp2_table[lane] >> 32)) {}
 
   // The shuffle looks at the lower five bits of i only.
-  __device__ __forceinline__ uint64_t operator()(int i) const {
+  CUFLASH_DEVICE uint64_t operator()(int i) const {
     return static_cast<uint64_t>(__shfl_sync(0xffffffff, high, i)) << 32 |
            __shfl_sync(0xffffffff, low, i);
   }
@@ -51,7 +51,7 @@ constexpr double to_32nds = 0x1.8p47;  // leaves 32nds of x in the lower bits of
 
 // 2^(i / 32 + r), before anybody asks whether that is a normal number.
 template <typename Powers>
-__device__ __forceinline__ double exp2_of_parts(int i, double r, const Powers& powers) {
+CUFLASH_DEVICE double exp2_of_parts(int i, double r, const Powers& powers) {
   // Interpolates (2^r - 1) / r at the zeros of the Chebyshev polynomial of degree 6.
   double q = 0x1.4309557c7947ap-13;
   q = fma(q, r, 0x1.5d885e6ef14a6p-10);
@@ -69,7 +69,7 @@ __device__ __forceinline__ double exp2_of_parts(int i, double r, const Powers& p
 // For x up to 1023. What is smaller than the least normal number is 0, also 2^-inf; NaN and +inf
 // give NaN. 2^0 is 1.
 template <typename Powers>
-__device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
+CUFLASH_DEVICE double exp2_float64(double x, const Powers& powers) {
   const double shifted = x + to_32nds;
   const double r = x - (shifted - to_32nds);
   const double result = exp2_of_parts(__double2loint(shifted), r, powers);
@@ -84,8 +84,7 @@ __device__ __forceinline__ double exp2_float64(double x, const Powers& powers) {
 // of 1/32 below 2^46; a b is rounded once, less its 32nds. For exponents and a as above, but that a
 // NaN has no sign.
 template <typename Powers>
-__device__ __forceinline__ double exp2_of_product(double a, double b, double shift,
-                                                  const Powers& powers) {
+CUFLASH_DEVICE double exp2_of_product(double a, double b, double shift, const Powers& powers) {
   const double shifted = fma(a, b, shift);
   const double r = fma(a, b, shift - shifted);
   const double result = exp2_of_parts(__double2loint(shifted), r, powers);

@@ -2,7 +2,6 @@
 // text takes the place of the files in formulas/, which change nothing.
 #pragma once
 
-#include "params.cuh"
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
@@ -11,7 +10,7 @@ struct FormulaArrays {
   const ScoreParams& formula_params;
 
   template <typename Value, int index>
-  __device__ __forceinline__ const Value* formula_array() const {
+  CUFLASH_DEVICE const Value* formula_array() const {
     const void* const arrays[] = {formula_params.formula_array0, formula_params.formula_array1,
                                   formula_params.formula_array2, formula_params.formula_array3,
                                   formula_params.formula_array4, formula_params.formula_array5};
@@ -25,31 +24,30 @@ struct Formulas : FormulaArrays {
 #include "formulas/arrays"
   const int b, h;
 
-  __device__ __forceinline__ Formulas(const ScoreParams& params, int entry, int head)
+  CUFLASH_DEVICE Formulas(const ScoreParams& params, int entry, int head)
       : FormulaArrays{params}, b(entry), h(head) {}
 
-  __device__ __forceinline__ Real formula_score(Real score, int q, int k) const {
+  CUFLASH_DEVICE Real formula_score(Real score, int q, int k) const {
     return static_cast<Real>(
 #include "formulas/score_mod.expression"
     );
   }
 
   // d formula_score / d score
-  __device__ __forceinline__ Real formula_grad(Real score, int q, int k) const {
+  CUFLASH_DEVICE Real formula_grad(Real score, int q, int k) const {
     return static_cast<Real>(
 #include "formulas/score_mod.grad"
     );
   }
 
-  __device__ __forceinline__ bool formula_mask(int q, int k) const {
+  CUFLASH_DEVICE bool formula_mask(int q, int k) const {
     return static_cast<bool>(
 #include "formulas/mask_mod.expression"
     );
   }
 };
 
-__device__ __forceinline__ Formulas formulas_of(const ScoreParams& params,
-                                                const BatchIndex& entry) {
+CUFLASH_DEVICE Formulas formulas_of(const ScoreParams& params, const BatchIndex& entry) {
   if constexpr (Config::score_mod || Config::mask_mod) {
     const int64_t number = params.entry_number + entry * params.entry_number_strides;
     return {params, static_cast<int>(number / params.num_heads),

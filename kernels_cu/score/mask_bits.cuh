@@ -3,25 +3,24 @@
 // and the lanes exchange what they found; elsewhere each lane reads its own, byte by byte.
 #pragma once
 
-#include "config.cuh"
 #include "ptx/special.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
 // Bit j: byte j is not zero.
-__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t four) {
+CUFLASH_DEVICE uint32_t nonzero_bytes(uint32_t four) {
   const uint32_t high = ((four & 0x7f7f7f7fu) + 0x7f7f7f7fu | four) & 0x80808080u;
   return (high >> 7) * 0x10204080u >> 28;  // bits 0, 8, 16 and 24 come to 28, 29, 30 and 31
 }
 
-__device__ __forceinline__ uint32_t nonzero_bytes(uint4 x) {
+CUFLASH_DEVICE uint32_t nonzero_bytes(uint4 x) {
   return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 |
          nonzero_bytes(x.w) << 12;
 }
 
 // Of 16 bytes, of which `count` exist.
-__device__ __forceinline__ uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
+CUFLASH_DEVICE uint32_t nonzero_bytes(const uint8_t* bytes, int count) {
   if (count >= 16) return nonzero_bytes(*reinterpret_cast<const uint4*>(bytes));
   uint32_t bits = 0;
 #pragma unroll 1
@@ -31,7 +30,7 @@ __device__ __forceinline__ uint32_t nonzero_bytes(const uint8_t* bytes, int coun
 
 // What the lanes of a quad found of 32 columns each: bits of the columns that this one holds.
 template <int words>
-__device__ __forceinline__ uint32_t columns_of_lane(uint32_t word) {
+CUFLASH_DEVICE uint32_t columns_of_lane(uint32_t word) {
   const int lane = ptx::thread_index() % 4;
   uint32_t bits = 0;
 #pragma unroll
@@ -47,14 +46,14 @@ struct ByteMatrix {
   const uint8_t* data;
   int64_t row, column;
 
-  __device__ __forceinline__ bool by_sixteens() const {
+  CUFLASH_DEVICE bool by_sixteens() const {
     return column == 1 && ((reinterpret_cast<uint64_t>(data) | row) & 15) == 0;
   }
 
   // Of two rows, whose bytes are under way together.
   template <int tiles>
-  __device__ __forceinline__ void columns(uint32_t (&bits)[2], const int (&row_idx)[2],
-                                          int first_column, int num_columns) const {
+  CUFLASH_DEVICE void columns(uint32_t (&bits)[2], const int (&row_idx)[2], int first_column,
+                              int num_columns) const {
     constexpr int words = (tiles + 3) / 4;  // of 32 columns, one to a lane
     if (warp_agrees(by_sixteens() && first_column + 32 * words <= num_columns)) {
       const int lane = ptx::thread_index() % 4;
@@ -85,8 +84,7 @@ struct ByteMatrix {
   // Of row `row_idx`, the same for four neighbouring lanes: bit 2 t + i for column i of tile t from
   // `first_column` on, a multiple of 16; `num_columns` exist. All lanes of the warp.
   template <int tiles>
-  __device__ __forceinline__ uint32_t columns(int row_idx, int first_column,
-                                              int num_columns) const {
+  CUFLASH_DEVICE uint32_t columns(int row_idx, int first_column, int num_columns) const {
     const int lane = ptx::thread_index() % 4;
     const uint8_t* from = data + row_idx * row + first_column * column;
     const int count = num_columns - first_column;
@@ -115,8 +113,8 @@ struct ByteMatrix {
   // The same of two columns, `column_idx` and 8 more, for the rows that a lane of a transposed
   // accumulator holds from `first_row` on; column_idx is the lane's of a slice of 16.
   template <int tiles>
-  __device__ __forceinline__ void rows(uint32_t (&bits)[2], int first_row, int num_rows,
-                                       int column_idx, int num_columns) const {
+  CUFLASH_DEVICE void rows(uint32_t (&bits)[2], int first_row, int num_rows, int column_idx,
+                           int num_columns) const {
     const int lane = ptx::thread_index() % 32;
     bits[0] = bits[1] = 0;
     if (warp_agrees(by_sixteens())) {

@@ -2,7 +2,6 @@
 // read under a condition for each pair would wait for memory as often. (D9)
 #pragma once
 
-#include "numeric.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
@@ -20,8 +19,8 @@ struct PairValues {
 
   // `index` counts in steps of `across`, columns in steps of `along` from the lane's `first` on;
   // `count` exist, and for those past them the last is read. All lanes of the warp.
-  __device__ __forceinline__ PairValues(const void* matrix, int64_t across, int64_t along,
-                                        int index, int first, int count) {
+  CUFLASH_DEVICE PairValues(const void* matrix, int64_t across, int64_t along, int index, int first,
+                            int count) {
     if constexpr (dtype != Dtype::none) {
       const auto* data = static_cast<const Value*>(matrix);
       const auto* from = data + index * across;
@@ -45,7 +44,7 @@ struct PairValues {
   }
 
   // At column i of tile t.
-  __device__ __forceinline__ Real operator()(int t, int i) const {
+  CUFLASH_DEVICE Real operator()(int t, int i) const {
     if constexpr (dtype == Dtype::none) return 0;
     return finite_real<dtype>(pairs[t].of[i]);
   }

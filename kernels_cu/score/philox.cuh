@@ -10,8 +10,7 @@ struct RandomWords {
   uint32_t word[4];
 };
 
-__device__ __forceinline__ RandomWords philox(uint32_t c0, uint32_t c1, uint64_t high,
-                                              uint64_t key) {
+CUFLASH_DEVICE RandomWords philox(uint32_t c0, uint32_t c1, uint64_t high, uint64_t key) {
   constexpr int rounds = 10;
   constexpr uint32_t multiplier0 = 0xD2511F53, multiplier1 = 0xCD9E8D57;
   constexpr uint32_t key_step0 = 0x9E3779B9, key_step1 = 0xBB67AE85;

@@ -8,20 +8,18 @@ namespace cuflash {
 struct Range {
   int begin, end;
 
-  __device__ __forceinline__ bool contains(int i) const { return i >= begin && i < end; }
-  __device__ __forceinline__ Range relative_to(int i) const { return {begin - i, end - i}; }
+  CUFLASH_DEVICE bool contains(int i) const { return i >= begin && i < end; }
+  CUFLASH_DEVICE Range relative_to(int i) const { return {begin - i, end - i}; }
 };
 
 // Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
 struct BlockRanges {
   int begin, full_begin, full_end, end;
 
-  __device__ __forceinline__ bool has_full() const { return full_begin < full_end; }
+  CUFLASH_DEVICE bool has_full() const { return full_begin < full_end; }
 
   // Does somebody have to ask which pairs of this block are visible?
-  __device__ __forceinline__ bool masked(int block) const {
-    return block < full_begin || block >= full_end;
-  }
+  CUFLASH_DEVICE bool masked(int block) const { return block < full_begin || block >= full_end; }
 };
 
 // A bit for each column that a lane holds of a row: 2 t + i for column i of tile t.
@@ -29,14 +27,14 @@ struct ColumnBits {
   uint32_t bits = 0xffffffff;
 
   // Bits of the columns within a range that is counted from the lane's first column.
-  __device__ __forceinline__ static ColumnBits within(const Range& columns) {
+  CUFLASH_DEVICE static ColumnBits within(const Range& columns) {
     return {before(columns.end) & ~before(columns.begin)};
   }
 
-  __device__ __forceinline__ bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
+  CUFLASH_DEVICE bool contains(int t, int i) const { return bits >> (2 * t + i) & 1; }
 
  private:
-  __device__ __forceinline__ static uint32_t before(int end) {
+  CUFLASH_DEVICE static uint32_t before(int end) {
     const int columns = max(end, 0), held = 2 * (columns / 8) + min(columns % 8, 2);
     return held < 32 ? (1u << held) - 1 : 0xffffffff;
   }
@@ -44,7 +42,7 @@ struct ColumnBits {
 
 // Blocks of `block` rows or keys. No block is full where pairs are looked up one by one.
 template <int block, bool hides_pairs>
-__device__ __forceinline__ BlockRanges block_ranges(Range seen, Range full) {
+CUFLASH_DEVICE BlockRanges block_ranges(Range seen, Range full) {
   const int begin = seen.begin / block;
   const int end = (seen.end + block - 1) / block;
   int full_begin = max(begin, (max(full.begin, 0) + block - 1) / block);

@@ -12,12 +12,10 @@
 
 #include "score/formulas.cuh"
 #include "score/mask_bits.cuh"
-#include "numeric.cuh"
 #include "score/pair_values.cuh"
 #include "score/segment_ids.cuh"
 #include "score/traits.cuh"
 #include "score/seqlen.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -32,7 +30,7 @@ struct Score : ScoreTraits {
   Real far_offset;  // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
-  __device__ __forceinline__ Score(const ScoreParams& score_params, const BatchIndex& entry)
+  CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry)
       : params(score_params),
         seqlen(score_params, entry),
         formulas(formulas_of(score_params, entry)) {
@@ -72,13 +70,13 @@ struct Score : ScoreTraits {
   // The definition. A row's visible keys are an interval apart from the mask, and so are a key's
   // rows: a loop over many pairs asks for kv_range(q_idx, q_idx + 1), or q_range, once and for
   // `unmasked` within it.
-  __device__ __forceinline__ bool visible(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE bool visible(int q_idx, int kv_idx) const {
     return kv_range(q_idx, q_idx + 1).contains(kv_idx) && unmasked(q_idx, kv_idx) &&
            same_segment(q_idx, kv_idx);
   }
 
   // What mask and formula say of a pair of existing indices.
-  __device__ __forceinline__ bool unmasked(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE bool unmasked(int q_idx, int kv_idx) const {
     bool seen = true;
     if constexpr (Config::mask) {
       const Layout& layout = params.mask_layout;
@@ -90,25 +88,25 @@ struct Score : ScoreTraits {
   // Bounds of the ids of `size` queries, of which the first is a multiple of `size`, and of what
   // lies between them and multiples of bounded_ids.
   template <int size>
-  __device__ __forceinline__ IdBounds<Id> query_bounds(Range rows) const {
+  CUFLASH_DEVICE IdBounds<Id> query_bounds(Range rows) const {
     return bounds_within<size, Id>(params.segment_bounds_q, bounds_q_offset, rows, seqlen.q);
   }
   template <int size>
-  __device__ __forceinline__ IdBounds<Id> key_bounds(Range keys) const {
+  CUFLASH_DEVICE IdBounds<Id> key_bounds(Range keys) const {
     return bounds_within<size, Id>(params.segment_bounds_k, bounds_k_offset, keys, seqlen.k);
   }
 
   // Which keys of one row are of its segment: those of the columns that a lane holds, counted from
   // `first_key`, and within `keys`, counted so, too.
   template <int tiles>
-  __device__ __forceinline__ ColumnBits segment_of_row(int q_idx, int first_key, Range keys) const {
+  CUFLASH_DEVICE ColumnBits segment_of_row(int q_idx, int first_key, Range keys) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
     return same_ids<tiles>(query_ids()[min(q_idx, seqlen.q - 1)], key_ids() + first_key, keys);
   }
 
   // Which of them the mask also shows. Asked for by a whole warp.
   template <int tiles>
-  __device__ __forceinline__ ColumnBits seen_of_row(int q_idx, int first_key, Range keys) const {
+  CUFLASH_DEVICE ColumnBits seen_of_row(int q_idx, int first_key, Range keys) const {
     ColumnBits seen = segment_of_row<tiles>(q_idx, first_key, keys);
     if constexpr (Config::mask) {
       const int block_key = first_key - 2 * (ptx::thread_index() % 4);
@@ -120,8 +118,7 @@ struct Score : ScoreTraits {
 
   // What the mask shows and bounds leave of row q_idx and of that 8 below.
   template <int tiles>
-  __device__ __forceinline__ void shown_to_rows(ColumnBits (&shown)[2], int q_idx,
-                                                int first_key) const {
+  CUFLASH_DEVICE void shown_to_rows(ColumnBits (&shown)[2], int q_idx, int first_key) const {
     const int rows[2] = {min(q_idx, seqlen.q - 1), min(q_idx + 8, seqlen.q - 1)};
     const int block_key = first_key - 2 * (ptx::thread_index() % 4);
     uint32_t bits[2];
@@ -135,8 +132,7 @@ struct Score : ScoreTraits {
 
   // What the mask shows of two keys, `kv_idx` and 8 more, to the queries of the columns.
   template <int tiles>
-  __device__ __forceinline__ void unmasked_of_keys(ColumnBits (&seen)[2], int kv_idx,
-                                                   int first_row) const {
+  CUFLASH_DEVICE void unmasked_of_keys(ColumnBits (&seen)[2], int kv_idx, int first_row) const {
     if constexpr (Config::mask) {
       uint32_t bits[2];
       const int block_row = first_row - 2 * (ptx::thread_index() % 4);
@@ -147,21 +143,20 @@ struct Score : ScoreTraits {
   }
 
   // What the caller's formula says of a pair of existing indices.
-  __device__ __forceinline__ bool formula_shows(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE bool formula_shows(int q_idx, int kv_idx) const {
     if constexpr (Config::mask_mod) return formulas.formula_mask(q_idx, kv_idx);
     return true;
   }
 
   // Which queries are of the segment of one key.
   template <int tiles>
-  __device__ __forceinline__ ColumnBits segment_of_key(int kv_idx, int first_row,
-                                                       Range rows) const {
+  CUFLASH_DEVICE ColumnBits segment_of_key(int kv_idx, int first_row, Range rows) const {
     if constexpr (Config::segment_ids == Dtype::none) return {};
     return same_ids<tiles>(key_ids()[min(kv_idx, seqlen.k - 1)], query_ids() + first_row, rows);
   }
 
   // Whether a pair within kv_range(q_idx, q_idx + 1) sees each other, a bias of -inf considered.
-  __device__ __forceinline__ bool sees(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE bool sees(int q_idx, int kv_idx) const {
     if constexpr (Config::bias != Dtype::none) {
       if (bias(q_idx, kv_idx) == -infinity()) return false;
     }
@@ -169,10 +164,10 @@ struct Score : ScoreTraits {
   }
 
   // Defined for visible pairs only: it may read arrays at (q_idx, kv_idx).
-  __device__ __forceinline__ Real apply(Real score, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real apply(Real score, int q_idx, int kv_idx) const {
     return apply(score, bias(q_idx, kv_idx), q_idx, kv_idx);
   }
-  __device__ __forceinline__ Real apply(Real score, Real bias, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real apply(Real score, Real bias, int q_idx, int kv_idx) const {
     const Real logit = before_formula(score, bias, q_idx, kv_idx);
     if constexpr (Config::score_mod) {
       // A bias of -inf hides the pair, whatever the formula makes of it.
@@ -185,8 +180,7 @@ struct Score : ScoreTraits {
 
   // -inf for a pair that is hidden. A formula is not asked about it; a bias, which was read, is
   // added first: a branch for each pair would take longer.
-  __device__ __forceinline__ Real apply_if(bool visible, Real score, Real bias, int q_idx,
-                                           int kv_idx) const {
+  CUFLASH_DEVICE Real apply_if(bool visible, Real score, Real bias, int q_idx, int kv_idx) const {
     if constexpr (Config::bias == Dtype::none || Config::score_mod) {
       return visible ? apply(score, bias, q_idx, kv_idx) : -infinity();
     } else {
@@ -195,7 +189,7 @@ struct Score : ScoreTraits {
     }
   }
 
-  __device__ __forceinline__ Real bias(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real bias(int q_idx, int kv_idx) const {
     if constexpr (Config::bias == Dtype::none) return 0;
     const Layout& layout = params.bias_layout;
     return read_real<Config::bias>(params.bias,
@@ -208,33 +202,32 @@ struct Score : ScoreTraits {
   // The same of one row at the columns that a lane holds from `first_key` on, or of one key at
   // rows. Asked for by a whole warp.
   template <int tiles>
-  __device__ __forceinline__ BiasOf<tiles> bias_of_row(int q_idx, int first_key) const {
+  CUFLASH_DEVICE BiasOf<tiles> bias_of_row(int q_idx, int first_key) const {
     const Layout& layout = params.bias_layout;
     return {first_bias(), layout.row, layout.column, min(q_idx, seqlen.q - 1), first_key, seqlen.k};
   }
   template <int tiles>
-  __device__ __forceinline__ BiasOf<tiles> bias_of_key(int kv_idx, int first_row) const {
+  CUFLASH_DEVICE BiasOf<tiles> bias_of_key(int kv_idx, int first_row) const {
     const Layout& layout = params.bias_layout;
     return {first_bias(), layout.column, layout.row, min(kv_idx, seqlen.k - 1),
             first_row,    seqlen.q};
   }
 
   // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
-  __device__ __forceinline__ Real with_bias(Real score, Real bias) const {
+  CUFLASH_DEVICE Real with_bias(Real score, Real bias) const {
     return fma(params.scale, score, bias);
   }
 
   // What a slope multiplies.
-  __device__ __forceinline__ Real distance(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
     return static_cast<Real>(abs(near_offset + q_idx - kv_idx)) + far_offset;
   }
 
   // d apply / d(bias), for visible pairs.
-  __device__ __forceinline__ Real formula_slope(Real score, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real formula_slope(Real score, int q_idx, int kv_idx) const {
     return formula_slope(score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
-  __device__ __forceinline__ Real formula_slope(Real score, Real bias, int q_idx,
-                                                int kv_idx) const {
+  CUFLASH_DEVICE Real formula_slope(Real score, Real bias, int q_idx, int kv_idx) const {
     if constexpr (Config::score_mod) {
       return formulas.formula_grad(before_formula(score, bias, q_idx, kv_idx), q_idx, kv_idx);
     } else {
@@ -244,10 +237,10 @@ struct Score : ScoreTraits {
 
   // d apply / d(scale * q.k), for visible pairs; the factor `scale` is left to the end of a
   // gradient's sum.
-  __device__ __forceinline__ Real derivative(Real score, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real derivative(Real score, int q_idx, int kv_idx) const {
     return derivative(score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
-  __device__ __forceinline__ Real derivative(Real score, Real bias, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real derivative(Real score, Real bias, int q_idx, int kv_idx) const {
     const Real slope = formula_slope(score, bias, q_idx, kv_idx);
     if constexpr (Config::softcap) {
       const Real t = capped(score);
@@ -259,56 +252,53 @@ struct Score : ScoreTraits {
 
   // The same of a pair whose value of `apply` is known: a formula is not asked about a hidden
   // one.
-  __device__ __forceinline__ Real derivative_at(Real value, Real score, int q_idx,
-                                                int kv_idx) const {
+  CUFLASH_DEVICE Real derivative_at(Real value, Real score, int q_idx, int kv_idx) const {
     return derivative_at(value, score, Config::score_mod ? bias(q_idx, kv_idx) : 0, q_idx, kv_idx);
   }
-  __device__ __forceinline__ Real derivative_at(Real value, Real score, Real bias, int q_idx,
-                                                int kv_idx) const {
+  CUFLASH_DEVICE Real derivative_at(Real value, Real score, Real bias, int q_idx,
+                                    int kv_idx) const {
     return Config::score_mod && value == -infinity() ? 0 : derivative(score, bias, q_idx, kv_idx);
   }
 
-  __device__ __forceinline__ Real unit() const {
-    return Config::scale_in_exponent ? params.scale : 1;
-  }
+  CUFLASH_DEVICE Real unit() const { return Config::scale_in_exponent ? params.scale : 1; }
 
   // A running maximum (of values of `apply`) as what exponents are formed against. It is rounded
   // once, here: two roundings of one maximum would differ by a factor where logits are huge. (D2)
-  __device__ __forceinline__ Real reference(Real maximum) const {
+  CUFLASH_DEVICE Real reference(Real maximum) const {
     return folds_scale ? maximum * params.scale_log2 : maximum;
   }
 
   // Is a row with this reference to be computed pair by pair?
-  __device__ __forceinline__ bool is_far(Real reference) const {
+  CUFLASH_DEVICE bool is_far(Real reference) const {
     const Real exponent = folds_scale ? reference : reference * exponent_factor();
     const bool overflows = !folds_scale && fabs(reference) >= Real(0x1p126);  // in a difference
     return (fabs(exponent) >= far_from_0 || overflows) && fabs(reference) < infinity();
   }
 
   // A maximum with about this reference, where the scale is a factor of exponents.
-  __device__ __forceinline__ float maximum_near(float reference) const {
+  CUFLASH_DEVICE float maximum_near(float reference) const {
     return __fdividef(reference, params.scale_log2);
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
   // comes first: a bias may be as large as float32 goes.
-  __device__ __forceinline__ Real exponent(Real value, Real reference) const {
+  CUFLASH_DEVICE Real exponent(Real value, Real reference) const {
     return folds_scale ? fma(value, params.scale_log2, -reference)
                        : (value - reference) * exponent_factor();
   }
 
   // What it multiplies a value by.
-  __device__ __forceinline__ Real exponent_factor() const {
+  CUFLASH_DEVICE Real exponent_factor() const {
     return Config::scale_in_exponent ? params.scale_log2 : log2_e;
   }
 
   // log2 of exp(from - to), of two references.
-  __device__ __forceinline__ Real exponent_between(Real from, Real to) const {
+  CUFLASH_DEVICE Real exponent_between(Real from, Real to) const {
     return folds_scale ? from - to : (from - to) * exponent_factor();
   }
 
   // lse of a row from the reference of its maximum and its sum of exponentials.
-  __device__ __forceinline__ Real lse(Real reference, Real sum) const {
+  CUFLASH_DEVICE Real lse(Real reference, Real sum) const {
     if constexpr (!folds_scale) return fma(reference, unit(), log(sum));
     if constexpr (Config::dtype != Dtype::float32) return fma(reference, ln_2, log(sum));
     // The backward multiplies by scale, which is not ln_2 scale_log2 but for a rounding of each: of
@@ -319,7 +309,7 @@ struct Score : ScoreTraits {
   }
 
   // One more score of every row of an entry, of a key without a value.
-  __device__ __forceinline__ Real sink(const BatchIndex& entry) const {
+  CUFLASH_DEVICE Real sink(const BatchIndex& entry) const {
     if constexpr (has_sink) {
       return read_real<Config::sink>(params.sink, entry * params.sink_strides);
     } else {
@@ -328,26 +318,26 @@ struct Score : ScoreTraits {
   }
 
   // lse of a row without keys: the sink's score. A row beyond the length is no query, and has none.
-  __device__ __forceinline__ Real lse_without_keys(const BatchIndex& entry, int q_idx) const {
+  CUFLASH_DEVICE Real lse_without_keys(const BatchIndex& entry, int q_idx) const {
     return q_idx < seqlen.q ? sink(entry) : -infinity();
   }
 
   // log2 of exp(sink - logit), for the logit of a reference.
-  __device__ __forceinline__ Real sink_exponent(const BatchIndex& entry, Real reference) const {
+  CUFLASH_DEVICE Real sink_exponent(const BatchIndex& entry, Real reference) const {
     const Real at = sink(entry);
     return folds_scale ? at * log2_e - reference : fma(-reference, unit(), at) * log2_e;
   }
 
   // A value of `apply` as a logit, rounded.
-  __device__ __forceinline__ Real rounded_logit(Real value) const { return value * unit(); }
+  CUFLASH_DEVICE Real rounded_logit(Real value) const { return value * unit(); }
 
   // log2 of exp(logit - lse): the probability of a value of `apply`. lse is not rounded again.
-  __device__ __forceinline__ Real probability_exponent(Real value, Real lse) const {
+  CUFLASH_DEVICE Real probability_exponent(Real value, Real lse) const {
     return fma(value, unit(), -lse) * log2_e;
   }
 
   // Keys that some row of [m_begin, m_end) sees, mask and bias apart.
-  __device__ __forceinline__ Range kv_range(int m_begin, int m_end) const {
+  CUFLASH_DEVICE Range kv_range(int m_begin, int m_end) const {
     m_end = min(m_end, seqlen.q);
     Range keys{0, seqlen.k};
     if constexpr (Config::window_left) keys.begin = max(keys.begin, m_begin + diagonal_begin);
@@ -358,13 +348,13 @@ struct Score : ScoreTraits {
 
   // Keys that row q_idx sees, mask and bias apart, counted from `first_key`: the column of a
   // register is compared as a constant. Where no first key is hidden, nothing is left to compare.
-  __device__ __forceinline__ Range kv_range_from(int first_key, int q_idx) const {
+  CUFLASH_DEVICE Range kv_range_from(int first_key, int q_idx) const {
     const Range keys = kv_range(q_idx, q_idx + 1).relative_to(first_key);
     return {Config::window_left ? keys.begin : 0, keys.end};
   }
 
   // Rows that see some key of [n_begin, n_end), mask and bias apart.
-  __device__ __forceinline__ Range q_range(int n_begin, int n_end) const {
+  CUFLASH_DEVICE Range q_range(int n_begin, int n_end) const {
     n_end = min(n_end, seqlen.k);
     Range rows{0, seqlen.q};
     if constexpr (Config::window_right) rows.begin = max(rows.begin, n_begin - diagonal_end + 1);
@@ -376,7 +366,7 @@ struct Score : ScoreTraits {
   // Key blocks for the rows [m_begin, m_end). Rows past the length count as seeing what the others
   // see: their results are discarded. A formula, which may read an array at any index that it is
   // given, is given existing ones. (D19)
-  __device__ __forceinline__ BlockRanges kv_blocks(int m_begin, int m_end) const {
+  CUFLASH_DEVICE BlockRanges kv_blocks(int m_begin, int m_end) const {
     Range full{0, Config::score_mod && m_end > seqlen.q ? 0 : seqlen.k};
     if constexpr (Config::window_left) {
       full.begin = max(full.begin, min(m_end, seqlen.q) - 1 + diagonal_begin);
@@ -387,7 +377,7 @@ struct Score : ScoreTraits {
 
   // Query blocks for the keys [n_begin, n_end). A block is full only if all these keys exist:
   // another entry of the same owner may be longer, so their sums are not discarded.
-  __device__ __forceinline__ BlockRanges q_blocks(int n_begin, int n_end) const {
+  CUFLASH_DEVICE BlockRanges q_blocks(int n_begin, int n_end) const {
     Range full{0, n_end <= seqlen.k ? seqlen.q : 0};
     if constexpr (Config::window_right) full.begin = max(full.begin, n_end - diagonal_end);
     if constexpr (Config::window_left) full.end = min(full.end, n_begin - diagonal_begin + 1);
@@ -395,12 +385,11 @@ struct Score : ScoreTraits {
   }
 
  private:
-  __device__ __forceinline__ const void* first_bias() const {
+  CUFLASH_DEVICE const void* first_bias() const {
     return static_cast<const typename Storage<Config::bias>::type*>(params.bias) + bias_offset;
   }
 
-  __device__ __forceinline__ Real before_formula(Real score, Real bias, int q_idx,
-                                                 int kv_idx) const {
+  CUFLASH_DEVICE Real before_formula(Real score, Real bias, int q_idx, int kv_idx) const {
     if constexpr (Config::scale_in_exponent) {
       return score;
     } else {
@@ -415,23 +404,23 @@ struct Score : ScoreTraits {
     }
   }
 
-  __device__ __forceinline__ ByteMatrix mask_matrix() const {
+  CUFLASH_DEVICE ByteMatrix mask_matrix() const {
     return {params.mask + mask_offset, params.mask_layout.row, params.mask_layout.column};
   }
 
-  __device__ __forceinline__ const Id* query_ids() const {
+  CUFLASH_DEVICE const Id* query_ids() const {
     return static_cast<const Id*>(params.segment_ids_q) + ids_q_offset;
   }
-  __device__ __forceinline__ const Id* key_ids() const {
+  CUFLASH_DEVICE const Id* key_ids() const {
     return static_cast<const Id*>(params.segment_ids_k) + ids_k_offset;
   }
 
-  __device__ __forceinline__ bool same_segment(int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE bool same_segment(int q_idx, int kv_idx) const {
     if constexpr (Config::segment_ids == Dtype::none) return true;
     return query_ids()[q_idx] == key_ids()[kv_idx];
   }
 
-  __device__ __forceinline__ Real with_alibi(Real logit, int q_idx, int kv_idx) const {
+  CUFLASH_DEVICE Real with_alibi(Real logit, int q_idx, int kv_idx) const {
     if constexpr (Config::alibi_slopes != Dtype::none) {
       return fma(-slope, distance(q_idx, kv_idx), logit);
     } else {
@@ -439,9 +428,7 @@ struct Score : ScoreTraits {
     }
   }
 
-  __device__ __forceinline__ Real capped(Real score) const {
-    return tanh(score * params.inverse_softcap);
-  }
+  CUFLASH_DEVICE Real capped(Real score) const { return tanh(score * params.inverse_softcap); }
 };
 
 }  // namespace cuflash

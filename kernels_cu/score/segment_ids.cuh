@@ -11,23 +11,23 @@ template <typename Id>
 struct alignas(2 * sizeof(Id)) IdBounds {
   Id low, high;
 
-  __device__ __forceinline__ void add(const IdBounds& other) {
+  CUFLASH_DEVICE void add(const IdBounds& other) {
     low = other.low < low ? other.low : low;
     high = other.high > high ? other.high : high;
   }
   // Can an id be in both?
-  __device__ __forceinline__ bool meets(const IdBounds& other) const {
+  CUFLASH_DEVICE bool meets(const IdBounds& other) const {
     return low <= other.high && other.low <= high;
   }
   // Is there one id, the same in both?
-  __device__ __forceinline__ bool is_one_with(const IdBounds& other) const {
+  CUFLASH_DEVICE bool is_one_with(const IdBounds& other) const {
     return low == high && other.low == low && other.high == low;
   }
 };
 
 template <int size, typename Id>
-__device__ __forceinline__ IdBounds<Id> bounds_within(const void* array, int64_t offset,
-                                                      Range range, int length) {
+CUFLASH_DEVICE IdBounds<Id> bounds_within(const void* array, int64_t offset, Range range,
+                                          int length) {
   constexpr bool even = size % bounded_ids == 0;
   constexpr int most = even ? size / bounded_ids : (size + bounded_ids - 2) / bounded_ids + 1;
   const int first = min(range.begin, length - 1) / bounded_ids;
@@ -41,7 +41,7 @@ __device__ __forceinline__ IdBounds<Id> bounds_within(const void* array, int64_t
 
 // Unrolled in part: the ids of a whole row would not fit beside its scores. (D91)
 template <int tiles, typename Id>
-__device__ __forceinline__ ColumnBits same_ids(Id id, const Id* ids, Range valid) {
+CUFLASH_DEVICE ColumnBits same_ids(Id id, const Id* ids, Range valid) {
   uint32_t bits = 0;
 #pragma unroll 4
   for (int t = 0; t < tiles; ++t) {

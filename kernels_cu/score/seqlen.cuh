@@ -2,7 +2,6 @@
 // is its causal one.
 #pragma once
 
-#include "numeric.cuh"
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {
@@ -17,7 +16,7 @@ struct Seqlen {
   int rows_q;  // that the arrays have of this entry
   int rows_k;
 
-  __device__ __forceinline__ Seqlen(const ScoreParams& params, const BatchIndex& entry)
+  CUFLASH_DEVICE Seqlen(const ScoreParams& params, const BatchIndex& entry)
       : q(params.q_length),
         k(params.kv_length),
         first_q(0),
@@ -53,7 +52,7 @@ struct Seqlen {
 
   // What the gradient has to know of one row of this entry, of those in `rows`. A row beyond the
   // length is no query: whatever is said of it, its probabilities are zero.
-  __device__ __forceinline__ RowStatistics statistics(const RowStatistics* rows, int q_idx) const {
+  CUFLASH_DEVICE RowStatistics statistics(const RowStatistics* rows, int q_idx) const {
     return q_idx < q ? rows[q_idx] : RowStatistics{infinity(), 0};
   }
 };

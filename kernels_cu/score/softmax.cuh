@@ -1,10 +1,7 @@
 // How the maximum and the sum of a row evolve over key blocks, and what they give at the end.
 #pragma once
 
-#include "numeric.cuh"
-#include "score/score.cuh"
 #include "score/softmax_float64.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -14,8 +11,8 @@ struct RowEnd {
 };
 
 // From the reference and the sum of exponentials of a row that saw some key.
-__device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchIndex& entry,
-                                             Real reference, Real sum) {
+CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Real reference,
+                                 Real sum) {
   if constexpr (!Score::has_sink) {
     return {1, sum, score.lse(reference, sum)};
   } else {
@@ -31,15 +28,15 @@ __device__ __forceinline__ RowEnd end_of_sum(const Score& score, const BatchInde
 }
 
 // The same from its maximum.
-__device__ __forceinline__ RowEnd end_of_row(const Score& score, const BatchIndex& entry,
-                                             Real maximum, Real sum) {
+CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Real maximum,
+                                 Real sum) {
   return end_of_sum(score, entry, score.reference(maximum), sum);
 }
 
 // Are the sums of a row not to be relied on? Those of a row far from 0 are not; and of what it saw
 // before its reference came near, infinities may be left, where products and references are rounded
 // one by one.
-__device__ __forceinline__ bool is_unsure(const Score& score, Real reference, Real sum) {
+CUFLASH_DEVICE bool is_unsure(const Score& score, Real reference, Real sum) {
   const bool overflowed = Config::scale_in_exponent && !(fabs(sum) < infinity());
   return Score::recomputes_far_rows && (score.is_far(reference) || overflowed);
 }
@@ -58,7 +55,7 @@ struct OnlineSoftmax {
   Real row_loss[slices][2];  // what the last rounding has added to it
   WarpPowers power;
 
-  __device__ __forceinline__ OnlineSoftmax() {
+  CUFLASH_DEVICE OnlineSoftmax() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
       row_max[s][0] = row_max[s][1] = -infinity();
@@ -69,8 +66,8 @@ struct OnlineSoftmax {
 
   // Scores become exp(score - row_max); what was summed under the old maximum is rescaled.
   template <int tiles, int out_tiles>
-  __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
-                                         Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+  CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
+                             const Score& score) {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -118,12 +115,12 @@ struct OnlineSoftmax {
   }
 
   // What the sum of a row is relative to; -inf where nothing was seen.
-  __device__ __forceinline__ Real reference(const Score& score, int slice, int half) const {
+  CUFLASH_DEVICE Real reference(const Score& score, int slice, int half) const {
     return score.reference(row_max[slice][half]);
   }
 
   // Completes the sums; afterwards every lane of a row holds them.
-  __device__ __forceinline__ void finish() {
+  CUFLASH_DEVICE void finish() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
 #pragma unroll

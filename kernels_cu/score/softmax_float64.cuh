@@ -5,24 +5,21 @@
 //   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks. (D45, D51)
 #pragma once
 
-#include "numeric.cuh"
-#include "ptx/arithmetic.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
 // Sign, exponent and the first 20 bits of a float64, ordered like it; NaN for an infinity, a NaN
 // and what is at least 2^1017.
-__device__ __forceinline__ float upper_half(double x) { return __int_as_float(__double2hiint(x)); }
+CUFLASH_DEVICE float upper_half(double x) { return __int_as_float(__double2hiint(x)); }
 
 // Is x greater than a power of two, as far as upper halves tell? A NaN may be.
-__device__ __forceinline__ bool exceeds(double x, double power) {
+CUFLASH_DEVICE bool exceeds(double x, double power) {
   return __double2hiint(x) > __double2hiint(power);
 }
 
 // |x| of a NaN may keep its sign. (D55)
-__device__ __forceinline__ double nan_without_sign() { return __hiloint2double(0x7ff80000, 0); }
+CUFLASH_DEVICE double nan_without_sign() { return __hiloint2double(0x7ff80000, 0); }
 
 // State of 16 `slices` rows of a warp as in OnlineSoftmax, of which this has the members.
 template <int slices>
@@ -35,7 +32,7 @@ struct HeldSoftmax {
   Real row_sum[slices][2];  // of this lane's columns only, until `finish`
   DoublePowers power;
 
-  __device__ __forceinline__ HeldSoftmax() {
+  CUFLASH_DEVICE HeldSoftmax() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
       held[s][0] = held[s][1] = least;
@@ -46,8 +43,8 @@ struct HeldSoftmax {
   // Scores become 2^(exponent - reference); what was summed under another reference is rescaled.
   // D49.
   template <int tiles, int out_tiles>
-  __device__ __forceinline__ void update(Real (&s_acc)[slices][tiles][4],
-                                         Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+  CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
+                             const Score& score) {
     Real maxima[slices][2], factors[slices][2], shifts[slices][2];
     bool any_odd = false, any_rises = false;
 #pragma unroll
@@ -100,12 +97,12 @@ struct HeldSoftmax {
   }
 
   // What the sum of a row is relative to; -inf where nothing was seen.
-  __device__ __forceinline__ Real reference(const Score&, int slice, int half) const {
+  CUFLASH_DEVICE Real reference(const Score&, int slice, int half) const {
     return held[slice][half] == least ? -infinity() : held[slice][half];
   }
 
   // Completes the sums; afterwards every lane of a row holds them.
-  __device__ __forceinline__ void finish() {
+  CUFLASH_DEVICE void finish() {
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
       row_sum[s][0] = quad_sum(row_sum[s][0]);
@@ -115,14 +112,13 @@ struct HeldSoftmax {
 
  private:
   // Is it too far from 0 for upper halves to tell, or a NaN?
-  __device__ __forceinline__ static bool is_odd(double maximum) {
+  CUFLASH_DEVICE static bool is_odd(double maximum) {
     return (__double2hiint(maximum) & 0x7fffffff) > __double2hiint(near);
   }
 
   // The upper half of the largest score of a row, below which are zeros.
   template <int tiles>
-  __device__ __forceinline__ static Real row_maximum_in_part(const Real (&s_acc)[tiles][4],
-                                                             int half) {
+  CUFLASH_DEVICE static Real row_maximum_in_part(const Real (&s_acc)[tiles][4], int half) {
     float upper[tiles];
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
@@ -137,7 +133,7 @@ struct HeldSoftmax {
 
   // The largest score of a row as float64.
   template <int tiles>
-  __device__ __forceinline__ static Real row_maximum(const Real (&s_acc)[tiles][4], int half) {
+  CUFLASH_DEVICE static Real row_maximum(const Real (&s_acc)[tiles][4], int half) {
     Real maximum = -infinity();
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
@@ -148,8 +144,8 @@ struct HeldSoftmax {
 
   // Makes the maximum of a block the reference of its row if that is too small.
   template <int out_tiles>
-  __device__ __forceinline__ void hold(Real maximum, int s, int half,
-                                       Real (&o_acc)[slices][out_tiles][4], const Score& score) {
+  CUFLASH_DEVICE void hold(Real maximum, int s, int half, Real (&o_acc)[slices][out_tiles][4],
+                           const Score& score) {
     const Real before = held[s][half];
     if (exceeds(maximum - before, most)) held[s][half] = (maximum + to_32nds) - to_32nds;
     const Real rescale = power(score.exponent_between(before, held[s][half]));
@@ -164,9 +160,8 @@ struct HeldSoftmax {
   // Scores of rows that are far from 0 become exponents; a NaN gets the sign that `of_product`
   // leaves alone.
   template <int tiles>
-  __device__ __forceinline__ static void form_exponents(Real (&s_acc)[tiles][4], int half,
-                                                        bool is_far, Real reference,
-                                                        const Score& score) {
+  CUFLASH_DEVICE static void form_exponents(Real (&s_acc)[tiles][4], int half, bool is_far,
+                                            Real reference, const Score& score) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll

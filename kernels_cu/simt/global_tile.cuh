@@ -2,8 +2,6 @@
 // memory limits head sizes, and one row serves many lanes from the first cache.
 #pragma once
 
-#include "numeric.cuh"
-#include "ptx/special.cuh"
 #include "tile/load.cuh"
 
 namespace cuflash {
@@ -23,12 +21,12 @@ struct alignas(128) GlobalTile {
   uint32_t cleared[16];  // a bit for each row
   static_assert(rows <= 32 * 16, "a bit for each row");
 
-  __device__ __forceinline__ void clear_row(int row, int lane) {
+  CUFLASH_DEVICE void clear_row(int row, int lane) {
     if (lane == 0) atomicOr(&cleared[row / 32], 1u << row % 32);
   }
 
   // Null for a row of zeros.
-  __device__ __forceinline__ const Element* row(int index) const {
+  CUFLASH_DEVICE const Element* row(int index) const {
     const bool zeros = !exist.contains(index) || (cleared[index / 32] >> index % 32 & 1);
     return zeros ? nullptr : data + index * row_stride;
   }
@@ -36,8 +34,8 @@ struct alignas(128) GlobalTile {
 
 // Says where rows [first_row, first_row + Tile::rows) lie; those outside `valid` are never read.
 template <int rows, int columns>
-__device__ __forceinline__ void load_tile(GlobalTile<rows, columns>& tile, const RowSource& source,
-                                          int first_row, Range valid) {
+CUFLASH_DEVICE void load_tile(GlobalTile<rows, columns>& tile, const RowSource& source,
+                              int first_row, Range valid) {
   if (ptx::thread_index() != 0) return;
   tile.data = source.data + first_row * source.row_stride;
   tile.row_stride = source.row_stride;

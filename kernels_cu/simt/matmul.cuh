@@ -3,8 +3,6 @@
 // every dtype is multiplied and summed as Real. (D31)
 #pragma once
 
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "simt/global_tile.cuh"
 
 namespace cuflash {
@@ -15,7 +13,7 @@ constexpr int read_columns_at_once = Config::copy_bytes > sizeof(Element)
                                          : 1;
 
 template <int count>
-__device__ __forceinline__ void read_elements(Real (&to)[count], const Element* from) {
+CUFLASH_DEVICE void read_elements(Real (&to)[count], const Element* from) {
   struct alignas(count * sizeof(Element)) Together {
     Element element[count];
   };
@@ -44,19 +42,19 @@ struct GlobalSums {
 };
 
 template <int rows, int columns>
-__device__ __forceinline__ GlobalRows<GlobalTile<rows, columns>> read_rows(
+CUFLASH_DEVICE GlobalRows<GlobalTile<rows, columns>> read_rows(
     const GlobalTile<rows, columns>& tile, int first_row = 0) {
   return {tile, first_row};
 }
 
 template <int rows, int columns>
-__device__ __forceinline__ GlobalRows<GlobalTile<rows, columns>> read_columns(
+CUFLASH_DEVICE GlobalRows<GlobalTile<rows, columns>> read_columns(
     const GlobalTile<rows, columns>& tile) {
   return {tile, 0};
 }
 
 template <int rows, int columns>
-__device__ __forceinline__ GlobalSums<GlobalTile<rows, columns>> read_sums(
+CUFLASH_DEVICE GlobalSums<GlobalTile<rows, columns>> read_sums(
     const GlobalTile<rows, columns>& tile, int first_column = 0) {
   return {tile, first_column};
 }
@@ -64,9 +62,8 @@ __device__ __forceinline__ GlobalSums<GlobalTile<rows, columns>> read_sums(
 // acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed, and every sum is
 // rounded: in parts or not.
 template <int part_columns = 0, int slices, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
-                                                    const GlobalRows<ATile>& a,
-                                                    const GlobalRows<BTile>& b) {
+CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
+                                        const GlobalRows<ATile>& a, const GlobalRows<BTile>& b) {
   constexpr int tiles = BTile::rows / 8, at_once = read_columns_at_once;
   const Element* a_rows[slices][2];
   const Element* b_rows[tiles][2];
@@ -119,10 +116,9 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
 
 // acc += A . B: A in registers, the rows of B are summed; of its columns as many as acc has.
 template <int slices, int tiles, typename BTile>
-__device__ __forceinline__ void multiply(
-    Real (&acc)[slices][tiles][4],
-    const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
-    const GlobalSums<BTile>& b) {
+CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
+                             const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
+                             const GlobalSums<BTile>& b) {
   constexpr int at_once = read_columns_at_once > 1 ? 2 : 1;
   const int column = b.first_column + fragment_column(0, 0);
   const int64_t stride = b.tile.column_stride;

@@ -9,12 +9,8 @@
 // its registers. Lanes hold the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/dropout.cuh"
-#include "score/score.cuh"
 #include "score/softmax.cuh"
-#include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/store.cuh"
 
@@ -26,13 +22,13 @@ struct LaneColumns {
 
   Real value[count];
 
-  __device__ __forceinline__ void clear() {
+  CUFLASH_DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < count; ++i) value[i] = 0;
   }
 
   // A row of an operand; zeros past its true width. (D86)
-  __device__ __forceinline__ void load(const RowSource& from, int row) {
+  CUFLASH_DEVICE void load(const RowSource& from, int row) {
     const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
@@ -40,7 +36,7 @@ struct LaneColumns {
     }
   }
 
-  __device__ __forceinline__ void store(const RowTarget& to, int row, Real factor) const {
+  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor) const {
     const int first = lane_index() - to.first_column;
     auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
@@ -50,12 +46,12 @@ struct LaneColumns {
     }
   }
 
-  __device__ __forceinline__ void add(Real factor, const LaneColumns& other) {
+  CUFLASH_DEVICE void add(Real factor, const LaneColumns& other) {
 #pragma unroll
     for (int i = 0; i < count; ++i) value[i] = fma(factor, other.value[i], value[i]);
   }
 
-  __device__ __forceinline__ Real dot(const LaneColumns& other) const {
+  CUFLASH_DEVICE Real dot(const LaneColumns& other) const {
     Real sum = 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) sum = fma(value[i], other.value[i], sum);
@@ -71,7 +67,7 @@ using QkColumns = LaneColumns<Config::head_dim>;
 using VColumns = LaneColumns<Config::head_dim_v>;
 
 // Bit r says whether row r of a slice of 16 rows was marked by any of its lanes.
-__device__ __forceinline__ uint32_t marked_rows(bool upper, bool lower) {
+CUFLASH_DEVICE uint32_t marked_rows(bool upper, bool lower) {
   uint32_t rows = 0;
   if (warp_agrees(upper || lower)) {
 #pragma unroll
@@ -88,7 +84,7 @@ __device__ __forceinline__ uint32_t marked_rows(bool upper, bool lower) {
 
 // Which rows of a slice hold anything non-finite.
 template <int tiles>
-__device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
+CUFLASH_DEVICE uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
   Real poison[2] = {0, 0};
 #pragma unroll
   for (int t = 0; t < tiles; ++t) {
@@ -100,7 +96,7 @@ __device__ __forceinline__ uint32_t non_finite_rows(const Real (&acc)[tiles][4])
 
 // Calls step(row) for the first row of every set bit, the same in all lanes.
 template <typename Step>
-__device__ __forceinline__ void for_each_bit(uint32_t bits, const Step& step) {
+CUFLASH_DEVICE void for_each_bit(uint32_t bits, const Step& step) {
 #pragma unroll 1
   for (; warp_agrees(bits != 0); bits &= bits - 1) step(__ffs(bits) - 1);
 }
@@ -110,8 +106,7 @@ struct ExactRow {
   bool is_far;
   Real lse, delta;
 
-  __device__ __forceinline__ ExactRow(const BackwardParams& params, const BatchIndex& entry,
-                                      int row) {
+  CUFLASH_DEVICE ExactRow(const BackwardParams& params, const BatchIndex& entry, int row) {
     const RowStatistics statistics = (params.rows + entry * params.rows_layout.batch)[row];
     is_far = is_quiet_nan(statistics.lse);
     lse = is_far ? params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row]
@@ -120,7 +115,7 @@ struct ExactRow {
   }
 
   // Probability of a value of `apply`. Without a rounding of its own no logit exceeds lse.
-  __device__ __forceinline__ Real probability(const Score& score, Real value) const {
+  CUFLASH_DEVICE Real probability(const Score& score, Real value) const {
     const Real difference = score.rounded_logit(value) - lse;
     const Real far_exponent = (difference > 0 ? 0 : difference) * log2_e;
     return power_of_two(is_far ? far_exponent : score.probability_exponent(value, lse));
@@ -133,8 +128,8 @@ struct ExactPair {
   Real dscore;  // gradient of the score
   Real ds;      // gradient of scale * q.k
 
-  __device__ __forceinline__ ExactPair(const Score& score, const ExactRow& row, Real product,
-                                       Real dp, int q_idx, int kv_idx) {
+  CUFLASH_DEVICE ExactPair(const Score& score, const ExactRow& row, Real product, Real dp,
+                           int q_idx, int kv_idx) {
     p = row.probability(score, score.apply(product, q_idx, kv_idx));
     const Real kept = keeps_pair(score, q_idx, kv_idx) ? 1 : 0;
     dscore = p * (dp * kept * kept_scale(score.params) - row.delta);
@@ -144,8 +139,8 @@ struct ExactPair {
 };
 
 // What the sums of a row come to, from its largest logit.
-__device__ __forceinline__ RowEnd exact_end(const Score& score, const BatchIndex& entry,
-                                            Real largest, Real sum) {
+CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Real largest,
+                                Real sum) {
   if constexpr (!Score::has_sink) {
     return {1, sum, largest + log(sum)};
   } else {
@@ -158,8 +153,8 @@ __device__ __forceinline__ RowEnd exact_end(const Score& score, const BatchIndex
 
 // Where recompute_out puts a row: into the caller's array.
 struct CallersRow {
-  __device__ __forceinline__ void store(const ForwardParams& params, const BatchIndex& entry,
-                                        int q_idx, const VColumns& o, Real factor) const {
+  CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
+                            const VColumns& o, Real factor) const {
     const Seqlen seqlen(params.score, entry);
     o.store(RowTarget(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v,
                       Config::head_dim_v),

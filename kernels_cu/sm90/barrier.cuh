@@ -4,27 +4,26 @@
 // a phase pass by an arrival, all its threads are past their own wait.
 #pragma once
 
-#include "config.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {
 
-__device__ __forceinline__ void init(uint64_t& barrier, int arrivals) {
+CUFLASH_DEVICE void init(uint64_t& barrier, int arrivals) {
   ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
 }
 
-__device__ __forceinline__ void wait(const uint64_t& barrier, uint32_t parity) {
+CUFLASH_DEVICE void wait(const uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
 }
 
-__device__ __forceinline__ void arrive_if(uint64_t& barrier, bool mine) {
+CUFLASH_DEVICE void arrive_if(uint64_t& barrier, bool mine) {
   ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), mine);
 }
 
 // One arrival for the whole warp, when all its lanes are here and what they wrote is visible.
-__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+CUFLASH_DEVICE void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
   arrive_if(barrier, lane_index() == 0);
 }
@@ -34,13 +33,13 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
 // D29.
 constexpr int reader_arrivals = Config::under_racecheck ? 32 : 1;
 
-__device__ __forceinline__ void arrive_as_readers(uint64_t& barrier, bool mine) {
+CUFLASH_DEVICE void arrive_as_readers(uint64_t& barrier, bool mine) {
   __syncwarp();
   arrive_if(barrier, lane_index() < reader_arrivals && mine);
 }
 
 // A product is done only when all four warps have issued it, so that this thread's arrival after it
 // speaks for the warpgroup.
-__device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
+CUFLASH_DEVICE bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
 
 }  // namespace cuflash

@@ -1,14 +1,10 @@
 // A warpgroup that computes: 64 rows of out, from scores to the sum over their keys.
 #pragma once
 
-#include "score/dropout.cuh"
-#include "params.cuh"
-#include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
-#include "sm90/shared_memory.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
 
@@ -25,7 +21,7 @@ struct Consumer {
   uint32_t p_frag[1][s_tiles / 2][4];
 
   // All tiles of this thread block.
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     if (uses_pingpong && warpgroup == consumers - 1) ptx::named_barrier_arrive(first_turn, 256);
 #pragma unroll 1
     for (;; q_ring.advance()) {
@@ -44,8 +40,8 @@ struct Consumer {
 
  private:
   // Every warpgroup takes a turn for each block of the tile, whether or not its own rows see it.
-  __device__ __forceinline__ void attend(const Score& score, const ConsumerRows& rows,
-                                         const BatchIndex& entry) {
+  CUFLASH_DEVICE void attend(const Score& score, const ConsumerRows& rows,
+                             const BatchIndex& entry) {
     const BlockRanges& own = rows.own;
     softmax = SplitSoftmax();
     clear(o_acc);
@@ -105,8 +101,8 @@ struct Consumer {
   }
 
   // The same with segments, which leave out blocks of the tile; its rows walk the same ones.
-  __device__ __forceinline__ void attend_segments(const Score& score, const ConsumerRows& rows,
-                                                  const Work& work) {
+  CUFLASH_DEVICE void attend_segments(const Score& score, const ConsumerRows& rows,
+                                      const Work& work) {
     const BlockRanges& blocks = rows.tile;
     VisitedBlocks<Walk::keys> visited(score, blocks,
                                       {work.first_row, work.first_row + Config::block_m});
@@ -134,8 +130,8 @@ struct Consumer {
 
   // s of the first block that these rows visit.
   template <Keys keys>
-  __device__ __forceinline__ void first_block(const Score& score, const ConsumerRows& rows,
-                                              int block, bool masked, bool is_last) {
+  CUFLASH_DEVICE void first_block(const Score& score, const ConsumerRows& rows, int block,
+                                  bool masked, bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n;
     wait(smem.k_full[ring.stage()], ring.full_parity());
@@ -159,8 +155,8 @@ struct Consumer {
 
   // q k^T of this block, p v of the block before, softmax of this block under that p v.
   template <Edge edge, Keys keys = Keys::all>
-  __device__ __forceinline__ void next_block(const Score& score, const ConsumerRows& rows,
-                                             int block, bool is_last) {
+  CUFLASH_DEVICE void next_block(const Score& score, const ConsumerRows& rows, int block,
+                                 bool is_last) {
     float s_acc[1][count_of(keys)][4];
     const int first_key = block * Config::block_n + 8 * first_of(keys);
     const Ring<Config::num_stages> before = start_both<keys>(s_acc);
@@ -177,9 +173,8 @@ struct Consumer {
 
   // The same for a full block against the rows' reference as it is: no maximum is formed. Where
   // weights show that it was too low, it follows them.
-  __device__ __forceinline__ void next_full_block(const Score& score, const ConsumerRows& rows,
-                                                  const BatchIndex& entry, int block,
-                                                  bool is_last) {
+  CUFLASH_DEVICE void next_full_block(const Score& score, const ConsumerRows& rows,
+                                      const BatchIndex& entry, int block, bool is_last) {
     float s_acc[1][s_tiles][4];
     const int first_key = block * Config::block_n;
     const Ring<Config::num_stages> before = start_both<Keys::all>(s_acc);
@@ -203,10 +198,9 @@ struct Consumer {
 
   // Weights of a full block from scores that are multiplied again, for rows that lost theirs. Those
   // of other rows, and their bits, stay.
-  __device__ __forceinline__ void recompute_weights(float (&s_acc)[1][s_tiles][4],
-                                                    const bool (&lost)[2], const Score& score,
-                                                    const ConsumerRows& rows,
-                                                    const BatchIndex& entry, int first_key) {
+  CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][s_tiles][4], const bool (&lost)[2],
+                                        const Score& score, const ConsumerRows& rows,
+                                        const BatchIndex& entry, int first_key) {
     const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
     const RawScores raw(params, entry, score.seqlen, warp_row);
     float s[4], maximum[2] = {-infinity(), -infinity()};
@@ -241,14 +235,14 @@ struct Consumer {
 
   // p v of the first block that these rows see.
   template <Keys keys>
-  __device__ __forceinline__ void last_product() {
+  CUFLASH_DEVICE void last_product() {
     start_product_with<keys>(ring);
     end_product(ring);
     ring.advance();
   }
 
   // A block that none of these 64 rows sees: keeps step with the other warpgroups.
-  __device__ __forceinline__ void skip_block() {
+  CUFLASH_DEVICE void skip_block() {
     wait(smem.k_full[ring.stage()], ring.full_parity());
     wait(smem.v_full[ring.stage()], ring.full_parity());
     // All threads are past these waits before one of them lets the phases pass.
@@ -262,9 +256,8 @@ struct Consumer {
 
   // Which weights dropout drops: drawn while scores are multiplied. (D6)
   template <int tiles>
-  __device__ __forceinline__ DroppedPairs<1, tiles> dropped_pairs(const Score& score,
-                                                                  const ConsumerRows& rows,
-                                                                  int first_key) const {
+  CUFLASH_DEVICE DroppedPairs<1, tiles> dropped_pairs(const Score& score, const ConsumerRows& rows,
+                                                      int first_key) const {
     const DroppedPairs<1, tiles> dropped(
         score, rows.first_row + 16 * (ptx::thread_index() / 32 % 4), first_key);
     // ptxas would draw after the wait for the products. An arrive that never happens, because all
@@ -277,7 +270,7 @@ struct Consumer {
 
   // Starts q k^T of the ring's next block and p v of the one before, which it returns.
   template <Keys keys, int tiles>
-  __device__ __forceinline__ Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4]) {
+  CUFLASH_DEVICE Ring<Config::num_stages> start_both(float (&s_acc)[1][tiles][4]) {
     const Ring<Config::num_stages> before = ring;
     ring.advance();
     wait(smem.k_full[ring.stage()], ring.full_parity());
@@ -289,39 +282,38 @@ struct Consumer {
   }
 
   template <int tiles>
-  __device__ __forceinline__ void wait_for_scores(float (&s_acc)[1][tiles][4]) {
+  CUFLASH_DEVICE void wait_for_scores(float (&s_acc)[1][tiles][4]) {
     ptx::wgmma_wait<(Config::overlap_quarters > 0)>();
     ptx::pin(flat(s_acc));
   }
 
   // k, and after the last block q, were multiplied.
-  __device__ __forceinline__ void release_scores(bool is_last) {
+  CUFLASH_DEVICE void release_scores(bool is_last) {
     arrive_if(smem.k_empty[ring.stage()], leads_warpgroup());
     release_q(is_last);
   }
 
-  __device__ __forceinline__ void end_product(const Ring<Config::num_stages>& at) {
+  CUFLASH_DEVICE void end_product(const Ring<Config::num_stages>& at) {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(o_acc));
     arrive_if(smem.v_empty[at.stage()], leads_warpgroup());
   }
 
   // Where out is staged in q, it is the store warp that releases it.
-  __device__ __forceinline__ void release_q(bool last) {
+  CUFLASH_DEVICE void release_q(bool last) {
     if constexpr (!stages_out) arrive_if(smem.q_empty[q_ring.stage()], last && leads_warpgroup());
   }
 
   // Without a product between: all threads of the warpgroup are past their wait for q.
-  __device__ __forceinline__ void release_unread_q() {
+  CUFLASH_DEVICE void release_unread_q() {
     if constexpr (!stages_out) ptx::named_barrier_sync(first_together + warpgroup, 128);
     release_q(true);
   }
 
   // Raw products become weights, relative to the rows' reference.
   template <Edge edge, int tiles>
-  __device__ __forceinline__ void online_softmax(float (&s_acc)[1][tiles][4], const Score& score,
-                                                 int first_row, int first_key,
-                                                 const PrefetchedMaskBias<tiles>& prefetched) {
+  CUFLASH_DEVICE void online_softmax(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
+                                     int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
     apply_score<edge>(s_acc, score, first_row, first_key, prefetched);
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, score);
@@ -329,7 +321,7 @@ struct Consumer {
   }
 
   template <int tiles>
-  __device__ __forceinline__ void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
+  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
     // Nothing ties exponentials to the wait for p v, and ptxas would move it above most of them. An
     // arrive that never happens, because no sum has these bits, needs the first of them done.
     constexpr int tied = tiles * Config::overlap_quarters / 4;
@@ -343,8 +335,8 @@ struct Consumer {
 
   // Weights that are kept become the operand of p v, 0 for the other keys of the block.
   template <Keys keys, int tiles>
-  __device__ __forceinline__ void pack_p(const float (&s_acc)[1][tiles][4],
-                                         const DroppedPairs<1, tiles>& dropped) {
+  CUFLASH_DEVICE void pack_p(const float (&s_acc)[1][tiles][4],
+                             const DroppedPairs<1, tiles>& dropped) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t) {
       const int own = t - first_of(keys);
@@ -362,29 +354,29 @@ struct Consumer {
   }
 
   template <Keys keys, int tiles>
-  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4]) {
+  CUFLASH_DEVICE void start_scores(float (&s_acc)[1][tiles][4]) {
     start_transposed_product<SharedMemory::QTile, SharedMemory::KTile>(
         s_acc, smem.q[q_ring.stage()].k_major(64 * warpgroup),
         smem.k[ring.stage()].k_major(8 * first_of(keys)));
   }
 
   template <Keys keys>
-  __device__ __forceinline__ void start_product_with(const Ring<Config::num_stages>& at) {
+  CUFLASH_DEVICE void start_product_with(const Ring<Config::num_stages>& at) {
     constexpr int first = first_of(keys) / 2, count = count_of(keys) / 2;
     wait(smem.v_full[at.stage()], at.full_parity());
     start_product<SharedMemory::VTile, first, count>(o_acc, p_frag, smem.v[at.stage()].mn_major());
   }
 
-  __device__ __forceinline__ void pingpong_wait() const {
+  CUFLASH_DEVICE void pingpong_wait() const {
     if constexpr (uses_pingpong) ptx::named_barrier_sync(first_turn + warpgroup, 256);
   }
-  __device__ __forceinline__ void pingpong_signal() const {
+  CUFLASH_DEVICE void pingpong_signal() const {
     const int next = warpgroup + 1 == consumers ? 0 : warpgroup + 1;
     if constexpr (uses_pingpong) ptx::named_barrier_arrive(first_turn + next, 256);
   }
 
   // out and lse of these 64 rows; rows that saw nothing become +0 and lse_without_keys.
-  __device__ __forceinline__ void finish(const Work& work, const Score& score) {
+  CUFLASH_DEVICE void finish(const Work& work, const Score& score) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     const int tile_row = 64 * warpgroup + 16 * (thread / 32 % 4);
     const int warp_row = work.first_row + tile_row;

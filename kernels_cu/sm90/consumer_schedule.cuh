@@ -2,7 +2,6 @@
 // whether warpgroups take turns.
 #pragma once
 
-#include "score/score.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {
@@ -28,10 +27,10 @@ constexpr bool uses_pingpong = consumers == 2 ? !finds_order : Config::block_n =
 enum class Keys { all, lower_half, upper_half };
 
 // Tiles of 8 keys.
-__device__ __forceinline__ constexpr int first_of(Keys keys) {
+CUFLASH_DEVICE constexpr int first_of(Keys keys) {
   return keys == Keys::upper_half ? s_tiles / 2 : 0;
 }
-__device__ __forceinline__ constexpr int count_of(Keys keys) {
+CUFLASH_DEVICE constexpr int count_of(Keys keys) {
   return keys == Keys::all ? s_tiles : s_tiles / 2;
 }
 
@@ -41,7 +40,7 @@ struct ConsumerRows {
   BlockRanges tile, own;       // own.end is tile.begin where these rows see nothing
   bool half_first, half_last;  // is only half of the keys seen in the first or last own block?
 
-  __device__ __forceinline__ ConsumerRows(const Score& score, const Work& work, int warpgroup)
+  CUFLASH_DEVICE ConsumerRows(const Score& score, const Work& work, int warpgroup)
       : first_row(work.first_row + 64 * warpgroup),
         tile(score.kv_blocks(work.first_row, work.first_row + Config::block_m)),
         own(score.kv_blocks(first_row, first_row + 64)) {

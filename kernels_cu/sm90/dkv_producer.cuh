@@ -9,17 +9,12 @@
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -43,7 +38,7 @@ struct DkvSharedMemory {
   uint64_t keys_full, raw;
 };
 
-__device__ __forceinline__ void init_rings(DkvSharedMemory& smem) {
+CUFLASH_DEVICE void init_rings(DkvSharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 32);  // the lanes of the producer
     init(smem.empty[i], 4 * consumers * reader_arrivals);
@@ -51,25 +46,6 @@ __device__ __forceinline__ void init_rings(DkvSharedMemory& smem) {
   init(smem.keys_full, 32);
   init(smem.raw, 1);
 }
-
-// The tile of a thread block, as often as it is asked for.
-struct KeyTile {
-  int first_key;
-  int owner;
-  int sequence;
-
-  __device__ __forceinline__ static KeyTile at(const BackwardParams& params, int index) {
-    const Tile tile = tile_of(params.grid, index);
-    // Under a causal bound the first keys are seen by the most queries.
-    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {place.block * Config::block_n, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  __device__ __forceinline__ BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
 
 // In which order the blocks of queries that see a tile are taken; `masked` is of the last asked
 // for.
@@ -79,14 +55,13 @@ struct FirstRowsFirst {
   const BlockRanges& blocks;
   VisitedBlocks<Walk::queries> visited;
 
-  __device__ __forceinline__ FirstRowsFirst(const Score& score, const BlockRanges& blocks,
-                                            Range tile)
+  CUFLASH_DEVICE FirstRowsFirst(const Score& score, const BlockRanges& blocks, Range tile)
       : blocks(blocks), visited(score, blocks, tile) {}
 
-  __device__ __forceinline__ int first() { return visited.first_from(blocks.begin); }
-  __device__ __forceinline__ int next(int block) { return visited.next_after(block); }
-  __device__ __forceinline__ bool is_left(int block) const { return block < blocks.end; }
-  __device__ __forceinline__ bool masked(int block) const {
+  CUFLASH_DEVICE int first() { return visited.first_from(blocks.begin); }
+  CUFLASH_DEVICE int next(int block) { return visited.next_after(block); }
+  CUFLASH_DEVICE bool is_left(int block) const { return block < blocks.end; }
+  CUFLASH_DEVICE bool masked(int block) const {
     return blocks.masked(block) || !visited.of_one_segment(block);
   }
 };
@@ -96,13 +71,12 @@ struct LastRowsFirst {
 
   const BlockRanges& blocks;
 
-  __device__ __forceinline__ LastRowsFirst(const Score&, const BlockRanges& blocks, Range)
-      : blocks(blocks) {}
+  CUFLASH_DEVICE LastRowsFirst(const Score&, const BlockRanges& blocks, Range) : blocks(blocks) {}
 
-  __device__ __forceinline__ int first() const { return blocks.end - 1; }
-  __device__ __forceinline__ int next(int block) const { return block - 1; }
-  __device__ __forceinline__ bool is_left(int block) const { return block >= blocks.begin; }
-  __device__ __forceinline__ bool masked(int block) const { return blocks.masked(block); }
+  CUFLASH_DEVICE int first() const { return blocks.end - 1; }
+  CUFLASH_DEVICE int next(int block) const { return block - 1; }
+  CUFLASH_DEVICE bool is_left(int block) const { return block >= blocks.begin; }
+  CUFLASH_DEVICE bool masked(int block) const { return blocks.masked(block); }
 };
 
 // Statistics of the rows of a block, dealt out to the lanes.
@@ -111,15 +85,14 @@ struct LaneRows {
 
   RowStatistics row[count];
 
-  __device__ __forceinline__ LaneRows(const RowStatistics* from, int first_row,
-                                      const Seqlen& seqlen) {
+  CUFLASH_DEVICE LaneRows(const RowStatistics* from, int first_row, const Seqlen& seqlen) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       row[i] = seqlen.statistics(from, first_row + 32 * i + lane_index());
     }
   }
 
-  __device__ __forceinline__ void store(DkvSharedMemory& smem, int stage) const {
+  CUFLASH_DEVICE void store(DkvSharedMemory& smem, int stage) const {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int at = 32 * i + lane_index();
@@ -130,14 +103,14 @@ struct LaneRows {
   }
 
   // Rows that see nothing, lanes as bits.
-  __device__ __forceinline__ uint32_t hidden(int i) const {
+  CUFLASH_DEVICE uint32_t hidden(int i) const {
     return __ballot_sync(0xffffffff, row[i].lse == infinity());
   }
 };
 
 template <typename Producer>
-__device__ __forceinline__ void clear_fully_masked_rows(Producer& producer, int stage,
-                                                        const LaneRows& statistics) {
+CUFLASH_DEVICE void clear_fully_masked_rows(Producer& producer, int stage,
+                                            const LaneRows& statistics) {
   producer.wait_for_raw(stage);
 #pragma unroll
   for (int i = 0; i < LaneRows::count; ++i) {
@@ -155,8 +128,8 @@ __device__ __forceinline__ void clear_fully_masked_rows(Producer& producer, int 
 // saw nothing, or that belongs to the next packed sequence, may reach a product, where 0 * NaN
 // would count.
 template <typename Producer>
-__device__ __forceinline__ void load_rows(Producer& producer, const BatchIndex& entry,
-                                          int first_row, const LaneRows& statistics) {
+CUFLASH_DEVICE void load_rows(Producer& producer, const BatchIndex& entry, int first_row,
+                              const LaneRows& statistics) {
   const BackwardSm90Params& params = producer.params;
   auto& smem = producer.smem;
   const int stage = producer.ring.stage();
@@ -188,8 +161,8 @@ __device__ __forceinline__ void load_rows(Producer& producer, const BatchIndex& 
 // kernel does in its own way: start_rows() starts the load of a tile, raw() is the barrier of rows
 // that are to be cleared, wait_for_raw() waits for them.
 template <typename Producer, typename RowWalk>
-__device__ __forceinline__ void load_rows_of(Producer& producer, const BatchIndex& entry,
-                                             const Seqlen& seqlen, RowWalk& walk) {
+CUFLASH_DEVICE void load_rows_of(Producer& producer, const BatchIndex& entry, const Seqlen& seqlen,
+                                 RowWalk& walk) {
   const BackwardSm90Params& params = producer.params;
   const RowStatistics* rows = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
   const auto rows_of = [&](int block) { return LaneRows(rows, block * Config::block_m, seqlen); };
@@ -211,7 +184,7 @@ struct DkvProducer {
   Ring<Config::num_stages> ring;
   Ring<1> raw_ring;
 
-  __device__ __forceinline__ void run(const KeyTile& work) {
+  CUFLASH_DEVICE void run(const KeyTile& work) {
     load_keys(work);
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
@@ -225,20 +198,19 @@ struct DkvProducer {
   }
 
   template <typename RowsTile>
-  __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
-                                             const Layout& layout, const BatchIndex& entry,
-                                             int first_row, uint64_t& full) const {
+  CUFLASH_DEVICE void start_rows(RowsTile& tile, const ptx::TensorMap& map, const Layout& layout,
+                                 const BatchIndex& entry, int first_row, uint64_t& full) const {
     start_load(tile, map, layout, entry, first_row, full);
   }
-  __device__ __forceinline__ uint64_t& raw(int) const { return smem.raw; }
-  __device__ __forceinline__ void wait_for_raw(int) {
+  CUFLASH_DEVICE uint64_t& raw(int) const { return smem.raw; }
+  CUFLASH_DEVICE void wait_for_raw(int) {
     wait(smem.raw, raw_ring.full_parity());
     raw_ring.advance();
   }
 
  private:
   // Broadcast axes are the axes that an owner's entries differ in.
-  __device__ __forceinline__ void load_keys(const KeyTile& work) {
+  CUFLASH_DEVICE void load_keys(const KeyTile& work) {
     constexpr int bytes =
         DkvSharedMemory::KTile::bytes + (Config::grad_k ? DkvSharedMemory::VTile::bytes : 0);
     const BatchIndex entry = work.entry(params, 0);
@@ -267,7 +239,7 @@ struct DkvProducer {
 
   // Keys of the tile, counted from its first, that a query of some entry may see: where a product
   // sums over keys, 0 * NaN of another would count.
-  __device__ __forceinline__ Range seen_keys(const KeyTile& work) const {
+  CUFLASH_DEVICE Range seen_keys(const KeyTile& work) const {
     Range seen{Config::block_n, 0};
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {

@@ -9,7 +9,7 @@ namespace cuflash {
 struct LaneIndices {
   int row, key;
 
-  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+  CUFLASH_DEVICE LaneIndices(int first_row, int first_key) {
     const uint32_t thread = ptx::thread_index(), lane = thread % 32;
     row = first_row + fragment_column(0, 0, lane);
     key = first_key + 16 * (thread / 32) - 64 + fragment_row(0, 0, lane);
@@ -17,7 +17,7 @@ struct LaneIndices {
 
   // Rows that see the key of a half, the mask not counted, from `row` on: a register's column is
   // compared as a constant.
-  __device__ __forceinline__ Range seeing(const Score& score, int half) const {
+  CUFLASH_DEVICE Range seeing(const Score& score, int half) const {
     const int kv_idx = key + 8 * half;
     return score.q_range(kv_idx, kv_idx + 1).relative_to(row);
   }
@@ -39,7 +39,7 @@ struct DkvWarpgroup {
   uint32_t k_frag[1][Config::keys_in_registers ? Config::head_dim / 16 : 1][4];
   uint32_t v_frag[1][Config::keys_in_registers ? Config::head_dim_v / 16 : 1][4];
 
-  __device__ __forceinline__ void wait_for_keys(uint32_t parity = 0) {
+  CUFLASH_DEVICE void wait_for_keys(uint32_t parity = 0) {
     wait(smem.keys_full, parity);
     if constexpr (Config::keys_in_registers) {
       read_operand(k_frag, smem.k, 64 * warpgroup);
@@ -47,8 +47,8 @@ struct DkvWarpgroup {
     }
   }
 
-  __device__ __forceinline__ void start_scores(float (&s_acc)[1][tiles][4],
-                                               const Ring<Config::num_stages>& at, int first = 0) {
+  CUFLASH_DEVICE void start_scores(float (&s_acc)[1][tiles][4], const Ring<Config::num_stages>& at,
+                                   int first = 0) {
     wait(smem.full[at.stage()], at.full_parity());
     const uint64_t q = smem.q[at.stage()].k_major(first);
     if constexpr (Config::keys_in_registers) {
@@ -59,7 +59,7 @@ struct DkvWarpgroup {
     }
   }
 
-  __device__ __forceinline__ void start_dp(float (&dp_acc)[1][tiles][4], int first = 0) {
+  CUFLASH_DEVICE void start_dp(float (&dp_acc)[1][tiles][4], int first = 0) {
     const uint64_t dout = smem.dout[ring.stage()].k_major(first);
     if constexpr (Config::keys_in_registers) {
       start_transposed_product<DkvSharedMemory::DoutTile>(dp_acc, v_frag, dout);
@@ -69,25 +69,25 @@ struct DkvWarpgroup {
     }
   }
 
-  __device__ __forceinline__ void start_dv(int first = 0) {
+  CUFLASH_DEVICE void start_dv(int first = 0) {
     start_product<DkvSharedMemory::DoutTile, 0, tiles / 2>(dv_acc, frag,
                                                            smem.dout[ring.stage()].mn_major(first));
   }
 
-  __device__ __forceinline__ void start_dk(int first = 0) {
+  CUFLASH_DEVICE void start_dk(int first = 0) {
     start_product<DkvSharedMemory::QTile, 0, tiles / 2>(dk_acc, frag,
                                                         smem.q[ring.stage()].mn_major(first));
   }
 
-  __device__ __forceinline__ void release_block_before() {
+  CUFLASH_DEVICE void release_block_before() {
     const Ring<Config::num_stages> before{ring.uses - 1};
     arrive_as_readers(smem.empty[before.stage()], ring.uses > 0);  // lse and delta as well
   }
 
   // lse or delta of the current block, for the queries of this lane's columns.
-  __device__ __forceinline__ void read(float2 (&of_columns)[tiles],
-                                       const float (&of_rows)[Config::num_stages][Config::block_m],
-                                       int first = 0) const {
+  CUFLASH_DEVICE void read(float2 (&of_columns)[tiles],
+                           const float (&of_rows)[Config::num_stages][Config::block_m],
+                           int first = 0) const {
     const uint32_t thread = ptx::thread_index();
     const float* from = of_rows[ring.stage()] + first + fragment_column(0, 0, thread % 32);
 #pragma unroll
@@ -95,10 +95,9 @@ struct DkvWarpgroup {
   }
 
   // Raw products become probabilities.
-  __device__ __forceinline__ void compute_p(float (&p)[1][tiles][4],
-                                            const float (&products)[1][tiles][4],
-                                            const float2 (&lse)[tiles], const Score& score,
-                                            int first_row, int first_key, int first = 0) const {
+  CUFLASH_DEVICE void compute_p(float (&p)[1][tiles][4], const float (&products)[1][tiles][4],
+                                const float2 (&lse)[tiles], const Score& score, int first_row,
+                                int first_key, int first = 0) const {
     const LaneIndices lane(first_row + first, first_key);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
@@ -112,9 +111,8 @@ struct DkvWarpgroup {
     }
   }
 
-  __device__ __forceinline__ void hide_pairs(float (&p)[1][tiles][4], const Score& score,
-                                             int first_row, int first_key, bool masked,
-                                             int first = 0) const {
+  CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
+                                 int first_key, bool masked, int first = 0) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row + first, first_key);
 #pragma unroll
@@ -131,18 +129,17 @@ struct DkvWarpgroup {
   }
 
   // Which pairs of a block dropout keeps. (D27)
-  __device__ __forceinline__ KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
-                                                           int first_key) const {
+  CUFLASH_DEVICE KeptBits<1, tiles> kept_pairs(const Score& score, int first_row,
+                                               int first_key) const {
     const int warp_key = first_key + 16 * (ptx::thread_index() / 32) - 64;
     return {score, first_row, warp_key};
   }
 
   // Where scores take more: raw products become p score', frag the operand p^T.
   template <bool masked>
-  __device__ __forceinline__ void compute_p_and_weights(float (&s_acc)[1][tiles][4],
-                                                        const KeptBits<1, tiles>& kept,
-                                                        const Score& score, int first_row,
-                                                        int first_key) {
+  CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
+                                            const KeptBits<1, tiles>& kept, const Score& score,
+                                            int first_row, int first_key) {
     const LaneIndices lane(first_row, first_key);
     ColumnBits unmasked[2];
     if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane.key, lane.row);
@@ -178,9 +175,8 @@ struct DkvWarpgroup {
   }
 
   // The weights of dp^T - delta become ds^T.
-  __device__ __forceinline__ void compute_ds(float (&weight)[1][tiles][4],
-                                             const float (&dp_acc)[1][tiles][4],
-                                             const float2 (&delta)[tiles]) const {
+  CUFLASH_DEVICE void compute_ds(float (&weight)[1][tiles][4], const float (&dp_acc)[1][tiles][4],
+                                 const float2 (&delta)[tiles]) const {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
@@ -190,7 +186,7 @@ struct DkvWarpgroup {
     }
   }
 
-  __device__ __forceinline__ void store(const KeyTile& work) const {
+  CUFLASH_DEVICE void store(const KeyTile& work) const {
     const int first_key = work.first_key + 16 * (warp_index() - 4);
     const BatchIndex entry = work.entry(params, 0);
     const Seqlen seqlen(params.score, entry);

@@ -6,7 +6,6 @@
 // last one, slices past the end do not exist.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"
@@ -20,7 +19,7 @@ struct DqSlice {
 
   float value[tiles][32][4];  // of a tile of 8 columns, a lane
 
-  __device__ __forceinline__ void write(const float (&acc)[tiles][4], int lane) {
+  CUFLASH_DEVICE void write(const float (&acc)[tiles][4], int lane) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       *reinterpret_cast<float4*>(value[t][lane]) =
@@ -30,7 +29,7 @@ struct DqSlice {
 
   // Pauses after each addition of 512 bytes. (D24)
   template <int nanoseconds>
-  __device__ __forceinline__ void add(const float (&acc)[tiles][4], int lane) {
+  CUFLASH_DEVICE void add(const float (&acc)[tiles][4], int lane) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       ptx::red_add(value[t][lane], acc[t]);
@@ -38,7 +37,7 @@ struct DqSlice {
     }
   }
 
-  __device__ __forceinline__ void read(float (&acc)[tiles][4], int lane) const {
+  CUFLASH_DEVICE void read(float (&acc)[tiles][4], int lane) const {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       const uint4 x = ptx::load_once(value[t][lane]);
@@ -48,7 +47,7 @@ struct DqSlice {
   }
 
   // By a warp that has used what it read: a line of 128 bytes for each of its first lanes.
-  __device__ __forceinline__ void discard(int lane) {
+  CUFLASH_DEVICE void discard(int lane) {
     if (lane < bytes / 128) ptx::discard_line(&value[lane / 4][lane % 4 * 8]);
   }
 };
@@ -60,33 +59,33 @@ struct DqAccum {
   static constexpr int slice_floats = 16 * Config::head_dim;  // of all panels
 
   // Tiles of 8 columns of a part, and where it begins among the parts of a whole block, in floats.
-  __device__ __forceinline__ static constexpr int tiles(int part) {
+  CUFLASH_DEVICE static constexpr int tiles(int part) {
     const int left = Config::head_dim / 8 - part / row_parts * 8;
     return left < 8 ? left : 8;
   }
-  __device__ __forceinline__ static constexpr int begin(int part) {
+  CUFLASH_DEVICE static constexpr int begin(int part) {
     return 64 * (part / row_parts * row_parts * 64 + part % row_parts * 8 * tiles(part));
   }
   float* of_entry;
   int num_rows;
 
-  __device__ __forceinline__ DqAccum(const BackwardParams& params, const BatchIndex& entry)
+  CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry)
       : of_entry(params.sums + entry * params.sums_layout.batch), num_rows(params.score.seqlen_q) {}
 
   // Slices that a part has.
-  __device__ __forceinline__ int slices(int block, int part) const {
+  CUFLASH_DEVICE int slices(int block, int part) const {
     const int rows = num_rows - block * Config::block_m - part % row_parts * 64;
     return min(max((rows + 15) / 16, 0), 4);
   }
 
-  __device__ __forceinline__ float* part(int block, int part) const {
+  CUFLASH_DEVICE float* part(int block, int part) const {
     // Parts that share rows follow each other, as long as they are.
     const int slice = block * (Config::block_m / 16) + part % row_parts * 4;
     return of_entry + int64_t(slice) * slice_floats + part / row_parts * 1024 * slices(block, part);
   }
 
   template <int tiles>
-  __device__ __forceinline__ DqSlice<tiles>& slice(int block, int part, int slice) const {
+  CUFLASH_DEVICE DqSlice<tiles>& slice(int block, int part, int slice) const {
     return reinterpret_cast<DqSlice<tiles>*>(this->part(block, part))[slice];
   }
 };

@@ -1,9 +1,6 @@
 // How TMA brings a tile of an operand, and how rows of a tile are cleared.
 #pragma once
 
-#include "params.cuh"
-#include "ptx/tma.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/score.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/matmul.cuh"
@@ -12,17 +9,16 @@ namespace cuflash {
 
 // Coordinates of a batch entry in the tensor map of an operand: axes that it is broadcast along
 // have extent 1 there.
-__device__ __forceinline__ void map_coordinates(int (&batch)[3], const BatchIndex& entry,
-                                                const Layout& layout) {
+CUFLASH_DEVICE void map_coordinates(int (&batch)[3], const BatchIndex& entry,
+                                    const Layout& layout) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) batch[i] = layout.batch.axis[i] != 0 ? entry.axis[i] : 0;
 }
 
 // Starts the copy of a tile from `first_row` on; `full` was told to expect its bytes. By one lane.
 template <typename Tile>
-__device__ __forceinline__ void start_load(Tile& tile, const ptx::TensorMap& map,
-                                           const Layout& layout, const BatchIndex& entry,
-                                           int first_row, uint64_t& full) {
+CUFLASH_DEVICE void start_load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
+                               const BatchIndex& entry, int first_row, uint64_t& full) {
   int batch[3];
   map_coordinates(batch, entry, layout);
 #pragma unroll
@@ -34,7 +30,7 @@ __device__ __forceinline__ void start_load(Tile& tile, const ptx::TensorMap& map
 
 // By a warp.
 template <typename Tile>
-__device__ __forceinline__ void clear_row(Tile& tile, int row) {
+CUFLASH_DEVICE void clear_row(Tile& tile, int row) {
 #pragma unroll
   for (int panel = 0; panel < Tile::num_panels; ++panel) {
     reinterpret_cast<uint32_t*>(tile.data[panel][row])[lane_index()] = 0;
@@ -43,7 +39,7 @@ __device__ __forceinline__ void clear_row(Tile& tile, int row) {
 
 // Four rows at a time.
 template <typename Tile>
-__device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
+CUFLASH_DEVICE void clear_rows(Tile& tile, int begin, int end) {
 #pragma unroll 1
   for (int first = begin; first < end; first += 4) {
     const int row = first + lane_index() / 8;
@@ -57,7 +53,7 @@ __device__ __forceinline__ void clear_rows(Tile& tile, int begin, int end) {
 
 // The rows that were loaded and lie outside `kept`.
 template <typename Tile>
-__device__ __forceinline__ void clear_outside(Tile& tile, Range kept, int loaded) {
+CUFLASH_DEVICE void clear_outside(Tile& tile, Range kept, int loaded) {
   clear_rows(tile, 0, min(kept.begin, loaded));
   clear_rows(tile, max(kept.end, 0), loaded);
 }

@@ -1,9 +1,7 @@
 // Raw products of a warpgroup's 64 rows become logits, what is invisible -inf.
 #pragma once
 
-#include "ptx/special.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 
@@ -19,7 +17,7 @@ constexpr bool bounds_as_bits = Score::masks_before_full;
 struct LaneIndices {
   int row, key;
 
-  __device__ __forceinline__ LaneIndices(int first_row, int first_key) {
+  CUFLASH_DEVICE LaneIndices(int first_row, int first_key) {
     const int thread = ptx::thread_index(), lane = thread % 32;
     row = first_row + 16 * (thread / 32 % 4) + fragment_row(0, 0, lane);
     key = first_key + fragment_column(0, 0, lane);
@@ -35,7 +33,7 @@ struct PrefetchedMaskBias {
 
   PrefetchedMaskBias() = default;
 
-  __device__ __forceinline__ PrefetchedMaskBias(const Score& score, int first_row, int first_key) {
+  CUFLASH_DEVICE PrefetchedMaskBias(const Score& score, int first_row, int first_key) {
     const LaneIndices lane(first_row, first_key);
     if constexpr (Score::has_mask_alone) score.shown_to_rows<tiles>(shown, lane.row, lane.key);
     if constexpr (Score::reads_bias_ahead) {
@@ -49,9 +47,8 @@ struct PrefetchedMaskBias {
 
 // Of the keys from `first_key` on and the rows from `first_row` on.
 template <Edge edge, int tiles>
-__device__ __forceinline__ void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
-                                            int first_row, int first_key,
-                                            const PrefetchedMaskBias<tiles>& prefetched) {
+CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score, int first_row,
+                                int first_key, const PrefetchedMaskBias<tiles>& prefetched) {
   if constexpr (edge != Edge::none || !Config::scale_in_exponent) {
     const LaneIndices lane(first_row, first_key);
 #pragma unroll

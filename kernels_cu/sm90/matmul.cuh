@@ -4,9 +4,7 @@
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma_rs.cuh"
-#include "ptx/wgmma_ss.cuh"
+#include "ptx/wgmma_products.cuh"
 
 namespace cuflash {
 
@@ -26,17 +24,17 @@ struct PanelTile {
   alignas(1024) Element data[num_panels][rows][64];  // 8 rows are one atom of the swizzle
 
   // Byte offset of a 16-byte chunk within its panel.
-  __device__ __forceinline__ static constexpr int chunk_offset(int row, int chunk) {
+  CUFLASH_DEVICE static constexpr int chunk_offset(int row, int chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
   }
 
   // As an operand whose columns are summed: Q and K in Q K^T.
-  __device__ __forceinline__ uint64_t k_major(int first_row = 0) const {
+  CUFLASH_DEVICE uint64_t k_major(int first_row = 0) const {
     return ptx::smem_descriptor(ptx::shared_address(data) + first_row * 128, 16);
   }
 
   // As an operand whose rows are summed: V in P V. The leading offset leads to the next panel.
-  __device__ __forceinline__ uint64_t mn_major(int first_row = 0, int first_panel = 0) const {
+  CUFLASH_DEVICE uint64_t mn_major(int first_row = 0, int first_panel = 0) const {
     return ptx::smem_descriptor(
         ptx::shared_address(data) + first_row * 128 + first_panel * panel_bytes, panel_bytes);
   }
@@ -45,7 +43,7 @@ struct PanelTile {
 // An accumulator of 64 rows as the registers of one instruction; see fragment.cuh for who holds
 // what: warp w of the warpgroup has rows 16 w to 16 w + 15.
 template <int tiles>
-__device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
+CUFLASH_DEVICE float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
   return reinterpret_cast<float (&)[4 * tiles]>(acc);
 }
 
@@ -53,7 +51,7 @@ __device__ __forceinline__ float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
 // the first panel of B that holds them. ptxas wants all registers of an instruction to be among
 // those that a thread starts with: of 16 warps they do not hold 256 columns. (D83)
 template <int tiles, typename Multiply>
-__device__ __forceinline__ void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
+CUFLASH_DEVICE void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
   constexpr int parts = Config::num_warps > 12 && tiles == 32 ? 2 : 1;
 #pragma unroll
   for (int i = 0; i < parts; ++i) {
@@ -64,8 +62,7 @@ __device__ __forceinline__ void for_columns(float (&acc)[1][tiles][4], Multiply 
 
 // Starts acc = A . B^T, of as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
-__device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a,
-                                                         uint64_t b) {
+CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
@@ -81,9 +78,8 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
 
 // The same with A in registers.
 template <typename BTile, int tiles, int steps>
-__device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][4],
-                                                         uint32_t (&a_frag)[1][steps][4],
-                                                         uint64_t b) {
+CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4],
+                                             uint32_t (&a_frag)[1][steps][4], uint64_t b) {
   static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 16, "shapes");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
@@ -101,8 +97,7 @@ __device__ __forceinline__ void start_transposed_product(float (&acc)[1][tiles][
 
 // Reads 64 rows of a tile as such an operand, by a warpgroup.
 template <typename Tile, int steps>
-__device__ __forceinline__ void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile,
-                                             int first_row) {
+CUFLASH_DEVICE void read_operand(uint32_t (&frag)[1][steps][4], const Tile& tile, int first_row) {
   const uint32_t thread = ptx::thread_index() % 128, lane = thread % 32;
   const uint32_t row = first_row + thread / 32 * 16 + lane % 16;
 #pragma unroll
@@ -115,8 +110,8 @@ __device__ __forceinline__ void read_operand(uint32_t (&frag)[1][steps][4], cons
 // Starts acc = A^T . B, or acc += where it `accumulates`, of one panel of A and as many of B as acc
 // has columns, whose rows are summed.
 template <typename ATile, typename BTile, int tiles>
-__device__ __forceinline__ void start_panel_product(float (&acc)[1][tiles][4], uint64_t a,
-                                                    uint64_t b, bool accumulates = false) {
+CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b,
+                                        bool accumulates = false) {
   static_assert(ATile::rows == BTile::rows && tiles <= BTile::columns / 8, "shapes");
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
@@ -130,8 +125,7 @@ __device__ __forceinline__ void start_panel_product(float (&acc)[1][tiles][4], u
 
 // Starts acc += A . B, of one panel of A, whose columns are summed, and rows of B.
 template <typename ATile, typename BTile, int tiles>
-__device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], uint64_t a,
-                                                     uint64_t b) {
+CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8, "shapes");
   ptx::pin(flat(acc));
   ptx::wgmma_fence();
@@ -148,8 +142,8 @@ __device__ __forceinline__ void start_shared_product(float (&acc)[1][tiles][4], 
 
 // Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.
 template <typename BTile, int first = 0, int count = BTile::rows / 16, int tiles, int steps>
-__device__ __forceinline__ void start_product(float (&acc)[1][tiles][4],
-                                              uint32_t (&a_frag)[1][steps][4], uint64_t b) {
+CUFLASH_DEVICE void start_product(float (&acc)[1][tiles][4], uint32_t (&a_frag)[1][steps][4],
+                                  uint64_t b) {
   static_assert(tiles == BTile::columns / 8 && steps <= BTile::rows / 16, "shapes");
   static_assert(first + count <= steps, "A has them");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);

@@ -3,7 +3,6 @@
 // queries.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
@@ -33,7 +32,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "BackwardPairConfig.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_stages; ++i) {
     init(smem.full[i], 32);
     init(smem.empty[i], 4 * reader_arrivals + 3);
@@ -50,13 +49,13 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
 }
 
 // The panels of q, k and dq that this thread block alone has.
-__device__ __forceinline__ int first_whole_panel() {
+CUFLASH_DEVICE int first_whole_panel() {
   return ptx::cluster_rank() * (whole_panels + shares_middle);
 }
 
-__device__ __forceinline__ uint32_t other_rank() { return ptx::cluster_rank() ^ 1; }
+CUFLASH_DEVICE uint32_t other_rank() { return ptx::cluster_rank() ^ 1; }
 
-__device__ __forceinline__ void arrive_at_other_if(uint64_t& barrier, bool mine) {
+CUFLASH_DEVICE void arrive_at_other_if(uint64_t& barrier, bool mine) {
   ptx::mbarrier_arrive_in_cluster_if(
       ptx::shared_address_of(other_rank(), ptx::shared_address(&barrier)), mine);
 }
@@ -66,20 +65,20 @@ struct Work {
   KeyTile keys;
   int tile_key;
 
-  __device__ __forceinline__ static Work at(const BackwardParams& params, int index) {
+  CUFLASH_DEVICE static Work at(const BackwardParams& params, int index) {
     const Tile tile = tile_of(params.grid, index);
     const int tile_key = tile.block * tile_keys;
     const int rank = ptx::cluster_rank();
-    return {{tile_key + rank * Config::block_n, tile.owner, 0}, tile_key};
+    return {{{tile.owner, 0}, tile_key + rank * Config::block_n}, tile_key};
   }
-  __device__ __forceinline__ Range tile() const { return {tile_key, tile_key + tile_keys}; }
+  CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
   // How many tiles add to this block of queries before this one.
-  __device__ __forceinline__ int turn(const Score& score, int block) const {
+  CUFLASH_DEVICE int turn(const Score& score, int block) const {
     const int first_row = block * Config::block_m;
     const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
     return tile_key / tile_keys - first_block / 2;
   }
-  __device__ __forceinline__ int other_key() const {
+  CUFLASH_DEVICE int other_key() const {
     return tile_key + static_cast<int>(other_rank()) * Config::block_n;
   }
 };
@@ -87,8 +86,8 @@ struct Work {
 // Calls visit(score, entry_index, block, masked) for each block of queries, in the order of all
 // roles, and finish() after the blocks of an entry.
 template <typename Visit, typename Finish>
-__device__ __forceinline__ void walk_blocks(const BackwardParams& params, const Work& work,
-                                            Visit visit, Finish finish) {
+CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, Visit visit,
+                                Finish finish) {
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
     const Score score(params.score, work.keys.entry(params, index));

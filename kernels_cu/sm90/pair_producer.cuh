@@ -12,7 +12,7 @@ struct Producer {
   Ring<Config::num_stages> ring;
   uint32_t raw_parity = 0;  // of the next use of rows_raw, stages as bits
 
-  __device__ __forceinline__ void run(const Work& work) {
+  CUFLASH_DEVICE void run(const Work& work) {
     load_keys(work);
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
@@ -26,9 +26,8 @@ struct Producer {
 
   // Every second panel, for both. Both thread blocks clear rows that saw nothing.
   template <typename RowsTile>
-  __device__ __forceinline__ void start_rows(RowsTile& tile, const ptx::TensorMap& map,
-                                             const Layout& layout, const BatchIndex& entry,
-                                             int first_row, uint64_t& full) const {
+  CUFLASH_DEVICE void start_rows(RowsTile& tile, const ptx::TensorMap& map, const Layout& layout,
+                                 const BatchIndex& entry, int first_row, uint64_t& full) const {
     int batch[3];
     map_coordinates(batch, entry, layout);
 #pragma unroll 1
@@ -37,14 +36,14 @@ struct Producer {
                               ptx::shared_address(&full), 64 * panel, first_row, batch, 3);
     }
   }
-  __device__ __forceinline__ uint64_t& raw(int stage) const { return smem.rows_raw[stage]; }
-  __device__ __forceinline__ void wait_for_raw(int stage) {
+  CUFLASH_DEVICE uint64_t& raw(int stage) const { return smem.rows_raw[stage]; }
+  CUFLASH_DEVICE void wait_for_raw(int stage) {
     wait(smem.rows_raw[stage], raw_parity >> stage & 1);
     raw_parity ^= 1u << stage;
   }
 
  private:
-  __device__ __forceinline__ void load_keys(const Work& work) {
+  CUFLASH_DEVICE void load_keys(const Work& work) {
     constexpr int bytes =
         SharedMemory::KTile::bytes + SharedMemory::VTile::bytes + SharedMemory::OtherKTile::bytes;
     const BatchIndex entry = work.keys.entry(params, 0);
@@ -78,15 +77,14 @@ struct Producer {
   }
 
   template <typename KeysTile>
-  __device__ __forceinline__ void clear_unseen(KeysTile& tile, Range seen, int first_key,
-                                               int first_k) const {
+  CUFLASH_DEVICE void clear_unseen(KeysTile& tile, Range seen, int first_key, int first_k) const {
     const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
     clear_outside(tile, {max(seen.begin - first_key, 0), seen.end - first_key}, loaded);
   }
 
   // Keys that a query of some entry may see: where a product sums over keys, 0 * NaN of another
   // would count.
-  __device__ __forceinline__ Range seen_keys(const Work& work) const {
+  CUFLASH_DEVICE Range seen_keys(const Work& work) const {
     Range seen{work.tile().end, work.tile().begin};
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {

@@ -1,7 +1,6 @@
 // The warp that draws tiles and loads q, k and v for the warpgroups that compute.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/load.cuh"
@@ -21,13 +20,13 @@ struct Producer {
   Work work;
 
   // Needs no barrier.
-  __device__ __forceinline__ void find_first_tile() {
+  CUFLASH_DEVICE void find_first_tile() {
     if (lane_index() < 4) ptx::prefetch_tensor_map((&params.q_map)[lane_index()]);
     work = work_of(blockIdx.x);
   }
 
   // All tiles of this thread block; the whole warp comes along, its first lane issues.
-  __device__ __forceinline__ void run() {
+  CUFLASH_DEVICE void run() {
     // A single q is free only when the tile before is done, a second one long before k.
     if (stages_out && work.first_row >= 0) load_q();
     publish();
@@ -72,7 +71,7 @@ struct Producer {
   // tile has to be known when the last v is loaded, so that its q and k follow at once.
   static constexpr bool draws_early = Config::num_stages == 2;
 
-  __device__ __forceinline__ void publish() {
+  CUFLASH_DEVICE void publish() {
     const int stage = work_ring.stage();
     wait(smem.work_empty[stage], work_ring.empty_parity());
     if (lane_index() == 0) smem.work[stage] = work;
@@ -81,7 +80,7 @@ struct Producer {
   }
 
   // The tile of an index, or of the first one drawn next that has rows.
-  __device__ __forceinline__ Work work_of(int index) {
+  CUFLASH_DEVICE Work work_of(int index) {
     Work found(params, index, order);
     if constexpr (is_packed) {
 #pragma unroll 1
@@ -93,7 +92,7 @@ struct Producer {
   }
 
   // In lane 0.
-  __device__ __forceinline__ int draw() {
+  CUFLASH_DEVICE int draw() {
     if (lane_index() != 0) return 0;
     if (params.tile_counter != nullptr) {
       // Every thread block draws once past the end, as many in all as there are tiles: the last
@@ -105,7 +104,7 @@ struct Producer {
     return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
-  __device__ __forceinline__ void load_q() {
+  CUFLASH_DEVICE void load_q() {
     const int stage = q_ring.stage();
     int first_row = work.first_row;
     if constexpr (is_packed) {
@@ -117,7 +116,7 @@ struct Producer {
   }
 
   // A block of keys of an entry whose first is row `first_k` of the array.
-  __device__ __forceinline__ void load_k(const BatchIndex& entry, int first_k, int block) {
+  CUFLASH_DEVICE void load_k(const BatchIndex& entry, int first_k, int block) {
     const int stage = k_ring.stage();
     wait(smem.k_empty[stage], k_ring.empty_parity());
     load(smem.k[stage], params.k_map, params.k_layout, smem.k_full[stage], entry,
@@ -127,8 +126,7 @@ struct Producer {
 
   // Rows outside `seen` must not reach p v, where 0 * NaN would count. Past the end of the tensor
   // TMA brings zeros; what lies before it is cleared here.
-  __device__ __forceinline__ void load_v(const BatchIndex& entry, int first_k, int block,
-                                         Range seen) {
+  CUFLASH_DEVICE void load_v(const BatchIndex& entry, int first_k, int block, Range seen) {
     const int stage = v_ring.stage(), first_key = block * Config::block_n;
     const Range kept{max(seen.begin - first_key, 0), seen.end - first_key};
     const int loaded = min(Config::block_n, params.score.seqlen_k - first_k - first_key);
@@ -148,8 +146,8 @@ struct Producer {
   }
 
   template <typename Tile>
-  __device__ __forceinline__ void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
-                                       uint64_t& full, const BatchIndex& entry, int first_row) {
+  CUFLASH_DEVICE void load(Tile& tile, const ptx::TensorMap& map, const Layout& layout,
+                           uint64_t& full, const BatchIndex& entry, int first_row) {
     if (lane_index() == 0) {
       ptx::mbarrier_arrive_expect(ptx::shared_address(&full), Tile::bytes);
       start_load(tile, map, layout, entry, first_row, full);

@@ -1,10 +1,6 @@
 // Products q k^T of 16 rows once more, by one warp alone, from global memory.
 #pragma once
 
-#include "params.cuh"
-#include "ptx/mma_sync.cuh"
-#include "schedule/scheduler.cuh"
-#include "tile/fragment.cuh"
 #include "tile/load.cuh"
 
 namespace cuflash {
@@ -13,15 +9,15 @@ struct RawScores {
   const RowSource queries, keys;  // of one entry
   int first_row, last_row;        // rows from last_row on are like that one
 
-  __device__ __forceinline__ RawScores(const ForwardParams& params, const BatchIndex& entry,
-                                       const Seqlen& seqlen, int warp_row)
+  CUFLASH_DEVICE RawScores(const ForwardParams& params, const BatchIndex& entry,
+                           const Seqlen& seqlen, int warp_row)
       : queries(params.q, params.q_layout, entry, seqlen.first_q, params.head_dim),
         keys(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim),
         first_row(warp_row),
         last_row(seqlen.q - 1) {}
 
   // Of eight keys, all of which exist.
-  __device__ __forceinline__ void of_keys(float (&acc)[4], int first_key) const {
+  CUFLASH_DEVICE void of_keys(float (&acc)[4], int first_key) const {
     const int row = first_row + lane_index() / 4;
     const Element* upper = queries.data + min(row, last_row) * queries.row_stride;
     const Element* lower = queries.data + min(row + 8, last_row) * queries.row_stride;
@@ -38,7 +34,7 @@ struct RawScores {
 
  private:
   // Two neighbouring elements of a row; zeros past its true width.
-  __device__ __forceinline__ uint32_t pair(const Element* row, int column) const {
+  CUFLASH_DEVICE uint32_t pair(const Element* row, int column) const {
     const uint32_t low = column < queries.num_columns ? row[column] : 0;
     const uint32_t high = column + 1 < queries.num_columns ? row[column + 1] : 0;
     return low | high << 16;

@@ -1,7 +1,6 @@
 // What the gradient kernels of Hopper share.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/sync.cuh"
 #include "score/score.cuh"
 #include "sm90/barrier.cuh"
@@ -14,7 +13,7 @@ constexpr int consumer_registers = Config::num_warps < 16 ? 240 : 160;
 
 // A thread block: its first warp loads what the warpgroups behind its own compute with.
 template <typename Producer, typename Consumer, typename Params, typename SharedMemory>
-__device__ __forceinline__ void run_roles(const Params& params, SharedMemory& smem) {
+CUFLASH_DEVICE void run_roles(const Params& params, SharedMemory& smem) {
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();  // the barriers are there
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);

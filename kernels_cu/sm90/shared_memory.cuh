@@ -16,8 +16,6 @@
 #pragma once
 
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/tile_order.cuh"
 #include "sm90/matmul.cuh"
@@ -37,23 +35,22 @@ struct Work {
   BatchIndex entry;
 
   Work() = default;
-  __device__ __forceinline__ Work(const ForwardSm90Params& params, int index, TileOrder& order)
+  CUFLASH_DEVICE Work(const ForwardSm90Params& params, int index, TileOrder& order)
       : Work(params, tile_of(params.grid, min(index, num_tiles(params) - 1)), order) {
     if (index >= num_tiles(params)) first_row = -1;
   }
 
   // Are there rows of this index?
-  __device__ __forceinline__ bool exists() const { return !is_packed || entry.sequence() >= 0; }
+  CUFLASH_DEVICE bool exists() const { return !is_packed || entry.sequence() >= 0; }
 
-  __device__ __forceinline__ static int num_tiles(const ForwardSm90Params& params) {
+  CUFLASH_DEVICE static int num_tiles(const ForwardSm90Params& params) {
     return params.grid.num_blocks * params.grid.num_owners;
   }
 
  private:
-  __device__ __forceinline__ Work(const ForwardSm90Params& params, const Tile& tile,
-                                  TileOrder& order)
+  CUFLASH_DEVICE Work(const ForwardSm90Params& params, const Tile& tile, TileOrder& order)
       : Work(params, tile.owner, order.place_of(params, tile.block)) {}
-  __device__ __forceinline__ Work(const ForwardSm90Params& params, int owner, const Place& place)
+  CUFLASH_DEVICE Work(const ForwardSm90Params& params, int owner, const Place& place)
       : first_row(place.block * Config::block_m), entry(params.batch, owner, place.sequence) {}
 };
 
@@ -78,7 +75,7 @@ static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_by
               "ForwardSm90Config.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
+CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   for (int i = 0; i < Config::num_q_stages; ++i) {
     init(smem.q_full[i], 1);
     init(smem.q_empty[i], stages_out ? 1 : consumers);
@@ -101,7 +98,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
 
 // The next tile of this thread block, as the producer drew it; each reading warp asks once. Its
 // first lane reads for all and vouches for what it read, once all are past their wait.
-__device__ __forceinline__ Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
+CUFLASH_DEVICE Work receive_work(SharedMemory& smem, const Ring<2>& ring) {
   const int stage = ring.stage();
   wait(smem.work_full[stage], ring.full_parity());
   const bool first = ptx::thread_index() % 32 == 0;

@@ -12,11 +12,11 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   float block_sum[2];
 
   // Another block against the same reference.
-  __device__ __forceinline__ void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
+  CUFLASH_DEVICE void keep_reference() { block_sum[0] = block_sum[1] = 0.0f; }
 
   // May follow_weights have to raise the reference of one of these rows, or is there none yet? A
   // lane with a weight of more than 2^8 has a larger sum than this.
-  __device__ __forceinline__ bool outgrown() const {
+  CUFLASH_DEVICE bool outgrown() const {
     const float largest = fmaxf(block_sum[0], block_sum[1]);
     return !(largest <= 200.0f) || fminf(row_max[0][0], row_max[0][1]) == -infinity();
   }
@@ -25,8 +25,8 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // them. Not where they overflowed or, of a row's first visible block, may have vanished: those
   // rows are `lost`, and left as they are.
   template <int tiles>
-  __device__ __forceinline__ void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
-                                                 bool (&lost)[2]) {
+  CUFLASH_DEVICE void follow_weights(float (&s_acc)[1][tiles][4], const Score& score,
+                                     bool (&lost)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = 0.0f;
@@ -56,8 +56,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   // A maximum that grew by no more than a factor of 2^8 stays: p is at most 2^8 then, as exact as
   // before, and o keeps its scale.
   template <int tiles>
-  __device__ __forceinline__ void find_maximum(const float (&s_acc)[1][tiles][4],
-                                               const Score& score) {
+  CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block_max = row_max[0][half];
@@ -70,7 +69,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  __device__ __forceinline__ void raise_reference(int half, float maximum, const Score& score) {
+  CUFLASH_DEVICE void raise_reference(int half, float maximum, const Score& score) {
     const float old_reference = score.reference(row_max[0][half]);
     const float new_reference = score.reference(maximum);
     const bool grew = score.exponent_between(new_reference, old_reference) > 8.0f;
@@ -84,7 +83,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
 
   // Scores of column tiles [begin, end) become probabilities.
   template <int begin, int end, int tiles>
-  __device__ __forceinline__ void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
+  CUFLASH_DEVICE void exponentiate(float (&s_acc)[1][tiles][4], const Score& score) {
 #pragma unroll
     for (int t = begin; t < end; ++t) {
 #pragma unroll
@@ -101,13 +100,13 @@ struct SplitSoftmax : OnlineSoftmax<1> {
     }
   }
 
-  __device__ __forceinline__ void add_block() {
+  CUFLASH_DEVICE void add_block() {
     row_sum[0][0] += block_sum[0];
     row_sum[0][1] += block_sum[1];
   }
 
   template <int tiles>
-  __device__ __forceinline__ void rescale_rows(float (&o_acc)[1][tiles][4]) const {
+  CUFLASH_DEVICE void rescale_rows(float (&o_acc)[1][tiles][4]) const {
     if (!__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {

@@ -1,11 +1,8 @@
 // How out leaves: staged in shared memory and sent by TMA, or straight from registers.
 #pragma once
 
-#include "simt/recompute_rows.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/tma.cuh"
 #include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 
@@ -19,8 +16,8 @@ struct StagedRow {
   SharedMemory::QTile& tile;
   int row;
 
-  __device__ __forceinline__ void store(const ForwardParams&, const BatchIndex&, int,
-                                        const VColumns& o, float factor) const {
+  CUFLASH_DEVICE void store(const ForwardParams&, const BatchIndex&, int, const VColumns& o,
+                            float factor) const {
 #pragma unroll
     for (int i = 0; i < VColumns::count; ++i) {
       const int column = lane_index() + 32 * i, panel_column = column % 64;
@@ -33,10 +30,10 @@ struct StagedRow {
 
 // Stages 16 rows of a warp from `first_row` of the tile on, those of `broken` computed again,
 // of `without_lse` with lse.
-__device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, const Work& work,
-                                           SharedMemory::QTile& tile, int first_row,
-                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken,
-                                           uint32_t without_lse) {
+CUFLASH_DEVICE void stage_rows(const ForwardSm90Params& params, const Work& work,
+                               SharedMemory::QTile& tile, int first_row,
+                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               uint32_t without_lse) {
   const int lane = lane_index(), row = first_row + lane % 16;
 #pragma unroll
   for (int t = 0; t < o_tiles; t += 2) {
@@ -57,9 +54,9 @@ __device__ __forceinline__ void stage_rows(const ForwardSm90Params& params, cons
 }
 
 // Writes rows of a box that also holds rows of the next packed sequence. By a warp.
-__device__ __forceinline__ void write_rows(const ForwardSm90Params& params, const BatchIndex& entry,
-                                           const SharedMemory::QTile& tile, int tile_row,
-                                           int out_row, int num_rows) {
+CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex& entry,
+                               const SharedMemory::QTile& tile, int tile_row, int out_row,
+                               int num_rows) {
   const int lane = lane_index(), chunk = lane % 8;
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
 #pragma unroll 1
@@ -80,7 +77,7 @@ __device__ __forceinline__ void write_rows(const ForwardSm90Params& params, cons
 
 // The store warp: sends the staged rows of each warpgroup on their way, hands q back to the
 // producer.
-__device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, SharedMemory& smem) {
+CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& smem) {
   int batch[3];
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
@@ -118,10 +115,10 @@ __device__ __forceinline__ void send_tiles(const ForwardSm90Params& params, Shar
 // ----------------------------------------------------------------------------- from registers
 // Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
 // four lanes of a quad trade places, so that each stores eight neighbouring columns.
-__device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
-                                           const Seqlen& seqlen, int first_row,
-                                           const float (&o_acc)[1][o_tiles][4], uint32_t broken,
-                                           uint32_t without_lse) {
+CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
+                               const Seqlen& seqlen, int first_row,
+                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               uint32_t without_lse) {
   const int quad_lane = lane_index() % 4;
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
                  seqlen.first_q * params.out_layout.row;

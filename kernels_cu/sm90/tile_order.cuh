@@ -2,8 +2,6 @@
 #pragma once
 
 #include "simt/recompute_rows.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 
 namespace cuflash {
 
@@ -16,7 +14,7 @@ struct TileOrder {
   int sequence, first_rank, num_tiles;
 
   // A negative sequence: no rows are left for this rank, see Packing::first_rank.
-  __device__ __forceinline__ Place place_of(const ForwardParams& params, int rank) {
+  CUFLASH_DEVICE Place place_of(const ForwardParams& params, int rank) {
     if constexpr (!is_packed) {
       return {0, Score::last_rows_see_most ? params.grid.num_blocks - 1 - rank : rank};
     } else {
@@ -32,7 +30,7 @@ struct TileOrder {
   }
 
  private:
-  __device__ __forceinline__ void sort_group_of(const ScoreParams& params, int rank) {
+  CUFLASH_DEVICE void sort_group_of(const ScoreParams& params, int rank) {
     const Packing queries = Packing::of_queries(params), keys = Packing::of_keys(params);
     int low = 0, high = (queries.num_sequences - 1) / 32;
 #pragma unroll 1

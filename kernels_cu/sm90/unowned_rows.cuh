@@ -2,13 +2,11 @@
 #pragma once
 
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 
 // out 0 and lse -inf. By one warp of each thread block.
-__device__ __forceinline__ void clear_unowned_rows(const ForwardSm90Params& params) {
+CUFLASH_DEVICE void clear_unowned_rows(const ForwardSm90Params& params) {
   const Packing queries = Packing::of_queries(params.score);
   const int begin = queries.begin(0), end = max(queries.begin(queries.num_sequences), begin);
   const int rows = begin + queries.total - end, lane = lane_index();

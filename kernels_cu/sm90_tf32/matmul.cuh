@@ -8,7 +8,6 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_tf32.cuh"
 #include "tile/matmul_sm80.cuh"
-#include "tile/operand.cuh"
 
 namespace cuflash {
 
@@ -20,7 +19,7 @@ struct Tf32Parts {
   uint32_t part[operand_parts][count];
 
   Tf32Parts() = default;
-  __device__ __forceinline__ explicit Tf32Parts(const float* x) {
+  CUFLASH_DEVICE explicit Tf32Parts(const float* x) {
     if constexpr (uses_3xtf32) {
       const Tf32Pair<count> split(x);
 #pragma unroll
@@ -34,7 +33,7 @@ struct Tf32Parts {
     }
   }
 
-  __device__ __forceinline__ void pin() {
+  CUFLASH_DEVICE void pin() {
 #pragma unroll
     for (int p = 0; p < operand_parts; ++p) ptx::pin(part[p]);
   }
@@ -45,8 +44,7 @@ template <typename Tile>
 struct SharedOperand {
   uint64_t part[operand_parts];
 
-  __device__ __forceinline__ explicit SharedOperand(const Tile (&tiles)[operand_parts],
-                                                    int first_row = 0) {
+  CUFLASH_DEVICE explicit SharedOperand(const Tile (&tiles)[operand_parts], int first_row = 0) {
     static_assert(Tile::row_bytes == 128, "the swizzle of the descriptor");
 #pragma unroll
     for (int p = 0; p < operand_parts; ++p) {
@@ -55,14 +53,14 @@ struct SharedOperand {
   }
 
   // Columns from 8 * k on: 32 bytes of a panel's row.
-  __device__ __forceinline__ uint64_t columns(int p, int k) const {
+  CUFLASH_DEVICE uint64_t columns(int p, int k) const {
     return part[p] + k % 4 * 2 + k / 4 * (Tile::panel_bytes / 16);
   }
 };
 
 // Adds a part to a sum, or starts the sum with it.
 template <int count>
-__device__ __forceinline__ void take_part(float* sum, float (&part)[count], bool is_first) {
+CUFLASH_DEVICE void take_part(float* sum, float (&part)[count], bool is_first) {
   ptx::pin(part);
 #pragma unroll
   for (int i = 0; i < count; ++i) sum[i] = is_first ? part[i] : sum[i] + part[i];
@@ -71,9 +69,8 @@ __device__ __forceinline__ void take_part(float* sum, float (&part)[count], bool
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns. The columns are summed in
 // parts of 16 part_steps. Where registers hold two parts, one is added while the next is computed.
 template <int part_steps, bool holds_two, int tiles, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_in_parts(float (&acc)[1][tiles][4],
-                                                  const RowsReader<ATile>& a,
-                                                  const SharedOperand<BTile>& b) {
+CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
+                                      const SharedOperand<BTile>& b) {
   constexpr int buffers = tiles <= 4 && holds_two ? 2 : 1, steps = ATile::columns / 16;
   constexpr int parts = steps / part_steps;
   static_assert(parts * part_steps == steps && parts >= 2, "whole parts");
@@ -134,8 +131,8 @@ __device__ __forceinline__ void multiply_in_parts(float (&acc)[1][tiles][4],
 
 // The same of operands that are one number of TF32 each.
 template <int tiles, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_once(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
-                                              const SharedOperand<BTile>& b) {
+CUFLASH_DEVICE void multiply_once(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
+                                  const SharedOperand<BTile>& b) {
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
   Tf32Parts<4> frag[2][2];
 #pragma unroll
@@ -165,9 +162,8 @@ __device__ __forceinline__ void multiply_once(float (&acc)[1][tiles][4], const R
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns; of split operands in parts of
 // `part_columns`, of which registers hold two where the caller keeps little else in them. (D123)
 template <int part_columns, bool holds_two, int tiles, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
-                                                    const RowsReader<ATile>& a,
-                                                    const SharedOperand<BTile>& b) {
+CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const RowsReader<ATile>& a,
+                                        const SharedOperand<BTile>& b) {
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   if constexpr (uses_3xtf32) {
     multiply_in_parts<part_columns / 16, holds_two>(acc, a, b);
@@ -178,9 +174,8 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
 
 // The same of one product, with A in shared memory.
 template <int tiles, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
-                                                    const SharedOperand<ATile>& a,
-                                                    const SharedOperand<BTile>& b) {
+CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const SharedOperand<ATile>& a,
+                                        const SharedOperand<BTile>& b) {
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   static_assert(operand_parts == 1, "small terms are summed apart");
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
@@ -199,8 +194,8 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[1][tiles][4],
 // acc += A . B^T for 64 rows of B, the next of acc's columns: A in registers, `count` steps of 8
 // columns. Split operands are summed apart, small terms first, and added in float32.
 template <int count, typename BTile, int steps>
-__device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
-                                                 const SharedOperand<BTile>& b, int first) {
+CUFLASH_DEVICE void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
+                                     const SharedOperand<BTile>& b, int first) {
   [[maybe_unused]] float part[32];
   auto& target = uses_3xtf32 ? part : acc;
 #pragma unroll
@@ -228,9 +223,8 @@ __device__ __forceinline__ void multiply_columns(float (&acc)[32], Tf32Parts<4> 
 // acc += A . B^T, A an accumulator's registers, for all of acc's columns; of split operands in
 // parts of at most `part_rows` terms.
 template <int part_rows = 64, typename BTile, int tiles, int steps>
-__device__ __forceinline__ void multiply_sums(float (&acc)[1][tiles][4],
-                                              const float (&a)[1][steps][4],
-                                              const BTile (&b)[operand_parts]) {
+CUFLASH_DEVICE void multiply_sums(float (&acc)[1][tiles][4], const float (&a)[1][steps][4],
+                                  const BTile (&b)[operand_parts]) {
   static_assert(BTile::rows == 8 * tiles && BTile::columns == 8 * steps, "shapes");
   constexpr int count = uses_3xtf32 && part_rows < 8 * steps ? part_rows / 8 : steps;
   static_assert(steps % count == 0, "whole parts");

@@ -23,32 +23,32 @@ struct TileBarriers {
   uint64_t full[Config::num_stages], empty[Config::num_stages];
 
   // `releases`: arrivals that end a phase of `empty`.
-  __device__ __forceinline__ void init(int releases = consumers) {
+  CUFLASH_DEVICE void init(int releases = consumers) {
     for (int i = 0; i < Config::num_stages; ++i) {
       cuflash::init(full[i], 4 * reader_arrivals);
       cuflash::init(empty[i], releases);
     }
   }
 
-  __device__ __forceinline__ void wait_full(const Ring<Config::num_stages>& ring) const {
+  CUFLASH_DEVICE void wait_full(const Ring<Config::num_stages>& ring) const {
     wait(full[ring.stage()], ring.full_parity());
   }
-  __device__ __forceinline__ void wait_empty(const Ring<Config::num_stages>& ring) const {
+  CUFLASH_DEVICE void wait_empty(const Ring<Config::num_stages>& ring) const {
     wait(empty[ring.stage()], ring.empty_parity());
   }
 
   // By the producer: what its threads wrote is there for products. It arrives as readers do, so
   // that racecheck sees who wrote.
-  __device__ __forceinline__ void publish(const Ring<Config::num_stages>& ring) {
+  CUFLASH_DEVICE void publish(const Ring<Config::num_stages>& ring) {
     ptx::fence_async_proxy();
     arrive_as_readers(full[ring.stage()], true);
   }
   // By a consumer, after its products.
-  __device__ __forceinline__ void release(const Ring<Config::num_stages>& ring) {
+  CUFLASH_DEVICE void release(const Ring<Config::num_stages>& ring) {
     arrive_if(empty[ring.stage()], leads_warpgroup());
   }
   // By every warp of the consumers, after its loads: reader_releases arrivals.
-  __device__ __forceinline__ void release_as_reader(const Ring<Config::num_stages>& ring) {
+  CUFLASH_DEVICE void release_as_reader(const Ring<Config::num_stages>& ring) {
     arrive_as_readers(empty[ring.stage()], true);
   }
 };

@@ -18,7 +18,7 @@ struct ColumnSource {
   int64_t row_stride;
   bool exists;
 
-  __device__ __forceinline__ explicit ColumnSource(const RowSource& rows)
+  CUFLASH_DEVICE explicit ColumnSource(const RowSource& rows)
       : data(rows.data + ptx::thread_index() % width * rows.column_stride),
         row_stride(rows.row_stride),
         exists(ptx::thread_index() % width < rows.num_columns) {}
@@ -33,8 +33,8 @@ struct Tf32PairColumn {
   float value[groups][8];
 
   // Rows outside `valid` and those whose bit of `hidden` is set become zero without being read.
-  __device__ __forceinline__ void load(const ColumnSource<width>& source, int first_row,
-                                       Range valid, uint32_t hidden = 0) {
+  CUFLASH_DEVICE void load(const ColumnSource<width>& source, int first_row, Range valid,
+                           uint32_t hidden = 0) {
     const int own_row = 8 * first_group();
     hidden >>= own_row;
     first_row += own_row;
@@ -57,8 +57,7 @@ struct Tf32PairColumn {
 
   // As rows of a tile from `first_row` on: a warp writes 32 neighbours of one.
   template <typename Tile>
-  __device__ __forceinline__ void store_rows(Tile (&tiles)[operand_parts],
-                                             int first_row = 0) const {
+  CUFLASH_DEVICE void store_rows(Tile (&tiles)[operand_parts], int first_row = 0) const {
     const int own = column(), chunk = own % 32 / 4;
     const int first = own / 32 * (32 * Tile::rows) + 32 * first_row + 256 * first_group() + own % 4;
 #pragma unroll
@@ -78,8 +77,7 @@ struct Tf32PairColumn {
   // As columns of a tile from `first_column` on, of which each eight are in the order of an
   // accumulator's registers: even ones first (tile/fragment.cuh).
   template <typename Tile>
-  __device__ __forceinline__ void store_columns(Tile (&tiles)[operand_parts],
-                                                int first_column = 0) const {
+  CUFLASH_DEVICE void store_columns(Tile (&tiles)[operand_parts], int first_column = 0) const {
     const int own = column(), own_group = first_group();
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
@@ -102,8 +100,8 @@ struct Tf32PairColumn {
 
  private:
   // Computed where they are used: addresses that follow from them live through no loop. (D89)
-  __device__ __forceinline__ static int column() { return ptx::thread_index() % width; }
-  __device__ __forceinline__ static int first_group() { return ptx::thread_index() % 128 / width; }
+  CUFLASH_DEVICE static int column() { return ptx::thread_index() % width; }
+  CUFLASH_DEVICE static int first_group() { return ptx::thread_index() % 128 / width; }
 };
 
 }  // namespace cuflash

@@ -34,25 +34,23 @@ struct OperandRegister<true> {
 using Register = OperandRegister<packs_operands>::type;
 constexpr int operand_registers = packs_operands ? 4 : 8;
 
-__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
+CUFLASH_DEVICE int lane_index() { return threadIdx.x % 32; }
+CUFLASH_DEVICE int warp_index() { return threadIdx.x / 32; }
 
 // What holds in any lane, as a vote: the compiler takes a warp that branches on anything else for
 // diverged, and keeps the addresses of a whole kernel's products out of the uniform registers.
-__device__ __forceinline__ bool warp_agrees(bool condition) {
-  return __any_sync(0xffffffff, condition);
-}
+CUFLASH_DEVICE bool warp_agrees(bool condition) { return __any_sync(0xffffffff, condition); }
 
 // Row of register i of a slice, column of register i of a tile, for one lane.
-__device__ __forceinline__ int fragment_row(int slice, int i, int lane = lane_index()) {
+CUFLASH_DEVICE int fragment_row(int slice, int i, int lane = lane_index()) {
   return 16 * slice + lane / 4 + 8 * (i / 2);
 }
-__device__ __forceinline__ int fragment_column(int tile, int i, int lane = lane_index()) {
+CUFLASH_DEVICE int fragment_column(int tile, int i, int lane = lane_index()) {
   return 8 * tile + 2 * (lane % 4) + i % 2;
 }
 
 template <int slices, int tiles>
-__device__ __forceinline__ void clear(Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void clear(Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -65,8 +63,8 @@ __device__ __forceinline__ void clear(Real (&acc)[slices][tiles][4]) {
 
 // Two neighbouring 16x8 accumulators are one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
-__device__ __forceinline__ void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
-                                           const Real (&acc)[slices][tiles][4]) {
+CUFLASH_DEVICE void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
+                               const Real (&acc)[slices][tiles][4]) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll

@@ -1,10 +1,8 @@
 // Global to shared memory: a block of rows becomes a swizzled tile, everything outside it zeros.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/special.cuh"
 #include "score/score.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -18,16 +16,15 @@ struct RowSource {
   int64_t column_stride;
   int num_columns;
 
-  __device__ __forceinline__ RowSource(const void* array, const Layout& layout,
-                                       const BatchIndex& entry, int first_row, int columns,
-                                       int first_column = 0)
+  CUFLASH_DEVICE RowSource(const void* array, const Layout& layout, const BatchIndex& entry,
+                           int first_row, int columns, int first_column = 0)
       : data(static_cast<const Element*>(array) + entry * layout.batch + first_row * layout.row +
              first_column * layout.column),
         row_stride(layout.row),
         column_stride(layout.column),
         num_columns(columns - first_column) {}
 
-  __device__ __forceinline__ Real number(int row, int column) const {
+  CUFLASH_DEVICE Real number(int row, int column) const {
     return to_real<Config::dtype>(data[row * row_stride + column * column_stride]);
   }
 };
@@ -38,8 +35,7 @@ struct RowSource {
 // copy lies within it or outside. The tile is complete after this thread's
 // cp_async_wait and a barrier (the element-wise form is complete after the barrier).
 template <typename Tile>
-__device__ __forceinline__ void load_tile(Tile& tile, const RowSource& source, int first_row,
-                                          Range valid) {
+CUFLASH_DEVICE void load_tile(Tile& tile, const RowSource& source, int first_row, Range valid) {
   constexpr int num_threads = Config::num_threads;
   constexpr int chunks = Tile::rows * Tile::row_chunks;  // of a panel
   constexpr int steps = (chunks + num_threads - 1) / num_threads;

@@ -8,8 +8,6 @@
 // in parts, small terms first, and parts are added in float32, which rounds. (D32, D34)
 #pragma once
 
-#include "ptx/mma_sync.cuh"
-#include "tile/fragment.cuh"
 #include "tile/operand.cuh"
 
 namespace cuflash {
@@ -23,8 +21,7 @@ constexpr bool uses_3xtf32 =
     Config::dtype == Dtype::float32 && Config::precision == Precision::ieee;
 
 // acc += a . b of TF32, by two products of eight columns.
-__device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8],
-                                              const uint32_t* b) {
+CUFLASH_DEVICE void multiply_tf32(float (&acc)[4], const uint32_t (&a)[8], const uint32_t* b) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t left[4] = {a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]};
@@ -34,20 +31,18 @@ __device__ __forceinline__ void multiply_tf32(float (&acc)[4], const uint32_t (&
 
 // Tensor cores cut a float32 off after the 11 significant bits of TF32. This factor makes up for
 // what is lost, on average; it leaves alone what has no more bits. (D35)
-__device__ __forceinline__ uint32_t for_tf32(float x) {
+CUFLASH_DEVICE uint32_t for_tf32(float x) {
   constexpr float factor = 1 + 0.72f / 2048;
   return __float_as_uint(x * factor);
 }
 
 // acc += a . b, of 16-bit elements, of TF32, of float64; `b` is one of two operands side by side.
 template <Dtype dtype = Config::dtype>
-__device__ __forceinline__ void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4],
-                                                   const uint32_t* b) {
+CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const uint32_t (&a)[4], const uint32_t* b) {
   ptx::mma_m16n8k16<dtype>(acc, a, b[0], b[1]);
 }
 
-__device__ __forceinline__ void multiply_fragments(float (&acc)[4], const float (&a)[8],
-                                                   const float* b) {
+CUFLASH_DEVICE void multiply_fragments(float (&acc)[4], const float (&a)[8], const float* b) {
   uint32_t left[8], right[4];
 #pragma unroll
   for (int i = 0; i < 8; ++i) left[i] = for_tf32(a[i]);
@@ -56,8 +51,7 @@ __device__ __forceinline__ void multiply_fragments(float (&acc)[4], const float 
   multiply_tf32(acc, left, right);
 }
 
-__device__ __forceinline__ void multiply_fragments(double (&acc)[4], const double (&a)[8],
-                                                   const double* b) {
+CUFLASH_DEVICE void multiply_fragments(double (&acc)[4], const double (&a)[8], const double* b) {
   if constexpr (Config::wide_float64) {
     ptx::mma_m16n8k16_float64(acc, a, b);
   } else {
@@ -77,7 +71,7 @@ struct Tf32Pair {
   uint32_t high[count], low[count];
 
   Tf32Pair() = default;
-  __device__ __forceinline__ explicit Tf32Pair(const float* x) {
+  CUFLASH_DEVICE explicit Tf32Pair(const float* x) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       high[i] = (__float_as_uint(x[i]) + 0x1000) & 0xffffe000;
@@ -88,7 +82,7 @@ struct Tf32Pair {
 
 // An operand that is split where it is read, or was before: split_tile.cuh.
 template <typename Reader>
-__device__ __forceinline__ Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
+CUFLASH_DEVICE Tf32Pair<8> read_split(const Reader& reader, int i, int j) {
   float x[8];
   reader.read(x, i, j);
   constexpr int distance = low_distance<typename Reader::Source>;
@@ -105,8 +99,7 @@ __device__ __forceinline__ Tf32Pair<8> read_split(const Reader& reader, int i, i
 }
 
 // Products with two operands side by side: products with a low part, and the others.
-__device__ __forceinline__ void add_small(float (&part)[2][4], const Tf32Pair<8>& a,
-                                          const Tf32Pair<8>& b) {
+CUFLASH_DEVICE void add_small(float (&part)[2][4], const Tf32Pair<8>& a, const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     multiply_tf32(part[side], a.low, b.high + 4 * side);
@@ -114,17 +107,15 @@ __device__ __forceinline__ void add_small(float (&part)[2][4], const Tf32Pair<8>
   }
 }
 
-__device__ __forceinline__ void add_large(float (&part)[2][4], const Tf32Pair<8>& a,
-                                          const Tf32Pair<8>& b) {
+CUFLASH_DEVICE void add_large(float (&part)[2][4], const Tf32Pair<8>& a, const Tf32Pair<8>& b) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) multiply_tf32(part[side], a.high, b.high + 4 * side);
 }
 
 // Adds a part to two tiles of sums, or starts them with it.
 template <int slices, int tiles>
-__device__ __forceinline__ void take_parts(float (&acc)[slices][tiles][4],
-                                           const float (&part)[slices][2][4], int first_tile,
-                                           bool is_first = false) {
+CUFLASH_DEVICE void take_parts(float (&acc)[slices][tiles][4], const float (&part)[slices][2][4],
+                               int first_tile, bool is_first = false) {
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -142,9 +133,9 @@ constexpr bool reads_ahead = Config::wide_float64 && BTile::rows * BTile::column
 
 // The same as multiply_transposed; the next operands are read while one is multiplied. (D59)
 template <int slices, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
-                                                       const RowsReader<ATile>& a,
-                                                       const ColumnsReader<BTile>& b) {
+CUFLASH_DEVICE void multiply_reading_ahead(Real (&acc)[slices][BTile::rows / 8][4],
+                                           const RowsReader<ATile>& a,
+                                           const ColumnsReader<BTile>& b) {
   constexpr int pairs = BTile::rows / 16, steps = BTile::columns / 16 * pairs;
   Register a_frag[2][slices][operand_registers], b_frag[2][operand_registers];
   const auto read = [&](int step) {
@@ -172,9 +163,8 @@ __device__ __forceinline__ void multiply_reading_ahead(Real (&acc)[slices][BTile
 // acc += A . B^T: 16 `slices` rows of A, every row of B; columns are summed. Split operands want an
 // acc that is 0. (D92)
 template <int part_columns = columns_of_a_score, int slices, typename ATile, typename BTile>
-__device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
-                                                    const RowsReader<ATile>& a,
-                                                    const ColumnsReader<BTile>& b) {
+CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
+                                        const RowsReader<ATile>& a, const ColumnsReader<BTile>& b) {
   static_assert(ATile::columns == BTile::columns, "the summed width");
   if constexpr (uses_3xtf32) {
     // Of 32 columns two parts at least, and of 96 what registers hold.
@@ -231,10 +221,9 @@ __device__ __forceinline__ void multiply_transposed(Real (&acc)[slices][BTile::r
 
 // acc += A . B: A in registers, the rows of B are summed; of its columns as many as acc has.
 template <int slices, int tiles, typename BTile>
-__device__ __forceinline__ void multiply(
-    Real (&acc)[slices][tiles][4],
-    const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
-    const SumReader<BTile>& b) {
+CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
+                             const Register (&a_frag)[slices][BTile::rows / 16][operand_registers],
+                             const SumReader<BTile>& b) {
   [[maybe_unused]] constexpr int steps = BTile::rows / 16,
                                  part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
   if constexpr (uses_3xtf32) {

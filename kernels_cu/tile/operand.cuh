@@ -20,7 +20,7 @@ constexpr int low_distance = 0;
 // same in every block, and a block's column only flips address bits above its chunk's lowest, hence
 // the exclusive or.
 template <typename Tile, int bytes>
-__device__ __forceinline__ uint32_t along_columns(uint32_t address, int index) {
+CUFLASH_DEVICE uint32_t along_columns(uint32_t address, int index) {
   constexpr int blocks_per_panel = Tile::row_bytes / bytes;
   return (address ^ (index % blocks_per_panel * bytes)) +
          index / blocks_per_panel * Tile::panel_bytes;
@@ -34,11 +34,11 @@ struct RowsReader {
   uint32_t lane_address;
 
   // Rows from 16 * row16 on, columns from 16 * k on.
-  __device__ __forceinline__ void read(uint32_t (&frag)[4], int row16, int k) const {
+  CUFLASH_DEVICE void read(uint32_t (&frag)[4], int row16, int k) const {
     ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
 
-  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k, int distance = 0) const {
+  CUFLASH_DEVICE void read(float (&frag)[8], int row16, int k, int distance = 0) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4];
@@ -49,7 +49,7 @@ struct RowsReader {
     }
   }
 
-  __device__ __forceinline__ void read(double (&frag)[8], int row16, int k) const {
+  CUFLASH_DEVICE void read(double (&frag)[8], int row16, int k) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t address =
@@ -72,11 +72,11 @@ struct ColumnsReader {
   uint32_t lane_address;
 
   // Rows from 16 * row16 on, columns from 16 * k on.
-  __device__ __forceinline__ void read(uint32_t (&frag)[4], int row16, int k) const {
+  CUFLASH_DEVICE void read(uint32_t (&frag)[4], int row16, int k) const {
     ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
   }
 
-  __device__ __forceinline__ void read(float (&frag)[8], int row16, int k, int distance = 0) const {
+  CUFLASH_DEVICE void read(float (&frag)[8], int row16, int k, int distance = 0) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4];
@@ -87,7 +87,7 @@ struct ColumnsReader {
     }
   }
 
-  __device__ __forceinline__ void read(double (&frag)[8], int row16, int k) const {
+  CUFLASH_DEVICE void read(double (&frag)[8], int row16, int k) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t address =
@@ -109,13 +109,12 @@ struct SumReader {
   uint32_t lane_address;
 
   // Rows from 16 * k on, columns from 16 * column16 on.
-  __device__ __forceinline__ void read(uint32_t (&frag)[4], int k, int column16) const {
+  CUFLASH_DEVICE void read(uint32_t (&frag)[4], int k, int column16) const {
     ptx::ldmatrix_x4_trans(frag, address(k, column16));
   }
 
   template <typename Value>
-  __device__ __forceinline__ void read(Value (&frag)[8], int k, int column16,
-                                       int distance = 0) const {
+  CUFLASH_DEVICE void read(Value (&frag)[8], int k, int column16, int distance = 0) const {
     constexpr int eight_columns = 8 * sizeof(Value);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -132,7 +131,7 @@ struct SumReader {
   }
 
  private:
-  __device__ __forceinline__ uint32_t address(int k, int column16) const {
+  CUFLASH_DEVICE uint32_t address(int k, int column16) const {
     return along_columns<Tile, 16 * sizeof(Element)>(lane_address, column16) +
            k * 16 * Tile::row_bytes;
   }
@@ -141,7 +140,7 @@ struct SumReader {
 // A left operand whose rows start at first_row. Of 16-bit elements the four matrices are (rows 0-7,
 // columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), of float32 half as wide.
 template <typename Tile>
-__device__ __forceinline__ RowsReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
+CUFLASH_DEVICE RowsReader<Tile> read_rows(const Tile& tile, int first_row = 0) {
   const int lane = ptx::thread_index() % 32;
   const int offset = is_double ? Tile::chunk_offset(lane >> 2, lane & 3)
                                : Tile::chunk_offset(lane & 15, lane >> 4);
@@ -151,7 +150,7 @@ __device__ __forceinline__ RowsReader<Tile> read_rows(const Tile& tile, int firs
 // Right operands whose columns are summed over: (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7),
 // (8-15, 8-15).
 template <typename Tile>
-__device__ __forceinline__ ColumnsReader<Tile> read_columns(const Tile& tile) {
+CUFLASH_DEVICE ColumnsReader<Tile> read_columns(const Tile& tile) {
   const int lane = ptx::thread_index() % 32;
   const int offset = is_double
                          ? Tile::chunk_offset(lane >> 2, lane & 3)
@@ -162,7 +161,7 @@ __device__ __forceinline__ ColumnsReader<Tile> read_columns(const Tile& tile) {
 // Right operands whose rows are summed over, of the columns from first_column on, where a panel
 // begins.
 template <typename Tile>
-__device__ __forceinline__ SumReader<Tile> read_sums(const Tile& tile, int first_column = 0) {
+CUFLASH_DEVICE SumReader<Tile> read_sums(const Tile& tile, int first_column = 0) {
   const int lane = ptx::thread_index() % 32;
   const uint32_t address =
       ptx::shared_address(tile.data) + first_column / Tile::panel_columns * Tile::panel_bytes;

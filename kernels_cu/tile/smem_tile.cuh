@@ -35,18 +35,18 @@ struct SmemTile {
 
   // Of 8-byte elements, four chunks of two neighbouring rows are read at once, or two of every
   // other row: bit 2 tells neighbours apart, bits 1 and 2 the others.
-  __device__ __forceinline__ static constexpr int swizzle(int row) {
+  CUFLASH_DEVICE static constexpr int swizzle(int row) {
     if (element_bytes == 8) return ((row ^ row >> 2) & 1) << 2 | (row & 2);
     return row_bytes == 128 ? row & 7 : (row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1);
   }
 
   // Byte offset of a 16-byte chunk within its panel.
-  __device__ __forceinline__ static constexpr int chunk_offset(int row, int chunk) {
+  CUFLASH_DEVICE static constexpr int chunk_offset(int row, int chunk) {
     return row * row_bytes + ((chunk ^ swizzle(row)) << 4);
   }
 
   // A row lies in one piece in every panel; its 32 lanes clear it together.
-  __device__ __forceinline__ void clear_row(int row, int lane) {
+  CUFLASH_DEVICE void clear_row(int row, int lane) {
 #pragma unroll
     for (int panel = 0; panel < num_panels; ++panel) {
       for (int column = lane; column < panel_columns; column += 32) {

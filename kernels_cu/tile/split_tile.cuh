@@ -2,7 +2,6 @@
 #pragma once
 
 #include "tile/matmul_sm80.cuh"
-#include "tile/smem_tile.cuh"
 
 namespace cuflash {
 
@@ -12,7 +11,7 @@ template <int rows, int columns>
 struct Tf32PairTile : SmemTile<rows, columns> {
   SmemTile<rows, columns> low;
 
-  __device__ __forceinline__ void clear_row(int row, int lane) {
+  CUFLASH_DEVICE void clear_row(int row, int lane) {
     SmemTile<rows, columns>::clear_row(row, lane);
     low.clear_row(row, lane);
   }
@@ -23,12 +22,12 @@ constexpr int low_distance<Tf32PairTile<rows, columns>> = sizeof(SmemTile<rows, 
 
 // Where nothing is split, or every warp splits what it reads.
 template <typename Tile>
-__device__ __forceinline__ void split(Tile&) {}
+CUFLASH_DEVICE void split(Tile&) {}
 
 // By all threads: each splits what it copied itself (load_tile), once its own copies are there.
 // Others see the parts after a barrier. (D36)
 template <int rows, int columns>
-__device__ __forceinline__ void split(Tf32PairTile<rows, columns>& tile) {
+CUFLASH_DEVICE void split(Tf32PairTile<rows, columns>& tile) {
   using Tile = Tf32PairTile<rows, columns>;
   constexpr int row_step = Config::num_threads / Tile::row_chunks;
   constexpr int steps = (rows + row_step - 1) / row_step;

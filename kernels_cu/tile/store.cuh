@@ -1,7 +1,6 @@
 // Accumulators to global memory, in the caller's dtype and strides.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 #include "tile/fragment.cuh"
@@ -23,8 +22,8 @@ struct RowTarget {
   int first_column;
   int num_columns;
 
-  __device__ __forceinline__ RowTarget(void* array, const Layout& layout, const BatchIndex& entry,
-                                       int first_row, int columns, int width)
+  CUFLASH_DEVICE RowTarget(void* array, const Layout& layout, const BatchIndex& entry,
+                           int first_row, int columns, int width)
       : data(static_cast<Value*>(array) + entry * layout.batch + first_row * layout.row),
         row_stride(layout.row),
         column_stride(layout.column),
@@ -36,7 +35,7 @@ struct RowTarget {
     }
   }
 
-  __device__ __forceinline__ static Value rounded(Real x) {
+  CUFLASH_DEVICE static Value rounded(Real x) {
     if constexpr (sizeof(Value) == 2) {
       return static_cast<Value>(pack<Config::out_dtype>(x, 0));
     } else {
@@ -45,13 +44,13 @@ struct RowTarget {
   }
 
   // Can eight columns of every row be written at once?
-  __device__ __forceinline__ bool takes_chunks() const {
+  CUFLASH_DEVICE bool takes_chunks() const {
     return column_stride == 1 && row_stride % 8 == 0 && num_columns % 8 == 0 &&
            reinterpret_cast<uint64_t>(data) % 16 == 0;
   }
 
   // Own columns `column` and column + 1 of a row; one store where the two are neighbours in memory.
-  __device__ __forceinline__ void store_pair(int row, int column, Real first, Real second) const {
+  CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second) const {
     if (column >= num_columns) return;
     Value* to = data + row * row_stride + column * column_stride;
     const bool aligned = reinterpret_cast<uint64_t>(to) % (2 * sizeof(Value)) == 0;
@@ -70,8 +69,8 @@ struct RowTarget {
 
 // Stores 16 rows of a warp, of which `num_rows` exist.
 template <int tiles>
-__device__ __forceinline__ void store_slice(const RowTarget& target, int first_row, int num_rows,
-                                            Real factor, const Real (&acc)[tiles][4]) {
+CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_rows, Real factor,
+                                const Real (&acc)[tiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(0, 2 * half);
@@ -85,7 +84,7 @@ __device__ __forceinline__ void store_slice(const RowTarget& target, int first_r
 }
 
 // x[i] of lane j of a quad and x[j] of lane i change places.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
   const bool odd = lane_index() & 1, high = lane_index() & 2;
   uint32_t a = __shfl_xor_sync(0xffffffff, odd ? x[0] : x[1], 1);
   uint32_t b = __shfl_xor_sync(0xffffffff, odd ? x[2] : x[3], 1);
@@ -100,9 +99,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 // The same by 16 bytes where the addresses allow it: the four lanes of a quad trade places, so that
 // each stores eight neighbouring columns.
 template <int tiles>
-__device__ __forceinline__ void store_slice_wide(const RowTarget& target, int first_row,
-                                                 int num_rows, float factor,
-                                                 const float (&acc)[tiles][4]) {
+CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int num_rows,
+                                     float factor, const float (&acc)[tiles][4]) {
   static_assert(tiles % 4 == 0 && sizeof(RowTarget::Value) == 2, "a quad holds 8 columns of each");
   if (!target.takes_chunks()) return store_slice(target, first_row, num_rows, factor, acc);
   const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;

@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -125,6 +125,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this one, if one did, what was left out here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = (RUN.tests, RUN.kernels)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process leaves out the same tests, and kernels of its own gates."""
+    tests, kernels = getattr(node, "workeroutput", {}).get("left out", (0, 0))
+    RUN.tests = max(RUN.tests, tests)
+    RUN.kernels += kernels
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
