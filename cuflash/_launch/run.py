@@ -223,8 +223,11 @@ def _prepared(
     own = hardware.of_device(device)
     out_bits = 0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15
     access = Access(
-        layouts, lambda *asked: maps_of(*asked, addresses) is not None, bits, out_bits
-    )  # fmt: skip
+        layouts,
+        lambda call, laid_out, config: maps_of(call, laid_out, config, addresses) is not None,
+        bits,
+        out_bits,
+    )
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic
     )
