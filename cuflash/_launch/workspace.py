@@ -29,6 +29,7 @@ class Workspace(NamedTuple):
     num_turns: int = 0  # numbers of 4 bytes
     sums: int = 0
     alignment: int = 1
+    size: int = 0  # of all parts, wherever the memory begins
 
     @classmethod
     def of(cls, problem: Problem, backward: bool, fused: Any = None) -> Workspace:
@@ -44,13 +45,8 @@ class Workspace(NamedTuple):
             # One counter of drawn tiles, and a turn for each block of queries.
             blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
             turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
-        return cls(size, bounds, keys, turns, sums, alignment)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all parts, wherever the memory begins."""
-        size = self.statistics + self.bounds + _FLOAT_BYTES * self.num_turns
-        return size + _SUMS_ALIGNMENT + self.sums if self.sums else size
+        total = size + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
+        return cls(size, bounds, keys, turns, sums, alignment, total)
 
     def places_in(self, start: int) -> tuple[int, int, int]:
         """Where rows, turns and sums lie if there are no bounds of segments."""
