@@ -18,29 +18,11 @@ for _public in (AttentionResult, CompileError, Gradients, MaskMod, Options, Scor
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionResult",
-    "CompileError",
-    "Gradients",
-    "MaskMod",
-    "Options",
-    "ScoreMod",
-    "attention",
-    "attention_backward",
-    "attention_varlen",
-    "attention_varlen_backward",
-    "attention_vjp",
-    "compile",
-    "dropout_mask",
-    "logsumexp",
-    "logsumexp_backward",
-    "merge",
-    "merge_backward",
-    "reference",
-    "show_config",
-    "tuning",
-    "weights",
-    "workspace_size",
-]
+    "AttentionResult", "CompileError", "Gradients", "MaskMod", "Options", "ScoreMod",
+    "attention", "attention_backward", "attention_varlen", "attention_varlen_backward",
+    "attention_vjp", "compile", "dropout_mask", "logsumexp", "logsumexp_backward", "merge",
+    "merge_backward", "reference", "show_config", "tuning", "weights", "workspace_size",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

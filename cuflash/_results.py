@@ -46,4 +46,4 @@ class Saved(NamedTuple):
     dout: Array
     out: Array
     lse: Array
-    dlse: Array | None
+    dlse: Array | None = None

@@ -215,11 +215,11 @@ def test_mixed_dtypes_are_drawn() -> None:
 def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
     """Without a GPU: what is launched is never given a narrower array than kernels write."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from cuflash._launch import run
+    from cuflash._launch import plan
     from support.recorded_launches import recorded_launches
 
     seen = []
-    plan_launch = run.plan_launch
+    plan_launch = plan.plan_launch
 
     def noted(step: Any, problem: Any, layouts: Any, *rest: Any) -> Any:
         sizes = {n: layouts[n].itemsize for n in ("dq", "dk", "dv") if n in layouts}
@@ -229,7 +229,7 @@ def test_the_dtype_of_every_buffer_that_kernels_write() -> None:
 
     for dtypes in MIXED:
         with recorded_launches() as (library, _), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run, "plan_launch", noted)
+            patch.setattr(plan, "plan_launch", noted)
             call = make_call("normal", 0, dtypes, *SHAPES)
             q, k, v = map(library.asarray, (call.q, call.k, call.v))
             result = cuflash.attention(q, k, v, return_lse=True)

@@ -129,16 +129,12 @@ class Driver:
 def load(monkeypatch):
     """Return a function that puts a library in the driver's place."""
 
-    def forget():
-        driver.function.cache_clear()
-        tensor_map._arguments.cache_clear()
-
     def put(library):
-        forget()
+        driver.function.cache_clear()
         monkeypatch.setattr(driver.ctypes, "CDLL", library)
 
     yield put
-    forget()
+    driver.function.cache_clear()
 
 
 def test_what_the_driver_is_given(load):

@@ -87,22 +87,20 @@ def results(
     return out, lse
 
 
-def saved_arrays(q: Array, dout: Any, out: Any, lse: Any, dlse: Any) -> Saved:
-    """What a gradient reads, as arrays of the library of q."""
-    dout, out, lse = native("dout", dout), native("out", out), native("lse", lse)
-    dlse = None if dlse is None else native("dlse", dlse)
-    same_module(q=q, dout=dout, out=out, lse=lse, dlse=dlse)
-    return Saved(dout, out, lse, dlse)
-
-
-def check_saved(problem: Problem, saved: Saved, function: str) -> None:
-    """Raise unless the arrays are of the shapes that ``function`` returned."""
-    for name, array in saved._asdict().items():
-        if array is not None:
-            shape = problem.lse_shape if name in ("lse", "dlse") else problem.out_shape
-            like = f"{'the lse' if shape is problem.lse_shape else 'the result'} of {function}"
-            require_float(name, array)
-            require_shape(name, array, shape, like)
+def saved_arrays(
+    function: str, problem: Problem, q: Array, dout: Any, out: Any, lse: Any, dlse: Any
+) -> Saved:
+    """What a gradient reads: arrays of the library of q and the shapes that ``function`` gave."""
+    given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    arrays = {name: native(name, array) for name, array in given.items()}
+    same_module(q=q, **arrays)
+    for name, array in arrays.items():
+        require_float(name, array)
+        if name in ("lse", "dlse"):
+            require_shape(name, array, problem.lse_shape, f"the lse of {function}")
+        else:
+            require_shape(name, array, problem.out_shape, f"the result of {function}")
+    return Saved(**arrays)
 
 
 def gradient_names(wrt: Any, options: Options) -> tuple[str, ...]:
@@ -122,22 +120,20 @@ def gradient_buffers(
     xp: ModuleType,
     wanted: tuple[str, ...],
     grads_out: Gradients | None,
-    inputs: dict[str, Array],
     read: dict[str, Array | None],
 ) -> dict[str, Array]:
     """Arrays for the gradients by input name: fields of ``grads_out``, else new ones.
 
-    The caller's arrays must overlap neither the ``inputs``, nor other arrays that are ``read``, nor
-    each other.
+    The caller's arrays must overlap neither each other nor what is ``read``, inputs among it.
     """
     if grads_out is not None and not isinstance(grads_out, Gradients):
         raise wrong_type("grads_out", type(grads_out).__name__, "a cuflash.Gradients")
+    taken = {name: array for name, array in read.items() if array is not None}
     if "scale" in wanted:
-        inputs = inputs | {"scale": xp.empty(())}
-    taken = inputs | {name: array for name, array in read.items() if array is not None}
+        taken["scale"] = xp.empty(())
     buffers: dict[str, Array] = {}
     for name in wanted:
-        argument, like = f"grads_out.{FIELDS[name]}", inputs[name]
+        argument, like = f"grads_out.{FIELDS[name]}", taken[name]
         buffer = None if grads_out is None else getattr(grads_out, FIELDS[name])
         if buffer is None:
             buffers[name] = allocate(xp, argument, like.shape, like.dtype)

@@ -7,18 +7,8 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cuflash._api.arguments import (
-    QKV,
-    by_field,
-    check_common,
-    check_saved,
-    gradient_buffers,
-    gradient_names,
-    operands,
-    result_pair,
-    results,
-    saved_arrays,
-)
+from cuflash._api import arguments
+from cuflash._api.arguments import QKV
 from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, on_device_of, on_own_device
 from cuflash._launch.plan_cache import may_be_known, recall, remember
@@ -169,13 +159,14 @@ def attention(
     if plain and (known := recall(chosen, return_lse, (q, k, v))) is not None:
         return known
     with on_device_of(q):
-        xp, given, qkv = operands(q, k, v)
-        check_common(xp, deterministic, workspace, config)
+        xp, given, qkv = arguments.operands(q, k, v)
+        arguments.check_common(xp, deterministic, workspace, config)
         config = override.of_forward(config)
-        pair = result_pair(out, return_lse)
+        pair = arguments.result_pair(out, return_lse)
         problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
         inputs = given | chosen.arrays
-        out, lse = results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
+        with_lse = return_lse or xp is np
+        out, lse = arguments.results(xp, pair, problem, inputs, with_lse=with_lse)
         plan = run_forward(problem, qkv, chosen, out, lse, workspace=workspace, config=config)
         if plain and plan is not None and may_be_known(chosen):
             repeat = launch().repeated_forward(plan, problem, qkv[0], lse)
@@ -281,15 +272,14 @@ def attention_backward(
         if known is not None:
             return known
     with on_device_of(dout):
-        wanted = gradient_names(wrt, chosen)
-        xp, given, qkv = operands(q, k, v)
-        saved = saved_arrays(qkv[0], dout, out, lse, dlse)
-        check_common(xp, deterministic, workspace, config)
+        wanted = arguments.gradient_names(wrt, chosen)
+        xp, given, qkv = arguments.operands(q, k, v)
+        arguments.check_common(xp, deterministic, workspace, config)
         config = override.of_backward(config)
         problem = describe(*qkv, chosen, axes=axes, precision=precision)
-        check_saved(problem, saved, "attention")
-        inputs = given | chosen.arrays
-        gradients = gradient_buffers(xp, wanted, grads_out, inputs, saved._asdict())
+        saved = arguments.saved_arrays("attention", problem, given["q"], dout, out, lse, dlse)
+        read = given | chosen.arrays | saved._asdict()
+        gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
         plan = run_backward(
             problem, qkv, chosen, saved, gradients,
             workspace=workspace, config=config, deterministic=bool(deterministic),
@@ -299,7 +289,7 @@ def attention_backward(
             repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
-        return by_field(gradients)
+        return arguments.by_field(gradients)
 
 
 def attention_vjp(
@@ -399,7 +389,7 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
-    xp, _, qkv = operands(q, k, v)
+    xp, _, qkv = arguments.operands(q, k, v)
     problem = describe(*qkv, chosen, axes=axes, precision=precision)
     if xp is np:
         return 0

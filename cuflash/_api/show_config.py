@@ -1,7 +1,4 @@
-"""Which versions, which device and which kernel sources is this installation made of?
-
-What describes is imported where it is called: `import cuflash` needs none of it.
-"""
+"""Which versions, which device and which kernel sources is this installation made of?"""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any, Literal, overload
 import ml_dtypes
 import numpy as np
 
+from cuflash._cupy import folder
 from cuflash._errors import shown, wrong_value
 
 
@@ -49,12 +47,12 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
     if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
         raise wrong_value("mode", shown(mode), "'stdout' or 'dicts'")
     table = {
-        "cuflash": _version(),
+        "cuflash": f"{_version()} ({Path(__file__).parents[1]})",
         "python": f"{platform.python_version()} ({platform.platform()})",
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
         **_gpu_rows(),
-        "kernel sources": _kernel_sources(),
+        "kernel sources": _attempt(_kernel_sources),
         "kernel cache": _kernel_cache(),
     }
     if mode == "dicts":
@@ -67,7 +65,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> dict[str, str] |
 def _version() -> str:
     from cuflash import __version__
 
-    return f"{__version__} ({Path(__file__).parents[1]})"
+    return __version__
 
 
 def _gpu_rows() -> dict[str, str]:
@@ -125,17 +123,12 @@ def _device(cupy: Any) -> str:
     return f"{device.id} of {count}: {name}, sm_{major}{minor}, {gigabytes:.0f} GiB"
 
 
-def _kernel_sources() -> str:
-    from cuflash._jit.source import kernels_dir
+def _kernel_sources() -> Path:
+    from cuflash._jit.source import kernels_dir  # `import cuflash` needs none of it
 
-    try:
-        return str(kernels_dir())
-    except FileNotFoundError as error:
-        return f"not found: {error}"
+    return kernels_dir()
 
 
 def _kernel_cache() -> str:
-    from cuflash._cupy import folder
-
     found = folder()
     return str(found) if os.path.isdir(found) else f"{found} (made when a kernel is compiled)"

@@ -8,18 +8,8 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from cuflash._api.arguments import (
-    QKV,
-    by_field,
-    check_common,
-    check_saved,
-    gradient_buffers,
-    gradient_names,
-    operands,
-    result_pair,
-    results,
-    saved_arrays,
-)
+from cuflash._api import arguments
+from cuflash._api.arguments import QKV
 from cuflash._api.dispatch import run_backward, run_forward
 from cuflash._arrays import Array, Triple, native, on_own_device, same_module, write_rounded
 from cuflash._errors import wrong_type, wrong_value
@@ -104,14 +94,14 @@ def attention_varlen(
     True
     """
     chosen = resolve(options, score_options)
-    xp, given, qkv = operands(q, k, v)
-    check_common(xp, deterministic, workspace, config)
+    xp, given, qkv = arguments.operands(q, k, v)
+    arguments.check_common(xp, deterministic, workspace, config)
     config = override.of_forward(config)
-    pair = result_pair(out, flag("return_lse", return_lse))
+    pair = arguments.result_pair(out, flag("return_lse", return_lse))
     ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision, out=pair[0])
     inputs = given | ends | chosen.arrays
-    out, lse = results(xp, pair, problem, inputs, with_lse=True)
+    out, lse = arguments.results(xp, pair, problem, inputs, with_lse=True)
     if xp is np:
         _forward_on_the_host(problem, chosen, ends, qkv, out, lse)
     else:
@@ -134,7 +124,7 @@ def attention_varlen_backward(
     /,
     *,
     dlse: Array | None = None,
-    wrt: tuple[str, ...] = ("q", "k", "v"),
+    wrt: tuple[str, ...] = QKV,
     grads_out: Gradients | None = None,
     options: Options | None = None,
     axes: Any = None,
@@ -175,16 +165,15 @@ def attention_varlen_backward(
     (100, 16)
     """
     chosen = resolve(options, score_options)
-    wanted = gradient_names(wrt, chosen)
-    xp, given, qkv = operands(q, k, v)
-    saved = saved_arrays(qkv[0], dout, out, lse, dlse)
-    check_common(xp, deterministic, workspace, config)
+    wanted = arguments.gradient_names(wrt, chosen)
+    xp, given, qkv = arguments.operands(q, k, v)
+    arguments.check_common(xp, deterministic, workspace, config)
     config = override.of_backward(config)
     ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
-    check_saved(problem, saved, "attention_varlen")
-    inputs = given | ends | chosen.arrays
-    gradients = gradient_buffers(xp, wanted, grads_out, inputs, saved._asdict())
+    saved = arguments.saved_arrays("attention_varlen", problem, given["q"], dout, out, lse, dlse)
+    read = given | ends | chosen.arrays | saved._asdict()
+    gradients = arguments.gradient_buffers(xp, wanted, grads_out, read)
     if xp is np:
         _backward_on_the_host(problem, chosen, ends, qkv, saved, gradients)
     else:
@@ -194,7 +183,7 @@ def attention_varlen_backward(
             problem, qkv, chosen, saved, gradients, deterministic=bool(deterministic),
             workspace=workspace, config=config, cu_seqlens=ends,
         )  # fmt: skip
-    return by_field(gradients)
+    return arguments.by_field(gradients)
 
 
 def _ends(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:

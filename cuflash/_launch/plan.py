@@ -1,4 +1,4 @@
-"""What does one launch need beside its pointers? The kernel, the grid, the parameters."""
+"""What do the launches of a call need beside pointers? Kernels, grids, parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from cuflash._errors import wrong_value
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
+from cuflash._kernels.segment_bounds import IDS, bounds_of, operands_of
 from cuflash._launch import score_params, tensor_map
 from cuflash._launch.grid import Grid, plan_grid
 from cuflash._launch.kernel_launcher import KernelLauncher
@@ -21,6 +22,7 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import LaunchStep
 from cuflash._select.hardware import Hardware
+from cuflash._select.pack_gqa import with_shared_rows
 from cuflash._select.score_sums import ScoreSums
 
 Layouts = Mapping[str, Layout]  # of the operands of a call, by name
@@ -32,6 +34,8 @@ _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each qu
 _BEFORE_MAPS = {
     "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
 }  # fmt: skip
+#: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
+_OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
 _STORED_ROWS = 64  # of out, that a warpgroup stores
 
@@ -61,20 +65,49 @@ def _work_of(config: Any, problem: Problem, sums: ScoreSums | None) -> _Work:
     return _Work(tiles, summed, problem.seqlen_k * row)
 
 
-def _grid_of(config: Any, problem: Problem, layouts: Layouts, work: _Work) -> Grid:
+def _operands(step: LaunchStep, problem: Problem, layouts: Layouts) -> dict[str, Layout]:
+    """The layout of every pointer of the kernel, in their order; what is absent never moves."""
+    if step.sums is not None:
+        layouts = {**layouts, "sums": step.sums.layout()}
+    elif step.config.computes in ("dqkv", "convert"):
+        layouts = {**layouts, "sums": dq_sums_layout(problem)}
+    absent = Layout(1, (0,) * len(problem.batch))
+    names = kernel_params.pointer_names(kernel_params.STRUCTS[step.config.params])
+    return {name: layouts.get(name, absent) for name in names}
+
+
+def _grid_of(config: Any, problem: Problem, operands: Layouts, work: _Work) -> Grid:
     """How the pointers of the kernel move along the batch axes."""
-    names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
     return plan_grid(
         problem.batch,
-        [_layout_of(problem, layouts, name).batch for name in names],
+        [layout.batch for layout in operands.values()],
         work.summed,
         work.tiles * getattr(config, "column_parts", 1),
         kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),
     )
 
 
-def _layout_of(problem: Problem, layouts: Layouts, name: str) -> Layout:
-    return layouts.get(name) or Layout(1, (0,) * len(problem.batch))
+def plan_steps(
+    steps: tuple[LaunchStep, ...],
+    problem: Problem,
+    layouts: dict[str, Layout],
+    hardware: Hardware,
+    device: int,
+    addresses: Addresses,
+    num_turns: int = 0,
+) -> list[KernelLauncher]:
+    """The launches of a call, in order."""
+    launchers = []
+    if steps[-1].config.computes == "out":
+        problem, layouts = with_shared_rows(problem, layouts)
+    for step in steps:
+        if step.config.computes == "bounds":
+            launchers += plan_bounds(step.config, problem, device)
+        else:
+            launchers.append(
+                plan_launch(step, problem, layouts, hardware, device, addresses, num_turns)
+            )
+    return launchers
 
 
 def plan_launch(
@@ -92,20 +125,18 @@ def plan_launch(
     """
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
-    names = kernel_params.pointer_names(struct)
-    for name in _OF_THE_DTYPE & layouts.keys() & set(names):
+    operands = _operands(step, problem, layouts)
+    for name in _OF_THE_DTYPE & layouts.keys() & operands.keys():
         if layouts[name].itemsize != problem.dtype.itemsize:
             raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
-    layouts = _with_sums(step, problem, layouts)
     work = _work_of(config, problem, step.sums)
-    grid = _grid_of(config, problem, layouts, work)
+    grid = _grid_of(config, problem, operands, work)
     filled = np.zeros(1, struct)[0]
     section = owners_per_section(
         config, problem, work.tiles, grid.num_owners, work.streamed_bytes, hardware
     )
     filled["grid"] = (work.tiles, grid.num_owners, section, grid.entries_per_owner)
-    ordered = {name: _layout_of(problem, layouts, name) for name in names}
-    fill_strides(filled, grid, ordered, packed=problem.cu_seqlens_q is not None)
+    _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)
     filled["head_dim_v"] = problem.head_dim_v
     blocks = work.tiles * grid.num_owners * getattr(config, "column_parts", 1)
     if "score" in (struct.names or ()):
@@ -119,7 +150,7 @@ def plan_launch(
             raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
-        maps = maps_of(config, problem, layouts, addresses or {})
+        maps = maps_of(problem, layouts, config, addresses or {})
         end = kernel_params.maps_at(_BEFORE_MAPS[config.params])
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
@@ -131,21 +162,42 @@ def plan_launch(
     return KernelLauncher(
         kernel=compile_kernel(config, device),
         grid=blocks,
-        names=tuple(sums_of(step.gradient) if n == "sums" and step.sums else n for n in names),
-        params=filled.tobytes()[8 * len(names) : end],
+        names=tuple(sums_of(step.gradient) if n == "sums" and step.sums else n for n in operands),
+        params=filled.tobytes()[8 * len(operands) : end],
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
     )
 
 
-def _with_sums(step: LaunchStep, problem: Problem, layouts: Layouts) -> Layouts:
-    """``layouts`` with the sums that the kernel writes or reads."""
-    if step.sums is not None:
-        return {**layouts, "sums": step.sums.layout()}
-    if step.config.computes in ("dqkv", "convert"):
-        return {**layouts, "sums": dq_sums_layout(problem)}
-    return layouts
+def plan_bounds(config: Any, problem: Problem, device: int) -> list[KernelLauncher]:
+    """Prepare the launch that finds the bounds of segments; none for packed ones without any id."""
+    bounds, (q, k) = bounds_of(problem), operands_of(problem)
+    num_q, num_k = q.shape[-1], k.shape[-1]
+    blocks = sum(-(-n // (IDS * config.num_warps)) for n in (num_q, num_k))
+    ndim = len(bounds.batch)
+    layouts = (
+        Layout(q.dtype.itemsize, q.strides[:ndim]),
+        Layout(k.dtype.itemsize, k.strides[:ndim]),
+        Layout(bounds.itemsize, bounds.strides(bounds.pairs_q)),
+        Layout(bounds.itemsize, bounds.strides(bounds.pairs_k)),
+    )
+    grid = plan_grid(bounds.batch, [layout.batch for layout in layouts], (False,) * ndim, blocks)
+    if not blocks * grid.num_owners:
+        return []
+    filled = np.zeros(1, kernel_params.SEGMENT_BOUNDS)[0]
+    operands = dict(zip(kernel_params.SEGMENT_BOUNDS_POINTERS, layouts, strict=True))
+    _fill_strides(filled, grid, operands, packed=False)  # sequences are a batch axis here
+    filled["num_ids_q"], filled["num_ids_k"] = num_q, num_k
+    return [
+        KernelLauncher(
+            kernel=compile_kernel(config, device),
+            grid=blocks * grid.num_owners,
+            names=_OF_SEGMENTS,
+            params=filled.tobytes()[8 * len(_OF_SEGMENTS) :],
+            offsets=grid.offsets(),
+        )
+    ]
 
 
 def sums_of(gradient: str) -> str:
@@ -153,7 +205,7 @@ def sums_of(gradient: str) -> str:
     return f"sums of {gradient}"
 
 
-def fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) -> None:
+def _fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) -> None:
     """Write the batch axes of a launch, and the strides of each operand along them."""
     filled["batch"]["num_axes"] = len(grid.axes)
     filled["batch"]["extent"] = [e for e, _ in grid.axes] + [1] * (6 - len(grid.axes))
@@ -173,21 +225,16 @@ def fill_strides(filled: Any, grid: Grid, layouts: Layouts, *, packed: bool) -> 
             strides["axis"][-1] = layout.sequence // layout.itemsize
 
 
-def _mapped(config: Any) -> tuple[str, ...]:
-    """The operands that a kernel loads by tensor maps."""
-    return kernel_params.MAPPED if config.computes == "out" else kernel_params.BACKWARD_MAPPED
-
-
-def maps_of(config: Any, problem: Problem, layouts: Layouts, addresses: Addresses) -> Maps | None:
+def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresses) -> Maps | None:
     """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
     forward = config.computes == "out"
-    mapped = _mapped(config)
-    layouts = _with_sums(LaunchStep(config), problem, layouts)
+    mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
+    operands = _operands(LaunchStep(config), problem, layouts)
     work = _work_of(config, problem, None)
-    grid = _grid_of(config, problem, layouts, work)
+    grid = _grid_of(config, problem, operands, work)
     if grid.peeled or (forward and grid.num_owners * work.tiles > _INDEX_LIMIT):
         return None
-    names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
+    names = tuple(operands)
     found = []
     for name in mapped:
         columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v

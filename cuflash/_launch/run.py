@@ -20,22 +20,19 @@ from cuflash._arrays import Array, converted, refuse_capture, write_rounded
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import plan_cache, score_gradients, score_params
-from cuflash._launch.kernel_launcher import KernelLauncher
-from cuflash._launch.plan import maps_of, plan_launch, refuse_misaligned, row_layout, sums_of
+from cuflash._launch.plan import maps_of, plan_steps, refuse_misaligned, row_layout, sums_of
 from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
-from cuflash._launch.segment_bounds import plan_bounds
 from cuflash._launch.workspace import Workspace, statistics_bytes
 from cuflash._problem.layout import Layout
+from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import hardware
 from cuflash._select.access import Access, of_any_arrays
 from cuflash._select.choose import LaunchStep, Wanted, choose
-from cuflash._select.hardware import Hardware
 from cuflash._select.override import BackwardConfigs
-from cuflash._select.pack_gqa import with_shared_rows
 from cuflash._select.score_sums import SUMMED, score_sums
 
 _NOT_PACKED: Mapping[str, Array] = {}
@@ -73,8 +70,9 @@ def forward(
     key = ("forward", problem, device, config, bits, addresses["out"] & 15, lse_strides)
     with _on_device(device):
         plan, memory = _prepared(
-            key, problem, device, addresses, lambda: forward_layouts(problem, lse), workspace,
-            bits, override=config,
+            key, problem, device, addresses,
+            lambda: layouts_of(problem, {"out": problem.out}, lse=lse), workspace, bits,
+            override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.launchers[-1].maps is None:
@@ -149,7 +147,7 @@ def backward(
         )  # fmt: skip
         plan, memory = _prepared(
             key, problem, device, addresses,
-            lambda: _gradient_layouts(problem, dout, out, lse, dlse, written), workspace, bits,
+            lambda: _gradient_layouts(problem, read, written), workspace, bits,
             wanted=Wanted({n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None),
             override=config, deterministic=deterministic,
         )  # fmt: skip
@@ -227,42 +225,18 @@ def _prepared(
         refuse_misaligned(layouts, addresses)
     if plan is not None:
         return plan, _memory(plan.workspace, workspace, addresses)
-
-    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
-        return maps_of(config, problem, layouts, addresses) is not None
-
     own = hardware.of_device(device)
     out_bits = 0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15
-    steps = choose(
-        problem, own, Access(layouts, has_maps, bits, out_bits), wanted=wanted, override=override,
-        deterministic=deterministic,
+    access = Access(
+        layouts, lambda *asked: maps_of(*asked, addresses) is not None, bits, out_bits
     )  # fmt: skip
+    steps = choose(
+        problem, own, access, wanted=wanted, override=override, deterministic=deterministic
+    )
     scratch = Workspace.of(problem, wanted is not None, _fused_of(steps))
     memory = _memory(scratch, workspace, addresses)  # before anything is compiled
     launchers = plan_steps(steps, problem, layouts, own, device, addresses, scratch.num_turns)
     return plan_cache.keep(key, Plan.of(launchers, scratch, layouts, addresses)), memory
-
-
-def plan_steps(
-    steps: tuple[LaunchStep, ...],
-    problem: Problem,
-    layouts: dict[str, Layout],
-    own: Hardware,
-    device: int,
-    addresses: dict[str, int],
-    num_turns: int = 0,
-) -> list[KernelLauncher]:
-    """The launches of a call, in order."""
-    launchers = []
-    if steps[-1].config.computes == "out":
-        problem, layouts = with_shared_rows(problem, layouts)
-    for step in steps:
-        if step.config.computes == "bounds":
-            launcher = plan_bounds(step.config, problem, device)
-        else:
-            launcher = plan_launch(step, problem, layouts, own, device, addresses, num_turns)
-        launchers += [] if launcher is None else [launcher]
-    return launchers
 
 
 def _memory(scratch: Workspace, workspace: Array | None, addresses: dict[str, int]) -> Array | None:
@@ -297,30 +271,26 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 
-def forward_layouts(problem: Problem, lse: Array | None) -> dict[str, Layout]:
-    """Layouts of all that the kernels of a forward read and write."""
-    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
-    if lse is not None:
-        layouts["lse"] = row_layout(problem, problem.lse_dtype.itemsize, lse.strides)
+def layouts_of(
+    problem: Problem, others: Mapping[str, Operand], **rows: Array | None
+) -> dict[str, Layout]:
+    """Layouts of all that the kernels of a call read and write but sums.
+
+    ``others`` are matrices beside q, k and v; ``rows`` arrays with a number for each query.
+    """
+    matrices = {"q": problem.q, "k": problem.k, "v": problem.v, **others}
+    layouts = {name: Layout.of(operand) for name, operand in matrices.items()}
+    for name, array in rows.items():
+        if array is not None:
+            layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
     return layouts | score_params.layouts(problem)
 
 
 def _gradient_layouts(
-    problem: Problem,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    gradients: dict[str, Array],
+    problem: Problem, read: Mapping[str, Array | None], written: Mapping[str, Array]
 ) -> dict[str, Layout]:
-    """Layouts of all that the kernels of a gradient read and write but sums."""
-    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-    for name, array in (("dout", dout), ("out", out)):
-        layouts[name] = Layout.of(gradient_operand(problem, "dout", array))
-    for name, array in (("lse", lse), ("dlse", dlse)):
-        if array is not None:
-            layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
-    layouts["rows"] = row_layout(problem, statistics_bytes(problem), None)
-    for name in {"q", "k", "v"} & set(gradients):
-        layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, gradients[name]))
-    return layouts | score_params.layouts(problem)
+    others = {n: gradient_operand(problem, "dout", read[n]) for n in ("dout", "out")}
+    for name in {"q", "k", "v"} & set(written):
+        others[f"d{name}"] = gradient_operand(problem, name, written[name])
+    layouts = layouts_of(problem, others, lse=read["lse"], dlse=read["dlse"])
+    return layouts | {"rows": row_layout(problem, statistics_bytes(problem), None)}

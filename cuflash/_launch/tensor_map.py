@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ BOX_COLUMNS = 64
 ALIGNMENT = 16
 _STRIDE_LIMIT = 1 << 40
 _EXTENT_LIMIT = 1 << 32
-_CACHED_MAPS = 4096
 
 # Values of the enumerations CU_TENSOR_MAP_... of cuda.h.
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
@@ -101,10 +99,22 @@ def maps_at(layouts: tuple[MapLayout | None, ...], addresses: tuple[int, ...]) -
 
 def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array."""
+    rank = len(layout.extents)
     memory, offset = _room(MAP_BYTES)
-    before, after = _arguments(layout)
-    function = driver.function("cuTensorMapEncodeTiled")
-    error = function(ctypes.addressof(memory) + offset, *before, address, *after)
+    error = driver.function("cuTensorMapEncodeTiled")(
+        ctypes.addressof(memory) + offset,
+        _DATA_TYPES[layout.dtype],
+        rank,
+        address,
+        (ctypes.c_uint64 * rank)(*layout.extents),
+        (ctypes.c_uint64 * (rank - 1))(*layout.strides),
+        (ctypes.c_uint32 * rank)(BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_L2_256B,
+        _FLOAT_OOB_FILL_NONE,
+    )
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error} for {layout} at {address:#x}")
     return memory.raw[offset : offset + MAP_BYTES]
@@ -127,22 +137,3 @@ def _room(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
     """Memory of one call, since threads share none, and where in it a map may begin."""
     memory = (ctypes.c_char * (size + MAP_ALIGNMENT))()
     return memory, -ctypes.addressof(memory) % MAP_ALIGNMENT
-
-
-@functools.lru_cache(maxsize=_CACHED_MAPS)
-def _arguments(layout: MapLayout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What the driver is given before and after the address."""
-    rank = len(layout.extents)
-    box = (BOX_COLUMNS, layout.box_rows, *(1,) * BATCH_AXES)
-    before = (_DATA_TYPES[layout.dtype], rank)
-    after = (
-        (ctypes.c_uint64 * rank)(*layout.extents),
-        (ctypes.c_uint64 * (rank - 1))(*layout.strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*(1,) * rank),
-        _INTERLEAVE_NONE,
-        _SWIZZLE_128B,
-        _L2_PROMOTION_L2_256B,
-        _FLOAT_OOB_FILL_NONE,
-    )
-    return before, after
