@@ -10,6 +10,7 @@ It calls the public functions with ``config=``. Its requests:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ class Calls:
         self.inputs = workload.inputs(cupy, copies)
         #: Where the calls write, so that they can be captured in a graph.
         self.results: list[dict[str, Any]] = []
-        self._calls: list[tuple[Call, int]] = []  # each with the bytes of its workspace
+        self._calls: list[tuple[Callable[..., Any], int]] = []  # with bytes of workspaces
         for q, k, v, dout in self.inputs:
             if backward:
                 arrays, wrt = {"q": q, "k": k, "v": v}, _checking.gradients_of(kernel)
