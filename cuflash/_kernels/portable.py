@@ -211,10 +211,17 @@ class Partners(NamedTuple):
     partners: int = 2  # warps that have the same rows
 
 
-def check_partners(config: KernelConfig) -> None:
-    """Raise a ValueError for warps that cannot be paired."""
-    if config.num_warps % 2:
-        raise ValueError(f"num_warps = {config.num_warps} must be even: two have the same rows")
+class PartnersConfig(KernelConfig):
+    """A kernel of float64 where each of two warps has half the columns of their rows."""
+
+    params = "BackwardParams"
+    tunables = TUNABLES
+    row_warps = 2
+
+    def check(self) -> None:
+        """Raise a ValueError for warps that cannot be paired."""
+        if self.num_warps % 2:
+            raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
 
 
 def against_partners(request: Request, rows: Sequence[Row]) -> str:
