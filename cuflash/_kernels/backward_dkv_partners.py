@@ -27,7 +27,6 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
     streams = range(32, 129, 32)  # a warp has half of them
 
     def check(self) -> None:
-        """Raise a ValueError for warps that cannot be paired, or more queries than threads."""
         super().check()
         if self.block_m > self.num_threads:
             raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
@@ -41,7 +40,6 @@ class BackwardKVPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return portable.against_partners(request, ROWS)
 
     @classmethod

@@ -56,7 +56,6 @@ class BackwardKVConfig(KernelConfig):
     streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
 
     def check(self) -> None:
-        """Raise a ValueError for more queries than threads, each of which reads one."""
         if self.block_m > self.num_threads:
             raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
 

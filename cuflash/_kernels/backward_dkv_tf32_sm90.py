@@ -18,7 +18,6 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
     owned = "block_n"  # queries are streamed
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         super().check()
         hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
         if hidden and self.block_m != 32:
@@ -40,7 +39,6 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         reason = tf32_sm90.against(request)
         return reason or portable.against_passes(request.problem, _passes(request))
 

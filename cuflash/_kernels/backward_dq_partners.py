@@ -34,7 +34,6 @@ class BackwardQPartnersConfig(portable.PartnersConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return portable.against_partners(request, ROWS)
 
     @classmethod

@@ -45,8 +45,6 @@ ROWS = (
 
 
 class BackwardQConfig(KernelConfig):
-    """``backward_dq_sm80.cu``."""
-
     kernel = "backward_dq_sm80"
     params = "BackwardParams"
     computes = "dq"

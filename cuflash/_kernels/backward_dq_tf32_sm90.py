@@ -26,7 +26,6 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return tf32_sm90.against(request) or wgmma.against_broadcast(request)
 
     @classmethod

@@ -38,15 +38,11 @@ ROWS = (
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     grad_of: GradOf
     sums_to: SumsTo
 
 
 class BackwardScoreConfig(KernelConfig):
-    """``backward_dscore_sm80.cu``."""
-
     kernel = "backward_dscore_sm80"
     params = "BackwardParams"
     computes = "sums"

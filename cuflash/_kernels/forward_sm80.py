@@ -69,8 +69,6 @@ ROWS = (
 
 
 class ForwardConfig(KernelConfig):
-    """``forward_sm80.cu``."""
-
     kernel = "forward_sm80"
     params = "ForwardParams"
     computes = "out"
@@ -78,7 +76,6 @@ class ForwardConfig(KernelConfig):
     tunables = (*portable.TUNABLES, "num_stages")
 
     def check(self) -> None:
-        """Raise a ValueError for other numbers of buffers."""
         if self.num_stages not in (1, 2):
             raise ValueError(f"{self.num_stages=} must be 1 or 2")
 

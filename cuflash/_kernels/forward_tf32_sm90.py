@@ -20,7 +20,6 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     other_warps = 8
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         super().check()
         if self.precision == "tf32" and self.block_n != 64:
             raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
@@ -34,7 +33,6 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         problem = request.problem
         wide_segments = problem.segment_ids_q is not None and wgmma.widest(problem) > 64
         return tf32_sm90.against(request) or wgmma.first_reason(

@@ -10,6 +10,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,6 +114,16 @@ def candidates(
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
+def num_tiles(problem: Problem, block_m: int) -> int:
+    """How many tiles of so many rows there are."""
+    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+
+
+def most_rows(request: Request, block_m: int) -> int:
+    """Rows of the busiest SM."""
+    return -(-num_tiles(request.problem, block_m) // request.num_sms) * block_m
+
+
 def split(columns: int, own: int) -> int:
     """Into how many parts of at most ``own`` the columns of a result are split."""
     return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
@@ -181,7 +192,6 @@ class Results(NamedTuple):
     grad_v: bool
 
     def check(self) -> None:
-        """Raise a ValueError for a pass without a result."""
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
 
@@ -219,7 +229,6 @@ class PartnersConfig(KernelConfig):
     row_warps = 2
 
     def check(self) -> None:
-        """Raise a ValueError for warps that cannot be paired."""
         if self.num_warps % 2:
             raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
 

@@ -31,7 +31,6 @@ class Tf32Config(KernelConfig):
     row_warps, other_warps = 0, 4  # that split
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         num_warps = self.warps_for(128)
         if self.dtype != "float32":
             raise ValueError(f"{self.dtype=} must be float32")
