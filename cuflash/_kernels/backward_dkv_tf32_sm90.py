@@ -46,9 +46,10 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """Its only tile, for each pass. (D39)"""
         found: tuple[Self, ...] = ()
+        fields = tf32_sm90.fields(cls, request, 32, 128)
         for names in _passes(request):
-            own = portable.kv_fields(request.problem, names)
-            found += tf32_sm90.staged(cls, request, 32, 128, **own)
+            own = fields | portable.kv_fields(request.problem, names)
+            found += tf32_sm90.staged(cls, request, own)
         return found
 
 

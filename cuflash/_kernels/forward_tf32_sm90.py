@@ -42,4 +42,5 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
-        return tf32_sm90.staged(cls, request, 128, 64, sink=dtype_of(request.problem.sink))
+        own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
+        return tf32_sm90.staged(cls, request, own)

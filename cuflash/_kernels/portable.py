@@ -146,11 +146,10 @@ def fitting(
     kernel: type[AnyConfig], values: Sequence[Mapping[str, Any]], smem_limit: int
 ) -> tuple[AnyConfig, ...]:
     """The first configuration whose blocks fit an SM together; the last if one block does."""
-    last = kernel.draft(values[-1])
-    for own in values:
-        if fits(kernel.draft(own), smem_limit):
-            return (kernel(**own),)
-    return (kernel(**values[-1]),) if last.smem_bytes <= smem_limit else ()
+    for draft in map(kernel.draft, values):
+        if fits(draft, smem_limit):
+            return (kernel(**draft.values()),)
+    return (kernel(**values[-1]),) if draft.smem_bytes <= smem_limit else ()
 
 
 def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[str]:
