@@ -53,7 +53,7 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
         ("kernels_cu/score/philox.cuh", "0xD2511F53", "0xD2511F55"),
         ("kernels_cu/forward_sm90.cu", "__launch_bounds__(", "__launch_bounds__(1 + "),
         ("cuflash/_launch/run.py", "& 15", "& 7"),
-        ("cuflash/_kernels/forward_sm90.py", "Chosen(192, 128", "Chosen(128, 128"),
+        ("cuflash/_kernels/forward_sm90.py", "(192, 128, 4", "(128, 128, 4"),
     ],
 )
 def test_a_token_of_a_kernel_or_a_launch_does_not(

@@ -99,7 +99,7 @@ def plan(problem: Problem) -> Any:
 
 def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POINTERS) -> Any:
     addresses, bits = dict(zip(NAMES, pointers, strict=True)), pointers[0] & 15
-    layouts = run.forward_layouts(problem, None)
+    layouts = run.layouts_of(problem, {"out": problem.out})
     plan_cache.forget()
     found, _ = run._prepared(
         "key", problem, 0, addresses, lambda: layouts, None, bits, override=config
@@ -328,7 +328,7 @@ def gradient_steps(
     bits = functools.reduce(int.__or__, mapped) & 15
 
     def has_maps(problem: Any, layouts: Any, config: Any) -> bool:
-        return launch_plan.maps_of(config, problem, layouts, addresses) is not None
+        return launch_plan.maps_of(problem, layouts, config, addresses) is not None
 
     steps = choose(
         problem, hardware.of_device(0), Access(layouts, has_maps, bits, bits),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -23,7 +23,7 @@ class BackwardKVPartnersConfig(KernelConfig):
     kernel = "backward_dkv_partners"
     params = "BackwardParams"
     computes = "dkv"
-    parts = SCORED | {"gradients": portable.Gradients, "own": portable.Partners}
+    parts = SCORED | portable.KV_PARTS | {"own": portable.Partners}
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(32, 129, 32)  # a warp has half of them
@@ -34,11 +34,6 @@ class BackwardKVPartnersConfig(KernelConfig):
         portable.check_partners(self)
         if self.block_m > self.num_threads:
             raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
-
-    @property
-    def result_columns(self) -> int:
-        """Columns of dk, or of dv alone; both are split alike."""
-        return int(self.head_dim if self.grad_k else self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
@@ -55,11 +50,9 @@ class BackwardKVPartnersConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its row for every pass, where it fits."""
-        problem, fields = request.problem, portable.fields(request)
+        problem = request.problem
+        (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
+        if not portable.fits(cls.draft(values), request.smem_limit):
+            return ()
         passes = portable.kv_passes(problem, request.keys, together=True)
-        for tile in portable.tiles(ROWS, request, fields):
-            own = fields | Tile(*tile)._asdict()
-            configs = tuple(cls(**own, **portable.kv_fields(problem, names)) for names in passes)
-            if all(portable.fits(config, request.smem_limit) for config in configs):
-                return configs
-        return ()
+        return tuple(cls(**values, **portable.kv_fields(problem, names)) for names in passes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -50,7 +50,7 @@ class BackwardKVConfig(KernelConfig):
     kernel = "backward_dkv_sm80"
     params = "BackwardParams"
     computes = "dkv"
-    parts = SCORED | {"own": portable.Gradients}
+    parts = SCORED | portable.KV_PARTS
     tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(16, 65, 16)  # KeptBits of score/dropout.cuh
@@ -59,11 +59,6 @@ class BackwardKVConfig(KernelConfig):
         """Raise a ValueError for more queries than threads, each of which reads one."""
         if self.block_m > self.num_threads:
             raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
-
-    @property
-    def result_columns(self) -> int:
-        """Columns of dk, or of dv alone; both are split alike."""
-        return int(self.head_dim if self.grad_k else self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
@@ -82,24 +77,16 @@ class BackwardKVConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """For each pass the first tile of its row that fits; on CUDA cores where one has none."""
-        problem = request.problem
-        fields = portable.fields(request, cuda_cores=request.cuda_cores)
-        tiles: tuple[tuple[int, ...], ...]
-        tiles = ((portable.streamed_on_cuda_cores(problem), 64, 4, 1),)
-        if not request.cuda_cores:
-            tiles = portable.tiles(ROWS, request, fields)
-        pair = portable.held(problem, cuda_cores=request.cuda_cores).pair
-        together = max(fields["head_dim"], fields["head_dim_v"]) <= pair
-        found: list[Self] = []
+        problem, fields = request.problem, portable.fields(cls, request)
+        together = max(fields["head_dim"], fields["head_dim_v"]) <= portable.held(request).pair
+        found: tuple[Self, ...] = ()
         for names in portable.kv_passes(problem, request.keys, together=together):
             columns = fields["head_dim" if "k" in names else "head_dim_v"]
-            parts = portable.split(columns, portable.gradient_columns(request))
             own = fields | portable.kv_fields(problem, names)
-            configs = [
-                cls(**own, **Tile(*tile)._replace(column_parts=parts)._asdict()) for tile in tiles
-            ]
-            fitting = portable.fitting(configs, request.smem_limit)
-            if fitting is None:
+            own["column_parts"] = portable.gradient_parts(request, columns)
+            values = portable.candidates(cls, ROWS, request, own)
+            fitting = portable.fitting(cls, values, request.smem_limit)
+            if not fitting:
                 return cls.chosen(request._replace(cuda_cores=True))
-            found.append(fitting)
-        return tuple(found)
+            found += fitting
+        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -47,7 +47,5 @@ class BackwardQPartnersConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its row where it fits."""
-        fields = portable.fields(request)
-        tiles = portable.tiles(ROWS, request, fields)
-        configs = (cls(**fields, **Tile(*tile)._asdict()) for tile in tiles)
-        return tuple(c for c in configs if portable.fits(c, request.smem_limit))[:1]
+        (values,) = portable.candidates(cls, ROWS, request, portable.fields(cls, request))
+        return (cls(**values),) if portable.fits(cls.draft(values), request.smem_limit) else ()

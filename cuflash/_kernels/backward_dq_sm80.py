@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -64,14 +64,8 @@ class BackwardQConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
-        fields = portable.fields(request, cuda_cores=request.cuda_cores)
-        tiles: tuple[tuple[int, ...], ...]
-        tiles = ((64, portable.streamed_on_cuda_cores(request.problem), 4, 1),)
-        if not request.cuda_cores:
-            tiles = portable.tiles(ROWS, request, fields)
-        parts = portable.split(fields["head_dim"], portable.gradient_columns(request))
-        configs = [
-            cls(**fields, **Tile(*tile)._replace(column_parts=parts)._asdict()) for tile in tiles
-        ]
-        found = portable.fitting(configs, request.smem_limit)
-        return (found,) if found else cls.chosen(request._replace(cuda_cores=True))
+        own = portable.fields(cls, request)
+        own["column_parts"] = portable.gradient_parts(request, own["head_dim"])
+        values = portable.candidates(cls, ROWS, request, own)
+        found = portable.fitting(cls, values, request.smem_limit)
+        return found or cls.chosen(request._replace(cuda_cores=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -65,12 +65,8 @@ class BackwardScoreConfig(KernelConfig):
     @classmethod
     def of(cls, request: Request, grad_of: GradOf, sums_to: SumsTo) -> Self:
         """The first tile of its row that fits; on CUDA cores where none does."""
-        fields = portable.fields(request, cuda_cores=request.cuda_cores)
-        fields |= {"grad_of": grad_of, "sums_to": sums_to}
-        tiles: tuple[tuple[int, ...], ...]
-        tiles = ((64, portable.streamed_on_cuda_cores(request.problem), 4, 1),)
-        if not request.cuda_cores:
-            tiles = portable.tiles(ROWS, request, fields, general=False)
-        configs = [cls(**fields, **Tile(*tile)._asdict()) for tile in tiles]
-        found = portable.fitting(configs, request.smem_limit)
-        return found or cls.of(request._replace(cuda_cores=True), grad_of, sums_to)
+        own = portable.fields(cls, request) | {"grad_of": grad_of, "sums_to": sums_to}
+        values = portable.candidates(cls, ROWS, request, own, general=False)
+        for found in portable.fitting(cls, values, request.smem_limit):
+            return found
+        return cls.of(request._replace(cuda_cores=True), grad_of, sums_to)

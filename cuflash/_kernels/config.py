@@ -7,6 +7,7 @@ shape never recompiles. One module beside this one holds each kernel, named as i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
@@ -114,16 +115,17 @@ class KernelConfig:
     _values: dict[str, Any]
 
     def __init__(self, **values: Any) -> None:
-        names = {n: part for part in self.parts.values() for n in part._fields}
-        wrong = [n for n, p in names.items() if n not in values and n not in p._field_defaults]
+        names, defaults = _fields_of(self.__class__)
+        given = defaults | values
+        wrong = [name for name in names if name not in given]
         wrong += [name for name in values if name not in names]
         if wrong:
             raise TypeError(f"{self.__class__.__name__}: missing, or no field: {', '.join(wrong)}")
+        flat = {name: given[name] for name in names}
         parts = {
-            name: part(**{n: values[n] for n in part._fields if n in values})
+            name: part._make([flat[field] for field in part._fields])
             for name, part in self.parts.items()
         }
-        flat = {n: v for part in parts.values() for n, v in part._asdict().items()}
         vars(self).update(parts, _values=flat, _key=(self.kernel, *flat.values()))
         if not 1 <= self.num_warps <= 32:
             raise ValueError(f"{self.num_warps=} must be from 1 to 32")
@@ -145,6 +147,18 @@ class KernelConfig:
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """Its passes for a request that it serves, each with its tile; none where no tile fits."""
         raise NotImplementedError
+
+    @classmethod
+    def draft(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration without its parts and checks, to ask for its shared memory."""
+        found = cls.__new__(cls)
+        vars(found).update(_values=_fields_of(cls)[1] | values)
+        return found
+
+    @classmethod
+    def warps_for(cls, rows: int) -> int:
+        """Warps of a tile whose thread blocks own so many rows each, 16 to a warp."""
+        return cls.cluster_blocks * rows // 16 + cls.other_warps
 
     @property
     def source(self) -> str:
@@ -183,8 +197,9 @@ class KernelConfig:
 
     @property
     def result_columns(self) -> int:
-        """Columns of the result, which thread blocks may share."""
-        return int(self.head_dim)
+        """Columns of the result, which thread blocks may share; dk and dv are split alike."""
+        of_v = self.computes == "out" or (self.computes == "dkv" and not self.grad_k)
+        return int(self.head_dim_v if of_v else self.head_dim)
 
     @property
     def operand_parts(self) -> int:
@@ -251,6 +266,14 @@ class KernelConfig:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__init__(**values)  # type: ignore[misc]
+
+
+@functools.cache
+def _fields_of(kernel: type[KernelConfig]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of all fields of a kernel, and the defaults that some have."""
+    parts = kernel.parts.values()
+    defaults = {name: value for part in parts for name, value in part._field_defaults.items()}
+    return tuple(name for part in parts for name in part._fields), defaults
 
 
 def _passes() -> None:

@@ -52,11 +52,6 @@ class ForwardNarrowConfig(KernelConfig):
             raise ValueError(f"{self.width=} must be from 1 to 8, {self.width_v=} from 0 to 8")
 
     @property
-    def result_columns(self) -> int:
-        """Columns of out."""
-        return int(self.head_dim_v)
-
-    @property
     def smem_bytes(self) -> int:
         """A block of keys, values and biases, by four numbers."""
         numbers = self.width + self.width_v + self.key_bias
@@ -78,7 +73,7 @@ class ForwardNarrowConfig(KernelConfig):
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
         config = cls(
-            **portable.fields(request, problem.out.dtype),
+            **portable.fields(cls, request._replace(cuda_cores=False)),
             **_tile(problem, request.num_sms)._asdict(),
             sink=dtype_of(problem.sink),
             width=problem.head_dim,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig, Tile
+from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math
+from cuflash._kernels.score_config import dtype_of, needs_score_math
 from cuflash._kernels.tables import Row
 
 #: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two
@@ -68,31 +68,19 @@ ROWS = (
 )
 
 
-class Own(NamedTuple):
-    """What this kernel alone is told."""
-
-    sink: Floats
-    num_stages: int = 2  # buffers of k and of v
-
-
 class ForwardConfig(KernelConfig):
     """``forward_sm80.cu``."""
 
     kernel = "forward_sm80"
     params = "ForwardParams"
     computes = "out"
-    parts = SCORED | {"own": Own}
+    parts = SCORED | {"own": portable.Forward}
     tunables = (*portable.TUNABLES, "num_stages")
 
     def check(self) -> None:
         """Raise a ValueError for other numbers of buffers."""
         if self.num_stages not in (1, 2):
             raise ValueError(f"{self.num_stages=} must be 1 or 2")
-
-    @property
-    def result_columns(self) -> int:
-        """Columns of out."""
-        return int(self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
@@ -106,22 +94,14 @@ class ForwardConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
-        problem, cores = request.problem, request.cuda_cores
-        fields: dict[str, Any] = portable.fields(request, problem.out.dtype, cuda_cores=cores)
-        fields["sink"] = dtype_of(problem.sink)
-        general = needs_score_math(problem) or not fields["scale_in_exponent"]
-        held = portable.held(problem, cuda_cores=cores)
+        own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
+        general = needs_score_math(request.problem) or not own["scale_in_exponent"]
+        held = portable.held(request)
         columns = held.out_general if general else held.out
-        tiles = ((64, portable.streamed_on_cuda_cores(problem), 4, 1, 2),)
-        if not cores:
-            tiles = portable.tiles(ROWS, request, fields, general=general)  # type: ignore[assignment]
-        parts = portable.split(fields["head_dim_v"], columns)
-        configs = [
-            cls(**fields, **Tile(*tile)._replace(column_parts=parts)._asdict(), num_stages=stages)
-            for *tile, stages in tiles
-        ]
-        if configs[-1].smem_bytes > request.smem_limit:
-            narrower = portable.split(fields["head_dim_v"], columns // 2)
-            configs.append(configs[-1].replace(column_parts=narrower))
-        found = portable.fitting(configs, request.smem_limit)
-        return (found,) if found else cls.chosen(request._replace(cuda_cores=True))
+        own["column_parts"] = portable.split(own["head_dim_v"], columns)
+        values = portable.candidates(cls, ROWS, request, own, general=general)
+        if cls.draft(values[-1]).smem_bytes > request.smem_limit:
+            narrower = portable.split(own["head_dim_v"], columns // 2)
+            values.append(values[-1] | {"column_parts": narrower})
+        found = portable.fitting(cls, values, request.smem_limit)
+        return found or cls.chosen(request._replace(cuda_cores=True))

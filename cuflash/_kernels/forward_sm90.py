@@ -5,76 +5,66 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
-from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels import wgmma
+from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
     Floats,
     dtype_of,
     needs_score_math,
     register_pressure,
+    scale_in_exponent,
 )
-from cuflash._kernels.tables import Row, last_row, smallest
+from cuflash._kernels.tables import Row
 from cuflash._problem.problem import Problem
-
-
-class Chosen(NamedTuple):
-    """What a row of the table says."""
-
-    block_m: int
-    block_n: int
-    num_stages: int
-    num_q_stages: int
-    overlap_quarters: int
-
 
 #: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since.
 ROWS = (
-    Row("", (64, 64), Chosen(192, 128, 4, 2, 0), "D100"),
-    Row("", (96, 96), Chosen(128, 128, 2, 2, 4), "D17"),
-    Row("", (128, 128), Chosen(128, 128, 2, 2, 4), "D96"),
-    Row("", (192, 128), Chosen(128, 128, 2, 1, 2)),
-    Row("", (192, 192), Chosen(128, 112, 2, 1, 2)),
-    Row("", (256, 256), Chosen(128, 80, 2, 1, 2)),
+    Row("", (64, 64), (192, 128, 4, 2, 0), "D100"),
+    Row("", (96, 96), (128, 128, 2, 2, 4), "D17"),
+    Row("", (128, 128), (128, 128, 2, 2, 4), "D96"),
+    Row("", (192, 128), (128, 128, 2, 1, 2)),
+    Row("", (192, 192), (128, 112, 2, 1, 2)),
+    Row("", (256, 256), (128, 80, 2, 1, 2)),
     # Lengths from arrays are bounds to hold in registers: the widest tile leaves none for them.
-    Row("lengths", (256, 256), Chosen(128, 64, 2, 1, 2)),
+    Row("lengths", (256, 256), (128, 64, 2, 1, 2)),
     # A narrow window is over after a few blocks: narrow blocks waste less at its ends, and three
     # warpgroups hide more of where a tile ends and the next begins.
-    Row("narrow window", (128, 128), Chosen(192, 64, 4, 2, 1), "D16"),
+    Row("narrow window", (128, 128), (192, 64, 4, 2, 1), "D16"),
     # Where 192 rows leave some SMs much more to do than others, smaller tiles are done sooner; a
     # score that is multiplied by its scale before the exponential takes registers as well.
-    Row("few rows", (64, 64), Chosen(128, 128, 4, 2, 1), "D15"),
-    Row("narrow window, few tiles", (128, 128), Chosen(128, 64, 5, 2, 1), "D16"),
-    Row("short sequences", (128, 128), Chosen(192, 64, 4, 2, 1), "D16"),
+    Row("few rows", (64, 64), (128, 128, 4, 2, 1), "D15"),
+    Row("narrow window, few tiles", (128, 128), (128, 64, 5, 2, 1), "D16"),
+    Row("short sequences", (128, 128), (192, 64, 4, 2, 1), "D16"),
     # Score math: look-ups branch, which nothing may do while products are in flight, and all of
     # these options take registers.
-    Row("score math", (64, 64), Chosen(128, 128, 4, 2, 0)),
-    Row("score math", (96, 96), Chosen(128, 128, 2, 2, 0)),
-    Row("score math", (128, 128), Chosen(128, 128, 2, 2, 0)),
-    Row("score math", (192, 128), Chosen(128, 128, 2, 1, 0)),
-    Row("score math", (192, 192), Chosen(128, 96, 2, 1, 0)),
-    Row("score math", (256, 256), Chosen(128, 64, 2, 1, 0)),
+    Row("score math", (64, 64), (128, 128, 4, 2, 0)),
+    Row("score math", (96, 96), (128, 128, 2, 2, 0)),
+    Row("score math", (128, 128), (128, 128, 2, 2, 0)),
+    Row("score math", (192, 128), (128, 128, 2, 1, 0)),
+    Row("score math", (192, 192), (128, 96, 2, 1, 0)),
+    Row("score math", (256, 256), (128, 64, 2, 1, 0)),
     # A softcap alone leaves registers for more; where there are many rows for 192 of them.
-    Row("softcap alone", (128, 128), Chosen(128, 128, 2, 2, 4), "D102"),
-    Row("softcap alone, many rows", (64, 64), Chosen(192, 128, 4, 2, 0), "D102"),
-    Row("full softcap alone, many rows, measured", (64, 64), Chosen(192, 128, 4, 2, 1), "D103"),
-    Row("full slopes alone, measured", (128, 128), Chosen(128, 128, 2, 2, 2), "D103"),
+    Row("softcap alone", (128, 128), (128, 128, 2, 2, 4), "D102"),
+    Row("softcap alone, many rows", (64, 64), (192, 128, 4, 2, 0), "D102"),
+    Row("full softcap alone, many rows, measured", (64, 64), (192, 128, 4, 2, 1), "D103"),
+    Row("full slopes alone, measured", (128, 128), (128, 128, 2, 2, 2), "D103"),
     # Where packed sequences begin takes registers.
-    Row("score math, packed", (256, 256), Chosen(128, 48, 2, 1, 0)),
-    Row("score math, left bound", (192, 128), Chosen(128, 112, 2, 1, 0)),
-    Row("score math, left bound", (192, 192), Chosen(128, 64, 2, 1, 0)),
-    Row("score math, left bound", (256, 256), Chosen(128, 48, 2, 1, 0)),
+    Row("score math, packed", (256, 256), (128, 48, 2, 1, 0)),
+    Row("score math, left bound", (192, 128), (128, 112, 2, 1, 0)),
+    Row("score math, left bound", (192, 192), (128, 64, 2, 1, 0)),
+    Row("score math, left bound", (256, 256), (128, 48, 2, 1, 0)),
     # Each value of a bias waits in a register for the product that it is added to: the widest
     # blocks that spill nothing by NVRTC 12.9 and 13.5.
-    Row("bias", (64, 64), Chosen(128, 96, 4, 2, 0)),
-    Row("bias", (96, 96), Chosen(128, 96, 2, 2, 0)),
-    Row("bias", (128, 128), Chosen(128, 96, 2, 2, 0), "D10"),
-    Row("bias", (192, 128), Chosen(128, 96, 2, 1, 0)),
-    Row("bias", (192, 192), Chosen(128, 64, 2, 1, 0)),
-    Row("bias", (256, 256), Chosen(128, 48, 2, 1, 0)),
+    Row("bias", (64, 64), (128, 96, 4, 2, 0)),
+    Row("bias", (96, 96), (128, 96, 2, 2, 0)),
+    Row("bias", (128, 128), (128, 96, 2, 2, 0), "D10"),
+    Row("bias", (192, 128), (128, 96, 2, 1, 0)),
+    Row("bias", (192, 192), (128, 64, 2, 1, 0)),
+    Row("bias", (256, 256), (128, 48, 2, 1, 0)),
     # Segments, whose ids are looked up for each key, or a left bound with packing or a bias.
-    Row("crowded", (192, 128), Chosen(128, 64, 2, 1, 0)),
-    Row("crowded", (192, 192), Chosen(128, 48, 2, 1, 0)),
+    Row("crowded", (192, 128), (128, 64, 2, 1, 0)),
+    Row("crowded", (192, 192), (128, 48, 2, 1, 0)),
 )
 _NARROW = 4096  # keys that one query sees
 _GAIN_OF_192_ROWS = 1.15
@@ -89,23 +79,20 @@ class Own(NamedTuple):
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
 
 
-class ForwardSm90Config(KernelConfig):
+class ForwardSm90Config(wgmma.WarpgroupsConfig):
     """``forward_sm90.cu``: warpgroups of 64 query rows each, and one that loads and stores."""
 
     kernel = "forward_sm90"
     params = "ForwardSm90Params"
     computes = "out"
     parts = SCORED | {"own": Own}
-    tunables = Chosen._fields
-    for_sm90 = tensor_maps = True
-    streams = wgmma.WIDTHS
-    row_warps, other_warps = 0, 4
+    tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
 
     def check(self) -> None:
         """Raise a ValueError for warpgroups or buffers that cannot be."""
-        wgmma.check_warpgroups(self)
-        if self.num_stages < 2 or self.num_q_stages not in (1, 2):
-            raise ValueError(f"{self.num_stages=} must be at least 2, {self.num_q_stages=} 1 or 2")
+        super().check()
+        if self.num_q_stages not in (1, 2):
+            raise ValueError(f"{self.num_q_stages=} must be 1 or 2")
         if self.overlap_quarters not in range(5):
             raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
@@ -149,32 +136,27 @@ class ForwardSm90Config(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its row."""
-        problem = request.problem
-        fields = portable.fields(request._replace(copy_bytes=16))
-        sizes = smallest(ROWS, problem)
-        row = last_row(ROWS, _words(request, fields["scale_in_exponent"]), sizes)
-        fields |= {"head_dim": sizes[0], "head_dim_v": sizes[1], **row.tile._asdict()}
-        warps = row.tile.block_m // 16 + cls.other_warps
-        return (cls(**fields, num_warps=warps, blocks_per_sm=1, sink=dtype_of(problem.sink)),)
+        fields = wgmma.fields(cls, request, ROWS, _holding(request))
+        return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 
-def _words(request: Request, scale_in_exponent: bool) -> set[str]:
+def _holding(request: Request) -> dict[str, bool]:
     """What holds of a request, in the words of the table."""
-    problem = request.problem
+    problem, scaled = request.problem, not scale_in_exponent(request.problem)
     packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
     sliding, sink = problem.window_left is not None, problem.sink is not None
     few_rows = _has_few_rows(request)
-    few_tiles = not scale_in_exponent or _count(problem, 128) <= request.num_sms
+    few_tiles = scaled or _count(problem, 128) <= request.num_sms
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
     narrow = narrow and not (sink and (lengths or problem.offset is not None))
     alone = "" if sink else wgmma.only_option(problem)
     full = "" if problem.window_right is not None else "full "
-    holding = {
+    return {
         "lengths": lengths or packed,
         "narrow window": narrow,
-        "few rows": not scale_in_exponent or few_rows,
+        "few rows": scaled or few_rows,
         "many rows": not few_rows,
         "few tiles": few_tiles,
         "short sequences": packed and not sink and not few_tiles,
@@ -188,7 +170,6 @@ def _words(request: Request, scale_in_exponent: bool) -> set[str]:
         "crowded": problem.segment_ids_q is not None
         or (needs_score_math(problem) and sliding and (packed or biased)),
     }
-    return {word for word, holds in holding.items() if holds}
 
 
 def _count(problem: Problem, block_m: int) -> int:

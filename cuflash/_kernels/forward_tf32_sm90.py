@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Self
 
-from cuflash._kernels import tf32_sm90, wgmma
-from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels import portable, tf32_sm90, wgmma
+from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, dtype_of
-
-#: The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)
-_BLOCK_M, _BLOCK_N = 128, 64
+from cuflash._kernels.score_config import dtype_of
 
 
-class Own(NamedTuple):
-    """What this kernel alone is told."""
-
-    sink: Floats
-    num_stages: int  # buffers of k and of v
-
-
-class ForwardTf32Sm90Config(KernelConfig):
+class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     """``forward_tf32_sm90.cu``: warpgroups of 64 query rows, two that split k and v."""
 
     kernel = "forward_tf32_sm90"
     params = "ForwardParams"
     computes = "out"
-    parts = SCORED | {"own": Own}
-    tunables = ("block_m", "block_n", "num_stages")
-    for_sm90 = True
-    streams = (32, 64)
-    row_warps = 0  # eight warps have no rows, the others 16 each
+    parts = SCORED | {"own": portable.Forward}
+    other_warps = 8
 
     def check(self) -> None:
         """Raise a ValueError for a tile that the kernel has no products of."""
-        tf32_sm90.check(self, num_warps=16)
+        super().check()
         if self.precision == "tf32" and self.block_n != 64:
             raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
-
-    @property
-    def result_columns(self) -> int:
-        """Columns of out."""
-        return int(self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
@@ -61,8 +43,5 @@ class ForwardTf32Sm90Config(KernelConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """Its only tile."""
-        fields = tf32_sm90.fields(request, request.problem.out.dtype)
-        sink = dtype_of(request.problem.sink)
-        config = cls(**fields, block_m=_BLOCK_M, block_n=_BLOCK_N, num_warps=16, sink=sink)
-        return (tf32_sm90.staged(config),)
+        """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
+        return tf32_sm90.staged(cls, request, 128, 64, sink=dtype_of(request.problem.sink))

@@ -10,7 +10,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from cuflash._errors import not_yet
 from cuflash._kernels.config import HEAD_DIMS, RESERVED_SMEM, KernelConfig, Precision
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math, score_config
-from cuflash._kernels.tables import Row, last_row
+from cuflash._kernels.score_config import Floats, needs_score_math, score_config
+from cuflash._kernels.tables import Row, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
@@ -45,11 +45,12 @@ _HELD = {
 _HELD_ON_CUDA_CORES = {4: Held(128, 128, 128, 128, 64), 8: Held(64, 64, 64, 64, 32)}
 
 
-def held(problem: Problem, *, cuda_cores: bool = False) -> Held:
-    """Columns that registers hold of a problem's results."""
-    if cuda_cores:
-        return _HELD_ON_CUDA_CORES[max(4, problem.dtype.itemsize)]
-    return _HELD["half" if problem.dtype in HALVES else problem.dtype.name]
+def held(request: Request) -> Held:
+    """Columns that registers hold of the results of a problem."""
+    dtype = request.problem.dtype
+    if request.cuda_cores:
+        return _HELD_ON_CUDA_CORES[max(4, dtype.itemsize)]
+    return _HELD["half" if dtype in HALVES else dtype.name]
 
 
 def padded(head_dim: int, dtype: np.dtype[Any]) -> int:
@@ -67,46 +68,49 @@ def precision_of(problem: Problem) -> Precision:
     return "tf32" if problem.precision == "tf32" and problem.dtype == np.float32 else "ieee"
 
 
-def fields(
-    request: Request, out_dtype: np.dtype[Any] | None = None, *, cuda_cores: bool = False
-) -> dict[str, Any]:
+def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem: of operands, products and the score."""
     problem = request.problem
+    out = problem.out if kernel.computes == "out" else problem
     return {
         "dtype": problem.dtype.name,
-        "out_dtype": (out_dtype or problem.dtype).name,
+        "out_dtype": out.dtype.name,
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,
         "head_dim": padded(problem.head_dim, problem.dtype),
         "head_dim_v": padded(problem.head_dim_v, problem.dtype),
-        "cuda_cores": cuda_cores,
+        "cuda_cores": request.cuda_cores,
         **score_config(problem)._asdict(),
     }
 
 
-def tiles(
-    rows: Sequence[Row], request: Request, own: dict[str, Any], *, general: bool | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """The tiles of a table for a request, best first.
+def candidates(
+    kernel: type[KernelConfig],
+    rows: Sequence[Row],
+    request: Request,
+    own: dict[str, Any],
+    *,
+    general: bool | None = None,
+) -> list[dict[str, Any]]:
+    """The fields ``own`` with each tile of a table for a request, best first.
 
-    The first serves sm_90, the last the 99 KiB of sm_86, sm_89 and sm_120.
+    The first serves sm_90, the last the 99 KiB of sm_86, sm_89 and sm_120. CUDA cores have one
+    tile: they own 64 rows.
     """
     problem = request.problem
-    words = {"half" if problem.dtype in HALVES else problem.dtype.name}
-    if own["precision"] == "tf32":
-        words.add("tf32")
-    if needs_score_math(problem) if general is None else general:
-        words.add("general")
-    found: tuple[tuple[int, ...], ...] = last_row(
-        rows, words, max(own["head_dim"], own["head_dim_v"])
-    ).tile
-    return found
-
-
-def streamed_on_cuda_cores(problem: Problem) -> int:
-    """Rows that CUDA cores stream; they own 64."""
-    return 32 if problem.dtype.itemsize <= 4 else 16
+    if request.cuda_cores:
+        streamed = 32 if problem.dtype.itemsize <= 4 else 16
+        sides = {"block_m": streamed, "block_n": streamed} | {kernel.owned: 64}
+        return [own | sides | {"num_warps": 4, "blocks_per_sm": 1}]
+    holding = {
+        "half" if problem.dtype in HALVES else problem.dtype.name: True,
+        "tf32": own["precision"] == "tf32",
+        "general": needs_score_math(problem) if general is None else general,
+    }
+    tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
+    names = kernel.tunables or TUNABLES
+    return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
 def split(columns: int, own: int) -> int:
@@ -114,10 +118,11 @@ def split(columns: int, own: int) -> int:
     return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
 
 
-def gradient_columns(request: Request) -> int:
-    """Columns of a gradient that registers hold."""
-    found = held(request.problem, cuda_cores=request.cuda_cores)
-    return found.gradient_general if needs_score_math(request.problem) else found.gradient
+def gradient_parts(request: Request, columns: int) -> int:
+    """Into how many parts a gradient is split, by the columns that registers hold."""
+    found = held(request)
+    general = needs_score_math(request.problem)
+    return split(columns, found.gradient_general if general else found.gradient)
 
 
 def fits(config: KernelConfig, smem_limit: int) -> bool:
@@ -126,22 +131,26 @@ def fits(config: KernelConfig, smem_limit: int) -> bool:
     return bool(needed <= smem_limit + RESERVED_SMEM)
 
 
-def fitting(configs: Sequence[AnyConfig], smem_limit: int) -> AnyConfig | None:
+def fitting(
+    kernel: type[AnyConfig], values: Sequence[Mapping[str, Any]], smem_limit: int
+) -> tuple[AnyConfig, ...]:
     """The first configuration whose blocks fit an SM together; the last if one block does."""
-    for config in configs:
-        if fits(config, smem_limit):
-            return config
-    return configs[-1] if configs[-1].smem_bytes <= smem_limit else None
+    last = kernel.draft(values[-1])
+    for own in values:
+        if fits(kernel.draft(own), smem_limit):
+            return (kernel(**own),)
+    return (kernel(**values[-1]),) if last.smem_bytes <= smem_limit else ()
 
 
-def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[list[str]]:
-    """Which of dk and dv are computed together, if registers hold them ``together``.
+def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[str]:
+    """Which of dk and dv, "k" and "v", are computed together, if registers hold both.
 
     They are if k and v are summed over the same batch axes, so that both walk the same queries.
     """
-    sums: list[str] = [name for name in ("k", "v") if name in wanted]
-    together = together and problem.k.summed == problem.v.summed
-    return [sums] if together and sums else [[name] for name in sums]
+    names = "".join(sorted(wanted))
+    if together and names and problem.k.summed == problem.v.summed:
+        return [names]
+    return list(names)
 
 
 def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
@@ -151,26 +160,23 @@ def shares_keys(problem: Problem, names: Sequence[str]) -> bool:
     return all(own[i] for own in read for i, is_summed in enumerate(summed) if is_summed)
 
 
-def against_passes(problem: Problem, passes: Sequence[Sequence[str]]) -> str:
+def against_passes(problem: Problem, passes: Sequence[str]) -> str:
     """Why kernels that load keys once for a result do not serve these passes."""
     if all(shares_keys(problem, names) for names in passes):
         return ""
     return "batch entries that are summed into one result have other keys or values"
 
 
-def kv_fields(problem: Problem, names: Sequence[str]) -> dict[str, bool]:
-    """What a pass for ``names`` of dk and dv is told of them."""
-    return {
-        "shared_keys": shares_keys(problem, names),
-        "grad_k": "k" in names,
-        "grad_v": "v" in names,
-    }
+class Forward(NamedTuple):
+    """What a forward is told beside what every kernel of scores is."""
+
+    sink: Floats
+    num_stages: int = 2  # buffers of k and of v
 
 
-class Gradients(NamedTuple):
-    """What a pass of a portable kernel for dk and dv computes."""
+class Results(NamedTuple):
+    """What a pass of a kernel for dk and dv computes."""
 
-    shared_keys: bool  # do all batch entries that are summed into one result share k and v?
     grad_k: bool
     grad_v: bool
 
@@ -178,6 +184,25 @@ class Gradients(NamedTuple):
         """Raise a ValueError for a pass without a result."""
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
+
+
+class SharedKeys(NamedTuple):
+    """What kernels are told that may load keys for each batch entry."""
+
+    shared_keys: bool  # do all batch entries that are summed into one result share k and v?
+
+
+#: Parts of a portable kernel for dk and dv.
+KV_PARTS: dict[str, Any] = {"keys": SharedKeys, "results": Results}
+
+
+def kv_fields(problem: Problem, names: str) -> dict[str, bool]:
+    """Fields of these parts in a pass for ``names``."""
+    return {
+        "shared_keys": shares_keys(problem, names),
+        "grad_k": "k" in names,
+        "grad_v": "v" in names,
+    }
 
 
 class Partners(NamedTuple):

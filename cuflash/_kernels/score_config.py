@@ -37,7 +37,8 @@ def _dtype_or_flag(option: Option, problem: Problem) -> Any:
     return problem.has(option)
 
 
-def _scale_in_exponent(problem: Problem) -> bool:
+def scale_in_exponent(problem: Problem) -> bool:
+    """Whether scale * log2(e) is part of the exponent, for scores that no option changes."""
     plain = not any(problem.has(option) for option in of_stages("cap", "add"))
     plain = plain and not (problem.formulas is not None and problem.formulas.score_mod)
     # Beyond these bounds scale * log2(e) leaves the normal range of float32.
@@ -58,7 +59,7 @@ def _offset(problem: Problem) -> Offset:
 _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "window_left": lambda p: p.window_left is not None,
     "window_right": lambda p: p.window_right is not None,  # causal is window_right with bound 0
-    "scale_in_exponent": _scale_in_exponent,
+    "scale_in_exponent": scale_in_exponent,
     **{option.name: functools.partial(_dtype_or_flag, option) for option in COMPILED},
     "offset": _offset,
     "score_mod": lambda p: p.formulas is not None and p.formulas.score_mod,

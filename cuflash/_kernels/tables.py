@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cuflash._problem.problem import Problem
@@ -13,7 +13,7 @@ class Row(NamedTuple):
 
     when: str  # words that a request must all have: "general, packed"; empty: any request
     head_dims: Any  # padded: of q and k and of v, or the larger one
-    tile: Any  # values of the kernel; several: the first that fits
+    tile: Any  # values of the kernel's tunables; several: the first that fits
     measured: str = ""  # by which entry of docs/decisions.md; empty: what registers hold
 
 
@@ -27,12 +27,11 @@ def smallest(rows: Iterable[Row], problem: Problem) -> tuple[int, int]:
     return found
 
 
-def last_row(rows: Sequence[Row], words: Iterable[str], head_dims: Any) -> Row:
-    """The row that a request gets: the last of its head sizes with words that all hold."""
-    given = set(words)
-    found: Row = next(
-        row
+def tile_of(rows: Sequence[Row], holding: Mapping[str, bool], head_dims: Any) -> Any:
+    """What a request gets: the tile of the last row of its head sizes with words that all hold."""
+    return next(
+        row.tile
         for row in reversed(rows)
-        if row.head_dims == head_dims and (not row.when or given.issuperset(row.when.split(", ")))
+        if row.head_dims == head_dims
+        and (not row.when or all(holding.get(word, False) for word in row.when.split(", ")))
     )
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -10,26 +10,41 @@ from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import register_pressure
+from cuflash._problem.problem import Problem
 
 AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
-#: Shared memory that a thread block may ask for on sm_90.
-_SMEM = 232448
 
 
-def check(config: KernelConfig, num_warps: int = 12) -> None:
-    """Raise a ValueError unless two warpgroups own 64 rows each, and others split the rest."""
-    if config.dtype != "float32":
-        raise ValueError(f"{config.dtype=} must be float32")
-    if config.own_rows != 128 or config.num_warps != num_warps:
-        raise ValueError(
-            f"{config.own_rows} rows, {config.num_warps=}: must be 128 and {num_warps}"
-        )
-    if config.num_stages < 1:
-        raise ValueError(f"num_stages={config.num_stages} must be at least 1")
-    if config.column_parts != 1:
-        raise ValueError(f"{config.column_parts=} must be 1")
-    if not {config.head_dim, config.head_dim_v} <= {64, 128}:
-        raise ValueError(f"{config.head_dim=}, {config.head_dim_v=} must be 64 or 128")
+class Stages(NamedTuple):
+    """What a gradient is told beside what every kernel of scores is."""
+
+    num_stages: int  # buffers of each streamed operand
+
+
+class Tf32Config(KernelConfig):
+    """A kernel for float32: two warpgroups own 64 rows each, others split what is streamed."""
+
+    params = "BackwardParams"
+    tunables = ("block_m", "block_n", "num_stages")
+    for_sm90 = True
+    streams = (32, 64)
+    row_warps, other_warps = 0, 4  # that split
+
+    def check(self) -> None:
+        """Raise a ValueError for a tile that the kernel has no products of."""
+        num_warps = self.warps_for(128)
+        if self.dtype != "float32":
+            raise ValueError(f"{self.dtype=} must be float32")
+        if self.own_rows != 128 or self.num_warps != num_warps:
+            raise ValueError(
+                f"{self.own_rows} rows, {self.num_warps=}: must be 128 and {num_warps}"
+            )
+        if self.num_stages < 1:
+            raise ValueError(f"{self.num_stages=} must be at least 1")
+        if self.column_parts != 1:
+            raise ValueError(f"{self.column_parts=} must be 1")
+        if not {self.head_dim, self.head_dim_v} <= {64, 128}:
+            raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} must be 64 or 128")
 
 
 def against(request: Request) -> str:
@@ -50,13 +65,18 @@ def against(request: Request) -> str:
     )
 
 
-def fields(request: Request, out_dtype: np.dtype[Any] | None = None) -> dict[str, Any]:
-    """Fields of every kernel for float32."""
-    own = portable.fields(request, out_dtype)
-    own |= {name: 64 * -(-own[name] // 64) for name in ("head_dim", "head_dim_v")}
-    return own | {"blocks_per_sm": 1, "num_stages": 2}
+def head_dims(problem: Problem) -> dict[str, int]:
+    """Padded head sizes: a result is products of 64 columns."""
+    sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    return {name: 64 * max(1, -(-size // 64)) for name, size in sizes.items()}
 
 
-def staged(config: AnyConfig) -> AnyConfig:
-    """The configuration with as many of its two stages as shared memory holds."""
-    return config if config.smem_bytes <= _SMEM else config.replace(num_stages=1)
+def staged(
+    kernel: type[AnyConfig], request: Request, block_m: int, block_n: int, **own: Any
+) -> tuple[AnyConfig, ...]:
+    """A pass with as many of its two stages as shared memory holds."""
+    values = portable.fields(kernel, request) | head_dims(request.problem) | own
+    values |= {"block_m": block_m, "block_n": block_n, "blocks_per_sm": 1}
+    values["num_warps"] = kernel.warps_for(values[kernel.owned])
+    stages = [values | {"num_stages": number} for number in (2, 1)]
+    return portable.fitting(kernel, stages, request.smem_limit)

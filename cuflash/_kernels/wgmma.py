@@ -6,9 +6,14 @@ from a kernel is not here: the copy engine decides it at launch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cuflash._kernels import portable
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import present, register_pressure
+from cuflash._kernels.tables import Row, smallest, tile_of
 from cuflash._problem.problem import HALVES, Problem
 
 #: Columns of scores that ``kernels_cu/ptx/wgmma_products.cuh`` multiplies.
@@ -44,6 +49,12 @@ def against_halves(request: Request) -> str:
     )
 
 
+def against_broadcast(request: Request) -> str:
+    """Why no kernel of Hopper computes dq for a request."""
+    broadcast = any(request.problem.q.summed)
+    return "q is broadcast, and its gradient a sum over batch entries" if broadcast else ""
+
+
 def widest(problem: Problem) -> int:
     """The larger head size."""
     return max(problem.head_dim, problem.head_dim_v)
@@ -67,29 +78,56 @@ def only_option(problem: Problem) -> str:
     return {"softcap": "softcap", "alibi_slopes": "slopes"}.get(options.pop(), "")
 
 
-def check_warpgroups(config: KernelConfig) -> None:
-    """Raise a ValueError for rows that no two or three warpgroups own, or too many warps."""
-    name, rows, blocks = config.owned, config.own_rows, config.cluster_blocks
-    if rows not in (128, 192):
-        raise ValueError(
-            f"{name} = {rows // blocks} must be {128 // blocks} or {192 // blocks}: two or three "
-            "warpgroups of 64 rows" + (f" in {blocks} blocks of threads" if blocks > 1 else "")
-        )
-    warps = rows // 16 + config.other_warps
-    if warps > 16:
-        raise ValueError(
-            f"{name} = {rows} with {config.other_warps} warps beside: registers serve 16 warps at "
-            "most"
-        )
-    if warps != config.num_warps:
-        raise ValueError(f"{name} = {rows} takes {warps} warps, num_warps={config.num_warps}")
+class WarpgroupsConfig(KernelConfig):
+    """A kernel for 16 bits: two or three warpgroups own 64 rows each, other warps load."""
+
+    for_sm90 = tensor_maps = True
+    params = "BackwardSm90Params"
+    streams = WIDTHS
+    row_warps, other_warps = 0, 4
+
+    def check(self) -> None:
+        """Raise a ValueError for warpgroups or buffers that cannot be."""
+        name, rows, blocks = self.owned, self.own_rows, self.cluster_blocks
+        if rows not in (128, 192):
+            raise ValueError(
+                f"{name} = {rows // blocks} must be {128 // blocks} or {192 // blocks}: two or "
+                "three warpgroups of 64 rows"
+                + (f" in {blocks} blocks of threads" if blocks > 1 else "")
+            )
+        warps = self.warps_for(rows // blocks)
+        if warps > 16:
+            raise ValueError(
+                f"{name} = {rows} with {self.other_warps} warps beside: registers serve 16 warps "
+                "at most"
+            )
+        if warps != self.num_warps:
+            raise ValueError(f"{name} = {rows} takes {warps} warps, num_warps={self.num_warps}")
+        if self.num_stages < 2:  # a buffer is released when the next one is in use
+            raise ValueError(f"{self.num_stages=} must be at least 2")
 
 
-def check_gradient(config: KernelConfig) -> None:
-    """Raise a ValueError for warpgroups or buffers that no gradient has."""
-    check_warpgroups(config)
-    if config.num_stages < 2:  # a buffer is released when the next one is in use
-        raise ValueError(f"self.num_stages={config.num_stages} must be at least 2")
+class Ahead(NamedTuple):
+    """What kernels of one gradient are told."""
+
+    num_stages: int  # buffers of each streamed operand
+    #: Are the next scores multiplied while ds of this block is computed? Only where a score is a
+    #: product.
+    scores_ahead: bool
+
+
+def fields(
+    kernel: type[KernelConfig],
+    request: Request,
+    rows: Sequence[Row],
+    holding: Mapping[str, bool] | None = None,
+) -> dict[str, Any]:
+    """All fields but what a kernel alone is told: its head sizes, tile and warps by its table."""
+    sizes = smallest(rows, request.problem)
+    tile = dict(zip(kernel.tunables, tile_of(rows, holding or {}, sizes), strict=True))
+    found = portable.fields(kernel, request._replace(copy_bytes=16))
+    found |= {"head_dim": sizes[0], "head_dim_v": sizes[1], "blocks_per_sm": 1, **tile}
+    return found | {"num_warps": kernel.warps_for(tile[kernel.owned])}
 
 
 def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cuflash._errors import problem_with
 from cuflash._kernels import params
 
+Axis = tuple[int, tuple[int, ...]]  # extent, byte stride of each operand
 _GRID_LIMIT = 2**31 - 1  # thread blocks
 
 
 class Grid(NamedTuple):
     """How the batch axes of one launch are walked: see ``schedule/scheduler.cuh``."""
 
-    axes: tuple[tuple[int, tuple[int, ...]], ...]  # (extent, byte stride of each operand)
-    peeled: tuple[tuple[int, tuple[int, ...]], ...]  # axes walked by the host
+    axes: tuple[Axis, ...]
+    peeled: tuple[Axis, ...]  # walked by the host
     num_owners: int
     entries_per_owner: int
 
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """Byte offsets of each operand, one row per launch; an empty row moves nothing."""
-        steps = itertools.product(*(range(extent) for extent, _ in self.peeled))
-        strides = [strides for _, strides in self.peeled]
+        columns = [*zip(*(strides for _, strides in self.peeled), strict=True)]
         return tuple(
-            tuple(
-                sum(i * s for i, s in zip(index, column, strict=True))
-                for column in zip(*strides, strict=True)
-            )
-            for index in steps
+            tuple(sum(map(operator.mul, index, column)) for column in columns)
+            for index in itertools.product(*(range(extent) for extent, _ in self.peeled))
         )
 
 
@@ -67,8 +65,8 @@ def plan_grid(
     )
 
 
-def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    merged: list[tuple[int, tuple[int, ...]]] = []
+def _merged(axes: list[Axis]) -> list[Axis]:
+    merged: list[Axis] = []
     for extent, strides in axes:
         if extent == 1:
             continue

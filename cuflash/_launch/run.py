@@ -25,6 +25,7 @@ from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
 from cuflash._launch.workspace import Workspace, statistics_bytes
 from cuflash._problem.layout import Layout
+from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import AttentionResult, Gradients
@@ -69,8 +70,9 @@ def forward(
     key = ("forward", problem, device, config, bits, addresses["out"] & 15, lse_strides)
     with _on_device(device):
         plan, memory = _prepared(
-            key, problem, device, addresses, lambda: forward_layouts(problem, lse), workspace,
-            bits, override=config,
+            key, problem, device, addresses,
+            lambda: layouts_of(problem, {"out": problem.out}, lse=lse), workspace, bits,
+            override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.launchers[-1].maps is None:
@@ -125,16 +127,11 @@ def backward(
         dlse = None if dlse is None else converted("dlse", dlse, real)
         written = _written(problem, gradients)
         results = {f"d{name}": array for name, array in written.items()}
-        sums = {
-            name: score_sums(problem, name, gradients[name].shape)
-            for name in SUMMED
-            if name in gradients
-        }
+        sums = {n: score_sums(problem, n, gradients[n].shape) for n in SUMMED if n in gradients}
         if sums or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
-        sum_arrays = {name: cupy.zeros(own.shape, real) for name, own in sums.items()}
+        totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
         read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        totals = {sums_of(name): array for name, array in sum_arrays.items()}
         addresses = _addresses(held, **read, **results, **totals)
         bits = (addresses["dout"] | addresses["q"] | addresses["k"] | addresses["v"]) & 15
         key = (
@@ -145,7 +142,7 @@ def backward(
         )  # fmt: skip
         plan, memory = _prepared(
             key, problem, device, addresses,
-            lambda: _gradient_layouts(problem, dout, out, lse, dlse, written), workspace, bits,
+            lambda: _gradient_layouts(problem, read, written), workspace, bits,
             wanted=Wanted({n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None),
             override=config, deterministic=deterministic,
         )  # fmt: skip
@@ -155,7 +152,7 @@ def backward(
             write_rounded(gradients[name], written[name])
         ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
         for name, own in sums.items():
-            score_gradients.write(problem, name, own, sum_arrays[name], gradients[name], ends)
+            score_gradients.write(problem, name, own, totals[sums_of(name)], gradients[name], ends)
         if "sink" in gradients:
             score_gradients.write_sink(
                 problem, memory, lse, held["sink"], gradients["sink"], lengths, ends
@@ -223,16 +220,14 @@ def _prepared(
         refuse_misaligned(layouts, addresses)
     if plan is not None:
         return plan, _memory(plan.workspace, workspace, addresses)
-
-    def has_maps(problem: Problem, layouts: Mapping[str, Layout], config: KernelConfig) -> bool:
-        return maps_of(config, problem, layouts, addresses) is not None
-
     own = hardware.of_device(device)
     out_bits = 0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15
-    steps = choose(
-        problem, own, Access(layouts, has_maps, bits, out_bits), wanted=wanted, override=override,
-        deterministic=deterministic,
+    access = Access(
+        layouts, lambda *asked: maps_of(*asked, addresses) is not None, bits, out_bits
     )  # fmt: skip
+    steps = choose(
+        problem, own, access, wanted=wanted, override=override, deterministic=deterministic
+    )
     scratch = Workspace.of(problem, wanted is not None, _fused_of(steps))
     memory = _memory(scratch, workspace, addresses)  # before anything is compiled
     launchers = plan_steps(steps, problem, layouts, own, device, addresses, scratch.num_turns)
@@ -271,30 +266,26 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
 
 
-def forward_layouts(problem: Problem, lse: Array | None) -> dict[str, Layout]:
-    """Layouts of all that the kernels of a forward read and write."""
-    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
-    if lse is not None:
-        layouts["lse"] = row_layout(problem, problem.lse_dtype.itemsize, lse.strides)
+def layouts_of(
+    problem: Problem, others: Mapping[str, Operand], **rows: Array | None
+) -> dict[str, Layout]:
+    """Layouts of all that the kernels of a call read and write but sums.
+
+    ``others`` are matrices beside q, k and v; ``rows`` arrays with a number for each query.
+    """
+    matrices = {"q": problem.q, "k": problem.k, "v": problem.v, **others}
+    layouts = {name: Layout.of(operand) for name, operand in matrices.items()}
+    for name, array in rows.items():
+        if array is not None:
+            layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
     return layouts | score_params.layouts(problem)
 
 
 def _gradient_layouts(
-    problem: Problem,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    gradients: dict[str, Array],
+    problem: Problem, read: Mapping[str, Array | None], written: Mapping[str, Array]
 ) -> dict[str, Layout]:
-    """Layouts of all that the kernels of a gradient read and write but sums."""
-    layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
-    for name, array in (("dout", dout), ("out", out)):
-        layouts[name] = Layout.of(gradient_operand(problem, "dout", array))
-    for name, array in (("lse", lse), ("dlse", dlse)):
-        if array is not None:
-            layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
-    layouts["rows"] = row_layout(problem, statistics_bytes(problem), None)
-    for name in {"q", "k", "v"} & set(gradients):
-        layouts[f"d{name}"] = Layout.of(gradient_operand(problem, name, gradients[name]))
-    return layouts | score_params.layouts(problem)
+    others = {n: gradient_operand(problem, "dout", read[n]) for n in ("dout", "out")}
+    for name in {"q", "k", "v"} & set(written):
+        others[f"d{name}"] = gradient_operand(problem, name, written[name])
+    layouts = layouts_of(problem, others, lse=read["lse"], dlse=read["dlse"])
+    return layouts | {"rows": row_layout(problem, statistics_bytes(problem), None)}

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash._arrays import Array, array_module, refuse_capture
 from cuflash._kernels import segment_bounds
-from cuflash._problem.formulas import Formulas, formula_arrays, formulas_of
+from cuflash._problem.formulas import formula_arrays, formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand, canonical_view
 from cuflash._problem.option_table import ARRAYS, OPTIONS
@@ -94,7 +94,7 @@ def arrays_of(
         return problem, {}
     arrays = {**options.arrays, **cu_seqlens}
     if formulas is not None:
-        problem = _with_formulas(problem, formulas)
+        problem = _with(problem, formulas=formulas)
         arrays |= formula_arrays(options, q)
     copied = [
         name
@@ -110,8 +110,19 @@ def arrays_of(
         refuse_capture(name, "contiguous int32 or int64 arrays on the device")
         view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
         arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
-        problem = _with_copied(problem, name, arrays[name].strides)
+        problem = _with(problem, **{name: _copied(getattr(problem, name), arrays[name].strides)})
     return problem, arrays
+
+
+#: The same problem for the same changes: what is hashed once is found by identity.
+_with: Any = functools.lru_cache(maxsize=1024)(replace)
+
+
+def _copied(operand: Operand, strides: tuple[int, ...]) -> Operand:
+    kept = [
+        0 if i < len(operand.summed) and operand.summed[i] else s for i, s in enumerate(strides)
+    ]
+    return replace(operand, dtype=np.dtype(np.int64), strides=tuple(kept))
 
 
 def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
@@ -122,20 +133,6 @@ def _as_int64(integers: Array, others: set[np.dtype[Any]]) -> Array:
     if dtype.kind == "i" and np.dtype(np.uint64) in others:
         return xp.where(integers < 0, -2, integers.astype(np.int64))
     return integers.astype(np.int64, order="C")
-
-
-@functools.lru_cache(maxsize=1024)
-def _with_formulas(problem: Problem, formulas: Formulas) -> Problem:
-    return replace(problem, formulas=formulas)
-
-
-@functools.lru_cache(maxsize=1024)
-def _with_copied(problem: Problem, name: str, strides: tuple[int, ...]) -> Problem:
-    operand: Operand = getattr(problem, name)
-    summed = (*operand.summed, *(False for _ in strides[len(operand.summed) :]))
-    strides = tuple(0 if own else s for s, own in zip(strides, summed, strict=True))
-    copied = replace(operand, dtype=np.dtype(np.int64), strides=strides)
-    return replace(problem, **{name: copied})  # type: ignore[arg-type]
 
 
 def _alike(problem: Problem, names: tuple[str, ...]) -> bool:

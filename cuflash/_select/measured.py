@@ -291,6 +291,5 @@ def with_values(config: AnyConfig, values: Mapping[str, int]) -> AnyConfig:
     for name in _TRUTH_VALUES & set(changed):
         changed[name] = bool(changed[name])
     if config.other_warps and config.owned in changed:  # its tile decides how many warps there are
-        rows = config.cluster_blocks * changed[config.owned]
-        changed["num_warps"] = rows // 16 + config.other_warps
+        changed["num_warps"] = config.warps_for(changed[config.owned])
     return config.replace(**changed)

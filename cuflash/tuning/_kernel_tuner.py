@@ -7,7 +7,6 @@ searches without a device, and its dashboard shows them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -16,20 +15,15 @@ from typing import Any
 
 from cuflash._errors import wrong_value
 from cuflash._select.measured import parse
-from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, short
+from cuflash.tuning._rows import FORMAT, Row, Sweep, check_times, checked, require, short
 from cuflash.tuning._space import space
 
-#: What can go wrong: the state in a sweep, and kernel-tuner's name.
-_ERRORS = {
-    "compile_error": "CompilationFailedConfig",
-    "wrong": "RuntimeFailedConfig",
-    "error": "RuntimeFailedConfig",
-    "crash": "RuntimeFailedConfig",
-    "hang": "RuntimeFailedConfig",
-}
-_STATES = {"CompilationFailedConfig": "compile_error", "RuntimeFailedConfig": "error"}
-_INVALID = "InvalidConfig"
-_REQUIRED = ("device_name", "kernel_name", "tune_params_keys", "tune_params", "cache")
+#: What can go wrong, by kernel-tuner's names.
+_UNCOMPILED, _FAILED, _INVALID = "CompilationFailedConfig", "RuntimeFailedConfig", "InvalidConfig"
+_REQUIRED = {
+    "device_name": str, "kernel_name": str, "tune_params_keys": list, "tune_params": dict,
+    "cache": dict,
+}  # fmt: skip
 
 
 def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
@@ -69,18 +63,14 @@ def _entry(found: Sweep, row: Row) -> dict[str, Any]:
     """What kernel-tuner keeps of one configuration, in milliseconds."""
     compile_ms = 1000 * row.get("facts", {}).get("compile_seconds", 0.0)
     spent = 1000 * row.get("seconds", 0.0)
-    entry = dict(row["values"]) | {
-        "compile_time": compile_ms,
-        "verification_time": 0.0,
-        "benchmark_time": spent,
-        "strategy_time": 0.0,
-        "framework_time": 0.0,
-        "timestamp": "",
-    }
+    unknown = dict.fromkeys(("verification_time", "strategy_time", "framework_time"), 0.0)
+    known = {"compile_time": compile_ms, "benchmark_time": spent, "timestamp": ""}
+    entry = row["values"] | known | unknown
     if row["status"] != "ok":
-        return entry | {"__error__": _ERRORS[row["status"]], "time": _ERRORS[row["status"]]}
-    ms, known = found.steady_ms(row), found.header["workload"] is not None
-    return entry | {"time": ms, "times": [ms], "TFLOP/s": found.tflops(row) if known else None}
+        name = _UNCOMPILED if row["status"] == "compile_error" else _FAILED
+        return entry | {"__error__": name, "time": name}
+    ms, ours = found.steady_ms(row), found.header["workload"] is not None
+    return entry | {"time": ms, "times": [ms], "TFLOP/s": found.tflops(row) if ours else None}
 
 
 def read_cache(path: str | os.PathLike[str]) -> Sweep:
@@ -92,7 +82,10 @@ def read_cache(path: str | os.PathLike[str]) -> Sweep:
     try:
         content = _content(path.read_text(encoding="utf-8"))
         ours = content.get("cuflash")
-        return checked(_own_rows(ours) if ours else _foreign_rows(content), "row")
+        if not ours:
+            return checked(_foreign_rows(content), "row")
+        require("cuflash", ours, {"header": dict, "rows": list, "finals": list})
+        return checked([ours["header"], *ours["rows"], *ours["finals"]], "row")
     except ValueError as error:
         got = f"something else ({error})"
         raise wrong_value(
@@ -107,23 +100,8 @@ def _content(text: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             content = parse(text.rstrip().rstrip(",") + end if end else text)
             break
-    kinds = {"tune_params_keys": list, "tune_params": dict, "cache": dict}
-    for name in _REQUIRED:
-        if not isinstance(content, dict) or name not in content:
-            raise ValueError(f"no {name}")
-        if not isinstance(content[name], kinds.get(name, str)):
-            raise ValueError(f"{name} {short(content[name])}")
+    require("the file", content, _REQUIRED)
     return dict(content)
-
-
-def _own_rows(ours: Any) -> list[Any]:
-    """The sweep that :func:`write_cache` wrote."""
-    lists: list[Any] = [
-        ours.get(name) if isinstance(ours, dict) else None for name in ("rows", "finals")
-    ]
-    if not all(isinstance(rows, list) for rows in lists):
-        raise ValueError(f"cuflash {short(ours)}, without lists of rows and finals")
-    return [ours.get("header"), *itertools.chain(*lists)]
 
 
 def _foreign_rows(content: dict[str, Any]) -> list[Row]:
@@ -162,7 +140,6 @@ def _foreign_row(key: str, entry: Any, names: Sequence[str]) -> Row | None:
         name = str(error)
         if _INVALID in name:
             return None
-        state = next((s for known, s in _STATES.items() if known in name), "error")
-        return row | {"status": state, "reason": name}
+        return row | {"status": "compile_error" if _UNCOMPILED in name else "error", "reason": name}
     check_times(f"cache {key!r}", {"time": time})
     return row | {"status": "ok", "ms": float(time)}

@@ -6,13 +6,12 @@ configuration each, lines of kind "final" the comparison of the fastest at the e
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,14 +132,14 @@ def load(path: str | os.PathLike[str]) -> Sweep:
     """Read the file of a sweep; a cut-off last line is left out, anything else is an error."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_text(encoding="utf-8").split("\n")
+        whole = enumerate(lines[:-1], start=1)  # what follows the last end is cut off
+        return checked((_parsed(*line) for line in whole), "line")
     except UnicodeDecodeError as error:
-        raise _foreign(path, f"bytes that are no text ({error.reason})") from None
-    lines = text.split("\n")[:-1]  # what follows the last end is cut off
-    try:
-        return checked(map(_parsed, itertools.count(1), lines), "line")
+        got = f"bytes that are no text ({error.reason})"
     except ValueError as error:
-        raise _foreign(path, str(error)) from None
+        got = str(error)
+    raise wrong_value(str(path), got, f"the file of a sweep, format {FORMAT}")
 
 
 def _parsed(number: int, line: str) -> Any:
@@ -159,11 +158,11 @@ def checked(given: Iterable[Any], each: str) -> Sweep:
     for number, row in enumerate(given, start=1):
         place = f"{each} {number}"
         kind = row.get("kind") if isinstance(row, dict) else None
-        if found is None and kind == "sweep":
+        if found is None:
+            if kind != "sweep":
+                raise ValueError(f'{place}: not an object of kind "sweep"')
             _check_header(place, row)
             found = Sweep(row)
-        elif found is None:
-            raise ValueError(f'{place}: not an object of kind "sweep"')
         elif kind == "config":
             _check_config(place, row, found.header)
             found.rows.append(row)
@@ -181,8 +180,9 @@ _NUMBER = (int, float)
 #: Times are between these: products and quotients of two are finite.
 _LEAST, _MOST = 1e-100, 1e100
 _TIMES = ("ms", "relative", "default_ms")
+Kinds = Mapping[str, type | tuple[type, ...]]
 #: What a line of each kind holds at least; of our kernels; of a configuration that was timed.
-_HOLDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+_HOLDS: dict[str, Kinds] = {
     "sweep": {
         "format": int, "workload": (dict, type(None)), "kernel": str, "device": str, "arch": str,
         "parameters": dict, "default": str,
@@ -195,7 +195,7 @@ _HOLDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def _check_header(place: str, row: Row) -> None:
-    _require(place, row, "sweep")
+    require(place, row, _HOLDS["sweep"])
     if row["format"] != FORMAT:
         raise ValueError(f"format {row['format']!r}")
     parameters = row["parameters"]
@@ -203,7 +203,7 @@ def _check_header(place: str, row: Row) -> None:
         raise _wrong(place, "parameters", parameters)
     if row["workload"] is None:
         return
-    _require(place, row, "ours")
+    require(place, row, _HOLDS["ours"])
     default = row["default"].split(",")
     whole = len(default) == len(parameters)
     if not whole or not all(re.fullmatch("-?[0-9]{1,9}", value) for value in default):
@@ -222,11 +222,11 @@ def _check_header(place: str, row: Row) -> None:
 
 def _check_config(place: str, row: Row, header: Row) -> None:
     """Raise unless a configuration has a value for each parameter: an int for our kernels."""
-    _require(place, row, "config")
+    require(place, row, _HOLDS["config"])
     if row["status"] not in STATES:
         raise ValueError(f"{place}: status {row['status']!r}")
     if row["status"] == "ok":
-        _require(place, row, "ok")
+        require(place, row, _HOLDS["ok"])
         check_times(place, {name: row[name] for name in _TIMES if name in row})
     values = row["values"]
     kinds = int if header["workload"] is not None else (int, float, str)
@@ -236,19 +236,19 @@ def _check_config(place: str, row: Row, header: Row) -> None:
 
 
 def _check_final(place: str, row: Row) -> None:
-    _require(place, row, "final")
+    require(place, row, _HOLDS["final"])
     if not isinstance(row.get("left_out", {}), dict):
         raise _wrong(place, "left_out", row["left_out"])
     check_times(place, row["ms"])
-    check_times(place, {name: row[name] for name in ("default_ms",) if name in row})
+    check_times(place, {name: row[name] for name in _TIMES[1:] if name in row})
 
 
-def _require(place: str, row: Row, kind: str) -> None:
-    """Raise unless a line has the entries of its kind, of the types that are read."""
-    missing = [name for name in _HOLDS[kind] if name not in row]
+def require(place: str, row: Any, kinds: Kinds) -> None:
+    """Raise unless a row is an object with these entries, of these types."""
+    missing = [name for name in kinds if not isinstance(row, dict) or name not in row]
     if missing:
         raise ValueError(f"{place}: no {', '.join(missing)}")
-    for name, types in _HOLDS[kind].items():
+    for name, types in kinds.items():
         if not isinstance(row[name], types):
             raise _wrong(place, name, row[name])
 
@@ -264,10 +264,6 @@ def _wrong(place: str, name: str, value: object) -> Exception:
     return ValueError(f"{place}: {name} {short(value)}")
 
 
-def _foreign(path: Path, got: str) -> Exception:
-    return wrong_value(str(path), got, f"the file of a sweep, format {FORMAT}")
-
-
 class SweepFile:
     """A file that grows by whole lines, each on the disk before the next configuration runs."""
 
@@ -275,8 +271,15 @@ class SweepFile:
         self.path = Path(path)
         if self.path.exists() and self.path.stat().st_size:
             self.sweep = load(self.path)
-            self._refuse_other(header)
-            self._cut()
+            for name in _SAME:
+                old, new = self.sweep.header.get(name), header.get(name)
+                if old != new:
+                    raise problem_with(
+                        str(self.path), ValueError, got=f"a sweep with {name} {short(old)}",
+                        expected=f"{name} {short(new)}, to go on with it", fix="name another file",
+                    )  # fmt: skip
+            whole = self.path.read_bytes().rfind(b"\n") + 1
+            os.truncate(self.path, whole)  # without a line that an interruption cut off
         else:
             self.sweep = Sweep(header)
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,22 +289,6 @@ class SweepFile:
         """Keep a row."""
         (self.sweep.finals if row["kind"] == "final" else self.sweep.rows).append(row)
         self._write(row)
-
-    def _refuse_other(self, header: Row) -> None:
-        for name in _SAME:
-            old, new = self.sweep.header.get(name), header.get(name)
-            if old != new:
-                raise problem_with(
-                    str(self.path), ValueError, got=f"a sweep with {name} {short(old)}",
-                    expected=f"{name} {short(new)}, to go on with it", fix="name another file",
-                )  # fmt: skip
-
-    def _cut(self) -> None:
-        """Drop a line that an interruption left without its end."""
-        content = self.path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end != len(content):
-            os.truncate(self.path, end)
 
     def _write(self, row: Row) -> None:
         with open(self.path, "a", encoding="utf-8", newline="\n") as file:

@@ -59,14 +59,16 @@ _BUILT_IN: dict[str, Strategy] = {"exhaustive": exhaustive, "random": drawn}
 
 def strategy_of(name: str) -> Strategy:
     """A strategy by name, of this package or of kernel-tuner."""
-    searched = _BUILT_IN.get(name) or search(name)
-    if searched is None:
-        known = [*_BUILT_IN, *offered()]
-        raise problem_with(
-            "strategy", ValueError, got=repr(name), expected=f"one of {', '.join(known)}",
-            fix="" if offered() else 'pip install "cuflash[tune]" brings others',
-        )  # fmt: skip
-    return searched
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    searches = offered()
+    if name in searches:
+        return search(name)
+    raise problem_with(
+        "strategy", ValueError, got=repr(name),
+        expected=f"one of {', '.join((*_BUILT_IN, *searches))}",
+        fix="" if searches else 'pip install "cuflash[tune]" brings others',
+    )  # fmt: skip
 
 
 def offered() -> tuple[str, ...]:
@@ -78,10 +80,8 @@ def offered() -> tuple[str, ...]:
     return tuple(name for name in strategy_map if name not in _LEFT_OUT)
 
 
-def search(name: str) -> Strategy | None:
-    """A search strategy of kernel-tuner; None where it offers none of this name."""
-    if name not in offered():
-        return None
+def search(name: str) -> Strategy:
+    """A search strategy that kernel-tuner has."""
     package = _PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(name) is None:
         raise ImportError(f"{package} is not installed: pip install {package}")
@@ -113,7 +113,7 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
         TuningBudget,
     )
 
-    legal = {candidate.key: candidate for candidate in chosen}
+    legal = {candidate.values: candidate for candidate in chosen}
     parameters = {name: list(values) for name, values in chosen.parameters.items()}
 
     class OurRunner(Runner):  # type: ignore[misc]
@@ -129,23 +129,22 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
             return {"device_name": chosen.hardware.name}
 
         def run(self, parameter_space: Iterable[Any], tuning_options: Any) -> list[Any]:
-            wanted = [tuple(int(v) for v in element) for element in parameter_space]
+            wanted = list(parameter_space)
             served: list[Candidate] = []
             for values in wanted:
                 if tuning_options.budget.is_done():
                     break
                 tuning_options.budget.add_evaluations(1)
-                served.append(legal[",".join(map(str, values))])
-            rows = evaluate(served)
-            results: list[Any] = [_result(row) for row in rows]
-            return results + [None] * (len(wanted) - len(results))
+                served.append(legal[tuple(map(int, values))])
+            unserved = [None] * (len(wanted) - len(served))
+            return [_result(row) for row in evaluate(served)] + unserved
 
     def _result(row: Row) -> dict[str, Any]:
         if row["status"] == "ok":  # no clocks in it; a search needs no more
-            return {**row["values"], "time": row["relative"]}
+            return row["values"] | {"time": row["relative"]}
         compiled = row["status"] != "compile_error"
         failed = RuntimeFailedConfig() if compiled else CompilationFailedConfig()
-        return {**row["values"], "__error__": failed}
+        return row["values"] | {"__error__": failed}
 
     known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
     searchspace = Searchspace(

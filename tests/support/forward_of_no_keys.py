@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Self
 
 from cuflash._kernels import portable
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.tables import Row, last_row, smallest
+from cuflash._kernels.tables import Row, smallest, tile_of
 
-
-class Chosen(NamedTuple):
-    """What a row of the table says."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-
-ROWS = (Row("", (256, 256), Chosen(64, 64, 4)), Row("wide", (256, 256), Chosen(64, 64, 2)))
+ROWS = (Row("", (256, 256), (64, 64, 4)), Row("wide", (256, 256), (64, 64, 2)))
 
 
 class ForwardOfNoKeysConfig(KernelConfig):
@@ -28,7 +19,7 @@ class ForwardOfNoKeysConfig(KernelConfig):
     params = "ForwardParams"
     computes = "out"
     parts = SCORED
-    tunables = Chosen._fields
+    tunables = ("block_m", "block_n", "num_warps")
 
     @classmethod
     def eligible(cls, request: Request) -> str:
@@ -41,6 +32,7 @@ class ForwardOfNoKeysConfig(KernelConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The tile of its row."""
-        words = {"wide"} if request.problem.head_dim_v > 128 else ()
-        row = last_row(ROWS, words, smallest(ROWS, request.problem))
-        return (cls(**portable.fields(request), **row.tile._asdict(), blocks_per_sm=1),)
+        problem = request.problem
+        holding = {"wide": problem.head_dim_v > 128}
+        tile = dict(zip(cls.tunables, tile_of(ROWS, holding, smallest(ROWS, problem)), strict=True))
+        return (cls(**portable.fields(cls, request), **tile, blocks_per_sm=1),)
