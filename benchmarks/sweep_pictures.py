@@ -246,7 +246,7 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     for marker, label in over:
         axes.plot([], [], marker, color="#404040", markersize=4, label=label)
     flops_of = [found.workload.kernel_flops(found.kernel) for found in sweeps]
-    once_of = [io_model.least_bytes(found.workload, found.kernel) for found in sweeps]
+    once_of = [sum(io_model.least_bytes(found.workload, found.kernel)) for found in sweeps]
     places = np.log(np.divide(flops_of, once_of))
     for number, (found, flops, once) in enumerate(zip(sweeps, flops_of, once_of, strict=True)):
         # Of sweeps at one place the first has the largest marks, and the last is on top.

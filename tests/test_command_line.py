@@ -22,7 +22,7 @@ import pytest
 import cuflash
 from cuflash import _cli, tuning
 from cuflash._ahead import kernels_of
-from cuflash._cli import explained as explaining
+from cuflash._cli import explain as explaining
 from cuflash._cli import from_checkout, info
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe

@@ -67,9 +67,7 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
         work, own.block_m, own.block_n, own.smem_bytes,
         boxes=own.tensor_maps, column_parts=own.column_parts,
     )  # fmt: skip
-    known = model._asdict() | {"unfused": unfused(work)}
-    names = ("read_once", "loaded", "stored", "unfused", "asymptotic")
-    found: dict[str, Any] = {"io": {name: known[name] for name in names}}
+    found: dict[str, Any] = {"io": model._asdict() | {"unfused": unfused(work)}}
     if backward:
         parts = {config: gradient(work, config) for config in configs[index + 1 :]}
         total = together([*parts.values()])._asdict() | {"unfused": unfused(work, "bwd")}
@@ -97,7 +95,7 @@ def forward(
     rows, keys, _ = _rows_loaded(work, block_m, block_n, boxes=boxes)
     elements = column_parts * (rows + keys) * d + keys * d_v
     loaded = work.batch * work.heads_q * elements * _size(work)
-    read, written = least_parts(work, "forward")
+    read, written = least_bytes(work, "forward")
     return Traffic(read, loaded, written, written, _asymptotic(work, smem_bytes))
 
 
@@ -109,7 +107,7 @@ def gradient(work: Workload, config: Any) -> Traffic:
     exchange, does not count: it comes from no memory.
     """
     _refuse_cuda_cores(config)
-    read, written = least_parts(work, config.kernel, grads_of(config))
+    read, written = least_bytes(work, config.kernel, grads_of(config))
     loaded, stored, added = read, written, 0
     if config.computes == "convert":
         loaded = _first_sums(work, config.block_m)
@@ -157,13 +155,8 @@ def unfused(work: Workload, pass_: str = "fwd") -> int:
     return work.batch * work.heads_q * elements * _size(work)
 
 
-def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> int:
-    """Every operand of a kernel of ``kernels_cu`` once: what is read, and what is written."""
-    return sum(least_parts(work, kernel, grads))
-
-
-def least_parts(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, int]:
-    """What :func:`least_bytes` says, of reading and of writing.
+def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, int]:
+    """Every operand of a kernel of ``kernels_cu`` once: bytes that are read, and written.
 
     ``grads`` says which of dk and dv a pass computes: a pass for dv alone does not need v.
     """

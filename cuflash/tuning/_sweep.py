@@ -143,7 +143,6 @@ def sweep(
         time_limit=time_limit,
         processes=processes,
         watcher=watcher,
-        total=min(len(chosen), budget or len(chosen)),
     )
     try:
         running.open_file(file)
@@ -165,27 +164,24 @@ class _Running:
     time_limit: float
     processes: int | None
     watcher: Watcher | None
-    total: int  # configurations that are timed at most
 
     def __post_init__(self) -> None:
+        every = len(self.space)
+        self.total = min(every, self.made["budget"] or every)  # that are timed at most
         self.began = time.perf_counter()
         self.opened: object = None  # the process that knows the problem
 
     def open_file(self, path: str | os.PathLike[str]) -> None:
         """Begin the file, or go on with it, once the device is known."""
         device = self._asked({"do": "describe"}, _OPEN_LIMIT)
-        planned, here = self.space.hardware, (device["device"], device["arch"])
-        if (planned.name, planned.arch) != here:
+        planned, here = self.space.hardware, f"{device['device']} ({device['arch']})"
+        if f"{planned.name} ({planned.arch})" != here:
             raise problem_with(
                 "chosen", ValueError, got=f"a space for {planned.name} ({planned.arch})",
-                expected=f"one for the device here, {here[0]} ({here[1]})",
-                fix="leave arch out when it is made",
+                expected=f"one for the device here, {here}", fix="leave arch out when it is made",
             )  # fmt: skip
-        self.file = SweepFile(path, self._header(device))
-
-    def _header(self, device: Row) -> Row:
-        described = {name: value for name, value in device.items() if name != "status"}
-        return {
+        del device["status"]
+        header = {
             "kind": "sweep",
             "format": FORMAT,
             "workload": self.space.workload.as_json(),
@@ -193,13 +189,14 @@ class _Running:
             "parameters": {name: list(v) for name, v in self.space.parameters.items()},
             "default": self.space.default_key,
             "multiprocessors": self.space.hardware.multiprocessors,
-            **described,
+            **device,
             "kernels": source.digest(),
             "source": source.digest_of(self.space.default.source),
             "check": self.check,
             **self.made,
             "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         }
+        self.file = SweepFile(path, header)
 
     def evaluate(self, candidates: Sequence[Candidate]) -> list[Row]:
         """Rows of these candidates, in order: from the file, or newly measured."""

@@ -147,8 +147,7 @@ class Workload:
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations by the field's count: backward is 2.5 times forward."""
-        forward = 2 * self.batch * self.heads_q * (self.head_dim + self.head_dim_v)
-        return forward * self.visible_pairs() * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
+        return self.kernel_flops("forward") * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[pass_]
 
     def kernel_flops(self, kernel: str, grads: str = "kv") -> float:
         """Operations of the products that a kernel computes: "backward_dq_sm80".
@@ -156,12 +155,13 @@ class Workload:
         ``grads`` says which of dk and dv a pass for them computes.
         """
         d, d_v = self.head_dim, self.head_dim_v
-        width = d + d_v
         if kernel in ONE_PASS:
             width = 3 * d + 2 * d_v
+        elif kernel.startswith("forward"):
+            width = d + d_v
         elif "_dq_" in kernel:
             width = 2 * d + d_v
-        elif kernel.startswith("backward"):
+        else:
             width = {"kv": 2 * (d + d_v), "k": 2 * d + d_v, "v": d + d_v}[grads]
         return 2 * self.batch * self.heads_q * width * self.visible_pairs()
 
