@@ -139,7 +139,13 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     shared = Path(request["folder"]) if request["folder"] else None
     start = time.perf_counter()
     try:
-        report = compilation.compile_ahead(config, arch, shared)
+        report = compilation.compile_static(config, arch)
+        if shared is None:
+            name = compilation.stored_name(config, arch)
+            cubin_cache.save(name, report.cubin)
+        else:
+            name = compilation.shared_name(config, arch)
+            cubin_cache.save_shared(shared, name, report.cubin)
     except CompileError as error:
         return {"error": first_error(error.log)}
     except OSError as error:
@@ -151,7 +157,7 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - start, 3),
     }
     if shared is None:
-        cubin_cache.save_note(compilation.stored_name(config, arch), note)
+        cubin_cache.save_note(name, note)
     return note
 
 
