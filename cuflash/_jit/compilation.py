@@ -140,19 +140,6 @@ def shared_name(config: KernelConfig, arch: str) -> str:
     return cubin_cache.name_of(source_of(config, arch), *_options(arch))
 
 
-def compile_ahead(config: KernelConfig, arch: str, shared: Path | None = None) -> Report:
-    """Compile for devices of ``arch``, whether one is present or not, and store it for a run.
-
-    ``shared`` is a folder for others, instead of one's own store.
-    """
-    report = compile_static(config, arch)
-    if shared is None:
-        cubin_cache.save(stored_name(config, arch), report.cubin)
-    else:
-        cubin_cache.save_shared(shared, shared_name(config, arch), report.cubin)
-    return report
-
-
 def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
     """Compile for ``arch`` ("sm_80") with the options a run would use, and read the log.
 

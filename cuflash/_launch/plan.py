@@ -23,17 +23,12 @@ from cuflash._problem.problem import Problem
 from cuflash._select.choose import LaunchStep
 from cuflash._select.hardware import Hardware
 from cuflash._select.pack_gqa import with_shared_rows
-from cuflash._select.score_sums import ScoreSums
 
 Layouts = Mapping[str, Layout]  # of the operands of a call, by name
 Addresses = Mapping[str, int]
 #: Operands that kernels read and write in the dtype that q, k and v promote to.
 _OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
-#: The struct that comes before the tensor maps.
-_BEFORE_MAPS = {
-    "ForwardSm90Params": kernel_params.FORWARD, "BackwardSm90Params": kernel_params.BACKWARD,
-}  # fmt: skip
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
 _INDEX_LIMIT = 2**31 - 2**20  # a thread block draws one index past the last tile
@@ -43,48 +38,45 @@ _STORED_ROWS = 64  # of out, that a warpgroup stores
 class _Work(NamedTuple):
     """What the thread blocks of a launch share out among themselves."""
 
+    operands: dict[str, Layout]  # of every pointer, in order; what is absent never moves
     tiles: int  # of one owner
-    summed: tuple[bool, ...]  # batch axes that are walked inside a thread block
-    streamed_bytes: int = 0  # that the tiles of one owner stream
+    streamed_bytes: int  # that the tiles of one owner stream
+    grid: Grid
 
 
-def _work_of(config: Any, problem: Problem, sums: ScoreSums | None) -> _Work:
+def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
+    config: Any = step.config
     row = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
-    nothing = (False,) * len(problem.batch)
+    summed, streamed = (False,) * len(problem.batch), 0  # axes walked inside a thread block
     match config.computes:
         case "delta" | "convert":
-            return _Work(-(-problem.seqlen_q // config.block_m), nothing)
-        case "sums" if sums is not None:
-            return _Work(sums.tiles(problem, config.block_m, config.block_n), sums.summed)
+            tiles = -(-problem.seqlen_q // config.block_m)
+        case "sums" if step.sums is not None:
+            tiles = step.sums.tiles(problem, config.block_m, config.block_n)
+            summed = step.sums.summed
         case "dkv" | "dqkv":
-            owned = problem.k if getattr(config, "grad_k", True) else problem.v
             tiles = num_tiles(problem, problem.seqlen_k, config.own_rows)
-            return _Work(tiles, owned.summed, problem.seqlen_q * row)
-    summed = problem.q.summed if config.computes == "dq" else nothing
-    tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
-    return _Work(tiles, summed, problem.seqlen_k * row)
-
-
-def _operands(step: LaunchStep, problem: Problem, layouts: Layouts) -> dict[str, Layout]:
-    """The layout of every pointer of the kernel, in their order; what is absent never moves."""
+            summed = (problem.k if getattr(config, "grad_k", True) else problem.v).summed
+            streamed = problem.seqlen_q * row
+        case _:
+            tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
+            summed = problem.q.summed if config.computes == "dq" else summed
+            streamed = problem.seqlen_k * row
     if step.sums is not None:
         layouts = {**layouts, "sums": step.sums.layout()}
-    elif step.config.computes in ("dqkv", "convert"):
+    elif config.computes in ("dqkv", "convert"):
         layouts = {**layouts, "sums": dq_sums_layout(problem)}
     absent = Layout(1, (0,) * len(problem.batch))
-    names = kernel_params.pointer_names(kernel_params.STRUCTS[step.config.params])
-    return {name: layouts.get(name, absent) for name in names}
-
-
-def _grid_of(config: Any, problem: Problem, operands: Layouts, work: _Work) -> Grid:
-    """How the pointers of the kernel move along the batch axes."""
-    return plan_grid(
+    names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
+    operands = {name: layouts.get(name, absent) for name in names}
+    grid = plan_grid(
         problem.batch,
         [layout.batch for layout in operands.values()],
-        work.summed,
-        work.tiles * getattr(config, "column_parts", 1),
+        summed,
+        tiles * getattr(config, "column_parts", 1),
         kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),
     )
+    return _Work(operands, tiles, streamed, grid)
 
 
 def plan_steps(
@@ -125,20 +117,16 @@ def plan_launch(
     """
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
-    operands = _operands(step, problem, layouts)
+    operands, tiles, streamed, grid = _work_of(step, problem, layouts)
     for name in _OF_THE_DTYPE & layouts.keys() & operands.keys():
         if layouts[name].itemsize != problem.dtype.itemsize:
             raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
-    work = _work_of(config, problem, step.sums)
-    grid = _grid_of(config, problem, operands, work)
     filled = np.zeros(1, struct)[0]
-    section = owners_per_section(
-        config, problem, work.tiles, grid.num_owners, work.streamed_bytes, hardware
-    )
-    filled["grid"] = (work.tiles, grid.num_owners, section, grid.entries_per_owner)
+    section = owners_per_section(config, problem, tiles, grid.num_owners, streamed, hardware)
+    filled["grid"] = (tiles, grid.num_owners, section, grid.entries_per_owner)
     _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)
     filled["head_dim_v"] = problem.head_dim_v
-    blocks = work.tiles * grid.num_owners * getattr(config, "column_parts", 1)
+    blocks = tiles * grid.num_owners * getattr(config, "column_parts", 1)
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)
@@ -151,7 +139,7 @@ def plan_launch(
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
-        end = kernel_params.maps_at(_BEFORE_MAPS[config.params])
+        end = kernel_params.maps_at(kernel_params.STRUCTS[config.params.replace("Sm90", "")])
         if config.computes == "out":
             filled["score"]["seqlen_k"] = keys_to_load(problem)
             drawn_on = device if blocks > hardware.multiprocessors else None
@@ -229,10 +217,8 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     """The tensor maps of a kernel; None where the copy engine cannot address an operand."""
     forward = config.computes == "out"
     mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
-    operands = _operands(LaunchStep(config), problem, layouts)
-    work = _work_of(config, problem, None)
-    grid = _grid_of(config, problem, operands, work)
-    if grid.peeled or (forward and grid.num_owners * work.tiles > _INDEX_LIMIT):
+    operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
+    if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
     found = []
@@ -242,13 +228,20 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
         if name not in _OF_QUERIES:
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
-        found.append(
-            tensor_map.map_layout(
-                problem.dtype, (rows, layouts[name].row), (columns, layouts[name].column), batch,
-                _STORED_ROWS if name == "out" else box,
-            )
+        own = layouts[name]
+        layout = tensor_map.map_layout(
+            problem.dtype, (rows, own.row), (columns, own.column), batch,
+            _STORED_ROWS if name == "out" else box,
         )  # fmt: skip
-    return tensor_map.maps_at(tuple(found), tuple(addresses[name] for name in mapped))
+        if layout is None or addresses[name] % tensor_map.ALIGNMENT:
+            return None
+        found.append(layout)
+    maps = Maps(tuple(found))
+    try:
+        maps.at(tuple(addresses[name] for name in mapped))
+    except RuntimeError:  # the driver knows limits that it does not document
+        return None
+    return maps
 
 
 def keys_to_load(problem: Problem) -> int:

@@ -127,16 +127,11 @@ def backward(
         dlse = None if dlse is None else converted("dlse", dlse, real)
         written = _written(problem, gradients)
         results = {f"d{name}": array for name, array in written.items()}
-        sums = {
-            name: score_sums(problem, name, gradients[name].shape)
-            for name in SUMMED
-            if name in gradients
-        }
+        sums = {n: score_sums(problem, n, gradients[n].shape) for n in SUMMED if n in gradients}
         if sums or "sink" in gradients:
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
-        sum_arrays = {name: cupy.zeros(own.shape, real) for name, own in sums.items()}
+        totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
         read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        totals = {sums_of(name): array for name, array in sum_arrays.items()}
         addresses = _addresses(held, **read, **results, **totals)
         bits = (addresses["dout"] | addresses["q"] | addresses["k"] | addresses["v"]) & 15
         key = (
@@ -157,7 +152,7 @@ def backward(
             write_rounded(gradients[name], written[name])
         ends, lengths = held.get("cu_seqlens_q"), held.get("q_lengths")
         for name, own in sums.items():
-            score_gradients.write(problem, name, own, sum_arrays[name], gradients[name], ends)
+            score_gradients.write(problem, name, own, totals[sums_of(name)], gradients[name], ends)
         if "sink" in gradients:
             score_gradients.write_sink(
                 problem, memory, lse, held["sink"], gradients["sink"], lengths, ends

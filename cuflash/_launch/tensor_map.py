@@ -84,19 +84,6 @@ class Maps:
         return with_addresses(self._encoded, addresses)
 
 
-def maps_at(layouts: tuple[MapLayout | None, ...], addresses: tuple[int, ...]) -> Maps | None:
-    """The maps of these operands; None where the copy engine cannot address one of them."""
-    known = tuple(layout for layout in layouts if layout is not None)
-    if len(known) < len(layouts) or any(address % ALIGNMENT for address in addresses):
-        return None
-    maps = Maps(known)
-    try:
-        maps.at(addresses)
-    except RuntimeError:  # the driver knows limits that it does not document
-        return None
-    return maps
-
-
 def encode(layout: MapLayout, address: int) -> bytes:
     """Encode the map of an array."""
     rank = len(layout.extents)

@@ -33,20 +33,18 @@ class Workspace(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, backward: bool, fused: Any = None) -> Workspace:
         """Of one call; ``fused`` is the configuration of a kernel of all gradients."""
-        row, size, bounds, keys = statistics_bytes(problem), 0, 0, 0
-        if backward:
-            size = row * math.prod(problem.batch) * problem.seqlen_q
+        alignment, entries = statistics_bytes(problem), math.prod(problem.batch)
+        size = alignment * entries * problem.seqlen_q if backward else 0
+        bounds = keys = turns = sums = 0
         if problem.segment_ids_q is not None:
             size = -(-size // _BOUNDS_ALIGNMENT) * _BOUNDS_ALIGNMENT
-            bounds = segment_bounds.room_for(problem)
-            keys, row = segment_bounds.bounds_of(problem).first_k, _BOUNDS_ALIGNMENT
-        if fused is None:
-            return cls(size, bounds, keys, alignment=row)
-        # One counter of drawn tiles, and a turn for each block of queries.
-        blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
-        turns = 1 + math.prod(problem.batch) * int(blocks)
-        sums = math.prod(problem.batch) * _entry_bytes(problem)
-        return cls(size, bounds, keys, turns, sums, alignment=row)
+            bounds, alignment = segment_bounds.room_for(problem), _BOUNDS_ALIGNMENT
+            keys = segment_bounds.bounds_of(problem).first_k
+        if fused is not None:
+            # One counter of drawn tiles, and a turn for each block of queries.
+            blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
+            turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
+        return cls(size, bounds, keys, turns, sums, alignment)
 
     @property
     def size(self) -> int:
