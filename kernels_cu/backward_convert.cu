@@ -3,8 +3,6 @@
 //
 // A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
 // block that sees no key nothing was stored: it is zero.
-#include "config.cuh"
-#include "params.cuh"
 #include "simt/recompute_rows.cuh"
 #include "sm90/dq_accum.cuh"
 

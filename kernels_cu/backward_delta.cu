@@ -6,9 +6,6 @@
 // nothing (lse = -inf) get (+inf, 0), whatever their dout holds. A sink gives such a row a finite
 // lse: there its out of 0 tells. Rows far from 0 get (NaN, delta): all results that they reach
 // become NaN, and are computed again.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 

@@ -13,12 +13,7 @@
 // Shared memory: k and v of the tile; one block of q, one of dout, in halves; two of their rows'
 // statistics; what partners exchange. q arrives while dp^T is computed, dout of the next block
 // while dk is.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/exchange.cuh"
-#include "tile/fragment.cuh"
-#include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"

@@ -16,10 +16,6 @@
 // statistics; a stage arrives while the other is computed with. Of float32 TF32 parts, in a pass of
 // one result those of one stage. For dk, q arrives while dp^T is computed, the next dout and its
 // statistics while the rest is; for dv, dout while s^T is, the next q while the rest is. (D37)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/dkv_rows.cuh"
 #include "portable/fully_masked_rows.cuh"

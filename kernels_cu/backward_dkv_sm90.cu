@@ -16,8 +16,6 @@
 // results are sums over columns. Warpgroup 0 produces: its first warp loads. The others consume.
 //
 // Barriers: sm90/dkv_producer.cuh.
-#include "config.cuh"
-#include "params.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {

@@ -15,13 +15,8 @@
 // dp^T, transposed for the sums, since wgmma sums float32 along rows of both operands only. The
 // others consume. k and v of the tile stay in float32 and are split by the lanes that multiply with
 // them. (D38)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/dkv_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 

@@ -12,12 +12,7 @@
 //
 // Shared memory: q and dout of the tile; one block of k and one of v, in halves; what partners
 // exchange. k arrives while dp is computed, v of the next block while s and dq are.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/exchange.cuh"
-#include "tile/fragment.cuh"
-#include "tile/load.cuh"
 #include "tile/matmul_sm80.cuh"
 #include "portable/dq_rows.cuh"
 

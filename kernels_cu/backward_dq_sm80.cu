@@ -13,10 +13,6 @@
 // Shared memory: q and dout of the tile, two stages of k and v; a stage arrives while the other is
 // computed with. Of float32 one, in TF32 parts: k arrives while dp is computed, v of the next block
 // while s and dq are.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/dq_rows.cuh"
 

@@ -17,17 +17,10 @@
 //   raw          1 + bytes          k and v are there, with rows to be cleared
 //   empty        consumers          every warpgroup is done with the block: load the next
 //   never        -                  nobody waits: see Consumer::add_block
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
 
@@ -64,24 +57,7 @@ CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_row;
-  int owner;
-  int sequence;
-
-  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, ptx::block_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, tile.owner, place.sequence};
-  }
-
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params) const {
-    return {params.batch, owner, sequence};
-  }
-};
+using Work = RowTile;
 
 // ---------------------------------------------------------------------------------- the producer
 struct Producer {
@@ -92,7 +68,7 @@ struct Producer {
 
   CUFLASH_DEVICE void run() {
     const Work work = Work::of_this_block(params);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     if (lane_index() == 0) load_rows(entry, score.seqlen.first_q + work.first_row);
     __syncwarp();
@@ -171,7 +147,7 @@ struct Consumer {
 
   CUFLASH_DEVICE void run() {
     const Work work = Work::of_this_block(params);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Score score(params.score, entry);
     const Range tile{work.first_row, work.first_row + Config::block_m};
     const BlockRanges blocks = score.kv_blocks(tile.begin, tile.end);
@@ -357,7 +333,7 @@ struct Consumer {
 
   CUFLASH_DEVICE void store(const Work& work) const {
     const int first_row = work.first_row + 16 * (warp_index() - 4);
-    const BatchIndex entry = work.entry(params);
+    const BatchIndex entry{params.batch, work.owner, work.sequence};
     const Seqlen seqlen(params.score, entry);
     const int num_rows = min(max(seqlen.rows_q - first_row, 0), 16);
     store_slice(RowTarget(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,

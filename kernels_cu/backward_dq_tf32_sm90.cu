@@ -12,13 +12,8 @@
 // Warpgroup 0 produces: it splits k and v once per block and writes k twice, as it is for s and
 // transposed for dq, since wgmma sums float32 along rows of both operands only. The others consume.
 // q and dout of the tile stay in float32 and are split by the lanes that multiply with them. (D40)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/dq_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 

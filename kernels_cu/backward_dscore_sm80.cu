@@ -11,17 +11,9 @@
 // A tile of a bias (m, n) is one block of pairs, one of a key bias (1, n) all blocks of some keys,
 // one of a query bias (m, 1) all blocks of some queries; so is one of slopes and scale, whose sums
 // over queries are left to be added up. Queries far from 0 join sums at the end, pair by pair.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "schedule/segments.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "ptx/special.cuh"
 
 namespace cuflash {
 

@@ -31,12 +31,9 @@
 //   ds_empty     3                  all have multiplied with ds of the own keys: stage the next
 //   turn_come    1                  it is this tile's turn to add
 //   dq_added     4 (warps)          it has added: pass the turn on
-#include "config.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"
-#include "sm90/pair.cuh"
 #include "sm90/pair_producer.cuh"
 
 namespace cuflash {

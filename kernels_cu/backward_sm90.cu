@@ -37,8 +37,6 @@
 //
 // Named barriers pass the right to start products between the consumers: exponentials and ds of one
 // are computed under the products of the other.
-#include "config.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_accum.cuh"
 #include "sm90/dq_semaphore.cuh"

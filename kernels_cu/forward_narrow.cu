@@ -14,17 +14,9 @@
 // its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
 // what takes longest. All threads read the same key at a time, for all their rows. (D61)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/load.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -59,11 +51,8 @@ struct Work {
   BatchIndex entry;
 
   CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
+    const RowTile tile = RowTile::of_this_block(params);
+    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
   }
 };
 

@@ -10,10 +10,6 @@
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
 // arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "tile/matmul.cuh"
 #include "portable/forward_rows.cuh"
 

@@ -15,14 +15,8 @@
 //
 // Shared memory: q[num_q_stages], k[num_stages], v[num_stages], every tile in panels of 64 columns;
 // out is staged in q where there are two. The barriers' table is in sm90/shared_memory.cuh.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "ptx/sync.cuh"
-#include "sm90/shared_memory.cuh"
 #include "sm90/producer.cuh"
 #include "sm90/consumer.cuh"
-#include "sm90/store.cuh"
 #include "sm90/unowned_rows.cuh"
 
 namespace cuflash {

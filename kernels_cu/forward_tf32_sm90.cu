@@ -12,13 +12,8 @@
 // once, and write k as it is and v transposed, since wgmma sums float32 along rows of both operands
 // only. The others consume. q stays in float32 and is split by the lanes that multiply with it,
 // unless one product of TF32 serves: then it is an operand where it lies. (D40, D41, D42)
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
 #include "portable/forward_rows.cuh"
 #include "sm90_tf32/roles.cuh"
-#include "tile/load.cuh"
-#include "sm90_tf32/matmul.cuh"
 
 namespace cuflash {
 

@@ -1,7 +1,6 @@
 // Number formats: what an element is, how it is read, rounded and stored.
 #pragma once
 
-#include "config.cuh"
 #include "score/exp64.cuh"
 #include "ptx/arithmetic.cuh"
 

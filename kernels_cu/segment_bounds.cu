@@ -2,12 +2,7 @@
 //
 // A warp reads the ids of one pair of bounds; lanes past the end repeat the last id. The blocks of
 // threads of a batch entry take its queries, then its keys.
-#include "config.cuh"
-#include "params.cuh"
-#include "numeric.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

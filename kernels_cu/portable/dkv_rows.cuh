@@ -2,14 +2,9 @@
 // the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -23,24 +18,7 @@ struct Gradients {
   Real dv[slices][dv_columns / 8][4];
 };
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_key;
-  int owner;
-  int sequence;
-
-  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    // Under a causal bound the first keys are seen by the most queries.
-    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {place.block * Config::block_n, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
+using Work = KeyTile;
 
 // Of two neighbouring columns, read at once.
 struct alignas(16) TwoRows {

@@ -1,36 +1,13 @@
 // What a warp does with its rows of dq, whatever multiplies them: statistics, ds, and the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
-// The tile of this thread block, as often as it is asked for.
-struct Work {
-  int first_row;
-  int owner;
-  int sequence;
-
-  CUFLASH_DEVICE static Work of_this_block(const BackwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
+using Work = RowTile;
 
 // The statistics of this lane's rows.
 template <int slices>

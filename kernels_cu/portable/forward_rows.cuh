@@ -1,15 +1,9 @@
 // What a warp does with its rows of the forward, whatever multiplies them: scores, and the end.
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
-#include "score/softmax.cuh"
-#include "tile/fragment.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -50,11 +44,8 @@ struct Work {
   BatchIndex entry;
 
   CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
-    const Tile tile = tile_of(params.grid, tile_index());
-    const int rank =
-        Score::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
-    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
-    return {place.block * Config::block_m, BatchIndex(params.batch, tile.owner, place.sequence)};
+    const RowTile tile = RowTile::of_this_block(params);
+    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
   }
 };
 

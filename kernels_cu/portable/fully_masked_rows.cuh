@@ -2,10 +2,8 @@
 // nothing.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cp_async.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
 
 namespace cuflash {

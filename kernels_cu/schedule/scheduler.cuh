@@ -1,7 +1,6 @@
 // Which tile of which batch entry a thread block computes, and where that entry's arrays start.
 #pragma once
 
-#include "numeric.cuh"
 #include "params.cuh"
 #include "ptx/special.cuh"
 

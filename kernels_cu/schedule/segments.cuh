@@ -7,7 +7,6 @@
 #pragma once
 
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

@@ -7,10 +7,7 @@
 #pragma once
 
 #include "score/philox.cuh"
-#include "ptx/arithmetic.cuh"
-#include "ptx/special.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

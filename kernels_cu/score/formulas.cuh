@@ -2,7 +2,6 @@
 // text takes the place of the files in formulas/, which change nothing.
 #pragma once
 
-#include "params.cuh"
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {

@@ -3,7 +3,6 @@
 // and the lanes exchange what they found; elsewhere each lane reads its own, byte by byte.
 #pragma once
 
-#include "config.cuh"
 #include "ptx/special.cuh"
 #include "tile/fragment.cuh"
 

@@ -2,7 +2,6 @@
 // read under a condition for each pair would wait for memory as often. (D9)
 #pragma once
 
-#include "numeric.cuh"
 #include "tile/fragment.cuh"
 
 namespace cuflash {

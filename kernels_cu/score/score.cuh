@@ -12,12 +12,10 @@
 
 #include "score/formulas.cuh"
 #include "score/mask_bits.cuh"
-#include "numeric.cuh"
 #include "score/pair_values.cuh"
 #include "score/segment_ids.cuh"
 #include "score/traits.cuh"
 #include "score/seqlen.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

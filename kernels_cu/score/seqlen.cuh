@@ -2,7 +2,6 @@
 // is its causal one.
 #pragma once
 
-#include "numeric.cuh"
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {

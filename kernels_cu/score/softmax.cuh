@@ -1,10 +1,7 @@
 // How the maximum and the sum of a row evolve over key blocks, and what they give at the end.
 #pragma once
 
-#include "numeric.cuh"
-#include "score/score.cuh"
 #include "score/softmax_float64.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

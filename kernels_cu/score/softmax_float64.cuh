@@ -5,10 +5,7 @@
 //   - a reference stays until a score exceeds it by a factor of 2^8, in few blocks. (D45, D51)
 #pragma once
 
-#include "numeric.cuh"
-#include "ptx/arithmetic.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

@@ -2,8 +2,6 @@
 // memory limits head sizes, and one row serves many lanes from the first cache.
 #pragma once
 
-#include "numeric.cuh"
-#include "ptx/special.cuh"
 #include "tile/load.cuh"
 
 namespace cuflash {

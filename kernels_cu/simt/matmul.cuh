@@ -3,8 +3,6 @@
 // every dtype is multiplied and summed as Real. (D31)
 #pragma once
 
-#include "numeric.cuh"
-#include "tile/fragment.cuh"
 #include "simt/global_tile.cuh"
 
 namespace cuflash {

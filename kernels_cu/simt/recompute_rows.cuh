@@ -9,12 +9,8 @@
 // its registers. Lanes hold the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/dropout.cuh"
-#include "score/score.cuh"
 #include "score/softmax.cuh"
-#include "tile/fragment.cuh"
 #include "tile/load.cuh"
 #include "tile/store.cuh"
 

@@ -4,7 +4,6 @@
 // a phase pass by an arrival, all its threads are past their own wait.
 #pragma once
 
-#include "config.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
 #include "tile/fragment.cuh"

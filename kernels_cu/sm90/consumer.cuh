@@ -1,14 +1,10 @@
 // A warpgroup that computes: 64 rows of out, from scores to the sum over their keys.
 #pragma once
 
-#include "score/dropout.cuh"
-#include "params.cuh"
-#include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/consumer_schedule.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
-#include "sm90/shared_memory.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
 

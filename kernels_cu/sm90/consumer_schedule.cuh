@@ -2,7 +2,6 @@
 // whether warpgroups take turns.
 #pragma once
 
-#include "score/score.cuh"
 #include "sm90/shared_memory.cuh"
 
 namespace cuflash {

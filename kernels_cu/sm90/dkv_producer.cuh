@@ -9,17 +9,12 @@
 //   empty        4 consumers        every warp is done with the block: load the next
 #pragma once
 
-#include "score/dropout.cuh"
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
+#include "schedule/tiles.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/roles.cuh"
 #include "sm90/load.cuh"
-#include "sm90/matmul.cuh"
-#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -51,25 +46,6 @@ CUFLASH_DEVICE void init_rings(DkvSharedMemory& smem) {
   init(smem.keys_full, 32);
   init(smem.raw, 1);
 }
-
-// The tile of a thread block, as often as it is asked for.
-struct KeyTile {
-  int first_key;
-  int owner;
-  int sequence;
-
-  CUFLASH_DEVICE static KeyTile at(const BackwardParams& params, int index) {
-    const Tile tile = tile_of(params.grid, index);
-    // Under a causal bound the first keys are seen by the most queries.
-    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {place.block * Config::block_n, tile.owner, place.sequence};
-  }
-
-  // The `index`-th batch entry of the owner.
-  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
-    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
-  }
-};
 
 // In which order the blocks of queries that see a tile are taken; `masked` is of the last asked
 // for.

@@ -6,7 +6,6 @@
 // last one, slices past the end do not exist.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"

@@ -1,9 +1,6 @@
 // How TMA brings a tile of an operand, and how rows of a tile are cleared.
 #pragma once
 
-#include "params.cuh"
-#include "ptx/tma.cuh"
-#include "schedule/scheduler.cuh"
 #include "score/score.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/matmul.cuh"

@@ -1,9 +1,7 @@
 // Raw products of a warpgroup's 64 rows become logits, what is invisible -inf.
 #pragma once
 
-#include "ptx/special.cuh"
 #include "score/score.cuh"
-#include "tile/fragment.cuh"
 
 namespace cuflash {
 

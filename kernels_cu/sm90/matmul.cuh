@@ -4,7 +4,6 @@
 #include "numeric.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/special.cuh"
-#include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
 
 namespace cuflash {

@@ -3,7 +3,6 @@
 // queries.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
@@ -70,7 +69,7 @@ struct Work {
     const Tile tile = tile_of(params.grid, index);
     const int tile_key = tile.block * tile_keys;
     const int rank = ptx::cluster_rank();
-    return {{tile_key + rank * Config::block_n, tile.owner, 0}, tile_key};
+    return {{{tile.owner, 0}, tile_key + rank * Config::block_n}, tile_key};
   }
   CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
   // How many tiles add to this block of queries before this one.

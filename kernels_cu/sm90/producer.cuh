@@ -1,7 +1,6 @@
 // The warp that draws tiles and loads q, k and v for the warpgroups that compute.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/sync.cuh"
 #include "schedule/segments.cuh"
 #include "sm90/load.cuh"

@@ -1,10 +1,6 @@
 // Products q k^T of 16 rows once more, by one warp alone, from global memory.
 #pragma once
 
-#include "params.cuh"
-#include "ptx/mma_sync.cuh"
-#include "schedule/scheduler.cuh"
-#include "tile/fragment.cuh"
 #include "tile/load.cuh"
 
 namespace cuflash {

@@ -1,7 +1,6 @@
 // What the gradient kernels of Hopper share.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/sync.cuh"
 #include "score/score.cuh"
 #include "sm90/barrier.cuh"

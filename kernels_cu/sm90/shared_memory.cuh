@@ -16,8 +16,6 @@
 #pragma once
 
 #include "schedule/pipeline.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/tile_order.cuh"
 #include "sm90/matmul.cuh"

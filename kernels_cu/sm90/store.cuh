@@ -1,11 +1,8 @@
 // How out leaves: staged in shared memory and sent by TMA, or straight from registers.
 #pragma once
 
-#include "simt/recompute_rows.cuh"
-#include "params.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/tma.cuh"
 #include "sm90/load.cuh"
 #include "sm90/shared_memory.cuh"
 

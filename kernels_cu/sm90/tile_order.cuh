@@ -2,8 +2,6 @@
 #pragma once
 
 #include "simt/recompute_rows.cuh"
-#include "schedule/scheduler.cuh"
-#include "score/score.cuh"
 
 namespace cuflash {
 

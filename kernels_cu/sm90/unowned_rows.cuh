@@ -2,8 +2,6 @@
 #pragma once
 
 #include "simt/recompute_rows.cuh"
-#include "params.cuh"
-#include "schedule/scheduler.cuh"
 
 namespace cuflash {
 

@@ -8,7 +8,6 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_tf32.cuh"
 #include "tile/matmul_sm80.cuh"
-#include "tile/operand.cuh"
 
 namespace cuflash {
 

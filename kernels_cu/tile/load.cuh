@@ -1,10 +1,8 @@
 // Global to shared memory: a block of rows becomes a swizzled tile, everything outside it zeros.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/special.cuh"
 #include "score/score.cuh"
 #include "tile/smem_tile.cuh"
 

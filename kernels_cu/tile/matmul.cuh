@@ -1,11 +1,7 @@
 // By which products a portable kernel multiplies, and where its tiles lie.
 #pragma once
 
-#include "simt/global_tile.cuh"
-#include "tile/load.cuh"
 #include "simt/matmul.cuh"
-#include "tile/matmul_sm80.cuh"
-#include "tile/smem_tile.cuh"
 #include "tile/split_tile.cuh"
 
 namespace cuflash {

@@ -8,8 +8,6 @@
 // in parts, small terms first, and parts are added in float32, which rounds. (D32, D34)
 #pragma once
 
-#include "ptx/mma_sync.cuh"
-#include "tile/fragment.cuh"
 #include "tile/operand.cuh"
 
 namespace cuflash {

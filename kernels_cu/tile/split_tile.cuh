@@ -2,7 +2,6 @@
 #pragma once
 
 #include "tile/matmul_sm80.cuh"
-#include "tile/smem_tile.cuh"
 
 namespace cuflash {
 

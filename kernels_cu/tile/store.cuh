@@ -1,7 +1,6 @@
 // Accumulators to global memory, in the caller's dtype and strides.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/once.cuh"
 #include "schedule/scheduler.cuh"
 #include "tile/fragment.cuh"

@@ -1,0 +1,47 @@
+// Which rows, or keys, and which batch entries are a thread block's. A tile is worked out anew as
+// often as it is asked for.
+#pragma once
+
+#include "schedule/scheduler.cuh"
+#include "score/traits.cuh"
+
+namespace cuflash {
+
+struct OwnedTile {
+  int owner;
+  int sequence;
+
+  // The `index`-th batch entry of the owner.
+  CUFLASH_DEVICE BatchIndex entry(const BackwardParams& params, int index) const {
+    return {params.batch, owner * params.grid.entries_per_owner + index, sequence};
+  }
+};
+
+struct RowTile : OwnedTile {
+  int first_row;
+
+  template <typename Params>
+  CUFLASH_DEVICE static RowTile of_this_block(const Params& params) {
+    const Tile tile = tile_of(params.grid, tile_index());
+    const int rank =
+        ScoreTraits::last_rows_see_most ? params.grid.num_blocks - 1 - tile.block : tile.block;
+    const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), rank);
+    return {{tile.owner, place.sequence}, place.block * Config::block_m};
+  }
+};
+
+struct KeyTile : OwnedTile {
+  int first_key;
+
+  CUFLASH_DEVICE static KeyTile of_this_block(const BackwardParams& params) {
+    return at(params, tile_index());
+  }
+  CUFLASH_DEVICE static KeyTile at(const BackwardParams& params, int index) {
+    const Tile tile = tile_of(params.grid, index);
+    // Under a causal bound the first keys are seen by the most queries.
+    const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return {{tile.owner, place.sequence}, place.block * Config::block_n};
+  }
+};
+
+}  // namespace cuflash
