@@ -134,8 +134,8 @@ class Options:
                 "seed", f"dropout={self.dropout} without seed", "an int from 0 to 2^64 - 1",
                 "the same seed in forward and backward drops the same scores",
             )  # fmt: skip
-        layouts = tuple((name, signature(array)) for name, array in arrays.items())
-        set_("signature", OptionLayout(**plain, arrays=layouts))
+        plain["arrays"] = tuple((name, signature(array)) for name, array in arrays.items())
+        set_("signature", OptionLayout(**plain))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
         set_("arrays", arrays)
 

@@ -32,8 +32,9 @@ def describe_packed(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call on a GPU; the two ``cu_seqlens`` have been checked."""
-    varying = {ARRAYS[name][0].name for name in options.arrays}  # they have one for each sequence
-    same = replace(options, **dict.fromkeys(varying))
+    # What arrays hold differs between sequences.
+    absent: dict[str, Any] = {ARRAYS[name][0].name: None for name in options.arrays}
+    same = replace(options, **absent)
     whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
     check_arrays(whole, options, q)
     ends = tuple((name, signature(array)) for name, array in cu_seqlens.items())
