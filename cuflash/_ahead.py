@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,12 +74,11 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     from cuflash.tuning._workload import Workload
 
     hardware = _hardware_of(arch)
-    several = isinstance(workloads, Iterable) and not isinstance(workloads, str)
     backward = flag("backward", backward)
-    try:
-        given: list[Any] = [*workloads] if several else [workloads]  # type: ignore[misc]
-    except TypeError:  # an array without axes
-        given = [workloads]
+    given: list[Any] = [workloads]
+    if isinstance(workloads, Iterable) and not isinstance(workloads, str):
+        with contextlib.suppress(TypeError):  # an array without axes
+            given = [*workloads]
     for work in given:
         if not isinstance(work, Workload):
             expected = "a cuflash.tuning.Workload, or several"
@@ -99,17 +99,14 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     facts = compile_all(configs, hardware, processes=processes, shared=shared)
     for config, found in facts.items():
         if found.error:
-            raise CompileError(
-                f"{config.entry} did not compile: {found.error}",
-                config=config, log=found.error, source=None,
-            )  # fmt: skip
-    files = []
-    for config in facts:
-        own = compilation.architecture(config, hardware.capability)
-        if shared is None:
-            files.append(_cupy.folder() / f"{compilation.stored_name(config, own)}.cubin")
-        else:
-            files.append(shared / f"{compilation.shared_name(config, own)}.cubin")
+            message = f"{config.entry} did not compile: {found.error}"
+            raise CompileError(message, config=config, log=found.error, source=None)
+    place, name_of = _cupy.folder(), compilation.stored_name
+    if shared is not None:
+        place, name_of = shared, compilation.shared_name
+    architectures = [compilation.architecture(c, hardware.capability) for c in facts]
+    names = map(name_of, facts, architectures)
+    files = [place / f"{name}.cubin" for name in names]
     lost = [path for path in files if not cubin_cache.verified(path)]
     if lost:
         raise problem_with(

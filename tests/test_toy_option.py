@@ -30,7 +30,7 @@ EDITS = {
          'params={"lift": (np.float32, lambda p: p.lift, "")}),\n'),
     ),
     "cuflash/_problem/options.py": (
-        ("    #: Plain values and the layouts", "    shift: Array | None = None\n"
+        ("    #: Plain values and the layouts of arrays:", "    shift: Array | None = None\n"
          "    lift: float | None = None\n"),
         ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"
          "    lift: float | None\n"),

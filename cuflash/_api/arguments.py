@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, Triple, allocate, array_module, converted, native, same_module
+from cuflash._arrays import Array, Triple, allocate, converted, is_cupy, native, same_module
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
@@ -30,19 +30,15 @@ def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Trip
     return xp, given, (q, k, v)
 
 
-def check_common(xp: ModuleType, deterministic: Any, workspace: Any, config: Any) -> None:
+def check_common(q: Array, deterministic: Any, workspace: Any, config: Any) -> None:
     """Raise for a wrong workspace, configuration or flag."""
     flag("deterministic", deterministic)
     if workspace is not None:
         if native("workspace", workspace).dtype != np.uint8:
             expected = "a uint8 array of workspace_size(...) bytes"
             raise wrong_type("workspace", f"dtype {workspace.dtype}", expected)
-        own = array_module(workspace)
-        if own is not xp:
-            raise wrong_type(
-                "workspace", f"a {own.__name__} array", f"a {xp.__name__} array like q"
-            )
-    if xp is np and config is not None:
+        same_module(q=q, workspace=workspace)
+    if config is not None and not is_cupy(q):
         fix = "it selects the tiles of a GPU kernel"
         raise wrong_type("config", shown(config), "None for NumPy arrays", fix)
 

@@ -160,7 +160,7 @@ def attention(
         return known
     with on_device_of(q):
         xp, given, qkv = arguments.operands(q, k, v)
-        arguments.check_common(xp, deterministic, workspace, config)
+        arguments.check_common(qkv[0], deterministic, workspace, config)
         config = override.of_forward(config)
         pair = arguments.result_pair(out, return_lse)
         problem = describe(*qkv, chosen, axes=axes, precision=precision, out=pair[0])
@@ -274,7 +274,7 @@ def attention_backward(
     with on_device_of(dout):
         wanted = arguments.gradient_names(wrt, chosen)
         xp, given, qkv = arguments.operands(q, k, v)
-        arguments.check_common(xp, deterministic, workspace, config)
+        arguments.check_common(qkv[0], deterministic, workspace, config)
         config = override.of_backward(config)
         problem = describe(*qkv, chosen, axes=axes, precision=precision)
         saved = arguments.saved_arrays("attention", problem, given["q"], dout, out, lse, dlse)

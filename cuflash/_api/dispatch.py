@@ -58,10 +58,9 @@ def run_backward(
         for gradient in gradients.values():
             gradient.fill(0)
         return None
-    dout, out, lse, dlse = saved
-    if is_cupy(dout):
-        given = (problem, dout, *qkv, out, lse, dlse, options, gradients)
-        return launch().backward(*given, **for_kernels)
+    if is_cupy(saved.dout):
+        dout, *results = saved
+        return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
     attention.backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
     return None
 

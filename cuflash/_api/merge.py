@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import (
-    Array,
-    native,
-    on_own_device,
-    refuse_captured,
-    rounded,
-    same_module,
-)
+from cuflash._arrays import Array, native, on_own_device, refuse_captured, rounded, same_module
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
@@ -59,33 +53,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     >>> np.allclose(whole.out, cuflash.attention(q, k, v))
     True
     """
-    if not is_integer(axis):
-        raise wrong_type("axis", shown(axis), "an int")
-    axis = integer_value("axis", axis, "an int")
-    outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
-    xp = same_module(outs=outs, lses=lses)
-    for name, array in (("outs", outs), ("lses", lses)):
-        require_float(name, array)
-    if not 0 <= axis < lses.ndim:
-        raise wrong_value("axis", shown(axis), f"an axis from 0 to {lses.ndim - 1}")
-    require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
-    refuse_captured(xp, "merge")
-    if lses.shape[axis] == 0:
-        raise wrong_value("outs", "no parts", "at least one part")
-    dtype = arithmetic(lses.dtype)
-    with np.errstate(all="ignore"):
-        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
-        highest = parts.max(0)
-        shift = xp.where(xp.isneginf(highest), 0, highest)
-        weight = xp.exp(parts - shift)
-        total = weight.sum(0)
-        lse = shift + xp.log(total)
-        weight = (weight / xp.where(total == 0, 1, total))[..., None]
-        scaled = weight * xp.moveaxis(outs, axis, 0).astype(
-            xp.promote_types(dtype, arithmetic(outs.dtype))
-        )
-        out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
-        return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
+    return _merged(*_parts(outs, lses, axis))
 
 
 @on_own_device
@@ -123,34 +91,61 @@ def merge_backward(
     >>> cuflash.merge_backward(np.ones((5, 3)), outs, lses).out[0, 0]
     array([0.5, 0.5, 0.5])
     """
-    whole = merge(outs, lses, axis)
-    outs, lses, dout = (
-        _stacked("outs", outs, axis),
-        _stacked("lses", lses, axis),
-        native("dout", dout),
-    )
-    dlse = None if dlse is None else native("dlse", dlse)
-    xp = same_module(outs=outs, dout=dout, dlse=dlse)
-    require_float("dout", dout)
-    require_shape("dout", dout, whole.out.shape, "the merged out")
-    if dlse is not None:
-        require_float("dlse", dlse)
-        require_shape("dlse", dlse, whole.lse.shape, "the merged lse")
+    xp, outs, lses = _parts(outs, lses, axis)
+    whole = _merged(xp, outs, lses)
+    dout = native("dout", dout)
+    dlse = xp.zeros_like(whole.lse) if dlse is None else native("dlse", dlse)
+    same_module(outs=outs, dout=dout, dlse=dlse)
+    for name, cotangent, result in (("dout", dout, "out"), ("dlse", dlse, "lse")):
+        require_float(name, cotangent)
+        require_shape(name, cotangent, getattr(whole, result).shape, f"the merged {result}")
     dtype = xp.promote_types(arithmetic(lses.dtype), arithmetic(outs.dtype))
     with np.errstate(all="ignore"):
-        parts = xp.moveaxis(lses, axis, 0).astype(dtype)
+        parts, dout = lses.astype(dtype), dout.astype(dtype)
         hidden = xp.isneginf(parts)
         weight = xp.exp(parts - whole.lse.astype(dtype))
-        from_mean = xp.moveaxis(outs, axis, 0).astype(dtype) - whole.out.astype(dtype)
-        slope = (dout.astype(dtype) * from_mean).sum(-1) + (
-            0 if dlse is None else dlse.astype(dtype)
-        )
-        douts = xp.where(hidden[..., None], 0, weight[..., None] * dout.astype(dtype))
+        from_mean = outs.astype(dtype) - whole.out.astype(dtype)
+        slope = (dout * from_mean).sum(-1) + dlse.astype(dtype)
+        douts = xp.where(hidden[..., None], 0, weight[..., None] * dout)
         dlses = xp.where(hidden, 0, weight * slope)
         return AttentionResult(
             xp.moveaxis(rounded(douts, outs.dtype), 0, axis),
             xp.moveaxis(rounded(dlses, lses.dtype), 0, axis),
         )
+
+
+def _merged(xp: ModuleType, outs: Array, lses: Array) -> AttentionResult:
+    """Sum over parts along the first axis of both arrays."""
+    dtype = arithmetic(lses.dtype)
+    with np.errstate(all="ignore"):
+        parts = lses.astype(dtype)
+        highest = parts.max(0)
+        shift = xp.where(xp.isneginf(highest), 0, highest)
+        weight = xp.exp(parts - shift)
+        total = weight.sum(0)
+        lse = shift + xp.log(total)
+        weight = (weight / xp.where(total == 0, 1, total))[..., None]
+        scaled = weight * outs.astype(xp.promote_types(dtype, arithmetic(outs.dtype)))
+        out = xp.where(xp.isneginf(parts)[..., None], 0, scaled).sum(0)
+        return AttentionResult(rounded(out, outs.dtype), rounded(lse, lses.dtype))
+
+
+def _parts(outs: Any, lses: Any, axis: Any) -> tuple[ModuleType, Array, Array]:
+    """The array library of checked parts, and both arrays with the parts along the first axis."""
+    if not is_integer(axis):
+        raise wrong_type("axis", shown(axis), "an int")
+    axis = integer_value("axis", axis, "an int")
+    outs, lses = _stacked("outs", outs, axis), _stacked("lses", lses, axis)
+    xp = same_module(outs=outs, lses=lses)
+    for name, array in (("outs", outs), ("lses", lses)):
+        require_float(name, array)
+    if not 0 <= axis < lses.ndim:
+        raise wrong_value("axis", shown(axis), f"an axis from 0 to {lses.ndim - 1}")
+    require_shape("lses", lses, outs.shape[:-1], "outs without its last axis")
+    refuse_captured(xp, "merge")
+    if lses.shape[axis] == 0:
+        raise wrong_value("outs", "no parts", "at least one part")
+    return xp, xp.moveaxis(outs, axis, 0), xp.moveaxis(lses, axis, 0)
 
 
 def _stacked(name: str, parts: Any, axis: int) -> Array:

@@ -7,22 +7,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash import _arrays
 from cuflash._api.arguments import gradient_names, operands
 from cuflash._api.attention import attention, attention_backward
-from cuflash._arrays import (
-    Array,
-    array_module,
-    is_cupy,
-    native,
-    on_device_of,
-    on_own_device,
-    refuse_captured,
-    same_module,
-)
+from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
 from cuflash._errors import problem_with, shown, wrong_type, wrong_value
 from cuflash._host.scores import Scores, Tile, arithmetic
 from cuflash._problem import checks, philox
-from cuflash._problem.checks import require_float, require_shape
 from cuflash._problem.operand import axes_without_values, canonical_view
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
@@ -206,8 +197,8 @@ def weights(
     same_module(q=q, lse=lse)
     refuse_captured(xp, "weights")
     problem = describe(q, k, k, chosen, axes=axes_without_values(axes))
-    require_float("lse", lse)
-    require_shape("lse", lse, problem.lse_shape, "the lse of attention")
+    checks.require_float("lse", lse)
+    checks.require_shape("lse", lse, problem.lse_shape, "the lse of attention")
     if rows is None and cols is None:
         raise wrong_value(
             "rows", "neither rows nor cols", "a selection",
@@ -268,21 +259,21 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
         raise wrong_value("shape", shown(shape), "a tuple batch + (m, n)")
+    expected = "extents >= 0"
     if not all(map(checks.is_integer, shape)):
-        raise wrong_type("shape", shown(shape), "extents >= 0")
-    extents = tuple(checks.integer_value("shape", extent, "extents >= 0") for extent in shape)
+        raise wrong_type("shape", shown(shape), expected)
+    extents = tuple(checks.integer_value("shape", extent, expected) for extent in shape)
     if min(extents) < 0:
-        raise wrong_value("shape", shown(shape), "extents >= 0")
+        raise wrong_value("shape", shown(shape), expected)
     xp = np if like is None else same_module(like=native("like", like))
     refuse_captured(xp, "dropout_mask")
     p, seed = checks.probability("p", p), checks.seed("seed", seed)
-    with on_device_of(like):
+    with _arrays.on_device_of(like):
         try:
             mask = xp.empty(extents, bool)
         except (MemoryError, OverflowError, ValueError) as error:
-            raise wrong_value(
-                "shape", shown(shape), f"a shape that fits into memory ({error})"
-            ) from None
+            expected = f"a shape that fits into memory ({error})"
+            raise wrong_value("shape", shown(shape), expected) from None
         if not mask.size:
             return mask
         entries = mask.reshape(-1, *extents[-2:])
@@ -310,7 +301,7 @@ def _no_result(
 ) -> Array:
     """The result of a call without values: an array with a shape and no bytes."""
     problem = describe(*operands(q, k, v)[2], options, axes=axes, precision=precision)
-    return array_module(v).empty(problem.out_shape, problem.dtype)
+    return _arrays.array_module(v).empty(problem.out_shape, problem.dtype)
 
 
 def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
@@ -321,12 +312,11 @@ def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
         if isinstance(chosen, slice):
             chosen.indices(extent)
             return chosen
-        array = chosen if is_cupy(chosen) else np.asarray(chosen)
+        array = chosen if _arrays.is_cupy(chosen) else np.asarray(chosen)
     except Exception as error:  # a ragged list, a step of 0, what an object of the caller's raises
         kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise problem_with(
-            name, kind, got=f"{shown(chosen)} ({error})", expected=expected
-        ) from error
+        got = f"{shown(chosen)} ({error})"
+        raise problem_with(name, kind, got=got, expected=expected) from error
     if array.shape == (0,):  # an empty list has no integers
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -334,7 +324,6 @@ def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
     if isinstance(array, np.ndarray) and array.size:  # CuPy wraps what is out of bounds
         low, high = int(array.min()), int(array.max())
         if low < -extent or high >= extent:
-            raise wrong_value(
-                name, f"indices from {low} to {high}", f"indices from {-extent} to {extent - 1}"
-            )
+            expected = f"indices from {-extent} to {extent - 1}"
+            raise wrong_value(name, f"indices from {low} to {high}", expected)
     return xp.asarray(array)

@@ -95,7 +95,7 @@ def attention_varlen(
     """
     chosen = resolve(options, score_options)
     xp, given, qkv = arguments.operands(q, k, v)
-    arguments.check_common(xp, deterministic, workspace, config)
+    arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_forward(config)
     pair = arguments.result_pair(out, flag("return_lse", return_lse))
     ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
@@ -167,7 +167,7 @@ def attention_varlen_backward(
     chosen = resolve(options, score_options)
     wanted = arguments.gradient_names(wrt, chosen)
     xp, given, qkv = arguments.operands(q, k, v)
-    arguments.check_common(xp, deterministic, workspace, config)
+    arguments.check_common(qkv[0], deterministic, workspace, config)
     config = override.of_backward(config)
     ends = _ends(given, cu_seqlens_q, cu_seqlens_k)
     problem = describe_packed(*qkv, chosen, ends, axes=axes, precision=precision)
@@ -188,10 +188,8 @@ def attention_varlen_backward(
 
 def _ends(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
     """Where sequences end, by name; raise for what is wrong without a look at the values."""
-    ends = {
-        "cu_seqlens_q": native("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_k": native("cu_seqlens_k", cu_seqlens_k),
-    }
+    both = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    ends = {name: native(name, array) for name, array in both.items()}
     same_module(**given, **ends)
     for name, array in ends.items():
         if array.dtype.kind not in "iu":

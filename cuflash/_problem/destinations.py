@@ -63,14 +63,6 @@ def _addresses(array: Array) -> Array:
     """A NumPy array of the same addresses, never to be read where the memory is a device's."""
     if not is_cupy(array):
         return array
-    return np.asarray(
-        SimpleNamespace(
-            __array_interface__={
-                "version": 3,
-                "data": (array.data.ptr, True),
-                "typestr": f"|V{array.itemsize}",
-                "shape": array.shape,
-                "strides": array.strides,
-            }
-        )
-    )
+    interface = {"version": 3, "typestr": f"|V{array.itemsize}", "data": (array.data.ptr, True)}
+    interface |= {"shape": array.shape, "strides": array.strides}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

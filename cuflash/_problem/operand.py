@@ -73,6 +73,12 @@ def option_operand(
     return Operand(own.dtype, batch + extents, strides, own.summed)
 
 
+def broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` broadcasts to ``full``."""
+    padded = (1,) * (len(full) - len(shape)) + shape
+    return len(padded) == len(full) and all(n in (1, m) for n, m in zip(padded, full, strict=True))
+
+
 def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False) -> Array:
     """View ``array`` in canonical order; broadcast axes have stride 0, or extent 1 if kept."""
     shape = operand.shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -107,7 +106,7 @@ class Options:
     dropout: float = 0.0
     seed: int | None = None
     enable_gqa: bool = False
-    #: Plain values and the layouts of arrays; None for options that no Problem depends on.
+    #: Plain values and the layouts of arrays: all that a Problem depends on.
     signature: Any = field(init=False)
     #: The options that are arrays, by name.
     arrays: dict[str, Array] = field(init=False)
@@ -115,10 +114,17 @@ class Options:
 
     def __post_init__(self) -> None:
         set_ = functools.partial(object.__setattr__, self)
+        arrays: dict[str, Array] = {}
+        plain: dict[str, Any] = {}
         for option in OPTIONS:
             value = getattr(self, option.name)
             if value is not None or _DEFAULTS[option.name] is not None:
-                set_(option.name, option.check(option.name, value))
+                value = option.check(option.name, value)
+                set_(option.name, value)
+            parts = zip(option.arrays, value if isinstance(value, tuple) else [value], strict=False)
+            own = {name: part for name, part in parts if hasattr(part, "strides")}
+            arrays |= own
+            plain[option.name] = value if option.in_problem and not own else None
         if isinstance(self.causal, str) and self.offset is not None:
             got = f"offset={shown(self.offset)} with causal={self.causal!r}"
             expected = "an alignment word or an offset, not both"
@@ -128,19 +134,10 @@ class Options:
                 "seed", f"dropout={self.dropout} without seed", "an int from 0 to 2^64 - 1",
                 "the same seed in forward and backward drops the same scores",
             )  # fmt: skip
-        values = {name: getattr(self, name) for name in OPTION_NAMES}
-        known = values | dict.fromkeys(_APART)
-        set_("signature", OptionLayout(*(_layout(value) for value in known.values())))
+        layouts = tuple((name, signature(array)) for name, array in arrays.items())
+        set_("signature", OptionLayout(**plain, arrays=layouts))
         set_("_hash", hash(self.signature))  # once: a repeated call asks for it
-        set_("arrays", dict(self._own_arrays()))
-
-    def _own_arrays(self) -> Iterator[tuple[str, Array]]:
-        for option in OPTIONS:
-            value = getattr(self, option.name)
-            parts = value if isinstance(value, tuple) else (value,)
-            for name, part in zip(option.arrays, parts, strict=False):
-                if hasattr(part, "strides"):
-                    yield name, part
+        set_("arrays", arrays)
 
     def __hash__(self) -> int:
         return self._hash
@@ -202,14 +199,8 @@ _APART = tuple(option.name for option in OPTIONS if not option.in_problem)
 _VALUES = frozenset(
     {int, float, bool, str, type(None), np.float64, np.float32, np.int64, np.int32, np.bool_}
 )
-#: Options with every array replaced by its layout.
-OptionLayout: Any = namedtuple("OptionLayout", OPTION_NAMES)  # type: ignore[misc]
-
-
-def _layout(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_layout, value))
-    return signature(value) if hasattr(value, "strides") else value
+#: Plain values, None for an option that has arrays; and the layouts of these, by name.
+OptionLayout: Any = namedtuple("OptionLayout", (*OPTION_NAMES, "arrays"))  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

@@ -12,18 +12,11 @@ from typing import Any
 
 from cuflash._arrays import Array
 from cuflash._errors import wrong_value
-from cuflash._problem.operand import Operand, option_operand
+from cuflash._problem.operand import Operand, broadcastable, option_operand
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import OPTION_NAMES, Options, signature
-from cuflash._problem.problem import (
-    Problem,
-    check_lengths,
-    check_module,
-    checked_length,
-    describe,
-)
+from cuflash._problem.options import Options, signature
+from cuflash._problem.problem import Problem, check_arrays, describe
 
-_LENGTHS = ("q_lengths", "kv_lengths")
 Layouts = tuple[tuple[str, Any], ...]  # (name, shape and strides and dtype) of arrays
 
 
@@ -39,32 +32,24 @@ def describe_packed(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call on a GPU; the two ``cu_seqlens`` have been checked."""
-    varying = {"segment_ids", *_LENGTHS, *options.arrays}  # they have a value for each sequence
-    same = Options(**{name: getattr(options, name) for name in OPTION_NAMES if name not in varying})
+    varying = {ARRAYS[name][0].name for name in options.arrays}  # they have one for each sequence
+    same = replace(options, **dict.fromkeys(varying))
     whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
-    for name, array in options.arrays.items():
-        check_module(name, array, q)
-    check_lengths(whole, options)
-    lengths = (
-        checked_length("q_lengths", options.q_lengths, whole.seqlen_q),
-        checked_length("kv_lengths", options.kv_lengths, whole.seqlen_k),
-    )
-    ends, arrays = (
-        tuple((name, signature(array)) for name, array in named.items())
-        for named in (cu_seqlens, options.arrays)
-    )
-    return _packed(whole, ends, arrays, lengths)
+    check_arrays(whole, options, q)
+    ends = tuple((name, signature(array)) for name, array in cu_seqlens.items())
+    return _packed(whole, ends, options.signature.arrays)
 
 
 @functools.lru_cache(maxsize=4096)
-def _packed(
-    whole: Problem, cu_seqlens: Layouts, arrays: Layouts, lengths: tuple[int | None, int | None]
-) -> Problem:
+def _packed(whole: Problem, cu_seqlens: Layouts, arrays: Layouts) -> Problem:
     ends = {name: Operand(dtype, shape, steps, ()) for name, (shape, steps, dtype) in cu_seqlens}
     sequences = ends["cu_seqlens_q"].shape[0] - 1
     operands = {name: _operand(whole, sequences, name, layout) for name, layout in arrays}
     limits = {}
-    for axis, total, length in zip("mn", (whole.seqlen_q, whole.seqlen_k), lengths, strict=True):
+    for axis, total, length in (
+        ("m", whole.seqlen_q, whole.q_length_value),
+        ("n", whole.seqlen_k, whole.kv_length_value),
+    ):
         # What an array does not hold is no query and no key, wherever a sequence ends.
         extents = [
             operand.shape[len(operand.summed) + ARRAYS[name][1].index(axis)]
@@ -85,8 +70,7 @@ def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
         count = f"{len(core)} to" if core else "at most"
         expected = f"{count} {len(full) + len(core)} axes, sequences first"
         raise wrong_value(name, f"shape {shape}", expected)
-    lead = (1,) * (len(full) - split) + shape[:split]
-    if any(a not in (1, b) for a, b in zip(lead, full, strict=True)):
+    if not broadcastable(shape[:split], full):
         expected = f"{full} or 1 in each axis before the core: {sequences} or 1 sequences first"
         raise wrong_value(name, f"shape {shape}", expected)
     totals = {"m": whole.seqlen_q, "n": whole.seqlen_k}

@@ -27,7 +27,6 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_BLOCK = 16
 
 
 def threshold(p: float) -> int:
@@ -48,28 +47,23 @@ def kept_scale(p: float) -> float:
 
 def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: ModuleType) -> Array:
     """Which scores of a tile are kept: entries.shape + (rows, cols), bool."""
-    first_m, first_n = rows.start // _BLOCK, cols.start // _BLOCK
-    blocks_m = -(-rows.stop // _BLOCK) - first_m
-    blocks_n = -(-cols.stop // _BLOCK) - first_n
-    x = xp.arange(4 * blocks_n, dtype=np.uint64) + np.uint64(4 * first_n)
-    y = (xp.arange(8 * blocks_m, dtype=np.uint64) + np.uint64(8 * first_m))[:, None]
+    first_m, first_n = rows.start // 16, cols.start // 16
+    last_m, last_n = -(-rows.stop // 16), -(-cols.stop // 16)
+    y = xp.arange(8 * first_m, 8 * last_m, dtype=np.uint64)[:, None]
+    x = xp.arange(4 * first_n, 4 * last_n, dtype=np.uint64)
     entries = xp.asarray(entries, dtype=np.uint64)[..., None, None]
     words = _philox(
         [x, y, entries & np.uint64(_WORD), entries >> np.uint64(32)], (seed & _WORD, seed >> 32), xp
     )
-    halves = [half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16))]
-    # (entries, 8 * blocks_m, 4 * blocks_n, number) -> (.., block, row in 8, q div 8, block, ...)
-    bits = xp.stack(halves, axis=-1)
-    lead = bits.shape[:-3]
-    bits = bits.reshape(*lead, blocks_m, 8, blocks_n, 4, 2, 2, 2)
-    d = len(lead)
-    order = [*range(d), d, d + 4, d + 1, d + 2, d + 5, d + 3, d + 6]
-    bits = bits.transpose(order).reshape(*lead, blocks_m * _BLOCK, blocks_n * _BLOCK)
-    skip_m, skip_n = rows.start - first_m * _BLOCK, cols.start - first_n * _BLOCK
-    tile = bits[
-        ..., skip_m : skip_m + rows.stop - rows.start, skip_n : skip_n + cols.stop - cols.start
-    ]
-    return tile >= np.uint64(threshold(p))
+    lead = words[0].shape[:-2]
+    blocks = xp.empty((*lead, last_m - first_m, 2, 8, last_n - first_n, 2, 4, 2), bool)
+    halves = (half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16)))
+    for number, half in enumerate(halves):
+        part = blocks[..., number // 4, :, :, number // 2 % 2, :, number % 2]
+        part[...] = (half >= np.uint64(threshold(p))).reshape(part.shape)
+    whole = blocks.reshape(*lead, 16 * (last_m - first_m), 16 * (last_n - first_n))
+    m, n = rows.start - 16 * first_m, cols.start - 16 * first_n
+    return whole[..., m : m + rows.stop - rows.start, n : n + cols.stop - cols.start]
 
 
 def _philox(counter: list[Array], key: tuple[int, int], xp: ModuleType) -> list[Array]:

@@ -20,6 +20,7 @@ from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
     Axes,
     Operand,
+    broadcastable,
     checked_axes,
     core_axes,
     operand_of,
@@ -29,15 +30,13 @@ from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
 
 HALVES = FLOATS[:2]
-PRECISIONS = (None, "ieee", "tf32")
 _MATRICES = ("q", "k", "v", "dout")
 _MAX_BATCH_AXES = 30  # with both of the core, as many as NumPy broadcasts
 _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
 #: What Problem has of the option table: an Operand or None for each array, and the numbers.
 _OfOptions: Any = make_dataclass(
-    "_OfOptions", [*((name, Operand | None) for name in ARRAYS), *((n, float) for n in _NUMBERS)],
-    frozen=True, kw_only=True,
-)  # fmt: skip
+    "_OfOptions", [(name, Any, None) for name in (*ARRAYS, *_NUMBERS)], frozen=True, kw_only=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +120,13 @@ def describe(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call and return its Problem."""
-    for name, array in options.arrays.items():
-        check_module(name, array, q)
-    expected = 'None, "ieee" or "tf32"'
-    if precision is not None and not isinstance(precision, str):
-        raise wrong_type("precision", shown(precision), expected)
-    pairs = checked_axes(axes)
-    if precision not in PRECISIONS:
-        raise wrong_value("precision", shown(precision), expected)
-    problem = _describe(
-        signature(q), signature(k), signature(v), options.signature, pairs, precision,
-        signature(out),
-    )  # fmt: skip
-    check_lengths(problem, options)
+    is_text = isinstance(precision, str)
+    if precision is not None and not (is_text and precision in ("ieee", "tf32")):
+        wrong = wrong_value if is_text else wrong_type
+        raise wrong("precision", shown(precision), 'None, "ieee" or "tf32"')
+    layouts = [signature(array) for array in (q, k, v, out)]
+    problem = _describe(*layouts, options.signature, checked_axes(axes), precision)
+    check_arrays(problem, options, q)
     return problem
 
 
@@ -142,10 +135,10 @@ def _describe(
     q: Signature,
     k: Signature,
     v: Signature,
+    out: Signature | None,
     options: Any,  # an OptionLayout
     axes: Axes,
     precision: str | None,
-    out: Signature | None,
 ) -> Problem:
     arrays = {"q": q, "k": k, "v": v}
     shapes = {name: array[0] for name, array in arrays.items()}
@@ -183,18 +176,13 @@ def _describe(
     def operand(name: str) -> Operand:
         return operand_of(arrays[name], core[name], batch, group_size, kv=name != "q")
 
-    def option_array(name: str) -> Operand | None:
+    def option_array(name: str, array: Signature) -> Operand:
         option, axes = ARRAYS[name]
-        own, value = list(option.arrays), getattr(options, option.name)
-        argument, array = option.name, value
-        if len(own) > 1 and value is not None:
-            argument, array = f"{argument}[{own.index(name)}]", value[own.index(name)]
-        if not isinstance(array, tuple):  # None, or a number
-            return None
         extents = tuple({"m": seqlen_q, "n": seqlen_k}[axis] for axis in axes)
         shape, full = array[0], batch_shape + extents
-        if len(shape) < len(extents) or not _broadcastable(shape, full):
-            fix = ""
+        if len(shape) < len(extents) or not broadcastable(shape, full):
+            own, fix = list(option.arrays), ""
+            argument = option.name if len(own) == 1 else f"{option.name}[{own.index(name)}]"
             if option.from_host and batch_shape:
                 per_entry = (*batch_shape[:-1], 1)
                 fix = f"lengths per batch entry have shape {per_entry}: heads are the last axis"
@@ -203,10 +191,10 @@ def _describe(
             raise wrong_value(argument, f"shape {shape}", expected, fix)
         return option_operand(array, batch, extents, group_size)
 
-    of_options: dict[str, Any] = {name: option_array(name) for name in ARRAYS}
+    of_options: dict[str, Any] = {name: option_array(name, a) for name, a in options.arrays}
     for name, number in _NUMBERS.items():
-        given = getattr(options, name)
-        of_options[name] = None if given is None else number(given)
+        if getattr(options, name) is not None:
+            of_options[name] = number(getattr(options, name))
     left, right = options.window or (None, None)
     out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, dtype)
     return Problem(
@@ -224,9 +212,9 @@ def _describe(
         out=operand_of(out_layout, core_axes("out", out_layout[0], axes[3]), batch, group_size),
         out_shape=out_layout[0],
         axes=axes,
-        offset_value=0 if options.causal == "top_left" else _plain_int(options.offset),
-        q_length_value=checked_length("q_lengths", options.q_lengths, seqlen_q),
-        kv_length_value=checked_length("kv_lengths", options.kv_lengths, seqlen_k),
+        offset_value=0 if options.causal == "top_left" else options.offset,
+        q_length_value=_checked_length("q_lengths", options.q_lengths, seqlen_q),
+        kv_length_value=_checked_length("kv_lengths", options.kv_lengths, seqlen_k),
         causal=bool(options.causal),
         window_left=left,
         window_right=0 if options.causal else right,
@@ -324,38 +312,24 @@ def _out_layout(
     return out
 
 
-def _broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    padded = (1,) * (len(full) - len(shape)) + shape
-    return len(padded) == len(full) and all(n in (1, m) for n, m in zip(padded, full, strict=True))
-
-
-def _plain_int(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def checked_length(name: str, value: Any, extent: int) -> int | None:
-    """A length that is a number, within the array; None for an array of lengths or none."""
-    if isinstance(value, int) and not 0 <= value <= extent:
+def _checked_length(name: str, value: int | None, extent: int) -> int | None:
+    if value is not None and not 0 <= value <= extent:
         raise wrong_value(name, value, f"a length from 0 to {extent}")
-    return _plain_int(value)
+    return value
 
 
-def check_module(name: str, array: Array, q: Array) -> None:
-    """Raise unless an option lives where q lives; lengths and offsets may come from the host."""
-    if is_cupy(array) or not ARRAYS[name][0].from_host:
-        same_module(**{"q": q, name: array})
+def check_arrays(problem: Problem, options: Options, q: Array) -> None:
+    """Raise unless arrays lie where q lies, and integers that the host can read are in range.
 
-
-def check_lengths(problem: Problem, options: Options) -> None:
-    """Check integers that the host can read; values on a device are clamped by the kernels."""
-    for name, low, high in (
-        ("q_lengths", 0, problem.seqlen_q),
-        ("kv_lengths", 0, problem.seqlen_k),
-        ("offset", -FARTHEST, FARTHEST),
-    ):
-        value = getattr(options, name)
-        if isinstance(value, np.ndarray) and value.size:
-            least, most = int(value.min()), int(value.max())
+    Lengths and offsets may come from the host; kernels clamp values on a device.
+    """
+    for name, array in options.arrays.items():
+        if is_cupy(array) or not ARRAYS[name][0].from_host:
+            same_module(**{"q": q, name: array})
+        elif array.size:
+            longest = {"q_lengths": problem.seqlen_q, "kv_lengths": problem.seqlen_k}
+            low, high = (0, longest[name]) if name in longest else (-FARTHEST, FARTHEST)
+            least, most = int(array.min()), int(array.max())
             if least < low or most > high:
                 expected = f"lengths from 0 to {high}" if low == 0 else "values from -2^59 to 2^59"
                 raise wrong_value(name, f"values from {least} to {most}", expected)

@@ -94,7 +94,7 @@ def attention_backward(
     del out, lse
     options = resolve(options, score_options)
     pairs = axes or NO_AXES
-    inputs = dict(zip(("q", "k", "v"), (q, k, v), strict=True))
+    inputs = {"q": q, "k": k, "v": v}
     q, k, v = operands(q, k, v, options, axes, dtype)
     score, seen, slope, mod_slope = score_and_slopes(q, k, options, dtype)
     sink = sink_of_rows(options, score, dtype)
@@ -201,9 +201,9 @@ def weights(
     q, k, _ = operands(q, k, k, options, axes, dtype)
     score, seen, *_ = score_and_slopes(q, k, options, dtype)
     p, _ = softmax(score, seen, sink_of_rows(options, score, dtype))
-    rows = slice(None) if rows is None else rows
-    cols = slice(None) if cols is None else cols
-    return p[..., rows, :][..., cols]
+    everything = slice(None)
+    p = p[..., everything if rows is None else rows, :]
+    return p[..., everything if cols is None else cols]
 
 
 @np.errstate(all="ignore")
@@ -213,8 +213,7 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
     ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
     lse = -inf is neutral, its out is not read. Any other part counts, however small its weight.
     """
-    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
-    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    outs, lses = (np.moveaxis(np.asarray(a).astype(dtype), axis, 0) for a in (outs, lses))
     weight, lse = softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
     weighted = np.moveaxis(weight, -1, 0)[..., None] * outs
     return AttentionResult(np.where(np.isneginf(lses)[..., None], 0, weighted).sum(0), lse)
@@ -240,8 +239,7 @@ def merge_backward(
     and exactly 0 where lse_i = -inf.
     """
     out, lse = merge(outs, lses, axis, dtype=dtype)
-    outs = np.moveaxis(np.asarray(outs).astype(dtype), axis, 0)
-    lses = np.moveaxis(np.asarray(lses).astype(dtype), axis, 0)
+    outs, lses = (np.moveaxis(np.asarray(a).astype(dtype), axis, 0) for a in (outs, lses))
     weight, hidden = np.exp(lses - lse), np.isneginf(lses)
     slope = (dout * (outs - out)).sum(-1) + (0 if dlse is None else dlse)
     douts = np.where(hidden[..., None], 0, weight[..., None] * dout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -37,12 +37,9 @@ def attention_varlen(
     pairs = axes or NO_AXES
     batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, resolve(options, score_options), pairs)
     result = attention(*batch.padded, options=batch.options, return_lse=True, dtype=dtype)
-    out = _packed(result.out, batch.q_slices, batch.total_q)
-    lse = np.full(out.shape[:-1], -np.inf, out.dtype)
-    for i, part in enumerate(batch.q_slices):
-        lse[..., part] = result.lse[i][..., : part.stop - part.start]
-    out = to_axes(out, pairs[3])
-    return AttentionResult(out, lse) if return_lse else out
+    out = to_axes(_packed(result.out, batch.q_slices, batch.total_q), pairs[3])
+    rows = _packed(result.lse[..., None], batch.q_slices, batch.total_q, elsewhere=-np.inf)
+    return AttentionResult(out, rows[..., 0]) if return_lse else out
 
 
 def attention_varlen_backward(
@@ -72,18 +69,17 @@ def attention_varlen_backward(
     gradients = attention_backward(
         padded_dout, *batch.padded, dlse=rows, wrt=wrt, options=batch.options, dtype=dtype
     )
-    results = {f.name: getattr(gradients, f.name) for f in fields(gradients)}
+    changes = {}
     slices = (batch.q_slices, batch.k_slices, batch.k_slices)
     for name, array, own, pair in zip("qkv", batch.inputs, slices, pairs, strict=False):
         if name in wrt:
-            packed = _packed(results[f"d{name}"], own, array.shape[-2])
-            results[f"d{name}"] = to_axes(packed.reshape(array.shape), pair)
+            packed = _packed(getattr(gradients, f"d{name}"), own, array.shape[-2])
+            changes[f"d{name}"] = to_axes(packed.reshape(array.shape), pair)
     for name in set(FIELDS) & chosen.arrays.keys() & set(wrt):
-        part = results[FIELDS[name]]
-        whole = np.zeros(chosen.arrays[name].shape, dtype)
+        part = getattr(gradients, FIELDS[name])
+        whole = changes[FIELDS[name]] = np.zeros(chosen.arrays[name].shape, dtype)
         whole[tuple(slice(0, n) for n in part.shape)] = part
-        results[FIELDS[name]] = whole
-    return Gradients(**results)
+    return replace(gradients, **changes)
 
 
 class _Batch:
@@ -117,9 +113,9 @@ def _padded(packed: Array, slices: list[slice]) -> Array:
     return padded
 
 
-def _packed(padded: Array, slices: list[slice], total: int) -> Array:
-    """The inverse of `_padded`; 0 in rows of no sequence."""
-    packed = np.zeros((*padded.shape[1:-2], total, padded.shape[-1]), padded.dtype)
+def _packed(padded: Array, slices: list[slice], total: int, elsewhere: float = 0) -> Array:
+    """The inverse of `_padded`; ``elsewhere`` in rows of no sequence."""
+    packed = np.full((*padded.shape[1:-2], total, padded.shape[-1]), elsewhere, padded.dtype)
     for i, s in enumerate(slices):
         packed[..., s, :] = padded[i, ..., : s.stop - s.start, :]
     return packed

@@ -72,10 +72,9 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: Any) -> Array:
 
 def kept_factor(options: Options, shape: tuple[int, ...], dtype: Any) -> Array:
     """Factor of each probability: 1 / (1 - p) where dropout keeps it, 0 where not."""
-    *batch, seqlen_q, seqlen_k = shape
     if not philox.threshold(options.dropout):
         return np.ones((), dtype)
-    mask = dropout_mask((*batch, seqlen_q, seqlen_k), options.dropout, options.seed)
+    mask = dropout_mask(shape, options.dropout, options.seed)
     return mask * dtype(philox.kept_scale(options.dropout))
 
 

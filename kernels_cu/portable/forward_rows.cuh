@@ -14,20 +14,28 @@ CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& sc
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
-  unrolled<slices, 2>([&](int s, int half) {
-    const int q_idx = lane_row + 16 * s + 8 * half;
-    // Relative to this lane's first column, so that columns are compared as constants.
-    const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-    ColumnBits seen;
-    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-    unrolled<tiles, 2>([&](int t, int i) {
-      Real& value = s_acc[s][t][2 * half + i];
-      const int kv_idx = lane_key + 8 * t + i;
-      const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                       score.formula_shows(q_idx, kv_idx));
-      value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
-    });
-  });
+#pragma unroll
+  for (int s = 0; s < slices; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = lane_row + 16 * s + 8 * half;
+      // Relative to this lane's first column, so that columns are compared as constants.
+      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+      ColumnBits seen;
+      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+#pragma unroll
+      for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Real& value = s_acc[s][t][2 * half + i];
+          const int kv_idx = lane_key + 8 * t + i;
+          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                           score.formula_shows(q_idx, kv_idx));
+          value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
+        }
+      }
+    }
+  }
 }
 
 // The tile of this thread block, as often as it is asked for.

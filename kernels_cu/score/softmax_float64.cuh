@@ -47,41 +47,53 @@ struct HeldSoftmax {
                              const Score& score) {
     Real maxima[slices][2], factors[slices][2], shifts[slices][2];
     bool any_odd = false, any_rises = false;
-    unrolled<slices, 2>([&](int s, int half) {
-      maxima[s][half] = score.reference(row_maximum_in_part(s_acc[s], half));
-      factors[s][half] = score.exponent_factor();
-      shifts[s][half] = to_32nds - held[s][half];
-      any_odd |= is_odd(maxima[s][half]);
-      any_rises |= exceeds(maxima[s][half] - held[s][half], most);
-    });
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maxima[s][half] = score.reference(row_maximum_in_part(s_acc[s], half));
+        factors[s][half] = score.exponent_factor();
+        shifts[s][half] = to_32nds - held[s][half];
+        any_odd |= is_odd(maxima[s][half]);
+        any_rises |= exceeds(maxima[s][half] - held[s][half], most);
+      }
+    }
     // One branch for all rows: the weights of one would wait for the maximum of the next. (D52)
     if (warp_agrees(any_odd || any_rises)) {
       any_odd = warp_agrees(any_odd);
-      unrolled<slices, 2>([&](int s, int half) {
-        bool is_far = false;
-        if (any_odd) {
-          const Real exact = score.reference(row_maximum(s_acc[s], half));
-          is_far = is_odd(maxima[s][half]);
-          maxima[s][half] = is_far ? exact : maxima[s][half];
-        }
-        hold(maxima[s][half], s, half, o_acc, score);
-        is_far = is_far && is_odd(held[s][half]);
-        if (any_odd) form_exponents(s_acc[s], half, is_far, held[s][half], score);
-        factors[s][half] = is_far ? 1 : score.exponent_factor();
-        shifts[s][half] = is_far ? to_32nds : to_32nds - held[s][half];
-      });
-    }
-    unrolled<slices, 2>([&](int s, int half) {
-      // Dependent additions would wait for products of the other warp, one by one. (D53)
-      Real sums[4] = {row_sum[s][half]};
 #pragma unroll
-      for (int j = 0; j < 2 * tiles; ++j) {
-        Real& value = s_acc[s][j / 2][2 * half + j % 2];
-        value = power.of_product(value, factors[s][half], shifts[s][half]);
-        sums[j % 4] += value;
+      for (int s = 0; s < slices; ++s) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bool is_far = false;
+          if (any_odd) {
+            const Real exact = score.reference(row_maximum(s_acc[s], half));
+            is_far = is_odd(maxima[s][half]);
+            maxima[s][half] = is_far ? exact : maxima[s][half];
+          }
+          hold(maxima[s][half], s, half, o_acc, score);
+          is_far = is_far && is_odd(held[s][half]);
+          if (any_odd) form_exponents(s_acc[s], half, is_far, held[s][half], score);
+          factors[s][half] = is_far ? 1 : score.exponent_factor();
+          shifts[s][half] = is_far ? to_32nds : to_32nds - held[s][half];
+        }
       }
-      row_sum[s][half] = sums[0] + sums[1] + (sums[2] + sums[3]);
-    });
+    }
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Dependent additions would wait for products of the other warp, one by one. (D53)
+        Real sums[4] = {row_sum[s][half]};
+#pragma unroll
+        for (int j = 0; j < 2 * tiles; ++j) {
+          Real& value = s_acc[s][j / 2][2 * half + j % 2];
+          value = power.of_product(value, factors[s][half], shifts[s][half]);
+          sums[j % 4] += value;
+        }
+        row_sum[s][half] = sums[0] + sums[1] + (sums[2] + sums[3]);
+      }
+    }
   }
 
   // What the sum of a row is relative to; -inf where nothing was seen.
