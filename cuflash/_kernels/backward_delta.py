@@ -12,8 +12,6 @@ from cuflash._problem.problem import Problem
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     num_warps: int
     block_m: int
     grad_lse: bool  # is there a cotangent of lse?

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -17,21 +17,17 @@ ROWS = (
 )
 
 
-class BackwardKVPartnersConfig(KernelConfig):
+class BackwardKVPartnersConfig(portable.PartnersConfig):
     """``backward_dkv_partners.cu``: each of two warps has half the columns of their keys."""
 
     kernel = "backward_dkv_partners"
-    params = "BackwardParams"
     computes = "dkv"
     parts = SCORED | portable.KV_PARTS | {"own": portable.Partners}
-    tunables = portable.TUNABLES
     owned = "block_n"  # queries are streamed
     streams = range(32, 129, 32)  # a warp has half of them
-    row_warps = 2
 
     def check(self) -> None:
-        """Raise a ValueError for warps that cannot be paired, or more queries than threads."""
-        portable.check_partners(self)
+        super().check()
         if self.block_m > self.num_threads:
             raise ValueError(f"{self.block_m=} must be at most {self.num_threads=}: one for a row")
 
@@ -44,7 +40,6 @@ class BackwardKVPartnersConfig(KernelConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return portable.against_partners(request, ROWS)
 
     @classmethod

@@ -45,7 +45,6 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
     owned = "block_n"  # queries are streamed
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups or buffers that cannot be."""
         super().check()
         if self.dropout and self.block_m > 64:  # KeptBits of score/dropout.cuh
             raise ValueError(f"block_m = {self.block_m} must be at most 64 with dropout")
@@ -57,7 +56,6 @@ class BackwardKVSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         reason = wgmma.against_halves(request)
         return reason or portable.against_passes(request.problem, _passes(request))
 

@@ -18,7 +18,6 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
     owned = "block_n"  # queries are streamed
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         super().check()
         hidden = self.mask or self.mask_mod or not self.bias == self.segment_ids == "none"
         if hidden and self.block_m != 32:
@@ -40,7 +39,6 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         reason = tf32_sm90.against(request)
         return reason or portable.against_passes(request.problem, _passes(request))
 
@@ -48,9 +46,10 @@ class BackwardKVTf32Sm90Config(tf32_sm90.Tf32Config):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """Its only tile, for each pass. (D39)"""
         found: tuple[Self, ...] = ()
+        fields = tf32_sm90.fields(cls, request, 32, 128)
         for names in _passes(request):
-            own = portable.kv_fields(request.problem, names)
-            found += tf32_sm90.staged(cls, request, 32, 128, **own)
+            own = fields | portable.kv_fields(request.problem, names)
+            found += tf32_sm90.staged(cls, request, own)
         return found
 
 

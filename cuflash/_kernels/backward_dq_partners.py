@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from cuflash._kernels import portable
-from cuflash._kernels.config import SCORED, KernelConfig
+from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row
 
@@ -17,20 +17,13 @@ ROWS = (
 )
 
 
-class BackwardQPartnersConfig(KernelConfig):
+class BackwardQPartnersConfig(portable.PartnersConfig):
     """``backward_dq_partners.cu``: each of two warps has half the columns of their rows."""
 
     kernel = "backward_dq_partners"
-    params = "BackwardParams"
     computes = "dq"
     parts = SCORED | {"own": portable.Partners}
-    tunables = portable.TUNABLES
     streams = range(32, 257, 32)  # a warp has half of them
-    row_warps = 2
-
-    def check(self) -> None:
-        """Raise a ValueError for warps that cannot be paired."""
-        portable.check_partners(self)
 
     @property
     def smem_bytes(self) -> int:
@@ -41,7 +34,6 @@ class BackwardQPartnersConfig(KernelConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return portable.against_partners(request, ROWS)
 
     @classmethod

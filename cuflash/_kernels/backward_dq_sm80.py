@@ -24,7 +24,6 @@ ROWS = (
     Row("half, general", 96, ((64, 32, 4, 2),)),
     Row("half, general", 128, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("half, general", 192, ((64, 16, 4, 2), (64, 16, 4, 1))),
-    Row("half, general", 256, ((64, 16, 4, 2), (64, 16, 4, 1))),
     Row("float32", 32, ((64, 32, 4, 2),), "D36"),
     Row("float32", 64, ((128, 32, 8, 1),), "D36"),
     Row("float32", 96, ((64, 16, 4, 2), (64, 16, 4, 1)), "D36"),
@@ -45,8 +44,6 @@ ROWS = (
 
 
 class BackwardQConfig(KernelConfig):
-    """``backward_dq_sm80.cu``."""
-
     kernel = "backward_dq_sm80"
     params = "BackwardParams"
     computes = "dq"

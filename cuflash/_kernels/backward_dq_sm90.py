@@ -42,7 +42,6 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
     tunables = ("block_m", "block_n", "num_stages", "scores_ahead")
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups or buffers that cannot be."""
         super().check()
         if self.scores_ahead and self.num_stages < 3:  # that kernel would wait for itself (D28)
             raise ValueError(
@@ -58,12 +57,10 @@ class BackwardQSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return wgmma.against_halves(request) or wgmma.against_broadcast(request)
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row."""
         problem = request.problem
         waiting = (
             problem.bias, problem.formulas, problem.softcap, problem.mask, problem.window_right

@@ -26,7 +26,6 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         return tf32_sm90.against(request) or wgmma.against_broadcast(request)
 
     @classmethod
@@ -34,4 +33,5 @@ class BackwardQTf32Sm90Config(tf32_sm90.Tf32Config):
         """64 keys at head size 64, 32 at 128 and where segment ids would spill. (D44)"""
         problem = request.problem
         narrow = wgmma.widest(problem) <= 64 and problem.segment_ids_q is None
-        return tf32_sm90.staged(cls, request, 128, 64 if narrow else 32)
+        fields = tf32_sm90.fields(cls, request, 128, 64 if narrow else 32)
+        return tf32_sm90.staged(cls, request, fields)

@@ -15,17 +15,11 @@ SumsTo = Literal["pairs", "keys", "queries"]
 
 #: block_m, block_n, num_warps, blocks_per_sm.
 ROWS = (
-    Row("half", 16, ((64, 64, 4, 2), (64, 64, 4, 1))),
-    Row("half", 32, ((64, 64, 4, 2), (64, 64, 4, 1))),
-    Row("half", 64, ((64, 64, 4, 2), (64, 64, 4, 1))),
-    Row("half", 96, ((64, 64, 4, 2), (64, 64, 4, 1))),
-    Row("half", 128, ((64, 64, 4, 2), (64, 64, 4, 1))),
+    *(Row("half", d, ((64, 64, 4, 2), (64, 64, 4, 1))) for d in (16, 32, 64, 96, 128)),
     Row("half", 192, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("half", 256, ((64, 32, 4, 2), (64, 32, 4, 1))),
     Row("float32", 32, ((64, 16, 4, 2),)),
-    Row("float32", 64, ((64, 16, 4, 2), (64, 16, 4, 1))),
-    Row("float32", 96, ((64, 16, 4, 2), (64, 16, 4, 1))),
-    Row("float32", 128, ((64, 16, 4, 2), (64, 16, 4, 1))),
+    *(Row("float32", d, ((64, 16, 4, 2), (64, 16, 4, 1))) for d in (64, 96, 128)),
     Row("float32", 192, ((64, 16, 4, 1), (32, 16, 2, 1))),
     Row("float32", 256, ((64, 16, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))),
     Row("float64", 32, ((64, 16, 4, 2),)),
@@ -38,15 +32,11 @@ ROWS = (
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     grad_of: GradOf
     sums_to: SumsTo
 
 
 class BackwardScoreConfig(KernelConfig):
-    """``backward_dscore_sm80.cu``."""
-
     kernel = "backward_dscore_sm80"
     params = "BackwardParams"
     computes = "sums"

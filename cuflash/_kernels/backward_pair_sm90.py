@@ -12,7 +12,6 @@ class BackwardPairConfig(fused_backward.AllGradientsConfig):
     cluster_blocks = 2
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups, buffers or head sizes that cannot be."""
         super().check()
         if self.block_m != 64 or self.block_n != 64 or self.keys_in_registers:
             raise ValueError("a warpgroup holds 64 queries by 64 keys, and no keys in registers")

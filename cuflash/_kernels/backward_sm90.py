@@ -6,12 +6,9 @@ from cuflash._kernels import fused_backward, wgmma
 
 
 class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
-    """``backward_sm90.cu``."""
-
     kernel = "backward_sm90"
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups, buffers or parts of dq that cannot be."""
         super().check()
         if self.block_m % 64 or self.block_m // 64 * -(-self.head_dim // 64) != 2:
             raise ValueError(

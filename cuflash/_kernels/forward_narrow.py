@@ -6,7 +6,6 @@ benchmarks/sweeps; tiles of more columns, and of float64, are what registers hol
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -24,8 +23,6 @@ _GAIN = 1.05
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     sink: Floats
     width: int  # true head sizes
     width_v: int
@@ -45,7 +42,6 @@ class ForwardNarrowConfig(KernelConfig):
     most_on_cuda_cores = 2**15  # a thread has its rows in registers
 
     def check(self) -> None:
-        """Raise a ValueError for rows that threads cannot share, or wide heads."""
         if self.block_m % self.num_threads or self.column_parts != 1:
             raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.column_parts=} by 1")
         if not 1 <= self.width <= 8 or not 0 <= self.width_v <= 8:
@@ -74,7 +70,7 @@ class ForwardNarrowConfig(KernelConfig):
         problem = request.problem
         config = cls(
             **portable.fields(cls, request._replace(cuda_cores=False)),
-            **_tile(problem, request.num_sms)._asdict(),
+            **_tile(request)._asdict(),
             sink=dtype_of(problem.sink),
             width=problem.head_dim,
             width_v=problem.head_dim_v,
@@ -83,21 +79,15 @@ class ForwardNarrowConfig(KernelConfig):
         return (config,)
 
 
-def _tile(problem: Problem, num_sms: int) -> Tile:
+def _tile(request: Request) -> Tile:
     """As many rows as registers allow and each SM has its share of."""
-
-    def tiles(block_m: int) -> int:
-        return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
-
-    def most_rows(block_m: int) -> int:  # of one SM
-        return -(-tiles(block_m) // num_sms) * block_m
-
+    problem = request.problem
     rows, blocks_per_sm = _rows(problem)
     if blocks := _blocks_of_eight_warps(problem):
-        if most_rows(256) <= _GAIN * most_rows(128):
+        if portable.most_rows(request, 256) <= _GAIN * portable.most_rows(request, 128):
             return Tile(256, 128, 8, blocks)
         rows = 1
-    elif tiles(128 * rows) < 2 * num_sms:
+    elif portable.num_tiles(problem, 128 * rows) < 2 * request.num_sms:
         rows = 1
     return Tile(128 * rows, 128, 4, blocks_per_sm)
 

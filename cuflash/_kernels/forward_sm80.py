@@ -26,8 +26,6 @@ ROWS = (
     Row("half, general", 64, ((64, 96, 4, 2, 2),)),
     Row("half, general", 96, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
     Row("half, general", 128, ((64, 64, 4, 2, 2), (64, 32, 4, 2, 2))),
-    Row("half, general", 192, ((64, 48, 4, 2, 2), (64, 32, 4, 2, 2), (64, 32, 4, 1, 2))),
-    Row("half, general", 256, ((64, 32, 4, 2, 2), (64, 32, 4, 1, 2))),
     Row("float32", 32, ((128, 32, 4, 2, 1),), "D124"),
     Row("float32", 64, ((128, 64, 8, 1, 1),), "D36"),
     Row("float32", 96, ((64, 48, 4, 2, 1), (64, 32, 4, 2, 1), (64, 48, 4, 1, 1)), "D36"),
@@ -36,9 +34,7 @@ ROWS = (
     Row("float32", 256, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1), (32, 16, 2, 1, 1)), "D36"),
     Row("float32, general", 32, ((64, 64, 4, 2, 1),)),
     Row("float32, general", 64, ((128, 32, 8, 1, 1),)),
-    Row("float32, general", 96, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1))),
-    Row("float32, general", 128, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1))),
-    Row("float32, general", 192, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1))),
+    *(Row("float32, general", d, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1))) for d in (96, 128, 192)),
     Row("float32, general", 256, ((64, 16, 4, 2, 1), (64, 16, 4, 1, 1), (32, 16, 2, 1, 1))),
     Row("tf32", 32, ((64, 64, 4, 2, 2),)),
     Row("tf32", 64, ((128, 64, 4, 2, 2), (64, 64, 4, 1, 2)), "D35"),
@@ -69,8 +65,6 @@ ROWS = (
 
 
 class ForwardConfig(KernelConfig):
-    """``forward_sm80.cu``."""
-
     kernel = "forward_sm80"
     params = "ForwardParams"
     computes = "out"
@@ -78,7 +72,6 @@ class ForwardConfig(KernelConfig):
     tunables = (*portable.TUNABLES, "num_stages")
 
     def check(self) -> None:
-        """Raise a ValueError for other numbers of buffers."""
         if self.num_stages not in (1, 2):
             raise ValueError(f"{self.num_stages=} must be 1 or 2")
 

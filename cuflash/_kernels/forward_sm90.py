@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Self
 
-from cuflash._kernels import wgmma
+from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
@@ -16,7 +15,6 @@ from cuflash._kernels.score_config import (
     scale_in_exponent,
 )
 from cuflash._kernels.tables import Row
-from cuflash._problem.problem import Problem
 
 #: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since.
 ROWS = (
@@ -71,8 +69,6 @@ _GAIN_OF_192_ROWS = 1.15
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     sink: Floats
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
@@ -89,7 +85,6 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups or buffers that cannot be."""
         super().check()
         if self.num_q_stages not in (1, 2):
             raise ValueError(f"{self.num_q_stages=} must be 1 or 2")
@@ -107,7 +102,6 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         problem = request.problem
         pressure, wide = register_pressure(problem), wgmma.widest(problem) > 192
         packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
@@ -135,7 +129,6 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row."""
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
@@ -147,7 +140,7 @@ def _holding(request: Request) -> dict[str, bool]:
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
     sliding, sink = problem.window_left is not None, problem.sink is not None
     few_rows = _has_few_rows(request)
-    few_tiles = scaled or _count(problem, 128) <= request.num_sms
+    few_tiles = scaled or portable.num_tiles(problem, 128) <= request.num_sms
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
     narrow = narrow and not (sink and (lengths or problem.offset is not None))
@@ -172,11 +165,6 @@ def _holding(request: Request) -> dict[str, bool]:
     }
 
 
-def _count(problem: Problem, block_m: int) -> int:
-    """How many tiles of so many rows there are."""
-    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
-
-
 def _has_few_rows(request: Request) -> bool:
     """Whether tiles of 192 rows take longer than those of 128.
 
@@ -184,11 +172,8 @@ def _has_few_rows(request: Request) -> bool:
     other tile is the busiest.
     """
     problem, num_sms = request.problem, request.num_sms
-
-    def most(block_m: int) -> int:  # rows of one SM
-        return -(-_count(problem, block_m) // num_sms) * block_m
-
     if num_sms == 0:
         return False
-    alone = problem.window_right is not None and _count(problem, 192) <= num_sms
-    return alone or most(192) > _GAIN_OF_192_ROWS * most(128)
+    alone = problem.window_right is not None and portable.num_tiles(problem, 192) <= num_sms
+    of_192, of_128 = (portable.most_rows(request, block_m) for block_m in (192, 128))
+    return alone or of_192 > _GAIN_OF_192_ROWS * of_128

@@ -20,7 +20,6 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     other_warps = 8
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         super().check()
         if self.precision == "tf32" and self.block_n != 64:
             raise ValueError(f"block_n = {self.block_n} must be 64: there is no product of others")
@@ -34,7 +33,6 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
 
     @classmethod
     def eligible(cls, request: Request) -> str:
-        """Why it does not serve a request."""
         problem = request.problem
         wide_segments = problem.segment_ids_q is not None and wgmma.widest(problem) > 64
         return tf32_sm90.against(request) or wgmma.first_reason(
@@ -44,4 +42,5 @@ class ForwardTf32Sm90Config(tf32_sm90.Tf32Config):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The fastest of benchmarks/sweeps on an H100 SXM; two stages where they fit. (D39, D43)"""
-        return tf32_sm90.staged(cls, request, 128, 64, sink=dtype_of(request.problem.sink))
+        own = tf32_sm90.fields(cls, request, 128, 64) | {"sink": dtype_of(request.problem.sink)}
+        return tf32_sm90.staged(cls, request, own)

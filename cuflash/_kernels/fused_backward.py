@@ -70,7 +70,6 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        """The tile of its row."""
         return (cls(**wgmma.fields(cls, request, ROWS), ordered=request.deterministic),)
 
 

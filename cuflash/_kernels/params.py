@@ -25,15 +25,14 @@ def _struct(*parts: tuple[Any, ...] | str) -> np.dtype[Any]:
     return np.dtype(list(parts), align=True)
 
 
+def _numbers(*names: str, of: type = np.int32) -> list[tuple[str, type]]:
+    return [(name, of) for name in names]
+
+
 BATCH_STRIDES = _struct(("axis", np.int64, MAX_BATCH_AXES))
 LAYOUT = _struct(("batch", BATCH_STRIDES), ("row", np.int64), ("column", np.int64))
 BATCH_AXES = _struct(("num_axes", np.int32), ("extent", np.int32, MAX_BATCH_AXES))
-GRID = _struct(
-    ("num_blocks", np.int32),
-    ("num_owners", np.int32),
-    ("owners_per_section", np.int32),
-    ("entries_per_owner", np.int32),
-)
+GRID = _struct(*_numbers("num_blocks", "num_owners", "owners_per_section", "entries_per_owner"))
 #: Arrays of score options, in the order of the struct.
 SCORE_ARRAYS = tuple(name for o in OPTIONS for name in (*o.arrays, *o.kernel_arrays))
 #: The last two are numbers that a launch patches in like addresses.
@@ -42,23 +41,17 @@ SCORE_POINTERS = (
     *(f"formula_array{i}" for i in range(MAX_FORMULA_ARRAYS)), "dropout_seed", "entry_number",
 )  # fmt: skip
 SCORE = _struct(
-    *((name, _POINTER) for name in SCORE_POINTERS),
+    *_numbers(*SCORE_POINTERS, of=_POINTER),
     *(
         (f"{name}_layout", LAYOUT) if ARRAYS.get(name, ("", ""))[1] == "mn"
         else (f"{name}_strides", BATCH_STRIDES)
         for name in (*SCORE_ARRAYS, "entry_number")
     ),
-    ("offset_value", np.int64),
-    ("window_left", np.int64),
-    ("window_right", np.int64),
-    ("diagonal_begin", np.int32),
-    ("diagonal_end", np.int32),
-    ("seqlen_q", np.int32),
-    ("seqlen_k", np.int32),
-    ("num_sequences", np.int32),
-    ("num_heads", np.int32),
-    ("q_length", np.int32),
-    ("kv_length", np.int32),
+    *_numbers("offset_value", "window_left", "window_right", of=np.int64),
+    *_numbers(
+        "diagonal_begin", "diagonal_end", "seqlen_q", "seqlen_k", "num_sequences", "num_heads",
+        "q_length", "kv_length",
+    ),
     *((name, dtype) for o in OPTIONS for name, (dtype, *_) in o.params.items()),
 )  # fmt: skip
 
@@ -77,49 +70,33 @@ def _widened(field: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if field == np.float32 else field
 
 
-def _kernel(
-    pointers: tuple[str, ...], layouts: tuple[str, ...], *rest: tuple[Any, ...]
-) -> np.dtype[Any]:
+def _kernel(arrays: tuple[str, ...], *numbers: str, turns: bool = False) -> np.dtype[Any]:
     return _struct(
-        *((name, _POINTER) for name in pointers),
-        *((("score", SCORE),) if ("head_dim", np.int32) in rest else ()),
-        *((f"{name}_layout", LAYOUT) for name in layouts),
+        *_numbers(*arrays, *(("turns",) if turns else ()), of=_POINTER),
+        *((("score", SCORE),) if "head_dim" in numbers else ()),
+        *((f"{name}_layout", LAYOUT) for name in arrays),
         ("batch", BATCH_AXES),
         ("grid", GRID),
-        *rest,
+        *_numbers(*numbers),
     )
 
 
-FORWARD = _kernel(
-    ("q", "k", "v", "out", "lse"),
-    ("q", "k", "v", "out", "lse"),
-    ("head_dim", np.int32),
-    ("head_dim_v", np.int32),
-)
-
-
+FORWARD = _kernel(("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v")
 DELTA = _kernel(
-    ("dout", "out", "lse", "dlse", "rows", "turns"),
     ("dout", "out", "lse", "dlse", "rows"),
-    ("seqlen_q", np.int32),
-    ("head_dim_v", np.int32),
-    ("num_turns", np.int32),
-    ("recomputes_far_rows", np.int32),
-)
+    "seqlen_q", "head_dim_v", "num_turns", "recomputes_far_rows", turns=True,
+)  # fmt: skip
 SEGMENT_BOUNDS_POINTERS = ("ids_q", "ids_k", "bounds_q", "bounds_k")
 SEGMENT_BOUNDS = _struct(
-    *((name, _POINTER) for name in SEGMENT_BOUNDS_POINTERS),
+    *_numbers(*SEGMENT_BOUNDS_POINTERS, of=_POINTER),
     *((f"{name}_strides", BATCH_STRIDES) for name in SEGMENT_BOUNDS_POINTERS),
     ("batch", BATCH_AXES),
-    ("num_ids_q", np.int32),
-    ("num_ids_k", np.int32),
+    *_numbers("num_ids_q", "num_ids_k"),
 )
 BACKWARD = _kernel(
-    ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums", "turns"),
     ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
-    ("head_dim", np.int32),
-    ("head_dim_v", np.int32),
-)
+    "head_dim", "head_dim_v", turns=True,
+)  # fmt: skip
 
 
 def maps_at(params: np.dtype[Any]) -> int:
@@ -129,25 +106,20 @@ def maps_at(params: np.dtype[Any]) -> int:
 
 def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np.dtype[Any]:
     """``params``, tensor maps, and pointers."""
-    first, names = maps_at(params), params.names or ()
+    names, first = params.names or (), maps_at(params)
+    formats, offsets = [params[n] for n in names], [params.fields[n][1] for n in names]
     end = first + len(mapped) * MAP_BYTES
     used = end + len(rest) * _POINTER().itemsize
     return np.dtype(
         {
-            "names": [*names, *(f"{n}_map" for n in mapped), *rest],
-            "formats": [
-                *(params[n] for n in names),
-                *(f"V{MAP_BYTES}" for _ in mapped),
-                *(_POINTER for _ in rest),
-            ],
+            "names": [*names, *(f"{name}_map" for name in mapped), *rest],
+            "formats": [*formats, *[f"V{MAP_BYTES}"] * len(mapped), *[_POINTER] * len(rest)],
             "offsets": [
-                *(params.fields[n][1] for n in names if params.fields),
-                *range(first, end, MAP_BYTES),
-                *range(end, used, _POINTER().itemsize),
+                *offsets, *range(first, end, MAP_BYTES), *range(end, used, _POINTER().itemsize)
             ],
             "itemsize": -(-used // MAP_ALIGNMENT) * MAP_ALIGNMENT,
         }
-    )
+    )  # fmt: skip
 
 
 #: What the tensor maps describe, in their order: the pointers that a struct starts with.

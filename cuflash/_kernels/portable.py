@@ -10,6 +10,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,6 +114,16 @@ def candidates(
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
+def num_tiles(problem: Problem, block_m: int) -> int:
+    """How many tiles of so many rows there are."""
+    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+
+
+def most_rows(request: Request, block_m: int) -> int:
+    """Rows of the busiest SM."""
+    return -(-num_tiles(request.problem, block_m) // request.num_sms) * block_m
+
+
 def split(columns: int, own: int) -> int:
     """Into how many parts of at most ``own`` the columns of a result are split."""
     return next(n for n in range(1, columns) if columns % (16 * n) == 0 and columns <= n * own)
@@ -135,11 +146,10 @@ def fitting(
     kernel: type[AnyConfig], values: Sequence[Mapping[str, Any]], smem_limit: int
 ) -> tuple[AnyConfig, ...]:
     """The first configuration whose blocks fit an SM together; the last if one block does."""
-    last = kernel.draft(values[-1])
-    for own in values:
-        if fits(kernel.draft(own), smem_limit):
-            return (kernel(**own),)
-    return (kernel(**values[-1]),) if last.smem_bytes <= smem_limit else ()
+    for draft in map(kernel.draft, values):
+        if fits(draft, smem_limit):
+            return (kernel(**draft.values()),)
+    return (kernel(**values[-1]),) if draft.smem_bytes <= smem_limit else ()
 
 
 def kv_passes(problem: Problem, wanted: frozenset[str], *, together: bool) -> list[str]:
@@ -181,7 +191,6 @@ class Results(NamedTuple):
     grad_v: bool
 
     def check(self) -> None:
-        """Raise a ValueError for a pass without a result."""
         if not (self.grad_k or self.grad_v):
             raise ValueError(f"{self.grad_k=}, {self.grad_v=}: nothing to compute")
 
@@ -211,10 +220,16 @@ class Partners(NamedTuple):
     partners: int = 2  # warps that have the same rows
 
 
-def check_partners(config: KernelConfig) -> None:
-    """Raise a ValueError for warps that cannot be paired."""
-    if config.num_warps % 2:
-        raise ValueError(f"num_warps = {config.num_warps} must be even: two have the same rows")
+class PartnersConfig(KernelConfig):
+    """A kernel of float64 where each of two warps has half the columns of their rows."""
+
+    params = "BackwardParams"
+    tunables = TUNABLES
+    row_warps = 2
+
+    def check(self) -> None:
+        if self.num_warps % 2:
+            raise ValueError(f"num_warps = {self.num_warps} must be even: two have the same rows")
 
 
 def against_partners(request: Request, rows: Sequence[Row]) -> str:

@@ -79,7 +79,6 @@ class ScoreConfig(_Fields):  # type: ignore[misc]
     __slots__ = ()
 
     def check(self) -> None:
-        """Raise a ValueError for options that exclude each other."""
         changed = any(getattr(self, name) not in (False, "none") for name in CHANGING)
         if self.scale_in_exponent and changed:
             raise ValueError(f"{self.scale_in_exponent=} excludes {', '.join(CHANGING)}")

@@ -24,15 +24,11 @@ _LARGEST = 8  # bytes of an id
 
 
 class Own(NamedTuple):
-    """What this kernel alone is told."""
-
     num_warps: int
     segment_ids: Integers
 
 
 class SegmentBoundsConfig(KernelConfig):
-    """``segment_bounds.cu``."""
-
     kernel = "segment_bounds"
     params = "SegmentBoundsParams"
     computes = "bounds"

@@ -31,7 +31,6 @@ class Tf32Config(KernelConfig):
     row_warps, other_warps = 0, 4  # that split
 
     def check(self) -> None:
-        """Raise a ValueError for a tile that the kernel has no products of."""
         num_warps = self.warps_for(128)
         if self.dtype != "float32":
             raise ValueError(f"{self.dtype=} must be float32")
@@ -71,12 +70,16 @@ def head_dims(problem: Problem) -> dict[str, int]:
     return {name: 64 * max(1, -(-size // 64)) for name, size in sizes.items()}
 
 
-def staged(
-    kernel: type[AnyConfig], request: Request, block_m: int, block_n: int, **own: Any
-) -> tuple[AnyConfig, ...]:
+def fields(
+    kernel: type[KernelConfig], request: Request, block_m: int, block_n: int
+) -> dict[str, Any]:
+    """Fields of every kernel for float32, but the number of its stages."""
+    found = portable.fields(kernel, request) | head_dims(request.problem)
+    found |= {"block_m": block_m, "block_n": block_n, "blocks_per_sm": 1}
+    return found | {"num_warps": kernel.warps_for(found[kernel.owned])}
+
+
+def staged(kernel: type[AnyConfig], request: Request, own: dict[str, Any]) -> tuple[AnyConfig, ...]:
     """A pass with as many of its two stages as shared memory holds."""
-    values = portable.fields(kernel, request) | head_dims(request.problem) | own
-    values |= {"block_m": block_m, "block_n": block_n, "blocks_per_sm": 1}
-    values["num_warps"] = kernel.warps_for(values[kernel.owned])
-    stages = [values | {"num_stages": number} for number in (2, 1)]
-    return portable.fitting(kernel, stages, request.smem_limit)
+    values = [own | {"num_stages": number} for number in (2, 1)]
+    return portable.fitting(kernel, values, request.smem_limit)

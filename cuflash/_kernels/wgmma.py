@@ -87,7 +87,6 @@ class WarpgroupsConfig(KernelConfig):
     row_warps, other_warps = 0, 4
 
     def check(self) -> None:
-        """Raise a ValueError for warpgroups or buffers that cannot be."""
         name, rows, blocks = self.owned, self.own_rows, self.cluster_blocks
         if rows not in (128, 192):
             raise ValueError(

@@ -97,25 +97,7 @@ def choose(
         access = access._replace(layouts=layouts)
         request = request_of(problem, hardware, access.copy_bytes(problem, "q", "k", "v"))
         call = _Call(request, hardware, access, only)
-        steps += map(LaunchStep, _chosen("out", call, override))
-    else:
-        given = override or BackwardConfigs()
-        steps += _backward(problem, hardware, access, wanted, given, deterministic, only)
-    return tuple(steps)
-
-
-def _backward(
-    problem: Problem,
-    hardware: Hardware,
-    access: Access,
-    wanted: Wanted,
-    override: BackwardConfigs,
-    deterministic: bool,
-    only: frozenset[str] | None,
-) -> list[LaunchStep]:
-    out_bytes = access.copy_bytes(problem, "dout", "out", address_bits=access.out_bits)
-    out_dtype = wanted.out_dtype or problem.dtype
-    delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
+        return (*steps, *map(LaunchStep, _chosen("out", call, override)))
     names = frozenset(wanted.shapes)
     if not problem.seqlen_k:
         names &= {"q"}  # zeros: there is nothing to sum
@@ -124,6 +106,17 @@ def _backward(
         deterministic=deterministic, keys=names & {"k", "v"},
     )  # fmt: skip
     call = _Call(request, hardware, access, only)
+    return (*steps, *_backward(call, wanted, names, override or BackwardConfigs()))
+
+
+def _backward(
+    call: _Call, wanted: Wanted, names: frozenset[str], override: BackwardConfigs
+) -> list[LaunchStep]:
+    request, access = call.request, call.access
+    problem = request.problem
+    out_bytes = access.copy_bytes(problem, "dout", "out", address_bits=access.out_bits)
+    out_dtype = wanted.out_dtype or problem.dtype
+    delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
     configs: list[KernelConfig] = [delta]
     fused = _fused(call, names, override)
     if fused is not None:

@@ -58,21 +58,6 @@ class Hardware(NamedTuple):
         return self.arch == "sm_90" and self.tensor_maps
 
 
-#: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-_LIMITS = {
-    "sm_50": Limits(48 * _KIB, 64 * _KIB, 2048),
-    "sm_52": Limits(48 * _KIB, 96 * _KIB, 2048),
-    "sm_60": Limits(48 * _KIB, 64 * _KIB, 2048),
-    "sm_61": Limits(48 * _KIB, 96 * _KIB, 2048),
-    "sm_70": Limits(96 * _KIB, 96 * _KIB, 2048),
-    "sm_75": Limits(64 * _KIB, 64 * _KIB, 1024, 16),
-    "sm_80": Limits(163 * _KIB, 164 * _KIB, 2048),
-    "sm_86": Limits(99 * _KIB, 100 * _KIB, 1536, 16),
-    "sm_89": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
-    "sm_90": Limits(227 * _KIB, 228 * _KIB, 2048),
-    "sm_100": Limits(227 * _KIB, 228 * _KIB, 2048),
-    "sm_120": Limits(99 * _KIB, 100 * _KIB, 1536, 24),
-}
 #: By words of the device's name, the first that fits: data sheets of NVIDIA. Exponentials are at
 #: the clock that their products are promised at.
 _PEAKS = (
@@ -85,33 +70,34 @@ _PEAKS = (
     ("RTX 4090", Peak(165.2, 1008.0, 1.3, 128 * 16 * 2.52e-3)),
     ("L40S", Peak(362.1, 864.0, 1.4, 142 * 16 * 2.52e-3)),
 )
-#: What a call is planned for on a machine without a GPU.
+#: What a call is planned for on a machine without a GPU; limits by the CUDA C++ Programming Guide,
+#: "Technical Specifications per Compute Capability".
 _TYPICAL = {
-    "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20),
-    "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20),
-    "sm_60": ("Tesla P100-SXM2-16GB", 56, 4 << 20),
-    "sm_61": ("NVIDIA GeForce GTX 1080", 20, 2 << 20),
-    "sm_70": ("Tesla V100-SXM2-16GB", 80, 6 << 20),
-    "sm_75": ("Tesla T4", 40, 4 << 20),
-    "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40 << 20),
-    "sm_86": ("an sm_86", 84, 6 << 20),
-    "sm_89": ("NVIDIA GeForce RTX 4090", 128, 72 << 20),
-    "sm_90": ("NVIDIA H100 80GB HBM3", 132, 50 << 20),
-    "sm_100": ("an sm_100", 148, 126 << 20),
-    "sm_120": ("an sm_120", 170, 96 << 20),
+    "sm_50": ("NVIDIA GeForce GTX 750 Ti", 5, 2 << 20, Limits(48 * _KIB, 64 * _KIB, 2048)),
+    "sm_52": ("NVIDIA GeForce GTX 980", 16, 2 << 20, Limits(48 * _KIB, 96 * _KIB, 2048)),
+    "sm_60": ("Tesla P100-SXM2-16GB", 56, 4 << 20, Limits(48 * _KIB, 64 * _KIB, 2048)),
+    "sm_61": ("NVIDIA GeForce GTX 1080", 20, 2 << 20, Limits(48 * _KIB, 96 * _KIB, 2048)),
+    "sm_70": ("Tesla V100-SXM2-16GB", 80, 6 << 20, Limits(96 * _KIB, 96 * _KIB, 2048)),
+    "sm_75": ("Tesla T4", 40, 4 << 20, Limits(64 * _KIB, 64 * _KIB, 1024, 16)),
+    "sm_80": ("NVIDIA A100-SXM4-80GB", 108, 40 << 20, Limits(163 * _KIB, 164 * _KIB, 2048)),
+    "sm_86": ("an sm_86", 84, 6 << 20, Limits(99 * _KIB, 100 * _KIB, 1536, 16)),
+    "sm_89": ("NVIDIA GeForce RTX 4090", 128, 72 << 20, Limits(99 * _KIB, 100 * _KIB, 1536, 24)),
+    "sm_90": ("NVIDIA H100 80GB HBM3", 132, 50 << 20, Limits(227 * _KIB, 228 * _KIB, 2048)),
+    "sm_100": ("an sm_100", 148, 126 << 20, Limits(227 * _KIB, 228 * _KIB, 2048)),
+    "sm_120": ("an sm_120", 170, 96 << 20, Limits(99 * _KIB, 100 * _KIB, 1536, 24)),
 }
-ARCHITECTURES = tuple(_LIMITS)
+ARCHITECTURES = tuple(_TYPICAL)
 
 
 def typical(arch: str) -> Hardware:
     """The most common device of an architecture, "sm_90" or "sm_90a"."""
     plain = arch.removesuffix("a") if isinstance(arch, str) else ""
-    if plain not in _LIMITS:
+    if plain not in _TYPICAL:
         raise problem_with(
             "arch", ValueError, got=shown(arch), expected=f"one of {', '.join(ARCHITECTURES)}"
         )
-    name, multiprocessors, l2_bytes = _TYPICAL[plain]
-    return Hardware(name, plain, multiprocessors, _LIMITS[plain], l2_bytes, peak_of(name))
+    name, multiprocessors, l2_bytes, limits = _TYPICAL[plain]
+    return Hardware(name, plain, multiprocessors, limits, l2_bytes, peak_of(name))
 
 
 #: What every device is taken for inside :func:`assumed`.

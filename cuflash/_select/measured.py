@@ -58,7 +58,6 @@ _WORDS = {
 }
 
 
-_TRUTH_VALUES = {"scores_ahead", "keys_in_registers"}
 #: Fields that say how a kernel computes, not what: the fields of a row, in the order of
 #: its text. (D103)
 TILE_FIELDS = (
@@ -287,9 +286,7 @@ def with_values(config: AnyConfig, values: Mapping[str, int]) -> AnyConfig:
             "parameter", ValueError, got=unknown[0],
             expected=f"one of {', '.join(known)} of {config.__class__.__name__}",
         )  # fmt: skip
-    changed: dict[str, Any] = dict(values)
-    for name in _TRUTH_VALUES & set(changed):
-        changed[name] = bool(changed[name])
+    changed = {name: type(known[name])(value) for name, value in values.items()}  # int or bool
     if config.other_warps and config.owned in changed:  # its tile decides how many warps there are
         changed["num_warps"] = config.warps_for(changed[config.owned])
     return config.replace(**changed)

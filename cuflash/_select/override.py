@@ -34,19 +34,18 @@ def of_backward(config: Any) -> BackwardConfigs | None:
     """The tiles of a gradient, or None: that of one kernel, as a sweep finds it, is its own."""
     if config is None:
         return None
-    if not isinstance(config, BackwardConfigs):
-        field = _result_of(config).removeprefix("d")
-        if field in BackwardConfigs._fields:
-            return BackwardConfigs(**{field: config})
+    if _field_of(config):
+        return BackwardConfigs(**{_field_of(config): config})
+    if not _has_several(config):
         raise _refusal(
             "config", config, "a configuration of a gradient's kernel, as BackwardQConfig, or a "
             "cuflash.tuning.BackwardConfigs",
         )  # fmt: skip
     for field, own in config._asdict().items():
-        if own is not None and _result_of(own) != f"d{field}":
+        if own is not None and _field_of(own) != field:
             expected = f"None or a configuration of a kernel that computes d{field}"
             raise _refusal(f"config.{field}", own, expected)
-    return config
+    return config  # type: ignore[no-any-return]
 
 
 def _result_of(config: Any) -> str:
@@ -54,11 +53,21 @@ def _result_of(config: Any) -> str:
     return str(getattr(config, "computes", ""))
 
 
+def _field_of(config: Any) -> str:
+    """Which of these fields a configuration belongs in; empty for anything else."""
+    field = _result_of(config).removeprefix("d")
+    return field if field in BackwardConfigs._fields else ""
+
+
+def _has_several(config: Any) -> bool:
+    return getattr(config, "_fields", ()) == BackwardConfigs._fields
+
+
 def _refusal(argument: str, config: Any, expected: str) -> Exception:
     fix = "the config of a candidate of cuflash.tuning.space is one"
     if _result_of(config) == "out":
         fix = "attention takes it"
-    elif isinstance(config, BackwardConfigs) or _result_of(config) in ("dq", "dkv", "dqkv"):
+    elif _field_of(config) or _has_several(config):
         fix = "attention_backward takes it"
     got = config.__class__.__name__
     return problem_with(argument, TypeError, got=got, expected=expected, fix=fix)
