@@ -136,11 +136,22 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
   const TileWalk tile(params);
   VisitedBlocks<Walk::keys> visited(tile.score, tile.blocks, tile.rows);
   const int first_row = tile.work.first_row + 16 * warp;
+  const int group_row = tile.work.first_row + 64 * (warp / 4);
+  const Range group_keys = tile.score.kv_range(group_row, group_row + 64);
   Ring<Config::num_stages> ring;
 #pragma unroll 1
   for (int block = visited.first_from(tile.blocks.begin); block < tile.blocks.end;
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_key = block * Config::block_n;
+    const bool sees = first_key < group_keys.end && group_keys.begin < first_key + Config::block_n;
+    if (!warp_agrees(sees)) {  // the other warpgroup does (D125)
+      smem.k_ring.wait_full(ring);
+      smem.k_ring.release(ring);
+      smem.v_ring.wait_full(ring);
+      smem.v_ring.release(ring);
+      ring.advance();
+      continue;
+    }
     float s_acc[1][Config::block_n / 8][4];
     smem.k_ring.wait_full(ring);
     multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);

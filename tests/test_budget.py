@@ -415,6 +415,7 @@ def test_products_of_tf32_pass_by_their_own_budget(
             budget.check_backward(gradients, given=(out, lse))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "rows"), [("one_sign", 512), ("one_sign_near_1", 256)])
 def test_sums_that_are_cut_off_are_caught(family: str, rows: int) -> None:
     """So were all columns of dp once, and 64 keys of out: dk erred seven times as much."""

@@ -438,7 +438,7 @@ def test_everything_compiles_cleanly(arch: str, generation: int, whole: bool) ->
         pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_every_tile_that_is_chosen_is_compiled() -> None:
     """In minutes, too, but for what all options choose where shared memory is least."""
     gates = [gate(generation, whole=True) for generation in DISTRIBUTIONS]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from readme_tables import TABLES, filled
 
 import cuflash
 
@@ -105,12 +104,6 @@ def test_the_map_of_the_cuda_sources_is_whole():
     folders = {name for name in named if name.endswith("/")}
     assert {f for f in files - named if not f.startswith(tuple(folders))} == set()
     assert named - folders - files == set()
-
-
-@pytest.mark.parametrize("document", TABLES)
-def test_tables_are_fresh(document):
-    text = (ROOT / document).read_text(encoding="utf-8")
-    assert filled(document, text) == text, "run python tools/readme_tables.py"
 
 
 def test_every_option_names_the_tests_that_prove_it():

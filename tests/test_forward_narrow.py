@@ -21,6 +21,7 @@ from support import chosen
 from support.budget import Budget
 from support.chosen import forward_of
 from support.nvrtc import compiler_of
+from support.parts import kernels_of_part
 from support.problems import Call, make_call, run
 
 H100 = hardware.typical("sm_90")
@@ -112,7 +113,7 @@ def test_eight_warps_where_no_multiprocessor_gets_much_more_to_do() -> None:
     assert tile(2**18, softcap=2.0) == (256, 4, 2)
 
 
-@pytest.mark.long
+@pytest.mark.gate
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -122,14 +123,17 @@ def test_it_compiles_without_spills(dtype: Any, arch: str, generation: int) -> N
     cases += [("key bias, causal", 3, 3), ("key bias, causal", 8, 8)]
     if dtype != np.float16:
         cases += [("window", 2, 7), ("many", 8, 8), ("plain", 3, 0), ("window", 2, 1)]
+    configs = []
     for name, *head_dims in cases:
         call = call_of(name, dtype, *head_dims)
         problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
         for multiprocessors in (1, 10**6):
-            config = chosen.one("forward_narrow", problem, copy_bytes=size, num_sms=multiprocessors)
-            assert config is not None
-            report = compile_static(config, arch, compiler_of(generation))
-            assert (report.spill_bytes, report.warnings) == (0, ()), config
+            given = {"copy_bytes": size, "num_sms": multiprocessors}
+            configs.append(chosen.one("forward_narrow", problem, **given))
+    assert None not in configs
+    for config in kernels_of_part(configs):
+        report = compile_static(config, arch, compiler_of(generation))
+        assert (report.spill_bytes, report.warnings) == (0, ()), config
 
 
 @pytest.mark.long

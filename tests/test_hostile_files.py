@@ -34,10 +34,7 @@ def lines() -> list[Any]:
 
 LINES = lines()
 KEPT = json.loads(Path(__file__).with_name("kept_objects.json").read_text())
-TILES = {
-    "format": measured.FORMAT,
-    "tiles": KEPT["tiles"]["tiles"][:2],
-}
+TILES = {"format": measured.FORMAT, "tiles": KEPT["tiles"]["tiles"][:2]}
 THEIRS = {
     "device_name": "here", "kernel_name": "add", "tune_params_keys": ["n", "m"],
     "objective": "time", "tune_params": {"n": [1, 2, 3], "m": [1]}, "cache": {

@@ -1,4 +1,4 @@
-"""Can every mistake of tools/mutants.toml still be made, and do its tests exist?"""
+"""Can every mistake of tools/mutants.toml still be made, and do tables tell of the last run?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import mutants
 import pytest
-from readme_tables import MISTAKES
+from readme_tables import MISTAKES, TABLES, filled
 
 ALL, ON_THE_HOST = mutants.mutants(), mutants.mutants("host")
 
@@ -154,3 +154,9 @@ def test_the_recorded_run_was_complete_and_noticed_enough():
         assert reason, f"{name} was not noticed, and nothing says why"
         assert reasons[name] == reason
     assert set(reasons) <= {o["name"] for o in said["outcomes"]}
+
+
+@pytest.mark.parametrize("document", TABLES)
+def test_tables_of_documents_are_fresh(document):
+    text = (mutants.ROOT / document).read_text(encoding="utf-8")
+    assert filled(document, text) == text, "run python tools/readme_tables.py"

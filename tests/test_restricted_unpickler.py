@@ -40,12 +40,7 @@ def storage(key="7", length=6, kind=FLOAT_STORAGE):
     return b"(" + text("storage") + kind + text(key) + text("cpu") + number(length) + b"NtQ"
 
 
-def tensor(
-    of=None,
-    offset=0,
-    shape=(2, 3),
-    strides=(3, 1),
-):
+def tensor(of=None, offset=0, shape=(2, 3), strides=(3, 1)):
     """Pickle opcodes that rebuild a tensor, as torch writes them."""
     geometry = number(offset) + counts(shape) + counts(strides)
     return REBUILD + b"(" + (of or storage()) + geometry + b"\x89" + ORDERED_DICT + b")RtR"

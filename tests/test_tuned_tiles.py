@@ -34,6 +34,7 @@ H100 = select_hardware.typical("sm_90")
 def shipped(monkeypatch, tmp_path):
     """Start and end every test with the shipped tiles, and a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SIMULATED_NAME", H100.name)
     monkeypatch.delenv("CUFLASH_TILES", raising=False)
     measured.replace_rows(None)
     yield
@@ -215,8 +216,7 @@ def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
     assert str(error.value).endswith(f"expected a tile that is legal for this call; {reason}")
 
 
-def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+def test_the_best_of_a_sweep_is_kept_and_used(tmp_path):
     found = space_of(num_q_stages=(1, 2))
     result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     best = result.best["values"]
@@ -232,8 +232,7 @@ def test_the_best_of_a_sweep_is_kept_and_used(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
-def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, monkeypatch, kernel):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, kernel):
     work = PROBLEMS[kernel]
     found = simulated(tuning.space(work, kernel, arch="sm_90a"))
     other = next((c for c in found if c.key != found.default_key), None)
@@ -251,8 +250,7 @@ def test_the_best_of_every_kernel_is_kept_and_used(tmp_path, monkeypatch, kernel
     assert ",".join(map(str, _kernels.tile_of(used).values())) == result.best["key"]
 
 
-def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path):
     found = space_of(block_n=(48,), num_stages=(2,))
     result = tuning.sweep(WORK, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     assert result.finals[-1]["default_ms"] < min(result.finals[-1]["ms"].values())
@@ -260,8 +258,7 @@ def test_a_shipped_tile_that_is_faster_is_kept_instead(tmp_path, monkeypatch):
         assert chosen() == table_of()
 
 
-def test_saving_keeps_the_rows_of_others(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+def test_saving_keeps_the_rows_of_others(tmp_path):
     path = written(tmp_path, row(options="causal"), row(values={"block_n": 64}))
     result = tuning.sweep(WORK, space_of(), file=tmp_path / "rows.jsonl", device_command=DEVICE)
     tuning.save(result, path)
@@ -445,103 +442,78 @@ def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
         assert set(pool.map(complaint, kernels_of_part(configs))) == {(0, ())}
 
 
-def test_a_tile_is_shipped_only_if_it_is_clearly_faster(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """Return a function that makes or replaces the one committed sweep of a length."""
     monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
-    for length in (2048, 8192):
+
+    def make(length, *block_n, rows=128, quarters=4, default=None):
+        tried = {"block_m": (rows,), "block_n": block_n, "num_stages": (2,), "num_q_stages": (2,),
+                 "overlap_quarters": (quarters,)}  # fmt: skip
         work = replace(WORK, seqlen_q=length, seqlen_k=length)
-        tried = {"block_m": (128,), "block_n": (112, 128), "num_stages": (2,), "num_q_stages": (2,),
-                 "overlap_quarters": (4,)}  # fmt: skip
         found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
+        assert default in (None, found.default.block_n)
         path = tmp_path / f"{length}.jsonl"
-        result = tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+        path.unlink(missing_ok=True)
+        return tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+
+    return make
+
+
+def shipped_width():
+    (own,) = shipped_tiles.rows()
+    return dict(own.values)["block_n"]
+
+
+def test_a_tile_is_shipped_only_if_it_is_clearly_faster(swept, monkeypatch):
+    _, result = (swept(length, 112, 128) for length in (2048, 8192))
     gain = result.finals[-1]["default_ms"] / min(result.finals[-1]["ms"].values()) - 1
     assert 0.02 < gain < 0.2
     kept = []
     for margin in (0.0, gain - 0.01, gain + 0.01):
         monkeypatch.setattr(shipped_tiles, "MARGIN", margin)
-        (own,) = shipped_tiles.rows()
-        kept.append(dict(own.values)["block_n"])
+        kept.append(shipped_width())
     assert kept == [112, 112, table_of().block_n]
 
 
-def test_a_tile_is_shipped_only_if_several_lengths_agree(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
-    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
-    long = replace(WORK, seqlen_q=8192, seqlen_k=8192)
-
-    def swept(work, *block_n):
-        tried = {"block_m": (128,), "block_n": block_n, "num_stages": (2,), "num_q_stages": (2,),
-                 "overlap_quarters": (1,)}  # fmt: skip
-        found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
-        path = tmp_path / f"{work.seqlen_k}.jsonl"
-        path.unlink(missing_ok=True)
-        tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
-
-    def shipped_width():
-        (row,) = shipped_tiles.rows()
-        return dict(row.values)["block_n"]
-
-    swept(WORK, 96, 128)
+def test_a_tile_is_shipped_only_if_several_lengths_agree(swept):
+    swept(WORK.seqlen_k, 96, 128, quarters=1)
     assert shipped_width() == table_of().block_n == 128  # 96 keys are faster, at one length
-    swept(long, 96, 128)
+    swept(8192, 96, 128, quarters=1)
     assert shipped_width() == 96
-    swept(long, 112, 128)
+    swept(8192, 112, 128, quarters=1)
     assert shipped_width() == 128  # the two do not agree
 
 
-def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(tmp_path, monkeypatch):
+def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(swept, tmp_path):
     """Whichever was the default of the sweep."""
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
-    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
 
-    def swept(length, block_n, also=()):
-        work = replace(WORK, seqlen_q=length, seqlen_k=length)
-        tuning.use(written(tmp_path, row(values={"block_n": block_n, "num_stages": 2})))
-        tried = {"block_m": (128,), "block_n": (64, 96, 112, *also), "num_stages": (2,),
-                 "num_q_stages": (2,), "overlap_quarters": (4,)}  # fmt: skip
-        found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
-        assert found.default.block_n == block_n
-        path = tmp_path / f"{length}.jsonl"
-        path.unlink(missing_ok=True)
-        return tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
+    def swept_with_default(width, length, *also):
+        tuning.use(written(tmp_path, row(values={"block_n": width, "num_stages": 2})))
+        return swept(length, 64, 96, 112, *also, default=width)
 
-    def shipped_width():
-        (own,) = shipped_tiles.rows()
-        return dict(own.values)["block_n"]
-
-    swept(2048, 128)
-    swept(4096, 128)
+    swept_with_default(128, 2048)
+    swept_with_default(128, 4096)
     assert shipped_width() == 96
-    again = swept(8192, 96, also=(128,))
+    again = swept_with_default(96, 8192, 128)
     assert dict(best_rows(again)[0].values)["block_n"] == 96  # compared with itself
     assert shipped_width() == 96
-    swept(8192, 64)  # of which the tables of another day may have made a default
+    swept_with_default(64, 8192)  # of which the tables of another day may have made a default
     assert shipped_width() == table_of().block_n == 128
 
 
 @pytest.mark.parametrize("fact", [{}, {"spill_bytes": 8}, {"warnings": ["C7512"]}], ids=str)
-def test_a_tile_is_shipped_only_if_it_serves_every_call(tmp_path, monkeypatch, fact):
+def test_a_tile_is_shipped_only_if_it_serves_every_call(swept, tmp_path, fact):
     """It spills nothing, waits for no product, and has no more rows than that of the tables."""
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
-    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
     shipped = {}
     for rows in (128, 192):
         for length in (2048, 8192):
-            work = replace(WORK, seqlen_q=length, seqlen_k=length)
-            tried = {"block_m": (rows,), "block_n": (64, 80), "num_stages": (2,),
-                     "num_q_stages": (2,), "overlap_quarters": (4,)}  # fmt: skip
-            found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
-            path = tmp_path / f"{length}.jsonl"
-            path.unlink(missing_ok=True)
-            made = tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
-            for own in (*made.rows, *made.finals):
-                if own["kind"] == "config":
-                    own["facts"] |= fact
-                    own["relative"] = 0.9 if own["values"]["block_n"] == 64 else 0.95
-            made.finals.clear()
-            lines = [made.header, *made.rows]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            made = swept(length, 64, 80, rows=rows)
+            for own in made.rows:
+                own["facts"] |= fact
+                own["relative"] = 0.9 if own["values"]["block_n"] == 64 else 0.95
+            lines = [json.dumps(line) + "\n" for line in (made.header, *made.rows)]
+            (tmp_path / f"{length}.jsonl").write_text("".join(lines))
         shipped[rows] = [dict(row.values)["block_n"] for row in shipped_tiles.rows()]
     assert shipped == {128: [128 if fact else 64], 192: [128]}
 
@@ -549,9 +521,8 @@ def test_a_tile_is_shipped_only_if_it_serves_every_call(tmp_path, monkeypatch, f
 @pytest.mark.parametrize(
     "given", [{"dtype": "float32"}, {"softcap": 30.0}, {"arrays": ("segment_ids",)}]
 )
-def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monkeypatch, given):
+def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, given):
     """A sweep times dk and dv together, by one tile; each pass has a key of its own."""
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
     work = replace(WORK, head_dim=192, head_dim_v=192, **given)
     own = [c for c in backward_of(work.problem(), H100) if "dkv" in c.source]
     assert [(c.grad_k, c.grad_v) for c in own] == [(True, False), (False, True)]
@@ -570,8 +541,7 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, monk
             assert tiles == [other.key] * 2
 
 
-def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIMULATED_NAME", H100.name)
+def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path):
     work = replace(WORK, causal=True, deterministic=False)
     found = simulated(tuning.space(work, "backward_sm90", arch="sm_90a"))
     assert not found.default.ordered

@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return ASKED_WRONG
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FOUND_WRONG
     except (RuntimeError, CompileError, ImportError, OSError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError):  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FOUND_WRONG
         print(f"cuflash: {error}", file=sys.stderr)
         return FOUND_WRONG
     except KeyboardInterrupt:

@@ -57,17 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "clear":
         return _clear(arguments, folder, rows)
     wrong = [row for row in rows if not row["whole"]]
+    status = int(bool(wrong) and arguments.action == "verify")
     if arguments.json:
         print(json.dumps({"folder": str(folder), "kernels": rows}, indent=1))
-    else:
-        if arguments.action == "list":
-            for row in rows:
-                print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
-        for row in wrong:
-            print(f"{row['name']}: cut off, changed, under the name of another, or of any user")
-        total = sum(row["bytes"] for row in rows)
-        print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} not whole")
-    return 1 if wrong and arguments.action == "verify" else 0
+        return status
+    for row in rows if arguments.action == "list" else ():
+        print(f"{row['name'][:16]}  {row['bytes']:>8}  {row['date']}  {row['entry']}")
+    for row in wrong:
+        print(f"{row['name']}: cut off, changed, under the name of another, or of any user")
+    total = sum(row["bytes"] for row in rows)
+    print(f"{folder}: {len(rows)} kernels, {total / 1e6:.1f} MB, {len(wrong)} not whole")
+    return status
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

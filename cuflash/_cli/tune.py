@@ -56,7 +56,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     group.add_argument("--budget", type=positive, help="how many configurations to time at most")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--file", type=Path, help="rows, one JSON object a line (default: named)")
-    group.add_argument("--no-check", action="store_true", help="do not compare with the definition")
+    group.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not compare with the definition"
+    )
     group.add_argument(
         "--time-limit", type=positive_number, default=30.0, help="seconds a configuration has"
     )
@@ -92,11 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"nothing was timed: {no_device()}{later if compiled else ''}", file=sys.stderr)
         return 1
     file = arguments.file or tuning.default_file(found)
-    result = tuning.sweep(
-        work, found, file=file, strategy=arguments.strategy, budget=arguments.budget,
-        check=not arguments.no_check, seed=arguments.seed, time_limit=arguments.time_limit,
-        budget_ms=arguments.budget_ms, processes=arguments.processes, progress=True,
-    )  # fmt: skip
+    names = ("strategy", "budget", "seed", "check", "time_limit", "budget_ms", "processes")
+    given = {name: getattr(arguments, name) for name in names}
+    result = tuning.sweep(work, found, file=file, **given)
     if arguments.kernel_tuner:
         tuning.write_cache(result, arguments.kernel_tuner)
     try:
@@ -128,11 +128,11 @@ def parameters_of(given: list[str]) -> dict[str, list[int]]:
 def _list(found: Any, arguments: argparse.Namespace) -> bool:
     """Print the space; whether all of it compiles."""
     chosen = list(found)[: arguments.budget]
+    facts: dict[str, tuning.Facts] = {}
     try:
         facts = found.compile(chosen, processes=arguments.processes, progress=Compiled())
     except ImportError as error:  # what needs no compiler is told in any case
         print(f"cuflash: nothing was compiled: {error}", file=sys.stderr)
-        facts = {}
     right = all(c.key in facts and not facts[c.key].error for c in chosen)
     if arguments.json:
         print(json.dumps({

@@ -21,9 +21,9 @@ from cuflash._kernels.config import KernelConfig
 from cuflash._problem.checks import integer_value, is_integer
 from cuflash._select.hardware import Hardware, occupancy
 from cuflash.tuning._kernels import config_as_json, config_from_json
-from cuflash.tuning._processes import Failure, ask_many, serve
+from cuflash.tuning._processes import Failure, ask_many
 
-_CHILD = "from cuflash.tuning import _facts; _facts.serve_compiler()"
+_CHILD = "from cuflash.tuning import _facts, _processes; _processes.serve(_facts.compiled)"
 #: Seconds for one kernel: the slowest takes ten of a busy core.
 TIME_LIMIT = 120.0
 _MAX_REGISTERS = 255  # of a thread
@@ -73,7 +73,7 @@ def compile_all(
     compiler_id.version()
     unique = list(dict.fromkeys(configs))
     found: dict[KernelConfig, Facts] = {}
-    missing, requests = [], []
+    requests = {}
 
     def tell() -> None:
         if progress:
@@ -85,14 +85,13 @@ def compile_all(
         note = None if shared else _noted(compilation.stored_name(config, arch))
         if note is None:
             folder = str(shared) if shared else None
-            missing.append(config)
-            requests.append({"config": config_as_json(config), "arch": arch, "folder": folder})
+            requests[config] = {"config": config_as_json(config), "arch": arch, "folder": folder}
         else:
             found[config] = _facts(config, note, hardware)
         tell()  # for every one: looking up tens of thousands takes a while
-    command = (sys.executable, "-c", _CHILD)
+    command, missing = (sys.executable, "-c", _CHILD), list(requests)
     workers = processes or os.cpu_count() or 1
-    for number, answer in ask_many(command, requests, workers, time_limit):
+    for number, answer in ask_many(command, list(requests.values()), workers, time_limit):
         note = {"error": str(answer)} if isinstance(answer, Failure) else answer
         found[missing[number]] = _facts(missing[number], note, hardware)
         tell()
@@ -134,13 +133,8 @@ def _facts(config: KernelConfig, note: dict[str, Any], hardware: Hardware) -> Fa
     )
 
 
-def serve_compiler() -> None:
-    """Be the child that compiles: a request names a configuration, an architecture, a folder."""
-    serve(_compiled)
-
-
-def _compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """The note of one configuration; its kernel is in the store then."""
+def compiled(request: dict[str, Any]) -> dict[str, Any]:
+    """The note of a request's configuration, in the child; its kernel is in the store then."""
     config, arch = config_from_json(request["config"]), request["arch"]
     shared = Path(request["folder"]) if request["folder"] else None
     start = time.perf_counter()

@@ -65,7 +65,7 @@ def _entry(found: Sweep, row: Row) -> dict[str, Any]:
     spent = 1000 * row.get("seconds", 0.0)
     unknown = dict.fromkeys(("verification_time", "strategy_time", "framework_time"), 0.0)
     known = {"compile_time": compile_ms, "benchmark_time": spent, "timestamp": ""}
-    entry = row["values"] | known | unknown
+    entry: dict[str, Any] = row["values"] | known | unknown
     if row["status"] != "ok":
         name = _UNCOMPILED if row["status"] == "compile_error" else _FAILED
         return entry | {"__error__": name, "time": name}

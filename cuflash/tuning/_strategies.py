@@ -141,10 +141,10 @@ def _search(name: str, chosen: Space, evaluate: Evaluate, fevals: int) -> None:
 
     def _result(row: Row) -> dict[str, Any]:
         if row["status"] == "ok":  # no clocks in it; a search needs no more
-            return row["values"] | {"time": row["relative"]}
+            return {**row["values"], "time": row["relative"]}
         compiled = row["status"] != "compile_error"
         failed = RuntimeFailedConfig() if compiled else CompilationFailedConfig()
-        return row["values"] | {"__error__": failed}
+        return {**row["values"], "__error__": failed}
 
     known = {c.key: dict(zip(parameters, c.values, strict=True)) for c in legal.values()}
     searchspace = Searchspace(

@@ -10,6 +10,7 @@ It calls the public functions with ``config=``. Its requests:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,51 +40,37 @@ class Calls:
 
         from cuflash._api import attention as api
 
-        self.backward = not kernel.startswith("forward")
-        self.wrt = _checking.gradients_of(kernel) if self.backward else ()
-        self.inputs = workload.inputs(cupy, copies)
+        backward = not kernel.startswith("forward")
         options = Options(**workload.score_options(cupy))
-        self.given: dict[str, Any] = {"options": options, "precision": workload.precision}
-        self.results = [self._allocated(*arrays) for arrays in self.inputs]
-        self.statistics: list[tuple[Any, Any]] = []
-        if self.backward:
-            for q, k, v, _ in self.inputs:
-                found = api.attention(q, k, v, return_lse=True, **self.given)
-                self.statistics.append((found.out, found.lse))
-            self.given |= {"wrt": self.wrt, "deterministic": workload.deterministic}
-
-    def _allocated(self, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Any]:
-        """Where the calls write, so that they can be captured in a graph."""
-        import cupy
-
-        if self.backward:
-            arrays = {"q": q, "k": k, "v": v}
-            return {f"d{name}": cupy.empty_like(arrays[name]) for name in self.wrt}
-        kind = np.float64 if q.dtype == np.float64 else np.float32
-        return {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], kind)}
+        given: dict[str, Any] = {"options": options, "precision": workload.precision}
+        self.inputs = workload.inputs(cupy, copies)
+        #: Where the calls write, so that they can be captured in a graph.
+        self.results: list[dict[str, Any]] = []
+        self._calls: list[tuple[Callable[..., Any], int]] = []  # with bytes of workspaces
+        for q, k, v, dout in self.inputs:
+            if backward:
+                arrays, wrt = {"q": q, "k": k, "v": v}, _checking.gradients_of(kernel)
+                results = {f"d{name}": cupy.empty_like(arrays[name]) for name in wrt}
+                found = api.attention(q, k, v, return_lse=True, **given)
+                call = partial(
+                    api.attention_backward, dout, q, k, v, found.out, found.lse, **given,
+                    wrt=wrt, grads_out=Gradients(**results), deterministic=workload.deterministic,
+                )  # fmt: skip
+            else:
+                kind = np.float64 if q.dtype == np.float64 else np.float32
+                results = {"out": cupy.empty_like(dout), "lse": cupy.empty(q.shape[:-1], kind)}
+                pair = (results["out"], results["lse"])
+                call = partial(api.attention, q, k, v, return_lse=True, out=pair, **given)
+            self.results.append(results)
+            self._calls.append((call, api.workspace_size(q, k, v, backward=backward, **given)))
 
     def of(self, config: KernelConfig) -> list[Call]:
         """The library's own calls with a configuration."""
-        return [self._call(number, config) for number in range(len(self.inputs))]
-
-    def _call(self, number: int, config: KernelConfig) -> Call:
         import cupy
 
-        from cuflash._api import attention as api
-
-        q, k, v, dout = self.inputs[number]
-        results, common = self.results[number], ("options", "precision")
-        size = api.workspace_size(
-            q, k, v, backward=self.backward, **{name: self.given[name] for name in common}
-        )
-        room = cupy.empty(size, np.uint8) if size else None
-        given = self.given | {"workspace": room, "config": config}
-        if self.backward:
-            arrays = (dout, q, k, v, *self.statistics[number])
-            gradients = Gradients(**results)
-            return partial(api.attention_backward, *arrays, grads_out=gradients, **given)
-        pair = (results["out"], results["lse"])
-        return partial(api.attention, q, k, v, return_lse=True, out=pair, **given)
+        rooms = [cupy.empty(size, np.uint8) if size else None for _, size in self._calls]
+        calls = zip(self._calls, rooms, strict=True)
+        return [partial(call, workspace=room, config=config) for (call, _), room in calls]
 
     def on_host(self) -> _checking.Results:
         """The results of the first call, where NumPy reads them."""
@@ -176,13 +163,9 @@ class Bench:
                 if wrong:
                     return answer | {"status": "wrong", "reason": wrong}
             found = self._measured({"own": config, _DEFAULT: self.default}, self.budget_ms)
-        own, shipped = found["own"], found[_DEFAULT]
-        return answer | {
-            "ms": own.ms,
-            "default_ms": shipped.ms,
-            "relative": own.ms / shipped.ms,
-            "timing": own.timing,
-        }
+        own, shipped = found["own"], found[_DEFAULT].ms
+        times = {"ms": own.ms, "default_ms": shipped, "relative": own.ms / shipped}
+        return answer | times | {"timing": own.timing}
 
     def final(self, configs: list[KernelConfig]) -> dict[str, Any]:
         """Times of all in turns, and clocks while they last."""

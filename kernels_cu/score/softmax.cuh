@@ -80,9 +80,10 @@ struct OnlineSoftmax {
         block_max = quad_max(block_max);
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
         const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
-        // Multiplications of float64 take their time from tensor cores, and most blocks of keys
-        // leave every maximum as it was, whose factor is 1. (D54)
-        if (!is_double || warp_agrees(block_max != row_max[s][half])) {
+        // Most blocks of keys leave every maximum as it was, whose factor is 1. Multiplications of
+        // float64 take their time from tensor cores (D54), those of float32 from the other
+        // warpgroup's scores (D125).
+        if (!(is_double || keeps_loss) || warp_agrees(block_max != row_max[s][half])) {
           const Real rescale =
               power(score.exponent_between(score.reference(row_max[s][half]), shift));
           row_max[s][half] = block_max;

@@ -653,9 +653,12 @@ def _with_truth(tensor: Tensor, truth: np.ndarray) -> Tensor:
 
 
 def _ulp(magnitude: Any, dtype: np.dtype) -> float:
-    """Distance of neighbouring numbers of ``dtype`` at ``magnitude``."""
+    """Distance of neighbouring numbers of ``dtype`` at ``magnitude``.
+
+    In float32 that to zero is the smallest normal number: GPU code flushes what is smaller (D93).
+    """
     info = finfo(dtype)
-    least = float(info.smallest_subnormal)
+    least = float(info.smallest_normal if dtype == np.float32 else info.smallest_subnormal)
     if float(magnitude) == 0:
         return least
     exponent = np.floor(np.log2(float(magnitude)))

@@ -37,7 +37,7 @@ class Part:
 
 
 QUICK = Part("quick", short=0.1, long=0.0, gate=0.0, full=0.0, kernels=0.0, examples=5)
-USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, full=0.0, kernels=0.03, examples=40)
+USUAL = Part("usual", short=1.0, long=0.1, gate=1.0, full=0.0, kernels=0.02, examples=40)
 FULL = Part("full", short=1.0, long=1.0, gate=1.0, full=1.0, kernels=1.0, examples=100)
 PARTS = (QUICK, USUAL, FULL)
 
