@@ -174,7 +174,7 @@ def test_a_kernel_is_stored_under_what_compiled_it(compiler):
     source = compilation.source_of(CONFIG)
     options = (*compilation.OPTIONS, f"-arch=sm_{cacheless_device.ARCH}")
     by_true, by_noted = (
-        compilation._stored_name(source, options, one, cacheless_device.CUPY)
+        cubin_cache.name_of(source, *options, one, cacheless_device.CUPY)
         for one in ("true", "noted")
     )
     assert names() == {by_true}

@@ -98,12 +98,10 @@ def plan(problem: Problem) -> Any:
 
 
 def plan_forward(problem: Problem, config: Any, pointers: tuple[int, ...] = POINTERS) -> Any:
-    addresses, bits = dict(zip(NAMES, pointers, strict=True)), pointers[0] & 15
+    addresses = dict(zip(NAMES, pointers, strict=True))
     layouts = run.layouts_of(problem, {"out": problem.out})
     plan_cache.forget()
-    found, _ = run._prepared(
-        "key", problem, 0, addresses, lambda: layouts, None, bits, override=config
-    )
+    found, _ = run._prepared(problem, 0, addresses, lambda: layouts, None, override=config)
     return found.launchers[-1]
 
 

@@ -86,26 +86,33 @@ def compile_kernel(config: KernelConfig, device: int) -> Kernel:
 def _function(cupy: Any, config: KernelConfig) -> tuple[Any, Any]:
     """The function of a kernel on the current device, and the module that holds it."""
     arch = architecture(config, int(cupy.cuda.Device().compute_capability))
-    source, options = source_of(config, arch), _options(arch)
-    for kept in _kept(source, options, cupy.__version__):
+    made_of = _made_of(config, arch)
+    for kept in _kept(made_of, cupy.__version__):
         if kept is not None:
             # The driver may be too old for it, or somebody put it there under our digest.
             with contextlib.suppress(cupy.cuda.driver.CUDADriverError):
                 return _loaded(cupy, kept, config)
-    cubin, _ = _compiled(config, source, options)
-    cubin_cache.save(_stored_name(source, options, compiler_id.identity(), cupy.__version__), cubin)
+    cubin, _ = _compiled(config, made_of)
+    name = cubin_cache.name_of(*made_of, compiler_id.identity(), cupy.__version__)
+    cubin_cache.save(name, cubin)
     return _loaded(cupy, cubin, config)
 
 
-def _kept(source: str, options: tuple[str, ...], version: str) -> Iterator[bytes | None]:
-    """Cubins of this text, the best first; the compiler is loaded no sooner than it has to be."""
+def _made_of(config: KernelConfig, arch: str) -> tuple[str, ...]:
+    """The source of a kernel and the compiler's options: all that decides a cubin but versions."""
+    return (source_of(config, arch), *OPTIONS, f"-arch={arch}")
+
+
+def _kept(made_of: tuple[str, ...], version: str) -> Iterator[bytes | None]:
+    """Cubins made of this, the best first; the compiler is loaded no sooner than it has to be."""
     if cubin_cache.shared_folders():
-        yield cubin_cache.load_shared(cubin_cache.name_of(source, *options))
+        yield cubin_cache.load_shared(cubin_cache.name_of(*made_of))
     noted = compiler_id.noted()
     if noted is not None:
-        yield cubin_cache.load(_stored_name(source, options, noted, version))
-    if compiler_id.identity() != noted:
-        yield cubin_cache.load(_stored_name(source, options, compiler_id.identity(), version))
+        yield cubin_cache.load(cubin_cache.name_of(*made_of, noted, version))
+    own = compiler_id.identity()
+    if own != noted:
+        yield cubin_cache.load(cubin_cache.name_of(*made_of, own, version))
 
 
 def _loaded(cupy: Any, cubin: bytes, config: KernelConfig) -> tuple[Any, Any]:
@@ -121,23 +128,15 @@ def architecture(config: KernelConfig, capability: int) -> str:
     return f"sm_{capability}"
 
 
-def _options(arch: str) -> tuple[str, ...]:
-    return (*OPTIONS, f"-arch={arch}")
-
-
-def _stored_name(source: str, options: tuple[str, ...], compiler: str, version: str) -> str:
-    return cubin_cache.name_of(source, *options, compiler, version)
-
-
 def stored_name(config: KernelConfig, arch: str) -> str:
     """Name under which the store keeps this kernel for a run."""
     version = _arrays.imported_cupy().__version__
-    return _stored_name(source_of(config, arch), _options(arch), compiler_id.identity(), version)
+    return cubin_cache.name_of(*_made_of(config, arch), compiler_id.identity(), version)
 
 
 def shared_name(config: KernelConfig, arch: str) -> str:
     """Name of this kernel in a folder for others, whatever compiler they have."""
-    return cubin_cache.name_of(source_of(config, arch), *_options(arch))
+    return cubin_cache.name_of(*_made_of(config, arch))
 
 
 def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = None) -> Report:
@@ -145,8 +144,8 @@ def compile_static(config: KernelConfig, arch: str, compiler: Compiler | None = 
 
     ``compiler`` is another NVRTC than the one that CuPy has bound.
     """
-    options = (*_options(arch), "--ptxas-options=-v")
-    cubin, log = _compiled(config, source_of(config, arch), options, compiler)
+    made_of = (*_made_of(config, arch), "--ptxas-options=-v")
+    cubin, log = _compiled(config, made_of, compiler)
 
     def numbers(pattern: str) -> list[int]:
         """One for each function: the kernel, and what it calls."""
@@ -174,10 +173,11 @@ class NvrtcError(Exception):
 
 
 def _compiled(
-    config: KernelConfig, source: str, options: tuple[str, ...], compiler: Compiler | None = None
+    config: KernelConfig, made_of: tuple[str, ...], compiler: Compiler | None = None
 ) -> tuple[bytes, str]:
+    source, *options = made_of
     try:
-        return (compiler or _nvrtc)(source, options)
+        return (compiler or _nvrtc)(source, tuple(options))
     except NvrtcError as error:
         raise _compile_error(config, str(error), source) from error
 

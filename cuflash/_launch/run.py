@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,14 +66,11 @@ def forward(
     """
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
     addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse)
-    device, bits = q.data.device_id, (addresses["q"] | addresses["k"] | addresses["v"]) & 15
-    lse_strides = None if lse is None else lse.strides
-    key = ("forward", problem, device, config, bits, addresses["out"] & 15, lse_strides)
+    device = q.data.device_id
     with _on_device(device):
         plan, memory = _prepared(
-            key, problem, device, addresses,
-            lambda: layouts_of(problem, {"out": problem.out}, lse=lse), workspace, bits,
-            override=config,
+            problem, device, addresses, lambda: layouts_of(problem, {"out": problem.out}, lse=lse),
+            workspace, None if lse is None else lse.strides, override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.launchers[-1].maps is None:
@@ -133,16 +131,11 @@ def backward(
         totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
         read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
         addresses = _addresses(held, **read, **results, **totals)
-        bits = (addresses["dout"] | addresses["q"] | addresses["k"] | addresses["v"]) & 15
-        key = (
-            "backward", problem, device, config, deterministic, bits, addresses["out"] & 15,
-            dout.strides, out.strides, out.dtype, lse.strides,
+        plan, memory = _prepared(
+            problem, device, addresses, lambda: _gradient_layouts(problem, read, written),
+            workspace, dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, a.shape, a.strides, a.dtype) for name, a in written.items()),
-        )  # fmt: skip
-        plan, memory = _prepared(
-            key, problem, device, addresses,
-            lambda: _gradient_layouts(problem, read, written), workspace, bits,
             wanted=Wanted({n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None),
             override=config, deterministic=deterministic,
         )  # fmt: skip
@@ -201,30 +194,36 @@ def _addresses(held: Mapping[str, Array], **operands: Array | None) -> dict[str,
 
 
 def _prepared(
-    key: Any,
     problem: Problem,
     device: int,
     addresses: dict[str, int],
-    layouts_of: Callable[[], dict[str, Layout]],
+    lay_out: Callable[[], dict[str, Layout]],
     workspace: Array | None,
-    bits: int,
-    *,
+    *laid_out: Any,
     wanted: Wanted | None = None,
     override: Any = None,
     deterministic: bool = True,
 ) -> tuple[Plan, Array | None]:
-    """The plan of a call, known or new, and its scratch memory, which joins the ``addresses``."""
+    """The plan of a call, known or new, and its scratch memory, which joins the ``addresses``.
+
+    By ``laid_out``, the problem and the alignment a plan is known.
+    """
+    bits, out_bits = addresses["q"] | addresses["k"] | addresses["v"], addresses["out"] & 15
+    bits = (bits if wanted is None else bits | addresses["dout"]) & 15
+    key = (wanted is None, problem, device, override, deterministic, bits, out_bits, *laid_out)
     plan = plan_cache.find(key)
-    layouts = layouts_of() if plan is None else plan.layouts
-    if plan is None or functools.reduce(int.__or__, addresses.values()) & 7:
+    layouts = lay_out() if plan is None else plan.layouts
+    if plan is None or functools.reduce(operator.or_, addresses.values()) & 7:
         refuse_misaligned(layouts, addresses)
     if plan is not None:
         return plan, _memory(plan.workspace, workspace, addresses)
     own = hardware.of_device(device)
-    out_bits = 0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15
     access = Access(
-        layouts, lambda *asked: maps_of(*asked, addresses) is not None, bits, out_bits
-    )  # fmt: skip
+        layouts,
+        lambda call, at, config: maps_of(call, at, config, addresses) is not None,
+        address_bits=bits,
+        out_bits=0 if wanted is None else (addresses["dout"] | addresses["out"]) & 15,
+    )
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic
     )
@@ -236,20 +235,21 @@ def _prepared(
 
 def _memory(scratch: Workspace, workspace: Array | None, addresses: dict[str, int]) -> Array | None:
     """Scratch memory of a call, the caller's or new; its parts join the ``addresses``."""
-    size, alignment = scratch.size, scratch.alignment
-    if not size:
+    if not scratch.size:
         return None
     if workspace is None:
-        refuse_capture("workspace", f"a uint8 array of {size} bytes that outlives the graph")
-        workspace = cupy.empty(size, np.uint8)
+        refuse_capture(
+            "workspace", f"a uint8 array of {scratch.size} bytes that outlives the graph"
+        )
+        workspace = cupy.empty(scratch.size, np.uint8)
     elif (
-        workspace.nbytes < size
-        or workspace.data.ptr % alignment
+        workspace.nbytes < scratch.size
+        or workspace.data.ptr % scratch.alignment
         or not workspace.flags.c_contiguous
     ):
         raise wrong_value(
             "workspace", f"{workspace.nbytes} bytes at strides {workspace.strides}",
-            f"at least {size} contiguous bytes, aligned to {alignment}",
+            f"at least {scratch.size} contiguous bytes, aligned to {scratch.alignment}",
         )  # fmt: skip
     addresses |= scratch.addresses(workspace.data.ptr)
     return workspace

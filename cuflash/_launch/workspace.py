@@ -23,34 +23,30 @@ _SLICE_ROWS = 16
 class Workspace(NamedTuple):
     """The parts of a call's scratch memory, in bytes."""
 
-    statistics: int = 0  # lse and delta of each query row
-    bounds: int = 0
-    bounds_of_keys: int = 0  # where they begin among the bounds
-    num_turns: int = 0  # numbers of 4 bytes
-    sums: int = 0
-    alignment: int = 1
+    statistics: int  # lse and delta of each query row
+    bounds: int
+    bounds_of_keys: int  # where they begin among the bounds
+    num_turns: int  # numbers of 4 bytes
+    sums: int
+    alignment: int
+    size: int  # of all parts, wherever the memory begins
 
     @classmethod
     def of(cls, problem: Problem, backward: bool, fused: Any = None) -> Workspace:
         """Of one call; ``fused`` is the configuration of a kernel of all gradients."""
         alignment, entries = statistics_bytes(problem), math.prod(problem.batch)
-        size = alignment * entries * problem.seqlen_q if backward else 0
+        statistics = alignment * entries * problem.seqlen_q if backward else 0
         bounds = keys = turns = sums = 0
         if problem.segment_ids_q is not None:
-            size = -(-size // _BOUNDS_ALIGNMENT) * _BOUNDS_ALIGNMENT
+            statistics = -(-statistics // _BOUNDS_ALIGNMENT) * _BOUNDS_ALIGNMENT
             bounds, alignment = segment_bounds.room_for(problem), _BOUNDS_ALIGNMENT
             keys = segment_bounds.bounds_of(problem).first_k
         if fused is not None:
             # One counter of drawn tiles, and a turn for each block of queries.
             blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
             turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
-        return cls(size, bounds, keys, turns, sums, alignment)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all parts, wherever the memory begins."""
-        size = self.statistics + self.bounds + _FLOAT_BYTES * self.num_turns
-        return size + _SUMS_ALIGNMENT + self.sums if self.sums else size
+        size = statistics + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
+        return cls(statistics, bounds, keys, turns, sums, alignment, size)
 
     def places_in(self, start: int) -> tuple[int, int, int]:
         """Where rows, turns and sums lie if there are no bounds of segments."""
