@@ -15,7 +15,7 @@ from cuflash._errors import wrong_value
 from cuflash._problem.operand import Operand, broadcastable, option_operand
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, signature
-from cuflash._problem.problem import Problem, check_lengths, check_module, describe
+from cuflash._problem.problem import Problem, check_arrays, describe
 
 Layouts = tuple[tuple[str, Any], ...]  # (name, shape and strides and dtype) of arrays
 
@@ -35,9 +35,7 @@ def describe_packed(
     varying = {ARRAYS[name][0].name for name in options.arrays}  # they have one for each sequence
     same = replace(options, **dict.fromkeys(varying))
     whole = describe(q, k, v, same, axes=axes, precision=precision, out=out)
-    for name, array in options.arrays.items():
-        check_module(name, array, q)
-    check_lengths(whole, options)
+    check_arrays(whole, options, q)
     ends = tuple((name, signature(array)) for name, array in cu_seqlens.items())
     return _packed(whole, ends, options.signature.arrays)
 

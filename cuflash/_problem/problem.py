@@ -120,15 +120,13 @@ def describe(
     out: Array | None = None,
 ) -> Problem:
     """Validate one call and return its Problem."""
-    for name, array in options.arrays.items():
-        check_module(name, array, q)
     is_text = isinstance(precision, str)
     if precision is not None and not (is_text and precision in ("ieee", "tf32")):
         wrong = wrong_value if is_text else wrong_type
         raise wrong("precision", shown(precision), 'None, "ieee" or "tf32"')
     layouts = [signature(array) for array in (q, k, v, out)]
     problem = _describe(*layouts, options.signature, checked_axes(axes), precision)
-    check_lengths(problem, options)
+    check_arrays(problem, options, q)
     return problem
 
 
@@ -320,22 +318,18 @@ def _checked_length(name: str, value: int | None, extent: int) -> int | None:
     return value
 
 
-def check_module(name: str, array: Array, q: Array) -> None:
-    """Raise unless an option lives where q lives; lengths and offsets may come from the host."""
-    if is_cupy(array) or not ARRAYS[name][0].from_host:
-        same_module(**{"q": q, name: array})
+def check_arrays(problem: Problem, options: Options, q: Array) -> None:
+    """Raise unless arrays lie where q lies, and integers that the host can read are in range.
 
-
-def check_lengths(problem: Problem, options: Options) -> None:
-    """Check integers that the host can read; values on a device are clamped by the kernels."""
-    for name, low, high in (
-        ("q_lengths", 0, problem.seqlen_q),
-        ("kv_lengths", 0, problem.seqlen_k),
-        ("offset", -FARTHEST, FARTHEST),
-    ):
-        value = getattr(options, name)
-        if isinstance(value, np.ndarray) and value.size:
-            least, most = int(value.min()), int(value.max())
+    Lengths and offsets may come from the host; kernels clamp values on a device.
+    """
+    for name, array in options.arrays.items():
+        if is_cupy(array) or not ARRAYS[name][0].from_host:
+            same_module(**{"q": q, name: array})
+        elif array.size:
+            longest = {"q_lengths": problem.seqlen_q, "kv_lengths": problem.seqlen_k}
+            low, high = (0, longest[name]) if name in longest else (-FARTHEST, FARTHEST)
+            least, most = int(array.min()), int(array.max())
             if least < low or most > high:
                 expected = f"lengths from 0 to {high}" if low == 0 else "values from -2^59 to 2^59"
                 raise wrong_value(name, f"values from {least} to {most}", expected)
