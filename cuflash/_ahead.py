@@ -76,9 +76,10 @@ def compile(  # noqa: A001  cuflash.compile, as re.compile
     hardware = _hardware_of(arch)
     backward = flag("backward", backward)
     given: list[Any] = [workloads]
-    if isinstance(workloads, Iterable) and not isinstance(workloads, str):
+    several = isinstance(workloads, Iterable) and not isinstance(workloads, str)
+    if several:
         with contextlib.suppress(TypeError):  # an array without axes
-            given = [*workloads]
+            given = [*workloads]  # type: ignore[misc]
     for work in given:
         if not isinstance(work, Workload):
             expected = "a cuflash.tuning.Workload, or several"

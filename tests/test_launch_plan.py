@@ -339,6 +339,7 @@ def laid_out(problem: Problem, padding: int) -> Problem:
     return replace(problem, **moved)
 
 
+@pytest.mark.long
 def test_no_architecture_refuses_a_problem() -> None:
     rng, base = np.random.default_rng(3), base_problem()
     cuda_cores = set()

@@ -214,6 +214,7 @@ def test_values_to_try_are_lists_by_name(wrong):
         tuning.space(WORK, arch="sm_90a", parameters=wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_values_beyond_any_kernel_are_refused(kernel):
     for name in tuning.space(PROBLEMS[kernel], kernel, arch="sm_90a").parameters:

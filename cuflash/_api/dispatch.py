@@ -68,9 +68,8 @@ def run_backward(
 def _nothing_to_sum(problem: Problem) -> bool:
     """Whether no row has a score: the results are then known, and nothing is launched."""
     no_scores = problem.seqlen_k == 0 and not any(map(problem.has, of_stages("row")))
-    ends = problem.cu_seqlens_q
-    sequences = 1 if ends is None else ends.shape[0] - 1
-    return no_scores or 0 in (*problem.batch, problem.seqlen_q, sequences)
+    no_sequences = problem.cu_seqlens_q is not None and problem.cu_seqlens_q.shape == (1,)
+    return no_scores or no_sequences or 0 in (*problem.batch, problem.seqlen_q)
 
 
 def launch() -> Any:

@@ -26,7 +26,7 @@ from cuflash._select import override
 class Sequence(NamedTuple):
     """One packed sequence: its number, and where its queries and keys are."""
 
-    index: int
+    number: int
     q: slice
     k: slice
 
@@ -215,7 +215,7 @@ def _forward_on_the_host(
     out.fill(0)
     lse.fill(-np.inf)
     for s, call in calls:
-        first = s.index * math.prod(whole.batch)
+        first = s.number * math.prod(whole.batch)
         run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], first_entry=first)
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
@@ -242,7 +242,7 @@ def _backward_on_the_host(
         dout, out = (_part(whole, "out", a, s) for a in (saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse[..., s.q]
         rows = Saved(dout, out, saved.lse[..., s.q], dlse)
-        run_backward(*call, rows, parts, first_entry=s.index * math.prod(whole.batch))
+        run_backward(*call, rows, parts, first_entry=s.number * math.prod(whole.batch))
         for name, target in targets.items():
             target += parts[name]
     for name, gradient in gradients.items():
@@ -297,13 +297,13 @@ def _own_part(whole: Problem, name: str, array: Array, s: Sequence) -> Array:
     """View of what one sequence has of a score option's array."""
     core = ARRAYS[name][1]
     if array.ndim == 1 + len(whole.batch_shape) + len(core):
-        array = array[0 if array.shape[0] == 1 else s.index, ...]  # no scalar: a view
+        array = array[0 if array.shape[0] == 1 else s.number, ...]  # no scalar: a view
     index: list[Any] = [...]
     for axis, extent in zip(core, array.shape[array.ndim - len(core) :], strict=True):
         part = s.q if axis == "m" else s.k
         length = part.stop - part.start
         if 1 != extent < length:
-            expected = f"extent 1 or at least {length}, the length of sequence {s.index}"
+            expected = f"extent 1 or at least {length}, the length of sequence {s.number}"
             raise wrong_value(name, f"shape {array.shape}", expected)
         index.append(slice(0, max(length, int(extent == 1))))
     return array[tuple(index)]

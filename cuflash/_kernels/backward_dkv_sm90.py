@@ -13,6 +13,7 @@ from cuflash._kernels.tables import Row, smallest
 #: Up to 128 the fastest of benchmarks/sweeps on an H100 SXM; others follow from registers and
 #: shared memory. Rows serve dk and dv in one pass up to head size 128, larger ones one of them:
 #: registers hold no two results of 192 columns.
+#: Of each row block_m, block_n, num_stages, scores_ahead.
 ROWS = (
     Row("", (64, 64), (96, 128, 3, False), "D104"),
     Row("", (96, 96), (80, 128, 3, False), "D104"),

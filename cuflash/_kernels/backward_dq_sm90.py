@@ -12,6 +12,7 @@ from cuflash._kernels.tables import Row
 
 #: The fastest of benchmarks/sweeps on an H100 SXM, but for (192, 128), which follows from shared
 #: memory. Three buffers of narrow blocks win over two of wide ones, and over scores ahead.
+#: Of each row block_m, block_n, num_stages, scores_ahead.
 ROWS = (
     Row("", (64, 64), (128, 128, 3, False), "D102"),
     Row("", (96, 96), (128, 80, 3, False), "D102"),

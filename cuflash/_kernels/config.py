@@ -7,7 +7,6 @@ shape never recompiles. One module beside this one holds each kernel, named as i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
@@ -109,11 +108,17 @@ class KernelConfig:
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
     most_on_cuda_cores: ClassVar[int] = 512  # rows of simt/global_tile.cuh
 
+    _names: ClassVar[tuple[str, ...]]  # of all fields
+    _defaults: ClassVar[dict[str, Any]]
     _values: dict[str, Any]
 
+    def __init_subclass__(cls) -> None:
+        parts = getattr(cls, "parts", {}).values()  # what kernels share may have none
+        cls._names = tuple(name for part in parts for name in part._fields)
+        cls._defaults = {n: value for part in parts for n, value in part._field_defaults.items()}
+
     def __init__(self, **values: Any) -> None:
-        names, defaults = _fields_of(self.__class__)
-        given = defaults | values
+        names, given = self._names, self._defaults | values
         wrong = [name for name in names if name not in given]
         wrong += [name for name in values if name not in names]
         if wrong:
@@ -147,10 +152,10 @@ class KernelConfig:
         raise NotImplementedError
 
     @classmethod
-    def draft(cls, values: Mapping[str, Any]) -> Self:
+    def draft(cls, values: dict[str, Any]) -> Self:
         """The configuration without its parts and checks, to ask for its shared memory."""
         found = cls.__new__(cls)
-        vars(found).update(_values=_fields_of(cls)[1] | values)
+        vars(found).update(_values=cls._defaults | values)
         return found
 
     @classmethod
@@ -263,14 +268,6 @@ class KernelConfig:
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__init__(**values)  # type: ignore[misc]
-
-
-@functools.cache
-def _fields_of(kernel: type[KernelConfig]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of all fields of a kernel, and the defaults that some have."""
-    parts = kernel.parts.values()
-    defaults = {name: value for part in parts for name, value in part._field_defaults.items()}
-    return tuple(name for part in parts for name in part._fields), defaults
 
 
 def _spelled(value: str | int | bool) -> str:

@@ -17,6 +17,7 @@ from cuflash._kernels.score_config import (
 from cuflash._kernels.tables import Row
 
 #: Measured on an H100 SXM: docs/forward-sm90.md, and benchmarks/sweeps since.
+#: Of each row block_m, block_n, num_stages, num_q_stages, overlap_quarters.
 ROWS = (
     Row("", (64, 64), (192, 128, 4, 2, 0), "D100"),
     Row("", (96, 96), (128, 128, 2, 2, 4), "D17"),

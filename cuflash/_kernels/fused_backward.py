@@ -12,6 +12,7 @@ from cuflash._kernels.tables import Row, smallest
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
 #: backward_pair_sm90.
+#: Of each row block_m, block_n, num_stages, keys_in_registers.
 ROWS = (
     Row("", (64, 64), (128, 128, 2, True), "D101"),
     Row("", (96, 96), (64, 128, 3, False), "D101"),

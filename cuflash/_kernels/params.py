@@ -107,7 +107,8 @@ def maps_at(params: np.dtype[Any]) -> int:
 def _with_maps(params: np.dtype[Any], mapped: tuple[str, ...], *rest: str) -> np.dtype[Any]:
     """``params``, tensor maps, and pointers."""
     names, first = params.names or (), maps_at(params)
-    formats, offsets = [params[n] for n in names], [params.fields[n][1] for n in names]
+    formats = [params[n] for n in names]
+    offsets = [params.fields[n][1] for n in names if params.fields]
     end = first + len(mapped) * MAP_BYTES
     used = end + len(rest) * _POINTER().itemsize
     return np.dtype(

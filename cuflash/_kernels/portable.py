@@ -11,7 +11,7 @@ seqlen_q, so that the bits of a row do not depend on its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -143,7 +143,7 @@ def fits(config: KernelConfig, smem_limit: int) -> bool:
 
 
 def fitting(
-    kernel: type[AnyConfig], values: Sequence[Mapping[str, Any]], smem_limit: int
+    kernel: type[AnyConfig], values: Sequence[dict[str, Any]], smem_limit: int
 ) -> tuple[AnyConfig, ...]:
     """The first configuration whose blocks fit an SM together; the last if one block does."""
     for draft in map(kernel.draft, values):

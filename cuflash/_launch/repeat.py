@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     launchers: tuple[KernelLauncher, ...]
     workspace: Workspace
     layouts: dict[str, Layout]
-    pickings: tuple[Picking, ...]
+    steps: tuple[tuple[Callable[..., None], Picking], ...]  # what launches each, with its pointers
 
     @classmethod
     def of(
@@ -41,14 +41,14 @@ class Plan(NamedTuple):
     ) -> Plan:
         """The plan of these launches, in which no other ``operands`` have an address."""
         places = {name: name for name in operands} | {"dropout_seed": "dropout_seed"}
-        pickings = tuple(_picking(launcher.names, places, _NOTHING) for launcher in launchers)
-        return cls(tuple(launchers), workspace, layouts, pickings)
+        steps = tuple((own.run, _picking(own.names, places, _NOTHING)) for own in launchers)
+        return cls(tuple(launchers), workspace, layouts, steps)
 
     def run(self, addresses: dict[str, int], stream: int, captured: bool = False) -> None:
         """Launch every kernel on ``stream``."""
         addresses[_NOTHING] = 0
-        for launcher, (pick, zeros) in zip(self.launchers, self.pickings, strict=True):
-            launcher.run(pick(addresses) + zeros, stream, captured)
+        for run, (pick, zeros) in self.steps:
+            run(pick(addresses) + zeros, stream, captured)
 
 
 def _picking(names: tuple[str, ...], places: Mapping[str, Any], nothing: Any) -> Picking:
@@ -72,7 +72,7 @@ def repeat(
     parts = _SCRATCH if plan.workspace.num_turns else _SCRATCH[:1]
     names = (*given, *(name for name, _, _ in results), *(parts if plan.workspace.size else ()))
     places = {name: place for place, name in enumerate(names)}
-    steps = [(_picking(step.names, places, -1), step.run) for step in plan.launchers]
+    steps = [(own.run, _picking(own.names, places, -1)) for own in plan.launchers]
     new = [(shape, dtype) for _, shape, dtype in results]
     size, places_in = plan.workspace.size, plan.workspace.places_in
 
@@ -92,7 +92,7 @@ def repeat(
             memory = cupy.ndarray(size, np.uint8)
             addresses += places_in(memory.data.ptr)
         addresses.append(0)
-        for (pick, zeros), run in steps:
+        for run, (pick, zeros) in steps:
             run(pick(addresses) + zeros, stream)
         return returned(*made)
 

@@ -80,19 +80,15 @@ CUFLASH_DEVICE void compute_p_ds(Real (&s_acc)[slices][tiles][4], Real (&dp_acc)
 template <int slices, int tiles>
 CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key, int num_keys,
                                Real factor, const Real (&acc)[slices][tiles][4]) {
+  unrolled<slices, 2>([&](int s, int half) {
+    const int kv_idx = first_key + warp * 16 * slices + fragment_row(s, 2 * half);
+    if (kv_idx >= num_keys) return;
 #pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int kv_idx = first_key + warp * 16 * slices + fragment_row(s, 2 * half);
-      if (kv_idx >= num_keys) continue;
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-        target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
-                          acc[s][t][2 * half + 1] * factor);
-      }
+    for (int t = 0; t < tiles; ++t) {
+      target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
+                        acc[s][t][2 * half + 1] * factor);
     }
-  }
+  });
 }
 
 template <int slices>

@@ -14,14 +14,10 @@ template <int slices>
 CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const BackwardParams& params,
                                     const BatchIndex& entry, const Seqlen& seqlen, int first_row) {
   const RowStatistics* from = params.rows + entry * params.rows_layout.batch + seqlen.first_q;
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = first_row + fragment_row(s, 2 * half);
-      rows[s][half] = seqlen.statistics(from, q_idx);
-    }
-  }
+  unrolled<slices, 2>([&](int s, int half) {
+    const int q_idx = first_row + fragment_row(s, 2 * half);
+    rows[s][half] = seqlen.statistics(from, q_idx);
+  });
 }
 
 // s becomes ds.
@@ -34,34 +30,26 @@ CUFLASH_DEVICE void compute_ds(Real (&s_acc)[slices][tiles][4],
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
   const WarpPowers power;
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = lane_row + 16 * s + 8 * half;
-      // Relative to this lane's first column, so that columns are compared as constants.
-      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits seen;
-      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Real& value = s_acc[s][t][2 * half + i];
-          const Real product = value;
-          const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                           score.formula_shows(q_idx, kv_idx));
-          const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-          const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
-          const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
-          value = ds * score.derivative_at(logit, product, q_idx, kv_idx);
-          // An invisible value may be NaN: zero times it would not do.
-          if (masked && logit == -infinity()) value = 0;
-        }
-      }
-    }
-  }
+  unrolled<slices, 2>([&](int s, int half) {
+    const int q_idx = lane_row + 16 * s + 8 * half;
+    // Relative to this lane's first column, so that columns are compared as constants.
+    const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+    ColumnBits seen;
+    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
+    unrolled<tiles, 2>([&](int t, int i) {
+      Real& value = s_acc[s][t][2 * half + i];
+      const Real product = value;
+      const int kv_idx = lane_key + 8 * t + i;
+      const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                       score.formula_shows(q_idx, kv_idx));
+      const Real logit = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
+      const Real p = power(score.probability_exponent(logit, rows[s][half].lse));
+      const Real ds = p * (dp_acc[s][t][2 * half + i] - rows[s][half].delta);
+      value = ds * score.derivative_at(logit, product, q_idx, kv_idx);
+      // An invisible value may be NaN: zero times it would not do.
+      if (masked && logit == -infinity()) value = 0;
+    });
+  });
 }
 
 // dq of the rows of the `warp`th warp.
@@ -73,19 +61,15 @@ CUFLASH_DEVICE void store_rows(const BackwardParams& params, int warp,
   const Seqlen seqlen(params.score, entry);
   const RowTarget dq(params.dq, params.dq_layout, entry, seqlen.first_q, params.head_dim,
                      Config::head_dim);
+  unrolled<slices, 2>([&](int s, int half) {
+    const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
+    if (q_idx >= seqlen.rows_q) return;
 #pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = work.first_row + warp * 16 * slices + fragment_row(s, 2 * half);
-      if (q_idx >= seqlen.rows_q) continue;
-#pragma unroll
-      for (int t = 0; t < dq_tiles; ++t) {
-        dq.store_pair(q_idx, fragment_column(t, 0), dq_acc[s][t][2 * half] * params.score.scale,
-                      dq_acc[s][t][2 * half + 1] * params.score.scale);
-      }
+    for (int t = 0; t < dq_tiles; ++t) {
+      dq.store_pair(q_idx, fragment_column(t, 0), dq_acc[s][t][2 * half] * params.score.scale,
+                    dq_acc[s][t][2 * half + 1] * params.score.scale);
     }
-  }
+  });
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
     const int first_row = work.first_row + warp * 16 * slices + 16 * s;

@@ -17,32 +17,24 @@ struct LeftOperand {
 
   CUFLASH_DEVICE void put(const Register (&frag)[slices][steps][operand_registers]) {
     const int lane = lane_index();
+    unrolled<slices, steps>([&](int s, int k) {
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
-#pragma unroll
-      for (int k = 0; k < steps; ++k) {
-#pragma unroll
-        for (int i = 0; i < operand_registers; i += 2) {
-          two[s][k][i / 2][lane] = {frag[s][k][i], frag[s][k][i + 1]};
-        }
+      for (int i = 0; i < operand_registers; i += 2) {
+        two[s][k][i / 2][lane] = {frag[s][k][i], frag[s][k][i + 1]};
       }
-    }
+    });
   }
 
   CUFLASH_DEVICE void take(Register (&frag)[slices][steps][operand_registers]) const {
     const int lane = lane_index();
+    unrolled<slices, steps>([&](int s, int k) {
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
-#pragma unroll
-      for (int k = 0; k < steps; ++k) {
-#pragma unroll
-        for (int i = 0; i < operand_registers; i += 2) {
-          const Two both = two[s][k][i / 2][lane];
-          frag[s][k][i] = both.first;
-          frag[s][k][i + 1] = both.second;
-        }
+      for (int i = 0; i < operand_registers; i += 2) {
+        const Two both = two[s][k][i / 2][lane];
+        frag[s][k][i] = both.first;
+        frag[s][k][i + 1] = both.second;
       }
-    }
+    });
   }
 };
 

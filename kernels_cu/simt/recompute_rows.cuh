@@ -86,11 +86,7 @@ CUFLASH_DEVICE uint32_t marked_rows(bool upper, bool lower) {
 template <int tiles>
 CUFLASH_DEVICE uint32_t non_finite_rows(const Real (&acc)[tiles][4]) {
   Real poison[2] = {0, 0};
-#pragma unroll
-  for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) poison[i / 2] = fma(acc[t][i], Real(0), poison[i / 2]);
-  }
+  unrolled<tiles, 4>([&](int t, int i) { poison[i / 2] = fma(acc[t][i], Real(0), poison[i / 2]); });
   return marked_rows(poison[0] != 0, poison[1] != 0);
 }
 

@@ -398,19 +398,12 @@ struct Consumer {
     const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
     const uint32_t broken = non_finite & existing | without_lse;
     if (warp_agrees(non_finite != 0)) {  // 0 * NaN is not 0
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o_acc[0][t][i] = hidden[i / 2] ? 0.0f : o_acc[0][t][i];
-      }
+      unrolled<o_tiles, 4>(
+          [&](int t, int i) { o_acc[0][t][i] = hidden[i / 2] ? 0.0f : o_acc[0][t][i]; });
     }
-#pragma unroll
-    for (int t = 0; t < o_tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
-      }
-    }
+    unrolled<o_tiles, 4>([&](int t, int i) {
+      o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
+    });
     if constexpr (stages_out) {
       // These rows of q were read by this warpgroup alone, which is done with them.
       const int stage = q_ring.stage();

@@ -69,22 +69,18 @@ CUFLASH_DEVICE void apply_score(float (&s_acc)[1][tiles][4], const Score& score,
           seen.bits &= ColumnBits::within({first, end}).bits;
         }
       }
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& value = s_acc[0][t][2 * half + i];
-          const int kv_idx = lane.key + 8 * t + i;
-          bool visible = true;
-          if constexpr (edge != Edge::none && !bounds_as_bits && !Score::has_mask_alone) {
-            visible = 8 * t + i < keys.end;
-          }
-          if constexpr (edge != Edge::none) {
-            visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
-          }
-          value = score.apply_if(visible, value, bias(t, i), q_idx, kv_idx);
+      unrolled<tiles, 2>([&](int t, int i) {
+        float& value = s_acc[0][t][2 * half + i];
+        const int kv_idx = lane.key + 8 * t + i;
+        bool visible = true;
+        if constexpr (edge != Edge::none && !bounds_as_bits && !Score::has_mask_alone) {
+          visible = 8 * t + i < keys.end;
         }
-      }
+        if constexpr (edge != Edge::none) {
+          visible = visible && seen.contains(t, i) && score.formula_shows(q_idx, kv_idx);
+        }
+        value = score.apply_if(visible, value, bias(t, i), q_idx, kv_idx);
+      });
     }
   }
 }

@@ -108,11 +108,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   template <int tiles>
   CUFLASH_DEVICE void rescale_rows(float (&o_acc)[1][tiles][4]) const {
     if (!__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o_acc[0][t][i] *= rescale[i / 2];
-    }
+    unrolled<tiles, 4>([&](int t, int i) { o_acc[0][t][i] *= rescale[i / 2]; });
   }
 };
 

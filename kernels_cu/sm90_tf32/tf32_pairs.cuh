@@ -60,18 +60,14 @@ struct Tf32PairColumn {
   CUFLASH_DEVICE void store_rows(Tile (&tiles)[operand_parts], int first_row = 0) const {
     const int own = column(), chunk = own % 32 / 4;
     const int first = own / 32 * (32 * Tile::rows) + 32 * first_row + 256 * first_group() + own % 4;
+    unrolled<groups, 8>([&](int g, int i) {
+      const Tf32Parts<1> parts(&value[g][i]);
+      const int index = first + 32 * (8 * sharers * g + i) + 4 * (chunk ^ i);
 #pragma unroll
-    for (int g = 0; g < groups; ++g) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const Tf32Parts<1> parts(&value[g][i]);
-        const int index = first + 32 * (8 * sharers * g + i) + 4 * (chunk ^ i);
-#pragma unroll
-        for (int p = 0; p < operand_parts; ++p) {
-          tiles[p].data[index] = __uint_as_float(parts.part[p][0]);
-        }
+      for (int p = 0; p < operand_parts; ++p) {
+        tiles[p].data[index] = __uint_as_float(parts.part[p][0]);
       }
-    }
+    });
   }
 
   // As columns of a tile from `first_column` on, of which each eight are in the order of an

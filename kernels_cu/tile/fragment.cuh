@@ -51,33 +51,25 @@ CUFLASH_DEVICE int fragment_column(int tile, int i, int lane = lane_index()) {
 
 template <int slices, int tiles>
 CUFLASH_DEVICE void clear(Real (&acc)[slices][tiles][4]) {
+  unrolled<slices, tiles>([&](int s, int t) {
 #pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[s][t][i] = 0;
-    }
-  }
+    for (int i = 0; i < 4; ++i) acc[s][t][i] = 0;
+  });
 }
 
 // Two neighbouring 16x8 accumulators are one 16x16 operand, of 16-bit elements rounded once.
 template <int slices, int tiles>
 CUFLASH_DEVICE void to_operand(Register (&frag)[slices][tiles / 2][operand_registers],
                                const Real (&acc)[slices][tiles][4]) {
+  unrolled<slices, tiles>([&](int s, int t) {
+    if constexpr (packs_operands) {
+      frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
+      frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
+    } else {
 #pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      if constexpr (packs_operands) {
-        frag[s][t / 2][t % 2 * 2] = pack<Config::dtype>(acc[s][t][0], acc[s][t][1]);
-        frag[s][t / 2][t % 2 * 2 + 1] = pack<Config::dtype>(acc[s][t][2], acc[s][t][3]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) frag[s][t / 2][t % 2 * 4 + i] = acc[s][t][i % 2 * 2 + i / 2];
-      }
+      for (int i = 0; i < 4; ++i) frag[s][t / 2][t % 2 * 4 + i] = acc[s][t][i % 2 * 2 + i / 2];
     }
-  }
+  });
 }
 
 }  // namespace cuflash

@@ -116,14 +116,10 @@ CUFLASH_DEVICE void add_large(float (&part)[2][4], const Tf32Pair<8>& a, const T
 template <int slices, int tiles>
 CUFLASH_DEVICE void take_parts(float (&acc)[slices][tiles][4], const float (&part)[slices][2][4],
                                int first_tile, bool is_first = false) {
-#pragma unroll
-  for (int s = 0; s < slices; ++s) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& sum = acc[s][first_tile + i / 4][i % 4];
-      sum = is_first ? part[s][i / 4][i % 4] : sum + part[s][i / 4][i % 4];
-    }
-  }
+  unrolled<slices, 8>([&](int s, int i) {
+    float& sum = acc[s][first_tile + i / 4][i % 4];
+    sum = is_first ? part[s][i / 4][i % 4] : sum + part[s][i / 4][i % 4];
+  });
 }
 
 // Of float64 on sm_90, where registers hold two of each operand beside the sums.
@@ -177,11 +173,8 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
 #pragma unroll at_once
     for (int index = 0; index < parts; ++index) {
       Tf32Pair<8> a_split[part_steps][slices];
-#pragma unroll
-      for (int k = 0; k < part_steps; ++k) {
-#pragma unroll
-        for (int s = 0; s < slices; ++s) a_split[k][s] = read_split(a, s, index * part_steps + k);
-      }
+      unrolled<part_steps, slices>(
+          [&](int k, int s) { a_split[k][s] = read_split(a, s, index * part_steps + k); });
 #pragma unroll
       for (int n = 0; n < BTile::rows / 16; ++n) {
         float part[slices][2][4] = {};
@@ -228,11 +221,7 @@ CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
                                  part_steps = steps % 2 == 0 ? rows_of_out / 16 : 1;
   if constexpr (uses_3xtf32) {
     Tf32Pair<8> a_split[slices][steps];
-#pragma unroll
-    for (int s = 0; s < slices; ++s) {
-#pragma unroll
-      for (int k = 0; k < steps; ++k) a_split[s][k] = Tf32Pair<8>(a_frag[s][k]);
-    }
+    unrolled<slices, steps>([&](int s, int k) { a_split[s][k] = Tf32Pair<8>(a_frag[s][k]); });
 #pragma unroll
     for (int n = 0; n < tiles / 2; ++n) {
 #pragma unroll
@@ -254,19 +243,15 @@ CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
       }
     }
   } else {
+    unrolled<steps, tiles / 2>([&](int k, int n) {
+      Register b_frag[operand_registers];
+      b.read(b_frag, k, n);
 #pragma unroll
-    for (int k = 0; k < steps; ++k) {
-#pragma unroll
-      for (int n = 0; n < tiles / 2; ++n) {
-        Register b_frag[operand_registers];
-        b.read(b_frag, k, n);
-#pragma unroll
-        for (int s = 0; s < slices; ++s) {
-          multiply_fragments(acc[s][2 * n], a_frag[s][k], b_frag);
-          multiply_fragments(acc[s][2 * n + 1], a_frag[s][k], b_frag + operand_registers / 2);
-        }
+      for (int s = 0; s < slices; ++s) {
+        multiply_fragments(acc[s][2 * n], a_frag[s][k], b_frag);
+        multiply_fragments(acc[s][2 * n + 1], a_frag[s][k], b_frag + operand_registers / 2);
       }
-    }
+    });
   }
 }
 
