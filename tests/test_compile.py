@@ -77,12 +77,6 @@ SPILLS = {
     ("sm_80", "cuflash_backward_dkv_sm80", "16 bits", 128): Spill(
         140, f"{INVARIANTS}; the counter of the loop over batch entries; {NUMBERS}; {NO_DEVICE}"
     ),
-    ("sm_80", "cuflash_forward_sm80", "float32", 192): Spill(
-        16,
-        "packed, unequal head sizes: upper halves of two offsets, stored before the loop over "
-        "blocks, each loaded once per block (13.5: nothing); no device of this kind was there to "
-        "time its neighbours on",
-    ),
     ("sm_80", "cuflash_forward_sm80", "float32", 256): Spill(
         24,
         "all options: a number from which dropout draws and two offsets, stored before the loop "

@@ -166,10 +166,9 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
     // Of 32 columns two parts at least, and of 96 what registers hold.
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
-    // As many as registers hold, and no rest.
+    // As many as registers hold, and no rest. (D126)
     constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
-    constexpr int at_once =
-        part_steps == 1 ? steps_at_once : (parts % 3 == 0 ? parts / 2 : (parts > 4 ? 2 : 1));
+    constexpr int at_once = part_steps == 1 ? steps_at_once : (parts > 6 ? 2 : 1);
 #pragma unroll at_once
     for (int index = 0; index < parts; ++index) {
       Tf32Pair<8> a_split[part_steps][slices];
