@@ -75,7 +75,8 @@ CONFIGS: tuple[KernelConfig, ...] = (
 def macros_read() -> set[str]:
     """Return the macros that config.cuh turns into constants."""
     text = (kernels_dir() / "config.cuh").read_text()
-    body = text[text.index("struct Config") :]
+    start = text.index("struct Config")
+    body = text[start : text.index("\n};", start)]
     return set(re.findall(r"\bCUFLASH_[A-Z_0-9]+\b", body))
 
 
