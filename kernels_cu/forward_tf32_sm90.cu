@@ -162,7 +162,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
     } else {
       apply_score<false>(s_acc, tile.score, first_row, first_key);
     }
-    softmax.update(s_acc, o_acc, tile.score);
+    softmax.update<true>(s_acc, o_acc, tile.score);
     drop_weights(s_acc, tile.score, first_row, first_key);
     smem.v_ring.wait_full(ring);
     multiply_sums<rows_of_out>(o_acc, s_acc, smem.v[stage]);

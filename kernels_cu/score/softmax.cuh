@@ -64,8 +64,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores become exp(score - row_max); what was summed under the old maximum is rescaled.
-  template <int tiles, int out_tiles>
+  // Scores become exp(score - row_max); what was summed under the old maximum is rescaled: not by 1
+  // where multiplications take time from tensor cores, as of float64 (D54), or from another
+  // warpgroup (D125).
+  template <bool skips_one = is_double, int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
 #pragma unroll
@@ -80,10 +82,8 @@ struct OnlineSoftmax {
         block_max = quad_max(block_max);
         // A row that has seen nothing yet: -inf minus -inf would be NaN.
         const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
-        // Most blocks of keys leave every maximum as it was, whose factor is 1. Multiplications of
-        // float64 take their time from tensor cores (D54), those of float32 from the other
-        // warpgroup's scores (D125).
-        if (!(is_double || keeps_loss) || warp_agrees(block_max != row_max[s][half])) {
+        // Most blocks of keys leave every maximum as it was, whose factor is 1.
+        if (!skips_one || warp_agrees(block_max != row_max[s][half])) {
           const Real rescale =
               power(score.exponent_between(score.reference(row_max[s][half]), shift));
           row_max[s][half] = block_max;
