@@ -94,18 +94,21 @@ def merge_backward(
     xp, outs, lses = _parts(outs, lses, axis)
     whole = _merged(xp, outs, lses)
     dout = native("dout", dout)
-    dlse = xp.zeros_like(whole.lse) if dlse is None else native("dlse", dlse)
+    dlse = None if dlse is None else native("dlse", dlse)
     same_module(outs=outs, dout=dout, dlse=dlse)
     for name, cotangent, result in (("dout", dout, "out"), ("dlse", dlse, "lse")):
-        require_float(name, cotangent)
-        require_shape(name, cotangent, getattr(whole, result).shape, f"the merged {result}")
+        if cotangent is not None:
+            require_float(name, cotangent)
+            require_shape(name, cotangent, getattr(whole, result).shape, f"the merged {result}")
     dtype = xp.promote_types(arithmetic(lses.dtype), arithmetic(outs.dtype))
     with np.errstate(all="ignore"):
         parts, dout = lses.astype(dtype), dout.astype(dtype)
         hidden = xp.isneginf(parts)
         weight = xp.exp(parts - whole.lse.astype(dtype))
         from_mean = outs.astype(dtype) - whole.out.astype(dtype)
-        slope = (dout * from_mean).sum(-1) + dlse.astype(dtype)
+        slope = (dout * from_mean).sum(-1)
+        if dlse is not None:
+            slope += dlse.astype(dtype)
         douts = xp.where(hidden[..., None], 0, weight[..., None] * dout)
         dlses = xp.where(hidden, 0, weight * slope)
         return AttentionResult(
