@@ -27,6 +27,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
+_BLOCK = 16
 
 
 def threshold(p: float) -> int:
@@ -47,8 +48,8 @@ def kept_scale(p: float) -> float:
 
 def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: ModuleType) -> Array:
     """Which scores of a tile are kept: entries.shape + (rows, cols), bool."""
-    first_m, first_n = rows.start // 16, cols.start // 16
-    last_m, last_n = -(-rows.stop // 16), -(-cols.stop // 16)
+    first_m, first_n = rows.start // _BLOCK, cols.start // _BLOCK
+    last_m, last_n = -(-rows.stop // _BLOCK), -(-cols.stop // _BLOCK)
     y = xp.arange(8 * first_m, 8 * last_m, dtype=np.uint64)[:, None]
     x = xp.arange(4 * first_n, 4 * last_n, dtype=np.uint64)
     entries = xp.asarray(entries, dtype=np.uint64)[..., None, None]
@@ -56,13 +57,14 @@ def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: Modu
         [x, y, entries & np.uint64(_WORD), entries >> np.uint64(32)], (seed & _WORD, seed >> 32), xp
     )
     lead = words[0].shape[:-2]
+    # (entries, block, row div 8, row in 8, block, column div 8, number of x, column in 2)
     blocks = xp.empty((*lead, last_m - first_m, 2, 8, last_n - first_n, 2, 4, 2), bool)
     halves = (half for word in words for half in (word & np.uint64(0xFFFF), word >> np.uint64(16)))
     for number, half in enumerate(halves):
         part = blocks[..., number // 4, :, :, number // 2 % 2, :, number % 2]
         part[...] = (half >= np.uint64(threshold(p))).reshape(part.shape)
-    whole = blocks.reshape(*lead, 16 * (last_m - first_m), 16 * (last_n - first_n))
-    m, n = rows.start - 16 * first_m, cols.start - 16 * first_n
+    whole = blocks.reshape(*lead, _BLOCK * (last_m - first_m), _BLOCK * (last_n - first_n))
+    m, n = rows.start - _BLOCK * first_m, cols.start - _BLOCK * first_n
     return whole[..., m : m + rows.stop - rows.start, n : n + cols.stop - cols.start]
 
 
