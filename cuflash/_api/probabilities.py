@@ -7,10 +7,18 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash import _arrays
 from cuflash._api.arguments import gradient_names, operands
 from cuflash._api.attention import attention, attention_backward
-from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
+from cuflash._arrays import (
+    Array,
+    array_module,
+    is_cupy,
+    native,
+    on_device_of,
+    on_own_device,
+    refuse_captured,
+    same_module,
+)
 from cuflash._errors import problem_with, shown, wrong_type, wrong_value
 from cuflash._host.scores import Scores, Tile, arithmetic
 from cuflash._problem import checks, philox
@@ -268,7 +276,7 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
     xp = np if like is None else same_module(like=native("like", like))
     refuse_captured(xp, "dropout_mask")
     p, seed = checks.probability("p", p), checks.seed("seed", seed)
-    with _arrays.on_device_of(like):
+    with on_device_of(like):
         try:
             mask = xp.empty(extents, bool)
         except (MemoryError, OverflowError, ValueError) as error:
@@ -301,7 +309,7 @@ def _no_result(
 ) -> Array:
     """The result of a call without values: an array with a shape and no bytes."""
     problem = describe(*operands(q, k, v)[2], options, axes=axes, precision=precision)
-    return _arrays.array_module(v).empty(problem.out_shape, problem.dtype)
+    return array_module(v).empty(problem.out_shape, problem.dtype)
 
 
 def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
@@ -312,7 +320,7 @@ def _selection(name: str, chosen: Any, extent: int, xp: ModuleType) -> Any:
         if isinstance(chosen, slice):
             chosen.indices(extent)
             return chosen
-        array = chosen if _arrays.is_cupy(chosen) else np.asarray(chosen)
+        array = chosen if is_cupy(chosen) else np.asarray(chosen)
     except Exception as error:  # a ragged list, a step of 0, what an object of the caller's raises
         kind = ValueError if isinstance(error, ValueError) else TypeError
         got = f"{shown(chosen)} ({error})"
