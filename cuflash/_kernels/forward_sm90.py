@@ -136,12 +136,12 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
 
 def _holding(request: Request) -> dict[str, bool]:
     """What holds of a request, in the words of the table."""
-    problem, scaled = request.problem, not scale_in_exponent(request.problem)
+    problem, folded = request.problem, scale_in_exponent(request.problem)
     packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
     lengths = problem.q_lengths is not None or problem.kv_lengths is not None
     sliding, sink = problem.window_left is not None, problem.sink is not None
     few_rows = _has_few_rows(request)
-    few_tiles = scaled or portable.num_tiles(problem, 128) <= request.num_sms
+    few_tiles = not folded or portable.num_tiles(problem, 128) <= request.num_sms
     narrow = problem.window_keys is not None and problem.window_keys <= _NARROW
     # Three warpgroups have no registers for a sink and bounds from arrays.
     narrow = narrow and not (sink and (lengths or problem.offset is not None))
@@ -150,7 +150,7 @@ def _holding(request: Request) -> dict[str, bool]:
     return {
         "lengths": lengths or packed,
         "narrow window": narrow,
-        "few rows": scaled or few_rows,
+        "few rows": not folded or few_rows,
         "many rows": not few_rows,
         "few tiles": few_tiles,
         "short sequences": packed and not sink and not few_tiles,
