@@ -245,14 +245,4 @@ struct Config {
                 "a capped or biased score is not a multiple of q.k");
 };
 
-// Calls body(i, j) for i below n and j below m, unrolled: slices and halves, tiles and registers.
-template <int n, int m, typename Body>
-CUFLASH_DEVICE void unrolled(Body body) {
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-#pragma unroll
-    for (int j = 0; j < m; ++j) body(i, j);
-  }
-}
-
 }  // namespace cuflash

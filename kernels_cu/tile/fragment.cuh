@@ -34,6 +34,16 @@ struct OperandRegister<true> {
 using Register = OperandRegister<packs_operands>::type;
 constexpr int operand_registers = packs_operands ? 4 : 8;
 
+// Calls body(i, j) for i below n and j below m, unrolled: slices and halves, tiles and registers.
+template <int n, int m, typename Body>
+CUFLASH_DEVICE void unrolled(Body body) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+#pragma unroll
+    for (int j = 0; j < m; ++j) body(i, j);
+  }
+}
+
 CUFLASH_DEVICE int lane_index() { return threadIdx.x % 32; }
 CUFLASH_DEVICE int warp_index() { return threadIdx.x / 32; }
 
