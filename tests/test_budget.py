@@ -453,6 +453,21 @@ def test_the_worst_element_is_reported() -> None:
         budget.check_forward(out)
 
 
+def test_what_gpu_code_flushes_passes_and_nothing_larger() -> None:
+    """The gradient of a float32 sink beside float64 is 0 below float32's normal range. (D93)"""
+
+    def check_zeros(sink: float) -> None:
+        options = {"sink": np.full(2, sink, np.float32)}
+        call = make_call("normal", 0, np.float64, (2, 3, 4), (2, 5, 4), (2, 5, 4), options=options)
+        budget = Budget(call.but(wrt=("sink",)))
+        assert budget.gradients["sink"].truth.all()
+        budget.check_backward({"sink": np.zeros(2, np.float32)})
+
+    check_zeros(-100.0)
+    with pytest.raises(BudgetError, match="R6: dsink"):
+        check_zeros(-80.0)
+
+
 def test_negative_zero_in_a_hidden_row_is_caught() -> None:
     call = make_call("normal", 0, np.float32, (3, 4), (5, 4), (5, 4), options={"q_lengths": 2})
     budget = Budget(call)
