@@ -100,6 +100,19 @@ def test_no_configuration_is_above_its_roof(found):
         pictures.roofline([])
 
 
+def test_sweeps_at_one_place_have_smaller_marks_on_top_of_larger_ones(found):
+    elsewhere = copy.deepcopy(found)
+    elsewhere.header["workload"] |= {"seqlen_q": 4 * WORK.seqlen_q, "seqlen_k": 4 * WORK.seqlen_k}
+    levels = [{"name": "L2 read", "value": 5500.0}]
+    axes = pictures.roofline([found, elsewhere, found, found], levels).axes[0]
+    dots, crosses = axes.collections[::2], axes.collections[1::2]
+    for marks in (dots, crosses):
+        first, alone, second, third = (own.get_sizes()[0] for own in marks)
+        assert first > 2 * second > 4 * third
+        assert alone == third
+        assert not any(own.get_alpha() for own in marks)
+
+
 def test_every_dtype_has_the_roof_of_its_products(found):
     half, single = copy.deepcopy(found), copy.deepcopy(found)
     single.header["workload"]["dtype"] = "float32"
@@ -129,15 +142,30 @@ def test_speed_has_a_panel_for_each_head_size_and_mask():
         of_benchmarks.memory(result)
 
 
-def test_memory_is_drawn_for_every_implementation():
+def lines_of_memory(sizes):
+    """The lines of a picture of two lengths, whose bytes are given at the first."""
     rows = [
         {"impl": impl, "pass": "fwd", "bytes": size * n, "head_dim": 128, "causal": False,
          "seqlen_q": 1024 * n, "dtype": "bfloat16"}
-        for impl, size in (("cuflash", 1024), ("naive", 4096))
+        for impl, size in sizes.items()
         for n in (1, 2)
     ]  # fmt: skip
     (axes,) = of_benchmarks.memory({"meta": SIMULATED, "rows": [], "memory": rows}).axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1024, 2048], [4096, 8192]]
+    return axes.lines
+
+
+def test_memory_is_drawn_for_every_implementation():
+    lines = lines_of_memory({"cuflash": 1024, "naive": 4096})
+    assert [list(line.get_ydata()) for line in lines] == [[1024, 2048], [4096, 8192]]
+
+
+def test_levels_of_memory_that_are_one_are_drawn_within_each_other():
+    lines = lines_of_memory({"cuflash": 1000, "cudnn": 1001, "fa2": 1300, "fa4": 1003})
+    for size in ("get_linewidth", "get_markersize"):
+        outer, middle, alone, inner = (getattr(line, size)() for line in lines)
+        assert outer > 1.5 * middle > 2 * inner
+        assert alone == inner
+    assert [line.get_linestyle() for line in lines] == ["-", "-", "-", "--"]
 
 
 def test_movement_shows_the_model_and_the_counters(monkeypatch):
