@@ -15,7 +15,7 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
-from cuflash._select.override import BackwardConfigs
+from cuflash.tuning import BackwardConfigs
 from support import chosen, families, problems
 from support.budget import Budget
 from support.hopper import CASES, ROWS, SHAPES, in_every_shape, make

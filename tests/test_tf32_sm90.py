@@ -15,7 +15,7 @@ import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
-from cuflash._select.override import BackwardConfigs
+from cuflash.tuning import BackwardConfigs
 from support import chosen
 from support.budget import Budget
 from support.chosen import backward_of, forward_of
