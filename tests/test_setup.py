@@ -53,6 +53,7 @@ def test_the_driver_decides_the_extra(monkeypatch, status, version, found, extra
         ("test", "none", "win32", ("test", "demo", "examples", "tune", "compile12")),
         ("test", "none", "darwin", ("test", "demo", "examples", "tune")),
         ("check", 13, "linux", ("dev",)),
+        ("docs", 13, "linux", ("docs", "examples")),
     ],
 )
 def test_extras_of_a_task(task, cuda, platform, extras):
