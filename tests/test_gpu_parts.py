@@ -114,7 +114,7 @@ def test_a_suite_is_continued(suite, tmp_path):
     ("visible", "devices"),
     [
         ("4,7", {"a": ["4", "7"], "b": ["7", "4"], "c": ["4", "7"], "clock": ["4", "7"]}),
-        ("5", dict.fromkeys(("a", "b", "c", "clock"), ["5"])),
+        ("5", {"a": ["5"], "b": ["5"], "c": ["5"], "clock": ["5"]}),
     ],
 )
 def test_processes_are_dealt_out_to_devices(suite, monkeypatch, tmp_path, visible, devices):
