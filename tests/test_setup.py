@@ -49,6 +49,7 @@ def test_the_driver_decides_the_extra(monkeypatch, status, version, found, extra
         ("demo", "none", "linux", ()), ("demo", 13, "win32", ("cuda13",)),
         ("test", 12, "linux", ("cuda12",)), ("test", "none", "win32", ("compile12",)),
         ("test", "none", "darwin", ()), ("check", 13, "linux", ()),
+        ("docs", 13, "linux", ()),
     ],
 )  # fmt: skip
 def test_extras_of_a_task(task, cuda, platform, extra):

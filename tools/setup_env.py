@@ -1,6 +1,6 @@
 """Which interpreter can run the tests, the demo or the checks, and what must be installed first?
 
-    python tools/setup_env.py {demo,test,check} [arguments for the program]
+    python tools/setup_env.py {demo,test,check,docs} [arguments for the program]
 
 An interpreter that has what the task needs is used as it is. Otherwise `.venv` is created, and pip
 installs into it the extras that the task and the NVIDIA driver call for; a stamp makes the next run
@@ -53,6 +53,7 @@ TASKS = {
         compiles_kernels=True,
     ),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
+    "docs": Task(extras=("docs", "examples"), command=("tools/build_docs.py",)),
 }
 
 # Distributions that a task can do without, and what it then leaves out.
