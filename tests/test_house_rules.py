@@ -373,7 +373,7 @@ def files_answer_one_question(files: Files) -> Breaches:
 LINES_OF_TOOL_TESTS = 5_000
 
 
-def tests_of_tools_are_short(files: Files) -> Breaches:
+def few_lines_test_tools(files: Files) -> Breaches:
     """A script that needs a longer test is too clever: make the script simpler."""
     scripts = [Path(path).stem for path in select(files, ("tools", "examples"), (".py",))]
     modules = {*scripts, "benchmarks", "gpu_report", "gpu_watchdog"}
@@ -677,7 +677,7 @@ RULES = [
         ),
     ),
     Rule(
-        tests_of_tools_are_short,
+        few_lines_test_tools,
         bad=tuple(
             {"tools/a.py": "", "tests/test_a.py": f"{line}\n" + "x = 1\n" * 5_000}
             for line in ("import a", "def f():\n    from a import x", "from benchmarks import x")
