@@ -54,8 +54,8 @@ def inputs(side, sharpness=SHARPNESS):
 # -------
 # Sizes do not grow with n: 256 random features, 64 keys, 128 neighbours on both sides and 32 global
 # positions, spread over the square. Linformer's matrices are fitted to each input, which is the
-# best that it can do: a model learns one pair of matrices for all its inputs. Fitting is not part of
-# its time.
+# best that it can do: a model learns one pair of matrices for all its inputs. Fitting is not part
+# of its time.
 
 directions = approximate.orthogonal_directions(rng, 256, 3 * PATCH**2).astype(np.float32)
 
