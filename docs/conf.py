@@ -43,6 +43,7 @@ intersphinx_mapping = {
 }
 
 autodoc_typehints = "none"  # docstrings have shapes and dtypes
+autodoc_preserve_defaults = True  # sys.executable, not the path that it has here
 autodoc_member_order = "bysource"
 autosummary_generate = True
 numpydoc_show_class_members = False
@@ -70,7 +71,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "tutorial": []}  # these have no pages below them
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
