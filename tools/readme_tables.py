@@ -58,12 +58,12 @@ def newest(topic: str) -> tuple[dict[str, Any], Path]:
     return json.loads(files[-1].read_text(encoding="utf-8")), files[-1]
 
 
-def measured(topic: str, to_root: str = "") -> tuple[dict[str, Any], str]:
+def measured(topic: str) -> tuple[dict[str, Any], str]:
     """The newest result of a topic, and where and when it was measured, with a link to its rows."""
     result, path = newest(topic)
     meta, file = result["meta"], path.with_suffix(".md").relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
-    return result, f"{where}, [rows]({to_root}{file})"
+    return result, f"{where}, [rows](../{file})"
 
 
 def wrapped(text: str) -> str:
@@ -96,6 +96,66 @@ def mask_of(causal: bool) -> str:
     return "causal" if causal else "full"
 
 
+def numbers() -> str:
+    """Five figures for somebody who has two minutes, the unfavourable ones included."""
+    table = [("measured", "result")]
+    for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
+        result, _ = newest(TOPICS[pass_])
+        rows = [row for row in result["rows"] if is_training(row) and row["pass"] == pass_]
+        ratios: dict[int, list[float]] = {}
+        for (d, *_), cell in sorted(by_cell(rows, "head_dim", "causal", "seqlen_q").items()):
+            peer = max(row["tflops"] for impl, row in cell.items() if impl not in OURS)
+            ratios.setdefault(d, []).append(cell["cuflash"]["tflops"] / peer)
+        every = [ratio for own in ratios.values() for ratio in own]
+        means = ", ".join(f"{statistics.geometric_mean(own):.2f}" for own in ratios.values())
+        most = max(row["tflops"] for row in rows if row["impl"] == "cuflash")
+        table.append(
+            (
+                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} ({dated(result)})",
+                f"up to {most:.0f} TFLOP/s; {means} times the speed of the fastest of cuDNN, "
+                f"FlashAttention-2 and -4; slower in {sum(r < 1 for r in every)} of {len(every)} "
+                "cells",
+            )
+        )
+    result, _ = newest("naive")
+    (slower, larger), (slower_bwd, larger_bwd) = naive_factors(result).values()
+    table.append(
+        (
+            f"dense attention in CuPy, float16 ({dated(result)})",
+            f"forward {slower}, gradient {slower_bwd} times as slow; {larger} and {larger_bwd} "
+            "times as much memory",
+        )
+    )
+    result, _ = newest("accuracy")
+    errors = {
+        (row["impl"], row["dtype"]): row["out"]
+        for row in result["rows"]
+        if (row["sweep"], row["family"], row["precision"]) == ("family", "normal", "ieee")
+    }
+    shown = ", ".join(
+        f"{dtype} {errors['cuflash', dtype]:.1e} (dense {errors['naive', dtype]:.1e})"
+        for dtype in ("float64", "float32", "bfloat16")
+    )
+    table.append((f"relative error of the output, normal inputs ({dated(result)})", shown))
+    result, _ = newest("overhead")
+    ms = {row["options"]: row["ms"] for row in result["rows"] if row["pass"] == "fwd"}
+    table.append(
+        (
+            f"one call, beside its kernel ({dated(result)})",
+            f"{1e3 * ms['known arrays']:.0f} us; the first ever compiles for "
+            f"{ms['cold'] / 1e3:.1f} s, the first of a later process takes "
+            f"{ms['warm from disk']:.0f} ms",
+        )
+    )
+    return "\n".join(grid(*table))
+
+
+def dated(result: dict[str, Any]) -> str:
+    """The device and the day of a result, in few words."""
+    meta = result["meta"]
+    return f"{' '.join(meta['device'].split()[1:2])}, {meta['date']}"
+
+
 def speed() -> str:
     """Median times of the newest committed runs, forward and backward, beside the peers."""
     shown: list[tuple[str, str]] = []
@@ -124,26 +184,36 @@ def speed() -> str:
     return "\n".join([head, "", *lines])
 
 
-def naive() -> str:
+def naive_factors(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Time and memory of the unfused computation as multiples of ours, by pass."""
-    result, where = measured("naive")
     axes = ("head_dim", "seqlen_q", "causal", "pass")
     times, held = (by_cell(result[kind], *axes) for kind in ("rows", "memory"))
-    texts = []
-    for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
+    found = {}
+    for pass_ in ("fwd", "bwd"):
         cells = [cell for cell, row in times.items() if cell[-1] == pass_ and "naive" in row]
-        faster = between(factors((times[cell] for cell in cells), "naive"))
-        smaller = between(factors((held[cell] for cell in cells), "naive", "bytes"))
-        texts.append(
-            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
-            "its inputs"
+        slower = between(factors((times[cell] for cell in cells), "naive"))
+        found[pass_] = slower, between(factors((held[cell] for cell in cells), "naive", "bytes"))
+    return found
+
+
+def naive() -> str:
+    """How much faster and smaller than the unfused computation."""
+    result, where = measured("naive")
+    fwd, bwd = (
+        f"the {name} is {faster} times as fast and holds {smaller} times less memory besides its "
+        "inputs"
+        for name, (faster, smaller) in zip(
+            ("forward", "gradient"), naive_factors(result).values(), strict=True
         )
-    head_dims, seqlens, masks = (sorted({cell[axis] for cell in times}) for axis in range(3))
+    )
+    head_dims, seqlens, masks = (
+        sorted({row[axis] for row in result["rows"]}) for axis in ("head_dim", "seqlen_q", "causal")
+    )
     return wrapped(
         "Compared with the same attention written in CuPy's operations "
         f"({result['rows'][0]['dtype']}, head size {' and '.join(map(str, head_dims))}, seqlen "
         f"{' and '.join(map(str, seqlens))}, {' and '.join(map(mask_of, masks))}; "
-        f"{where}), {texts[0]}; {texts[1]}."
+        f"{where}), {fwd}; {bwd}."
     )
 
 
@@ -250,7 +320,7 @@ def waiting() -> str:
 
 def gradient() -> str:
     """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
-    result, where = measured("backward", "../")
+    result, where = measured("backward")
     rows = filter(is_training, result["rows"])
     cells = by_cell(rows, "pass", "head_dim", "causal", "seqlen_q")
     head = wrapped(
@@ -303,8 +373,9 @@ def mistakes() -> str:
 
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "support": support,
+    "README.md": {"support": support, "numbers": numbers},
+    "docs/support.md": {"support": support},
+    "docs/speed.md": {
         "speed": speed,
         "naive": naive,
         "precise": precise,
