@@ -12,8 +12,8 @@
 #ifndef CUFLASH_WIDE_FLOAT64
 #define CUFLASH_WIDE_FLOAT64 false
 #endif
-#ifndef CUFLASH_CUDA_CORES
-#define CUFLASH_CUDA_CORES false
+#ifndef CUFLASH_SIMT
+#define CUFLASH_SIMT false
 #endif
 #ifndef CUFLASH_OUT_DTYPE
 #define CUFLASH_OUT_DTYPE bfloat16
@@ -42,8 +42,8 @@
 #ifndef CUFLASH_BLOCKS_PER_SM
 #define CUFLASH_BLOCKS_PER_SM 1
 #endif
-#ifndef CUFLASH_COLUMN_PARTS
-#define CUFLASH_COLUMN_PARTS 1
+#ifndef CUFLASH_SPLIT_COLUMNS
+#define CUFLASH_SPLIT_COLUMNS 1
 #endif
 #ifndef CUFLASH_PARTNERS
 #define CUFLASH_PARTNERS 1
@@ -69,8 +69,8 @@
 #ifndef CUFLASH_KEYS_IN_REGISTERS
 #define CUFLASH_KEYS_IN_REGISTERS false
 #endif
-#ifndef CUFLASH_ORDERED
-#define CUFLASH_ORDERED true
+#ifndef CUFLASH_DETERMINISTIC
+#define CUFLASH_DETERMINISTIC true
 #endif
 #ifndef CUFLASH_WINDOW_LEFT
 #define CUFLASH_WINDOW_LEFT false
@@ -182,7 +182,7 @@ struct Config {
   static constexpr Dtype dtype = Dtype::CUFLASH_DTYPE;  // of q, k, v and the products
   static constexpr Precision precision = Precision::CUFLASH_PRECISION;
   static constexpr bool wide_float64 = CUFLASH_WIDE_FLOAT64;    // products of sm_90 and later?
-  static constexpr bool cuda_cores = CUFLASH_CUDA_CORES;        // do they multiply?
+  static constexpr bool simt = CUFLASH_SIMT;                    // do CUDA cores multiply?
   static constexpr Dtype out_dtype = Dtype::CUFLASH_OUT_DTYPE;  // of out, or of the gradients
   static constexpr int head_dim = CUFLASH_HEAD_DIM;             // padded tile widths; the true
   static constexpr int head_dim_v = CUFLASH_HEAD_DIM_V;         // widths are run-time parameters
@@ -194,7 +194,7 @@ struct Config {
   static constexpr int num_threads = 32 * num_warps;
   static constexpr int blocks_per_sm = CUFLASH_BLOCKS_PER_SM;  // what the register budget allows
   // Thread blocks that share a tile of rows, each with its own columns of the result.
-  static constexpr int column_parts = CUFLASH_COLUMN_PARTS;
+  static constexpr int split_columns = CUFLASH_SPLIT_COLUMNS;
   // Warps of a block that share rows, each with its own columns of the result.
   static constexpr int partners = CUFLASH_PARTNERS;
   static constexpr int smem_bytes = CUFLASH_SMEM_BYTES;  // 0: compiled without Python
@@ -209,7 +209,7 @@ struct Config {
   // Are k and v of a tile kept as operands in registers?
   static constexpr bool keys_in_registers = CUFLASH_KEYS_IN_REGISTERS;
   // Do tiles add to dq one after the other, in a fixed order?
-  static constexpr bool ordered = CUFLASH_ORDERED;
+  static constexpr bool deterministic = CUFLASH_DETERMINISTIC;
 
   static constexpr bool window_left = CUFLASH_WINDOW_LEFT;  // is that side bounded?
   static constexpr bool window_right = CUFLASH_WINDOW_RIGHT;
