@@ -244,7 +244,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["sweep"] == "family":
             kinds[row["family"]][row["impl"]] = row
-        elif row["sweep"] == "head_dim":
+        elif row["sweep"] in ("head_dim", "width"):
             kind = f"{row['family']}, seqlen {row['seqlen']}, head size {row['head_dim']}"
             kinds.setdefault(kind, {})[row["impl"]] = row
     names = [name for name in IMPLEMENTATIONS if any(name in found for found in kinds.values())]
