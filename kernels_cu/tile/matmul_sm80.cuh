@@ -166,7 +166,7 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
     // Of 32 columns two parts at least, and of 96 what registers hold.
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
-    // As many as registers hold, and no rest: more where B has 16 rows, which are few products. (D126)
+    // As many as registers hold, and no rest: more where B has 16 rows, which are few. (D126)
     constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2,
                   of_16_rows = parts % 3 == 0 ? 3
                                : parts < 4    ? parts
