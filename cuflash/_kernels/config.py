@@ -267,7 +267,12 @@ class KernelConfig:
         return self.values()
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__init__(**values)  # type: ignore[misc]
+        new = {_RENAMED.get(name, name): value for name, value in values.items()}
+        self.__init__(**new)  # type: ignore[misc]
+
+
+#: Fields by the names that older pickles have.
+_RENAMED = {"cuda_cores": "simt", "column_parts": "split_columns", "ordered": "deterministic"}
 
 
 def _spelled(value: str | int | bool) -> str:
