@@ -20,9 +20,9 @@ class CompileError(RuntimeError):
     Examples
     --------
     >>> import cuflash
-    >>> error = cuflash.CompileError("forward_sm80 did not compile", config=None, log="...", source=None)
+    >>> error = cuflash.CompileError("it did not compile", config=None, log="line 3", source=None)
     >>> isinstance(error, RuntimeError), error.log
-    (True, '...')
+    (True, 'line 3')
     """
 
     def __init__(self, message: str, *, config: object, log: str, source: str | None) -> None:

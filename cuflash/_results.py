@@ -35,7 +35,8 @@ class AttentionResult(NamedTuple, Generic[ArrayT]):
     Examples
     --------
     >>> import numpy as np, cuflash
-    >>> out, lse = cuflash.attention(np.ones((2, 4)), np.ones((3, 4)), np.ones((3, 1)), return_lse=True)
+    >>> q, k, v = np.ones((2, 4)), np.ones((3, 4)), np.ones((3, 1))
+    >>> out, lse = cuflash.attention(q, k, v, return_lse=True)
     >>> lse - np.log(3)  # the scores are all 2
     array([2., 2.])
     """

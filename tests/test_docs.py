@@ -21,12 +21,21 @@ MAP = ROOT / "kernels_cu" / "README.md"
 PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))]
 
 
-#: What the reference of the API lists; values and rows of sweeps are shown by what makes them.
+#: Their examples are those of the functions that take or make them.
+SEEN_ELSEWHERE = {
+    "BackwardConfigs",
+    "Facts",
+    "Progress",
+    "Sweep",
+    "Workload",
+    "reference",
+    "tuning",
+}
 SHOWN = [
     f"{module.__name__}.{name}"
     for module in (cuflash, cuflash.reference, cuflash.tuning)
     for name in module.__all__
-    if name not in {"reference", "tuning", *"BackwardConfigs Facts Progress Sweep Workload".split()}
+    if name not in SEEN_ELSEWHERE
 ]
 
 
