@@ -25,15 +25,19 @@ __all__ = [
     "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "ScoreMod",
     "attention", "attention_backward", "attention_paged", "attention_varlen",
     "attention_varlen_backward", "attention_vjp", "compile", "dropout_mask", "logsumexp",
-    "logsumexp_backward", "merge", "merge_backward", "reference", "rotary", "show_config", "tuning",
-    "weights", "workspace_size",
+    "logsumexp_backward", "merge", "merge_backward", "reference", "rotary", "show_config",
+    "testing", "tuning", "weights", "workspace_size",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Import ``tuning`` where it is first asked for: a call of attention needs none of it."""
-    if name == "tuning":
-        import cuflash.tuning as found
+    """Import ``testing`` and ``tuning`` where they are first asked for: no call needs them."""
+    if name == "testing":
+        import cuflash.testing
 
-        return found
+        return cuflash.testing
+    if name == "tuning":
+        import cuflash.tuning
+
+        return cuflash.tuning
     raise AttributeError(f"module 'cuflash' has no attribute {name!r}")
