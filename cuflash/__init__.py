@@ -2,7 +2,7 @@
 
 from cuflash import reference
 from cuflash._ahead import compile  # noqa: A004
-from cuflash._api.attention import attention, attention_backward, attention_vjp, workspace_size
+from cuflash._api.attention import attention, attention_backward, attention_vjp
 from cuflash._api.kv_cache import KVCache
 from cuflash._api.merge import merge, merge_backward
 from cuflash._api.paged import attention_paged
@@ -10,6 +10,7 @@ from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backwa
 from cuflash._api.rotary import rotary
 from cuflash._api.show_config import show_config
 from cuflash._api.varlen import attention_varlen, attention_varlen_backward
+from cuflash._api.workspace_size import workspace_size
 from cuflash._errors import CompileError
 from cuflash._problem.options import Options
 from cuflash._problem.score_mod import MaskMod, ScoreMod

@@ -124,7 +124,7 @@ def test_configurations_that_an_older_version_pickled_are_read(name):
     found = unpickled(name)
     configs = [found] if name.startswith("config") else [found.q]
     assert [c.kernel for c in configs] == [name.removeprefix("config of ")] or found.kv is None
-    assert all(c.defines()["CUFLASH_WINDOW_RIGHT"] == "true" for c in configs)
+    assert all(c.window_right for c in configs)
     assert pickle.loads(pickle.dumps(configs)) == configs
 
 
