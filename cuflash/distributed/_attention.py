@@ -185,7 +185,7 @@ def attention_backward(
             if name in gradients:
                 array = rounded(gradients[name], call.given[name].dtype)
                 gradients[name] = array_module(array).moveaxis(array, (-2, -1), pairs[i])
-        results[rank] = arguments.by_field(gradients)
+        results[rank] = arguments.by_field(gradients, wrt)
     return _as_given(comm, results)
 
 
