@@ -152,7 +152,7 @@ def test_the_program(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     assert colour_transfer.main([*FEW, "--folder", str(tmp_path)]) == 0
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.png"}
+    assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.jpg"}
     assert ": ok" in capsys.readouterr().out
 
 
