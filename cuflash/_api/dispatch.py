@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple, is_cupy
-from cuflash._host import attention
+from cuflash._host.backward import backward
+from cuflash._host.forward import forward
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
@@ -36,7 +37,7 @@ def run_forward(
         return None
     if is_cupy(out):
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
+    forward(problem, qkv, options, out, lse, first_entry=first_entry)
     return None
 
 
@@ -61,7 +62,7 @@ def run_backward(
     if is_cupy(saved.dout):
         dout, *results = saved
         return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
-    attention.backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
+    backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
     return None
 
 
