@@ -1,11 +1,11 @@
-# Both set up what they need (.venv, and the CuPy that the NVIDIA driver serves); ARGS is passed on.
+# All set up what they need (.venv, and the CuPy that the NVIDIA driver serves); ARGS is passed on.
 # Without a GPU, tests run on every core; ARGS="-n 0 --pdb" runs them one after the other.
 # The first Python 3.11 or later that starts (tomllib came with 3.11).
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python3; do \
 	$$python -c "import tomllib" 2>/dev/null && break; done; echo $$python)
 ARGS ?=
 
-.PHONY: demo test check
+.PHONY: demo test check docs
 
 demo:
 	@$(PYTHON) tools/setup_env.py demo $(ARGS)
@@ -15,3 +15,6 @@ test:
 
 check:
 	@$(PYTHON) tools/setup_env.py check $(ARGS)
+
+docs:
+	@$(PYTHON) tools/setup_env.py docs $(ARGS)

@@ -34,6 +34,7 @@ from benchmarks.cells import Run, free_memory  # noqa: E402
 from benchmarks.command import names_of, open_run  # noqa: E402
 from benchmarks.machine import describe_machine, short_commit  # noqa: E402
 from benchmarks.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
+from benchmarks.pictures import COLOURS, NAMES  # noqa: E402
 from benchmarks.report import first_line, write_json  # noqa: E402
 from benchmarks.shapes import square  # noqa: E402
 from cuflash.tuning._workload import DTYPES, PASSES, PRECISIONS, Workload  # noqa: E402
@@ -244,7 +245,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["sweep"] == "family":
             kinds[row["family"]][row["impl"]] = row
-        elif row["sweep"] == "head_dim":
+        elif row["sweep"] in ("head_dim", "width"):
             kind = f"{row['family']}, seqlen {row['seqlen']}, head size {row['head_dim']}"
             kinds.setdefault(kind, {})[row["impl"]] = row
     names = [name for name in IMPLEMENTATIONS if any(name in found for found in kinds.values())]
@@ -282,55 +283,56 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-#: The columns of the picture: the sweep and its label, and which error is shown.
-COLUMNS = (
-    ("seqlen", "seqlen", "out"),
-    ("seqlen", "seqlen", "dq"),
-    ("logits", "standard deviation of logits", "out"),
-    ("logits", "standard deviation of logits", "dq"),
-)
+#: The lines of panels of the picture.
+DRAWN = ("float16", "bfloat16", "float32", "float64")
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw errors against seqlen and against the size of logits, a line of panels by arithmetic."""
+    """Draw errors of out and dq against the size of logits, a line of panels for each dtype.
+
+    Of results that hold one dtype the first is drawn.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = [
-        (result["meta"]["device"], shown_arithmetic(*arithmetic), rows)
-        for arithmetic in ARITHMETIC
-        for result in results
-        if (rows := computed_in(result["rows"], *arithmetic))
-    ]
     figure, axes = plt.subplots(
-        len(panels), len(COLUMNS), figsize=(13, 2.7 * len(panels)), sharey="row", sharex="col",
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
-    for line, (device, arithmetic, rows) in zip(axes, panels, strict=True):
-        for axis, (sweep, label, tensor) in zip(line, COLUMNS, strict=True):
-            for index, name in enumerate(IMPLEMENTATIONS):
-                points = sorted(
-                    (row[sweep], row[tensor]) for row in rows
-                    if row["impl"] == name and row["sweep"] == sweep
-                    and not isinstance(row[tensor], str)
-                )  # fmt: skip
-                if points:
-                    width = 3.5 if name == "cuflash" else 1.2
-                    axis.loglog(*zip(*points, strict=True), "o-", color=f"C{index}", label=name,
-                                linewidth=width, markersize=width)  # fmt: skip
-            axis.set_title(f"{tensor}, {arithmetic}", fontsize=9)
+        len(DRAWN), 2, figsize=(7, 10), sharey="row", sharex=True, layout="constrained"
+    )
+    drawn = {}
+    for line, dtype in zip(axes, DRAWN, strict=True):
+        rows = next(
+            (own for result in results if (own := _by_logits(result["rows"], dtype))), []
+        )  # fmt: skip
+        for axis, tensor in zip(line, ("out", "dq"), strict=True):
+            for precision in ("ieee", "tf32"):
+                for name in IMPLEMENTATIONS:
+                    points = sorted(
+                        (row["logits"], row[tensor]) for row in computed_in(rows, dtype, precision)
+                        if row["impl"] == name and not isinstance(row[tensor], str)
+                    )  # fmt: skip
+                    if points:
+                        label = name if precision == "ieee" else f"{name}, TF32"
+                        width = 4 if label == "cuflash" else 1.6  # others are seen on top of it
+                        style = "--" if precision == "tf32" else "-"
+                        (drawn[label],) = axis.loglog(
+                            *zip(*points, strict=True), style, color=COLOURS[name], linewidth=width
+                        )
+            axis.set_title(f"{tensor}, {dtype}", fontsize=11)
             axis.set_xscale("log", base=2)
             axis.grid(alpha=0.3)
-            axis.set_xlabel(label, fontsize=9)
-            axis.label_outer()
-        low, high = line[0].get_ylim()
-        line[0].set_ylim(low / 3, 3 * high)
-        line[0].set_ylabel(f"relative error\n{device}", fontsize=8)
-        line[0].legend(fontsize=7, frameon=False, ncols=2)
+        line[0].set_ylabel("relative error")
+    for axis in axes[-1]:
+        axis.set_xlabel("standard deviation of logits")
+    names = [NAMES.get(name, name) for name in drawn]
+    figure.legend(drawn.values(), names, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _by_logits(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["sweep"], row["dtype"]) == ("logits", dtype)]
 
 
 def parser() -> argparse.ArgumentParser:

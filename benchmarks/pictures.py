@@ -12,12 +12,13 @@ from typing import Any
 from benchmarks.shapes import is_square, size_of
 from benchmarks.sweep_pictures import LEVELS, Figure, new_figure, without
 
-_COLOURS = {
+#: Of implementations.
+COLOURS = {
     "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",
     "fa4": "#CC79A7", "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
     "math": "#F0E442",
 }  # fmt: skip
-_NAMES = {
+NAMES = {
     "cuflash-unordered": "cuflash, deterministic=False", "fa2": "FlashAttention-2 (torch)",
     "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4", "flex": "FlexAttention",
     "eff": "memory-efficient (torch)", "naive": "unfused",
@@ -65,25 +66,23 @@ def _panels(
                 impl: sorted((r["seqlen_q"], r[value]) for r in own if r["impl"] == impl)
                 for impl in dict.fromkeys(row["impl"] for row in rows)
             }
-            for number, (impl, points) in enumerate(lines.items()):
+            if value == "bytes":
+                lines = _together(lines)
+            for impl, points in lines.items():
                 if points:
-                    # Of levels that are one the first is the widest, and the last is dashed.
-                    one = [value == "bytes" and _are_one(points, p) for p in lines.values()]
-                    below, above = any(one[:number]), sum(one[number + 1 :])
-                    usual = 2.2 if impl == "cuflash" and not above else 1.2
+                    first = impl.split(", ")[0]
                     (drawn[impl],) = axes.plot(
-                        *zip(*points, strict=True), "--o" if below and not above else "-o",
-                        color=_COLOURS.get(impl, "#000000"),
-                        markersize=3.5 * 1.65**above, linewidth=usual * 2.1**above,
+                        *zip(*points, strict=True), "-o", color=COLOURS.get(first, "#000000"),
+                        markersize=4, linewidth=2.2 if first == "cuflash" else 1.4,
                     )  # fmt: skip
             axes.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=9)
             axes.set_xscale("log", base=2)
             lengths = sorted({row["seqlen_q"] for row in rows})
-            axes.set_xticks(lengths, [_short(n) for n in lengths], fontsize=8)
+            axes.set_xticks(lengths, [short_length(n) for n in lengths], fontsize=8)
             axes.grid(alpha=0.25)
             if value == "bytes":
                 axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(lambda count, _: _bytes(count))
+                axes.yaxis.set_major_formatter(lambda count, _: in_bytes(count))
     for row_of_axes in grid:
         row_of_axes[0].set_ylabel(unit)
     for axes in grid[-1]:
@@ -93,11 +92,24 @@ def _panels(
     where = f"{meta['device']}, {meta['date']}"
     between = ", " if len(head_dims) > 1 else "\n"
     figure.suptitle(f"{name}, {rows[0]['dtype']}{between}{where}", fontsize=10)
+    names = [", ".join(NAMES.get(impl, impl) for impl in of.split(", ")) for of in drawn]
     figure.legend(
-        drawn.values(), [_NAMES.get(impl, impl) for impl in drawn], loc="outside lower center",
-        ncols=min(len(drawn), 4 if len(head_dims) > 1 else 3), fontsize=8,
+        drawn.values(), names, loc="outside lower center",
+        ncols=min(len(drawn), 4 if len(head_dims) > 1 else 1), fontsize=8,
     )  # fmt: skip
     return figure
+
+
+def _together(lines: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
+    """One line, under all their names, for implementations whose values are one."""
+    found: dict[str, Any] = {}
+    for impl, points in lines.items():
+        alike = next((name for name, own in found.items() if _are_one(points, own)), None)
+        if alike is None:
+            found[impl] = points
+        else:  # in the place of the first
+            found = {f"{n}, {impl}" if n == alike else n: own for n, own in found.items()}
+    return found
 
 
 def _are_one(points: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> bool:
@@ -107,7 +119,7 @@ def _are_one(points: Sequence[tuple[int, float]], others: Sequence[tuple[int, fl
     return bool(both) and all(abs(one[n] - other[n]) <= _ONE_LINE * other[n] for n in both)
 
 
-def _short(n: int) -> str:
+def short_length(n: int) -> str:
     return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
 
 
@@ -144,9 +156,9 @@ def movement(result: Mapping[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({row["seqlen"] for row in rows})
-    axes.set_xticks(lengths, [_short(n) for n in lengths])
+    axes.set_xticks(lengths, [short_length(n) for n in lengths])
     ticks = axes.get_yticks()
-    axes.set_yticks(ticks, [_bytes(t) for t in ticks])
+    axes.set_yticks(ticks, [in_bytes(t) for t in ticks])
     values = [row[name] for row in rows for name in ("unfused", "loaded", "read_once")]
     axes.set_ylim(min(values) / 2, max(values) * 2)
     axes.set_xlabel("seqlen")
@@ -160,7 +172,7 @@ def movement(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _bytes(count: float) -> str:
+def in_bytes(count: float) -> str:
     for size, unit in _MEMORY_UNITS:
         if count >= size:
             return f"{count / size:g} {unit}"

@@ -23,8 +23,6 @@ from cuflash.tuning._space import space
 Figure = Any
 #: Colours that all kinds of eyes tell apart (Okabe and Ito).
 LEVELS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
-_SMALLEST_MARK = 3.2  # points
-_ONE_PLACE = 0.1  # of logarithms: marks at this distance overlap
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -208,10 +206,11 @@ def parallel_coordinates(found: Sweep) -> Figure:
 
 
 def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) -> Figure:
-    """Every measured configuration under the roofs of products, device memory and L2.
+    """The best configuration of every sweep under the roofs of products, device memory and L2.
 
-    ``levels`` are the rows of ``bench --memory``; without them device memory has its data sheet's
-    speed and L2 no roof.
+    A thin line goes down to the slowest configuration, which moves as many bytes. ``levels`` are
+    the rows of ``bench --memory``; without them device memory has its data sheet's speed and L2
+    no roof.
     """
     devices = sorted({found.device for found in sweeps})
     if len(devices) != 1:
@@ -229,7 +228,7 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     roofs = {"device memory": speed.get("device memory read", peak.gbytes)}
     if "L2 read" in speed:
         roofs["L2"] = speed["L2 read"]
-    figure = new_figure(7.2, 5.2 + 0.08 * len(sweeps))
+    figure = new_figure(7.2, 5.6)
     axes = figure.add_subplot()
     reach = np.geomspace(8, 2e4, 200)
     for (name, gbytes), style in zip(roofs.items(), ("-", "--"), strict=False):
@@ -240,33 +239,31 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
         axes.axhline(height, color="#404040", linewidth=0.8, linestyle=":")
         axes.text(2e4, height * 1.04, f"{height:.0f} TFLOP/s, {products}, data sheet", ha="right",
                   fontsize=8)  # fmt: skip
-    over = [("o", "over bytes of device memory")]
+    over = [("o", "best tile, over bytes of device memory")]
     if "L2" in roofs and any(found.kernel.startswith("forward") for found in sweeps):
-        over.append(("x", "over bytes from L2"))
+        over.append(("x", "best tile, over bytes from L2"))
     for marker, label in over:
         axes.plot([], [], marker, color="#404040", markersize=4, label=label)
-    flops_of = [found.workload.kernel_flops(found.kernel) for found in sweeps]
-    once_of = [sum(io_model.least_bytes(found.workload, found.kernel)) for found in sweeps]
-    places = np.log(np.divide(flops_of, once_of))
-    for number, (found, flops, once) in enumerate(zip(sweeps, flops_of, once_of, strict=True)):
-        # Of sweeps at one place the first has the largest marks, and the last is on top.
-        above = np.sum(np.abs(places[number + 1 :] - places[number]) < _ONE_PLACE)
-        size = (_SMALLEST_MARK * 1.6**above) ** 2
-        speeds = [found.tflops(row) for row in found.timed]
-        colour = LEVELS[number % len(LEVELS)]
-        label = f"{found.kernel} {found.workload} {found.workload.dtype}"
-        axes.scatter([flops / once] * len(speeds), speeds, s=size, color=colour, linewidth=0,
-                     label=label)  # fmt: skip
-        if found.kernel.startswith("forward") and "L2" in roofs:
-            loaded = [
-                io_model.forward(
+    kernels = list(dict.fromkeys(_what(found) for found in sweeps))
+    for name in kernels:
+        colour = LEVELS[kernels.index(name) % len(LEVELS)]
+        of_device, of_l2 = [], []
+        for found in (found for found in sweeps if _what(found) == name):
+            flops = found.workload.kernel_flops(found.kernel)
+            intensity = flops / sum(io_model.least_bytes(found.workload, found.kernel))
+            speeds = [found.tflops(row) for row in found.timed]
+            of_device.append((intensity, max(speeds)))
+            axes.vlines(intensity, min(speeds), max(speeds), color=colour, linewidth=1, alpha=0.6)
+            if found.kernel.startswith("forward") and "L2" in roofs:
+                row = max(found.timed, key=found.tflops)
+                loaded = io_model.forward(
                     found.workload, row["values"]["block_m"], row["values"]["block_n"],
                     row["facts"]["smem_bytes"], boxes=found.kernel == "forward_sm90",
-                ).fused
-                for row in found.timed
-            ]  # fmt: skip
-            axes.scatter([flops / b for b in loaded], speeds, s=size, marker="x", color=colour,
-                         linewidth=1.2)  # fmt: skip
+                ).fused  # fmt: skip
+                of_l2.append((flops / loaded, max(speeds)))
+        axes.plot(*zip(*of_device, strict=True), "o", color=colour, markersize=6, label=name)
+        if of_l2:
+            axes.plot(*zip(*of_l2, strict=True), "x", color=colour, markersize=7)
     axes.set_xscale("log")
     axes.set_yscale("log")
     slowest = min((found.tflops(row) for found in sweeps for row in found.timed), default=min(tops))
@@ -277,6 +274,13 @@ def roofline(sweeps: Sequence[Sweep], levels: Sequence[Mapping[str, Any]] = ()) 
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
     figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     return figure
+
+
+def _what(found: Sweep) -> str:
+    """What the sweeps of one colour share: all but the length."""
+    work = found.workload
+    mask = ", causal" if work.causal else ""
+    return f"{found.kernel}, head size {work.head_dim}, {work.dtype}{mask}"
 
 
 def without(what: str, whose: str) -> Exception:

@@ -2,26 +2,31 @@
 
 from cuflash import reference
 from cuflash._ahead import compile  # noqa: A004
-from cuflash._api.attention import attention, attention_backward, attention_vjp, workspace_size
+from cuflash._api.attention import attention, attention_backward, attention_vjp
+from cuflash._api.kv_cache import KVCache
 from cuflash._api.merge import merge, merge_backward
+from cuflash._api.paged import attention_paged
 from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backward, weights
+from cuflash._api.rotary import rotary
 from cuflash._api.show_config import show_config
 from cuflash._api.varlen import attention_varlen, attention_varlen_backward
+from cuflash._api.workspace_size import workspace_size
 from cuflash._errors import CompileError
 from cuflash._problem.options import Options
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 from cuflash._results import AttentionResult, Gradients
 
-for _public in (AttentionResult, CompileError, Gradients, MaskMod, Options, ScoreMod):
+for _public in (AttentionResult, CompileError, Gradients, KVCache, MaskMod, Options, ScoreMod):
     _public.__module__ = __name__  # pickles and errors name it, and modules inside can move
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionResult", "CompileError", "Gradients", "MaskMod", "Options", "ScoreMod",
-    "attention", "attention_backward", "attention_varlen", "attention_varlen_backward",
-    "attention_vjp", "compile", "dropout_mask", "logsumexp", "logsumexp_backward", "merge",
-    "merge_backward", "reference", "show_config", "tuning", "weights", "workspace_size",
+    "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "ScoreMod",
+    "attention", "attention_backward", "attention_paged", "attention_varlen",
+    "attention_varlen_backward", "attention_vjp", "compile", "dropout_mask", "logsumexp",
+    "logsumexp_backward", "merge", "merge_backward", "reference", "rotary", "show_config", "tuning",
+    "weights", "workspace_size",
 ]  # fmt: skip
 
 

@@ -132,8 +132,12 @@ ALIKE = {
     "cu_seqlens_k": ENDS, "outs": np.stack([OUT, OUT]), "lses": np.stack([LSE, LSE]),
     "rows": [0], "shape": (3, 3), "p": 0.5, "seed": 1, "expression": "q", "grad": "q",
     "host": lambda *_, **__: True, "host_grad": lambda *_, **__: 1.0, "low": 0.0, "high": 1.0,
-    "arch": "sm_80", "mode": "dicts",
+    "arch": "sm_80", "mode": "dicts", "x": OUT, "positions": ENDS,
+    "k_pages": OUT[None, None], "v_pages": OUT[None, None], "page_table": np.zeros((1, 2), int),
+    "kv_lengths": [4],
 }  # fmt: skip
+#: Where a function takes another array than most do.
+OTHERS = {"attention_paged": {"q": OUT[None, None]}}
 
 
 def check(**ends: Any) -> None:
@@ -177,7 +181,8 @@ def call(name: str, **changes: Any) -> Any:
     function = FUNCTIONS[name]
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: ALIKE[p.name] for p in parameters if p.default is p.empty and p.name in ALIKE}
-    given |= {n: ALIKE[n] for n in ("rows", "arch", "mode") if n in OWN[name]} | changes
+    given |= {n: ALIKE[n] for n in ("rows", "arch", "mode") if n in OWN[name]}
+    given |= OTHERS.get(name, {}) | changes
     by_place = [given.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
     return function(*by_place, **given)
 

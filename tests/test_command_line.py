@@ -465,6 +465,7 @@ def test_explain_shows_the_io_model(command, explained):
         ("h100-io-*", ["forward_sm90  192x80", "counted / model"]),
         ("h100-forward-*", ["# NVIDIA H100", "| cuflash |"]),
         ("h100-accuracy-*", ["**float16**", "| one hot |"]),
+        ("h100-widths-*", ["| one hot, seqlen 512, head size 192 |"]),
         ("h100-points-*", ["| cuflash | float32 | 262,144 x 262,144 |"]),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from cuflash._jit.source import kernels_dir
-from cuflash._kernels.config import HEAD_DIMS, KernelConfig
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig, fields_text
 from cuflash._kernels.registry import KERNELS
 from cuflash._kernels.score_config import ScoreConfig
 
@@ -72,33 +72,43 @@ CONFIGS: tuple[KernelConfig, ...] = (
 )  # fmt: skip
 
 
-def macros_read() -> set[str]:
-    """Return the macros that config.cuh turns into constants."""
+#: One member: its type, its name, its value.
+MEMBER = re.compile(r"static constexpr (\w+) (\w+) = (?:\1::)?(\w+);")
+
+
+def members(text: str) -> dict[str, tuple[str, str]]:
+    """Return type and value of each constant of a struct."""
+    return {name: (kind, value) for kind, name, value in MEMBER.findall(text)}
+
+
+def fields_of(config: KernelConfig) -> dict[str, tuple[str, str]]:
+    return members(dict(config.texts())["config.fields"])
+
+
+def test_fields_have_defaults_of_their_type_in_the_sources() -> None:
     text = (kernels_dir() / "config.cuh").read_text()
-    start = text.index("struct Config")
-    body = text[start : text.index("\n};", start)]
-    return set(re.findall(r"\bCUFLASH_[A-Z_0-9]+\b", body))
-
-
-def test_fields_are_the_macros_that_the_sources_read() -> None:
-    defined = {name for config in CONFIGS for name in config.defines()}
-    assert defined | {"CUFLASH_UNDER_RACECHECK"} == macros_read()  # no field: tools/sanitize.py
-    assert "CUFLASH_UNDER_RACECHECK" not in defined
-
-
-def test_every_macro_has_a_default() -> None:
-    text = (kernels_dir() / "config.cuh").read_text()
-    for name in macros_read():
-        assert f"#ifndef {name}\n#define {name} " in text
+    body = text[text.index("struct Defaults") : text.index("struct Config")]
+    listed = {name: kind for name, (kind, _) in members(body).items()}
+    assert listed.pop("under_racecheck") == "bool"  # no field: tools/sanitize.py
+    fields = [fields_of(config).items() for config in CONFIGS]
+    assert {name: kind for members in fields for name, (kind, _) in members} == listed
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kernel)
-def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
-    defines = config.defines()
-    assert len(defines) == len(config.values()) - ("formulas" in config.values()) + 1
-    assert defines.get("CUFLASH_DTYPE", "float16") == getattr(config, "dtype", "float16")
-    assert defines["CUFLASH_SMEM_BYTES"] == str(config.smem_bytes)
-    assert not {"True", "False", "None"} & set(defines.values())
+def test_members_spell_every_field_and_the_size(config: KernelConfig) -> None:
+    fields = {name: value for name, (_, value) in fields_of(config).items()}
+    assert len(fields) == len(config.values()) - ("formulas" in config.values()) + 1
+    assert fields.get("dtype", "float16") == getattr(config, "dtype", "float16")
+    assert fields["smem_bytes"] == str(config.smem_bytes)
+    assert not {"True", "False", "None"} & set(fields.values())
+
+
+def test_asm_has_the_dtype_as_text() -> None:
+    given = {dtype: fields_text({"dtype": dtype})[1] for dtype in ("float16", "bfloat16")}
+    assert {dtype: text.splitlines()[-1] for dtype, text in given.items()} == {
+        "float16": '#define CUFLASH_PTX_DTYPE "f16"',
+        "bfloat16": '#define CUFLASH_PTX_DTYPE "bf16"',
+    }
 
 
 def test_a_configuration_is_a_key() -> None:
@@ -137,7 +147,7 @@ def test_every_kernel_has_a_configuration_here() -> None:
     assert {config.kernel for config in CONFIGS} == set(KERNELS)
     for config in CONFIGS:
         names = [name for part in config.parts.values() for name in part._fields]
-        assert len(set(names)) == len(names), "a field of two parts would be one macro"
+        assert len(set(names)) == len(names), "a field of two parts would be one member"
 
 
 @pytest.mark.parametrize(

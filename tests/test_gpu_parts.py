@@ -38,7 +38,6 @@ def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
     verdicts = [line.partition(" [")[0] for line in capsys.readouterr().out.splitlines()]
     assert verdicts == ["fails: FAILED", "hangs: FAILED", "runs: ran"]
     assert (tmp_path / "made").read_text() == "3"
-    assert (tmp_path / "hangs.log").read_text().endswith("ended after 1 s\n")
     assert gpu_evidence.run(["runs"], tmp_path, jobs=3) == 0
 
 
@@ -66,91 +65,96 @@ def test_every_test_is_in_one_shard(count):
     assert len(sizes) >= min(count, 8), "processes stand idle"
 
 
-@pytest.mark.full
-def test_a_suite_is_continued(monkeypatch, tmp_path):
-    """What ran out of time or failed runs again, what has passed does not."""
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    """Run a suite of four tests, without pytest; return what ran on which devices, what fails."""
     (tmp_path / "tests").mkdir()
-    out = tmp_path / "out"
-    out.mkdir()
     listed = {"not alone": ["t.py::a", "t.py::b", "t.py::c"], "alone": ["t.py::clock"]}
-    ran, broken = [], {"t.py::b"}
+    ran, broken = [], set()
 
-    def run_program(arguments, _log, _seconds):
+    def run_program(arguments, _log, _seconds, devices):
         report, tests = Path(arguments[5]), arguments[6:]
-        ran.append(list(tests))
+        ran.append((list(tests), devices))
         outcomes = {test: "failed" if test in broken else "passed" for test in tests}
         run = dict.fromkeys(gpu_report.MACHINE, "1")
-        run |= {"seconds": 1.0, "digest": gpu_digest.digest(), "others": {}, "tests": outcomes}
+        run |= {"seconds": 1.0, "digest": "of now", "others": {}, "tests": outcomes}
         report.write_text(gpu_report.formatted(gpu_report.joined({}, run)))
         return not broken & set(tests)
 
+    monkeypatch.setattr(gpu_digest, "digest", lambda: "of now")
     monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_evidence, "gpu_tests", listed.get)
     monkeypatch.setattr(gpu_evidence, "run_program", run_program)
-    assert not gpu_evidence.run_suite(out, 2, seconds=-1)
+    return ran, broken
+
+
+def test_a_suite_is_continued(suite, tmp_path):
+    """What ran out of time or failed runs again, what has passed does not."""
+    ran, broken = suite
+    broken.add("t.py::b")
+    assert not gpu_evidence.run_suite(tmp_path, 2, seconds=-1)
     assert ran == []
-    assert not (out / "gpu_report.json").exists()
-    assert not gpu_evidence.run_suite(out, 2)
-    assert sorted(ran[:2]) == [["t.py::a", "t.py::b"], ["t.py::c"]]
-    assert ran[2:] == [["t.py::clock"]]
+    assert not gpu_evidence.run_suite(tmp_path, 2)
+    first = [tests for tests, _ in ran]
+    assert sorted(first[:2]) == [["t.py::a", "t.py::b"], ["t.py::c"]]
+    assert first[2:] == [["t.py::clock"]]
     broken.clear()
-    assert gpu_evidence.run_suite(out, 2)
-    assert ran[3:] == [["t.py::b"]]
-    report = json.loads((out / "gpu_report.json").read_text())
+    assert gpu_evidence.run_suite(tmp_path, 2)
+    assert [tests for tests, _ in ran[3:]] == [["t.py::b"]]
+    report = json.loads((tmp_path / "gpu_report.json").read_text())
     assert [report[outcome] for outcome in gpu_report.OUTCOMES] == [4, 0, 0]
-    assert report["seconds"] < 1  # of both runs; each process says 1
-    (out / "gpu_report.json").rename(tmp_path / "tests" / "gpu_report.json")
+    assert report["seconds"] < 3  # of both runs; each process says 1
     assert gpu_evidence.run_suite(tmp_path, 2)
     assert len(ran) == 4
-    assert gpu_evidence.run_suite(out, 2, again=True)
-    assert sorted(ran[4:]) == sorted(ran[:3])
+    assert gpu_evidence.run_suite(tmp_path, 2, again=True)
+    assert sorted(tests for tests, _ in ran[4:]) == sorted(first)
 
 
-def test_unknown_parts_are_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        gpu_evidence.main(["run", str(tmp_path), "--part", "suite,sanitiser"])
-    assert "unknown part sanitiser" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ("4,7", {"a": ["4", "7"], "b": ["7", "4"], "c": ["4", "7"], "clock": ["4", "7"]}),
+        ("5", {"a": ["5"], "b": ["5"], "c": ["5"], "clock": ["5"]}),
+    ],
+)
+def test_processes_are_dealt_out_to_devices(suite, monkeypatch, tmp_path, visible, devices):
+    """The first of them is a process's own; tests that time a device run on the first of all."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_evidence.run_suite(tmp_path, 3)
+    assert {tests[0].removeprefix("t.py::"): own for tests, own in suite[0]} == devices
+
+
+def test_a_program_is_given_its_devices(tmp_path):
+    log = tmp_path / "log"
+    told = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    assert gpu_evidence.run_program(["-c", told], log, 60, ["1", "0"])
+    assert log.read_text() == "1,0\n"
 
 
 @pytest.fixture
-def taken(tmp_path):
-    """Return a function that takes a result; and the folders of results and of a checkout."""
+def folders(tmp_path):
+    """Return a folder of results and a checkout."""
     out, root = tmp_path / "out", tmp_path / "root"
     for folder in (out, root / "tests", root / "benchmarks" / "results"):
         folder.mkdir(parents=True)
-
-    def take(topic, rows, command, *commit):
-        """Return what stands in the checkout: meta and Markdown."""
-        name = f"h100-{topic}-2026-01-01"
-        result = {"meta": META | {"command": command}, "rows": rows, "notes": []}
-        (out / f"{name}.json").write_text(json.dumps(result))
-        (out / f"{name}.md").write_text("as it was")
-        (out / "other.json").write_text("{}")
-        assert gpu_evidence.take_results(out, root, *commit) == [f"{name}.json"]
-        kept = root / "benchmarks" / "results" / f"{name}.json"
-        return json.loads(kept.read_text())["meta"], kept.with_suffix(".md").read_text()
-
-    return take, out, root
+    return out, root
 
 
-def test_results_know_their_commit_and_not_their_folder(taken):
-    take, _, _ = taken
-    for commit in ((), ("f" * 40,)):
-        command = "python benchmarks/bench.py --out /somewhere/out --set short"
-        meta, text = take("short", [], command, *commit)
-        assert meta["command"] == "python benchmarks/bench.py --set short"
-        assert meta["commit"] == (commit or (META["commit"],))[0]
-        assert meta["commit"] in text
-        assert "somewhere" not in text
-
-
-def test_points_keep_a_table_of_their_own(taken):
-    take, out, _ = taken
-    row = {"impl": "keops", "dtype": "float32", "points": 4096, "ms": 2.0, "error": 1e-6}
-    command = f"python benchmarks/points.py --dtype float32 --out {out}"
-    _, text = take("points", [row | {"extra_bytes": 0}], command)
-    assert "`python benchmarks/points.py --dtype float32`" in text
-    assert "| keops | float32 | 4,096 x 4,096 | 2 | 1.0e-06 | 0.0 MB |" in text
+@pytest.mark.parametrize("commit", [None, "f" * 40])
+def test_results_know_their_commit_and_not_their_folder(folders, commit):
+    out, root = folders
+    command = "python benchmarks/bench.py --out /somewhere/out --set short"
+    result = {"meta": META | {"command": command}, "rows": [], "notes": []}
+    (out / "h100-short.json").write_text(json.dumps(result))
+    (out / "h100-short.md").write_text("as it was")
+    (out / "other.json").write_text("{}")
+    assert gpu_evidence.take_results(out, root, commit) == ["h100-short.json"]
+    kept = root / "benchmarks" / "results" / "h100-short.json"
+    meta, text = json.loads(kept.read_text())["meta"], kept.with_suffix(".md").read_text()
+    assert meta["command"] == "python benchmarks/bench.py --set short"
+    assert meta["commit"] == (commit or META["commit"])
+    assert meta["commit"] in text
+    assert "somewhere" not in text
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
@@ -161,8 +165,8 @@ def test_committed_tables_are_those_of_their_rows(path):
 
 @pytest.mark.parametrize("name", gpu_evidence.REPORTS)
 @pytest.mark.parametrize("digest", [gpu_digest.digest(), "another"])
-def test_a_report_of_other_sources_stays(taken, digest, name):
-    _, out, root = taken
+def test_a_report_of_other_sources_stays(folders, digest, name):
+    out, root = folders
     (out / name).write_text(json.dumps({"digest": digest}))
     expected = [name] if digest == gpu_digest.digest() else []
     assert gpu_evidence.take_reports(out, root) == expected

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cuflash"
 #: The packages and modules of cuflash, lowest first; those of one line know nothing of each other.
 ORDER = (
     ("_errors",),
-    ("_cupy",),
+    ("_cupy", "_dlpack"),
     ("_arrays",),
     ("_results", "_problem"),
     ("_host", "_kernels", "reference"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mutants
 import pytest
@@ -50,13 +51,6 @@ def test_their_tests_exist_on_a_gpu_or_without(every, marks):
     assert not [test for test in tests if f"{test}\n" not in listed and f"{test}[" not in listed]
 
 
-@pytest.mark.parametrize("mutant", [ALL[0], ON_THE_HOST[0]], ids=lambda m: m.kind)
-def test_a_copy_of_the_project_has_the_mistake(tmp_path, mutant):
-    mutants.copy_project(tmp_path, mutant)
-    own = (mutants.ROOT / mutant.path).read_text(encoding="utf-8")
-    assert (tmp_path / mutant.path).read_text(encoding="utf-8") == mutant.applied(own)
-
-
 @pytest.mark.parametrize(
     ("status", "said", "outcome"),
     [
@@ -72,19 +66,19 @@ def test_what_became_of_a_mistake_on_the_host(monkeypatch, tmp_path, status, sai
     assert (found.name, found.outcome) == (ON_THE_HOST[0].name, outcome)
 
 
-@pytest.mark.parametrize("value", [1, 2])
-def test_tests_of_a_copy_import_the_copy(tmp_path, value):
-    """Not what the program itself has imported of the project."""
-    files = {
-        "cuflash/__init__.py": f"value = {value}\n",
-        "conftest.py": "def pytest_addoption(parser):\n    parser.addoption('--gpu-timeout')\n",
-        "tests/test_it.py": "import cuflash\n\n\ndef test_it():\n    assert cuflash.value == 1\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+def test_tests_of_a_copy_notice_the_mistake_of_the_copy(tmp_path):
+    """They import the copy, not what the program itself has imported of the project."""
+    mutant = ON_THE_HOST[0]
+    mutants.copy_project(tmp_path, mutant)
+    module, right = mutant.path.as_posix(), (mutants.ROOT / mutant.path).read_text("utf-8")
+    assert (tmp_path / module).read_text("utf-8") == mutant.applied(right)
+    name = module.removesuffix(".py").replace("/", ".")
+    (tmp_path / "tests" / "test_it.py").write_text(
+        f"from pathlib import Path\n\nimport {name}\n\n\ndef test_it():\n"
+        f"    assert len(Path({name}.__file__).read_text()) == {len(right)}\n"
+    )
     status, said = mutants.run_tests(tmp_path, ["tests/test_it.py"], tmp_path / "kernels", 120.0)
-    assert status == (0 if value == 1 else mutants.FAILED), said
+    assert status == mutants.FAILED, said
 
 
 def test_a_mistake_that_is_in_two_places_is_refused():
@@ -95,53 +89,45 @@ def test_a_mistake_that_is_in_two_places_is_refused():
             twice.applied(text)
 
 
-def test_outcomes_are_counted():
-    outcomes = [
-        mutants.Outcome("a", "killed", 1.0, "", ""),
-        mutants.Outcome("b", "survived", 1.0, "no difference", ""),
-        mutants.Outcome("c", "broken", 1.0, "", "error"),
-    ]
-    found = mutants.report(outcomes, 3.0)
-    assert (found["mutants"], found["killed"]) == (3, 1)
-    assert found["survived"] == {"b": "no difference"}
-    assert found["broken"] == ["c"]
-
-
-def test_a_run_cut_short_goes_on_where_it_ended(tmp_path, monkeypatch):
-    names, fate = [m.name for m in ALL], {}
-    asked: list[str] = []
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run all mistakes; ``fates`` says of some what becomes of them, ``failing`` tests anyway."""
+    path, asked, fates, failing = tmp_path / "outcomes.json", [], {}, {}
 
     def judge(mutant, kernels, deadline):
         asked.append(mutant.name)
-        return mutants.Outcome(mutant.name, fate.get(mutant.name, "killed"), 0.1, "", "")
+        return mutants.Outcome(mutant.name, fates.get(mutant.name, "killed"), 0.1, "", "")
+
+    def main():
+        asked.clear()
+        status = mutants.main(["--json", str(path), "--jobs", "1"])
+        return status, list(asked), json.loads(path.read_text())
 
     monkeypatch.setattr(mutants, "judge", judge)
-    monkeypatch.setattr(mutants, "without_mistake", lambda *_: "")
-    path = tmp_path / "outcomes.json"
-    fate |= {names[1]: "not run", names[2]: "broken", names[3]: "survived"}
-    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 1
-    assert asked == names
-    asked.clear()
-    fate.clear()
-    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 1  # one survived unexpectedly
-    assert asked == names[1:3]
-    found = json.loads(path.read_text())
+    monkeypatch.setattr(mutants, "without_mistake", lambda test, *_: failing.get(test, ""))
+    return SimpleNamespace(main=main, fates=fates, failing=failing)
+
+
+def test_a_run_cut_short_goes_on_where_it_ended(run, monkeypatch):
+    names = [m.name for m in ALL]
+    run.fates |= {names[1]: "not run", names[2]: "broken", names[3]: "survived"}
+    status, asked, found = run.main()
+    assert (status, asked, found["broken"], found["not run"]) == (1, names, names[2:3], names[1:2])
+    run.fates.clear()
+    status, asked, found = run.main()
+    assert (status, asked) == (1, names[1:3])  # one survived, and nothing says why
     assert (found["mutants"], found["killed"]) == (len(ALL), len(ALL) - 1)
+    assert found["survived"] == {names[3]: ""}
     assert [o["name"] for o in found["outcomes"]] == names
-    asked.clear()
     monkeypatch.setattr(mutants.gpu_digest, "digest", lambda: "of other sources")
-    assert mutants.main(["--json", str(path), "--jobs", "1"]) == 0
-    assert asked == names
+    assert run.main()[:2] == (0, names)
 
 
-def test_a_test_that_fails_without_a_mistake_notices_none(tmp_path, monkeypatch):
-    chosen = ALL[0]
-    monkeypatch.setattr(mutants, "judge", lambda mutant, kernels, deadline: mutants.Outcome(
-        mutant.name, "killed", 0.1, "", ""))  # fmt: skip
-    monkeypatch.setattr(mutants, "without_mistake", lambda test, *_: f"{test} fails")
-    path = tmp_path / "outcomes.json"
-    assert mutants.main([chosen.name, "--json", str(path), "--jobs", "1"]) == 2
-    assert json.loads(path.read_text())["broken"] == [chosen.name]
+def test_a_test_that_fails_without_a_mistake_notices_none(run):
+    test = ALL[0].tests[0]
+    run.failing[test] = "it fails"
+    status, _, found = run.main()
+    assert (status, found["broken"]) == (2, [m.name for m in ALL if test in m.tests])
 
 
 @pytest.mark.skipif(not MISTAKES.exists(), reason="no run of all mistakes is recorded")

@@ -91,26 +91,21 @@ def test_a_line_of_parallel_coordinates_for_each_configuration(found):
     assert (heights[0], heights[-1]) == (0.0, 1.0)
 
 
-def test_no_configuration_is_above_its_roof(found):
-    axes = pictures.roofline([found], [{"name": "L2 read", "value": 5500.0}]).axes[0]
-    dots = np.vstack([c.get_offsets() for c in axes.collections])
-    assert len(dots) == 2 * len(found.timed)
-    assert (dots[:, 1] <= 989.4).all()
+def test_a_roofline_marks_the_best_tile_of_each_length(found):
+    longer = copy.deepcopy(found)
+    longer.header["workload"] |= {"seqlen_q": 4 * WORK.seqlen_q, "seqlen_k": 4 * WORK.seqlen_k}
+    levels = [{"name": "L2 read", "value": 5500.0}]
+    axes = pictures.roofline([found, longer], levels).axes[0]
+    circles, crosses = ([x for x in axes.lines if x.get_marker() == m and len(x.get_xdata()) == 2]
+                        for m in "ox")  # fmt: skip
+    ((circle,), (cross,)) = circles, crosses  # one colour: a kernel at two lengths
+    best = [max(map(sweep.tflops, sweep.timed)) for sweep in (found, longer)]
+    assert list(circle.get_ydata()) == list(cross.get_ydata()) == best
+    assert max(best) <= 989.4
+    left, right = circle.get_xdata()
+    assert right == pytest.approx(4 * left, rel=0.01)  # FLOP per byte grow with the length
     with pytest.raises(ValueError, match="got no sweep"):
         pictures.roofline([])
-
-
-def test_sweeps_at_one_place_have_smaller_marks_on_top_of_larger_ones(found):
-    elsewhere = copy.deepcopy(found)
-    elsewhere.header["workload"] |= {"seqlen_q": 4 * WORK.seqlen_q, "seqlen_k": 4 * WORK.seqlen_k}
-    levels = [{"name": "L2 read", "value": 5500.0}]
-    axes = pictures.roofline([found, elsewhere, found, found], levels).axes[0]
-    dots, crosses = axes.collections[::2], axes.collections[1::2]
-    for marks in (dots, crosses):
-        first, alone, second, third = (own.get_sizes()[0] for own in marks)
-        assert first > 2 * second > 4 * third
-        assert alone == third
-        assert not any(own.get_alpha() for own in marks)
 
 
 def test_every_dtype_has_the_roof_of_its_products(found):
@@ -159,13 +154,26 @@ def test_memory_is_drawn_for_every_implementation():
     assert [list(line.get_ydata()) for line in lines] == [[1024, 2048], [4096, 8192]]
 
 
-def test_levels_of_memory_that_are_one_are_drawn_within_each_other():
+def test_levels_of_memory_that_are_one_share_a_line_and_its_name():
     lines = lines_of_memory({"cuflash": 1000, "cudnn": 1001, "fa2": 1300, "fa4": 1003})
-    for size in ("get_linewidth", "get_markersize"):
-        outer, middle, alone, inner = (getattr(line, size)() for line in lines)
-        assert outer > 1.5 * middle > 2 * inner
-        assert alone == inner
-    assert [line.get_linestyle() for line in lines] == ["-", "-", "-", "--"]
+    assert [list(line.get_ydata()) for line in lines] == [[1000, 2000], [1300, 2600]]
+    (legend,) = lines[0].figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["cuflash, cuDNN (torch), FlashAttention-4", "FlashAttention-2 (torch)"]
+
+
+def test_pictures_of_the_method_show_the_committed_counts():
+    figures = draw_pictures.of_the_method()
+    traffic, intensity, memory = figures["costs"].axes[1:]
+    marks = {axes: [line for line in axes.lines if line.get_marker() != "None"]
+             for axes in (traffic, intensity, memory)}  # fmt: skip
+    (moved,), (per_byte,) = marks[traffic], marks[intensity]
+    flop = 4 * 16 * 128 * np.square(moved.get_xdata(), dtype=float)
+    np.testing.assert_allclose(per_byte.get_ydata(), flop / moved.get_ydata())
+    unfused, ours = (line.get_ydata()[-1] for line in marks[memory])
+    assert unfused > 50 * ours  # 16,384 positions
+    (ends,) = (text.get_text() for text in memory.texts if "24 GB" in text.get_text())
+    assert ends == "24 GB: unfused ends at 10,990"
 
 
 def test_movement_shows_the_model_and_the_counters(monkeypatch):

@@ -121,7 +121,7 @@ def test_configurations_that_an_older_version_pickled_are_read(name):
     found = unpickled(name)
     configs = [found] if name.startswith("config") else [found.q]
     assert [c.kernel for c in configs] == [name.removeprefix("config of ")] or found.kv is None
-    assert all(c.defines()["CUFLASH_WINDOW_RIGHT"] == "true" for c in configs)
+    assert all(c.window_right for c in configs)
     assert pickle.loads(pickle.dumps(configs)) == configs
 
 
@@ -221,6 +221,8 @@ def calls_of_numpy_arrays():
     shift = c.MaskMod("q < n[0]", arrays={"n": rows}, host=lambda b, h, q, k, n: q < n[0])
     yield "attention", lambda: c.attention(q, q, q, bias=flat[:, :4], mask_mod=shift)
     yield "attention_backward", lambda: c.attention_backward(q, q, q, q, out, lse)
+    pages = np.ones((3, 1, 2, 8)), np.ones((3, 1, 2, 8)), np.array([[2, 0]]), [3]
+    yield "attention_paged", lambda: c.attention_paged(np.ones((1, 1, 2, 8)), *pages, causal=True)
     yield "attention_varlen", lambda: c.attention_varlen(flat, flat, flat, ends, ends)
     yield (
         "attention_varlen_backward",
@@ -232,6 +234,7 @@ def calls_of_numpy_arrays():
     yield "logsumexp_backward", lambda: c.logsumexp_backward(lse, q, q, lse)
     yield "merge", lambda: c.merge(q, both)
     yield "merge_backward", lambda: c.merge_backward(flat, q, both)
+    yield "rotary", lambda: c.rotary(q, np.arange(4))
     yield "weights", lambda: c.weights(q, q, lse, rows=[0])
     yield "workspace_size", lambda: c.workspace_size(q, q, q)
 

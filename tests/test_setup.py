@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -45,18 +44,17 @@ def test_the_driver_decides_the_extra(monkeypatch, status, version, found, extra
 
 
 @pytest.mark.parametrize(
-    ("task", "cuda", "platform", "extras"),
+    ("task", "cuda", "platform", "extra"),
     [
-        ("demo", "none", "linux", ("demo",)),
-        ("demo", 13, "win32", ("demo", "cuda13")),
-        ("test", 12, "linux", ("test", "demo", "examples", "tune", "cuda12")),
-        ("test", "none", "win32", ("test", "demo", "examples", "tune", "compile12")),
-        ("test", "none", "darwin", ("test", "demo", "examples", "tune")),
-        ("check", 13, "linux", ("dev",)),
+        ("demo", "none", "linux", ()), ("demo", 13, "win32", ("cuda13",)),
+        ("test", 12, "linux", ("cuda12",)), ("test", "none", "win32", ("compile12",)),
+        ("test", "none", "darwin", ()), ("check", 13, "linux", ()),
+        ("docs", 13, "linux", ()),
     ],
-)
-def test_extras_of_a_task(task, cuda, platform, extras):
-    assert setup_env.wanted_extras(setup_env.TASKS[task], cuda, platform) == extras
+)  # fmt: skip
+def test_extras_of_a_task(task, cuda, platform, extra):
+    own = setup_env.TASKS[task]
+    assert setup_env.wanted_extras(own, cuda, platform) == own.extras + extra
 
 
 def test_the_extras_of_every_task_are_defined_and_few_are_necessary():
@@ -126,22 +124,17 @@ def commands(monkeypatch):
 
 
 def install(project, commands, *extras) -> list[str]:
-    """Prepare `.venv`; return what was started, the extras in place of a call of pip."""
+    """Prepare `.venv`; return what was started: venv, and the extras in place of a call of pip."""
     commands.calls.clear()
     python = setup_env.prepare_venv(extras, project)
     assert Path(python).parents[1] == project / ".venv"
-    found = [re.search(r"\[(.*)\]$", call[-1]) for call in commands.calls]
-    return [
-        own[1] if own else " ".join(c[2:-1]) for own, c in zip(found, commands.calls, strict=True)
-    ]
+    return [c[2] if "venv" in c else c[-1].partition("[")[2][:-1] for c in commands.calls]
 
 
 def test_complete_interpreter_is_used_as_it_is(project, commands, capsys):
     assert setup_env.choose_interpreter(("held", "demo"), project) == sys.executable
     assert not commands.calls
-    said = capsys.readouterr().out
-    assert re.findall(r"skipped: .*pip install (\w+)", said) == ["rdkit", "scipy", "onnx"]
-    assert "used as it is" in said
+    assert capsys.readouterr().out.count("skipped: ") == 3  # of OPTIONAL
 
 
 def test_venv_is_installed_once_and_again_after_a_change(project, commands):
@@ -151,44 +144,25 @@ def test_venv_is_installed_once_and_again_after_a_change(project, commands):
     assert install(project, commands, "absent") == ["absent"]
     assert install(project, commands, "too_new", "compile12") == ["absent,compile12,too_new"]
     assert install(project, commands, "compile12", "absent") == []
+    assert install(project, commands, "cuda13") == ["venv", "cuda13"]
     for broken in ("{", "[]", "{}"):
         (project / ".venv" / "cuflash-extras.json").write_text(broken)
         assert install(project, commands, "absent") == ["absent"]
 
 
-@pytest.mark.parametrize("cuda", ["cuda12", "cuda13"])
-def test_cuda_of_an_invisible_driver_compiles_and_stays(project, commands, cuda):
-    install(project, commands, cuda, "absent")
-    assert install(project, commands, "absent", "compile12") == []
-    assert install(project, commands, "too_new", "compile12") == [f"absent,{cuda},too_new"]
-
-
-def test_another_cuda_rebuilds(project, commands):
-    install(project, commands, "compile12", "absent")
-    assert install(project, commands, "cuda13") == ["venv --clear", "cuda13"]
-
-
-@pytest.mark.parametrize(
-    ("failing", "message"),
-    [("pip", "pip could not install absent"), ("venv", "apt install python3-venv")],
-)
-def test_failed_set_up_leaves_no_stamp(project, commands, failing, message):
+@pytest.mark.parametrize("failing", ["pip", "venv"])
+def test_failed_set_up_leaves_no_stamp(project, commands, failing):
     commands.failing = failing
-    with pytest.raises(SetupError, match=message):
+    with pytest.raises(SetupError, match=failing):
         setup_env.prepare_venv(("absent",), project)
     assert not (project / ".venv" / "cuflash-extras.json").exists()
 
 
-def test_offline_without_cupy_the_rest_still_runs(project, commands, capsys):
+def test_offline_the_rest_still_runs_where_it_is_enough(project, commands, capsys):
     commands.failing = "pip"
     assert setup_env.choose_interpreter(("held", "compile12"), project) == sys.executable
     assert "skipped: what needs compile12" in capsys.readouterr().out
-
-
-def test_offline_without_a_necessary_distribution(project, commands):
-    commands.failing = "pip"
-    fix = "no network\\? Use a Python that already has cuflash-no-such-distribution: add PYTHON="
-    with pytest.raises(SetupError, match=f"pip could not install absent, compile12 .*{fix}"):
+    with pytest.raises(SetupError, match="already has cuflash-no-such-distribution: add PYTHON="):
         setup_env.choose_interpreter(("absent", "compile12"), project)
 
 
@@ -196,29 +170,22 @@ def test_nvrtc_13_has_a_folder_of_its_own_and_is_installed_once(tmp_path, comman
     """In one environment with it, CuPy for CUDA 12 would compile with NVRTC 13."""
     commands.failing = "-c"  # the probe
     setup_env.install_nvrtc("python", tmp_path)
-    assert commands.calls[1][:4] == ["python", "-m", "pip", "install"]
     assert commands.calls[1][-3:] == ["--target", str(tmp_path), setup_env.NVRTC_13]
     (tmp_path / "nvidia_cuda_nvrtc-13.5.37.dist-info").mkdir()
     setup_env.install_nvrtc("python", tmp_path)
     assert len(commands.calls) == 2
-    assert "skipped" not in capsys.readouterr().out
     commands.failing = ""  # an environment for CUDA 13 has the wheel
     setup_env.install_nvrtc("python", tmp_path / "absent")
     assert len(commands.calls) == 3
+    assert "skipped" not in capsys.readouterr().out
 
 
-def test_without_nvrtc_13_the_rest_still_runs(tmp_path, monkeypatch, capsys):
-    failed = subprocess.CompletedProcess("", 1)
-    monkeypatch.setattr(setup_env.subprocess, "run", lambda *_, **__: failed)
-    setup_env.install_nvrtc("python", tmp_path)
-    assert capsys.readouterr().out.count("skipped: compiling with NVRTC 13") == 1
-
-
-def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
-    readme = (setup_env.ROOT / "README.md").read_text()
-    assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in readme
-    assert 'pip install ".[cuda13]"' in readme
-    assert "install cuflash" not in readme.replace('"', "")
+def test_documents_install_the_same_nvrtc_and_the_rest_from_the_checkout():
+    page = (setup_env.ROOT / "docs" / "install.md").read_text()
+    assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in page
+    for text in (page, (setup_env.ROOT / "README.md").read_text()):
+        assert 'pip install ".[cuda13]"' in text
+        assert "install cuflash" not in text.replace('"', "")
 
 
 def test_the_command_runs_its_program(tmp_path):
@@ -232,7 +199,6 @@ def test_the_command_runs_its_program(tmp_path):
     command = [sys.executable, "-I", script, "check", "--some", "arguments"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (3, "")
-    assert run.stdout.endswith("has what is needed and is used as it is\n")
 
 
 @pytest.mark.parametrize(
@@ -264,19 +230,3 @@ def test_make_takes_the_first_python_that_is_new_enough(tmp_path, statuses, chos
         text=True, check=True, env={"PATH": str(tmp_path)},
     )  # fmt: skip
     assert (run.stdout.split(), run.stderr) == ([chosen, "tools/setup_env.py", "test"], "")
-
-
-def test_what_cannot_be_prepared_is_told(monkeypatch, capsys):
-    def choose(*_):
-        raise SetupError("no network?")
-
-    monkeypatch.setattr(sys, "argv", ["setup_env.py", "test"])
-    monkeypatch.setattr(setup_env, "find_cuda", lambda: "no driver")
-    monkeypatch.setattr(setup_env, "choose_interpreter", choose)
-    assert setup_env.main() == 1
-    said = capsys.readouterr().out
-    assert said.startswith("cuflash: skipped: everything that runs on a GPU: no driver\n")
-    assert said.endswith("no network?\n")
-    monkeypatch.setattr(setup_env, "OLDEST_PYTHON", (99, 0))
-    assert setup_env.main() == 1
-    assert f"Python 3.11 or later is needed, and {sys.executable}" in capsys.readouterr().out

@@ -5,20 +5,22 @@ python tools/draw_pictures.py
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import method_pictures, sweep_pictures  # noqa: E402
 from cuflash import _cli  # noqa: E402
 
 RESULTS, SWEEPS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "sweeps"
 PICTURES = ROOT / "docs" / "pictures"
-#: Beside forward_sm90 at head size 128 under the roofs: there are eight colours.
-BESIDE = (
-    "forward-sm90-d64", "forward-sm90-d256", "backward-sm90-d64", "backward-sm90-d128",
-    "backward-pair-sm90-d256", "forward-tf32-sm90-d64-float32",
+#: Under the roofs, each at 2,048 and 8,192 positions.
+ROOFLINE = (
+    "forward-sm90-d64", "forward-sm90-d128", "forward-sm90-d256", "backward-sm90-d64",
+    "backward-sm90-d128", "backward-pair-sm90-d256", "forward-tf32-sm90-d64-float32",
     "backward-dkv-tf32-sm90-d64-float32",
 )  # fmt: skip
 
@@ -31,21 +33,36 @@ def newest(pattern: str) -> str:
 def pictures() -> dict[str, list[str]]:
     """Arguments of ``python -m cuflash plot`` for each picture."""
     sweep = str(SWEEPS / "h100-forward-sm90-d128.jsonl")
-    others = [str(SWEEPS / f"h100-{name}.jsonl") for name in BESIDE]
+    lengths = ("-2048", "")
+    swept = [str(SWEEPS / f"h100-{name}{end}.jsonl") for name in ROOFLINE for end in lengths]
     return {
         "speed-forward": ["speed", newest("h100-forward-*.json"), "--pass", "fwd"],
         "speed-backward": ["speed", newest("h100-backward-*.json"), "--pass", "bwd"],
         "heatmap": ["heatmap", sweep],
         "parallel": ["parallel", sweep],
-        "roofline": ["roofline", sweep, *others, "--memory", newest("h100-memory-*.json")],
+        "roofline": ["roofline", *swept, "--memory", newest("h100-memory-*.json")],
         "memory": ["memory", newest("h100-allocations-*.json"), "--pass", "bwd"],
         "io": ["io", newest("h100-io-*.json")],
     }
 
 
+def of_the_method() -> dict[str, sweep_pictures.Figure]:
+    """Figures of docs/method.md."""
+    moved, held = (
+        json.loads(Path(newest(f"h100-{topic}-*.json")).read_text())
+        for topic in ("io", "allocations")
+    )
+    return {
+        "tiling": method_pictures.tiling(),
+        "costs": method_pictures.costs(moved, held),
+    }
+
+
 if __name__ == "__main__":
     for name, arguments in pictures().items():
-        status = _cli.main(["plot", *arguments, "--out", str(PICTURES / name)])
-        (PICTURES / f"{name}.png").unlink(missing_ok=True)  # documents show the SVG
-        if status:
+        if status := _cli.main(["plot", *arguments, "--out", str(PICTURES / name)]):
             raise SystemExit(status)
+    for name, figure in of_the_method().items():
+        sweep_pictures.save(figure, PICTURES / name)
+    for path in PICTURES.glob("*.png"):  # documents show the SVG
+        path.unlink()

@@ -16,10 +16,12 @@ what lies in OUT, do not run unless --again is given, as it must be where tests 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,13 +110,20 @@ ALL = ("suite", *PARTS)
 REPORTS = ("gpu_report.json", "mutants_report.json", "sanitizer_report.json")
 
 
-def run_program(arguments: Sequence[str], log: Path, seconds: float) -> bool:
-    """Whether a Python program ended with 0 within its time; what it started ends with it."""
+def run_program(
+    arguments: Sequence[str], log: Path, seconds: float, devices: Sequence[str] = ()
+) -> bool:
+    """Whether a Python program ended with 0 within its time; what it started ends with it.
+
+    The first of ``devices`` is the one that it uses unless it asks for another.
+    """
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each core has a process (D114)
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # each core has a process (D114)
+            stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
         )  # fmt: skip
         try:
             return process.wait(seconds) == 0
@@ -130,6 +139,16 @@ def run_part(name: str, out: Path, jobs: int) -> bool:
     seconds, program = PARTS[name]
     arguments = [a.replace("{out}", str(out)).replace("{jobs}", str(jobs)) for a in program]
     return run_program(arguments, out / f"{name}.log", seconds)
+
+
+def visible_devices() -> list[str]:
+    """Name the devices that programs may use; none where there is no driver."""
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    program = shutil.which("nvidia-smi")
+    command = [program or "", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True) if program else None
+    return done.stdout.split() if done and done.returncode == 0 else []
 
 
 def gpu_tests(marks: str) -> list[str]:
@@ -167,7 +186,10 @@ def report_of(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bool = False) -> bool:
-    """Run all GPU tests in several processes; tests that need the device alone come last."""
+    """Run all GPU tests in several processes; tests that need the device alone come last.
+
+    Each process begins with another device, and sees the others behind it.
+    """
     from gpu_report import flat, formatted
 
     start = time.perf_counter()
@@ -178,18 +200,21 @@ def run_suite(out: Path, jobs: int, seconds: float = SUITE_SECONDS, *, again: bo
     before = [] if again else [*whole, *sorted(folder.glob("*.json"))]
     known = flat(report_of(before).get("tests", {}))
 
-    def run_shard(numbered: tuple[int, list[str]]) -> bool:
-        number, tests = numbered
+    devices = visible_devices()
+
+    def run_shard(number: int, tests: list[str], first: int) -> bool:
         name = f"{time.time_ns()}-{number}"
         left = start + seconds - time.perf_counter()
         command = ["-m", "pytest", "-q", "--slow", "--gpu-report", str(folder / f"{name}.json")]
-        return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left)
+        own = [*devices[first:], *devices[:first]]
+        return left > 0 and run_program([*command, *tests], folder / f"{name}.log", left, own)
 
     with ThreadPoolExecutor(jobs) as pool:
         listed = pool.map(gpu_tests, ("not alone", "alone"))  # D115
         together, alone = ([t for t in tests if known.get(t) != "passed"] for tests in listed)
-        passed = list(pool.map(run_shard, enumerate(shards(together, jobs))))
-    passed += [run_shard((len(passed), alone))] if alone else []
+        first = itertools.cycle(range(max(1, len(devices))))
+        passed = list(pool.map(run_shard, itertools.count(), shards(together, jobs), first))
+    passed += [run_shard(len(passed), alone, 0)] if alone else []
     ours = [path for path in sorted(folder.glob("*.json")) if path not in before]
     if report := report_of([*before, *ours]):
         took = time.perf_counter() - start  # processes run side by side

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
+from benchmarks.peers import OURS  # noqa: E402
 from benchmarks.shapes import is_training  # noqa: E402
 from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
@@ -47,6 +48,62 @@ def support() -> str:
     names = ", ".join(f"`{name}`" for name in options.OPTION_NAMES)
     lines += ["", f"Score options, on both: {names}."]
     return "\n".join(lines)
+
+
+def numbers() -> str:
+    """Five figures for somebody who has two minutes, the unfavourable ones included."""
+    lines = ["| measured | result |", "|--|--|"]
+    for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
+        result = newest(TOPICS[pass_])
+        cells: dict[tuple[Any, ...], dict[str, float]] = {}
+        for row in filter(is_training, result["rows"] if result else ()):
+            if row["pass"] == pass_:
+                cell = row["head_dim"], row["causal"], row["seqlen_q"]
+                cells.setdefault(cell, {})[row["impl"]] = row["tflops"]
+        ratios: dict[int, list[float]] = {}
+        for (head_dim, *_), cell in sorted(cells.items()):
+            peer = max(cell[impl] for impl in cell if impl not in OURS)
+            ratios.setdefault(head_dim, []).append(cell["cuflash"] / peer)
+        every = [ratio for own in ratios.values() for ratio in own]
+        means = ", ".join(f"{statistics.geometric_mean(own):.2f}" for own in ratios.values())
+        most = max(cell["cuflash"] for cell in cells.values())
+        lines.append(
+            f"| {name}, bfloat16, head sizes {', '.join(map(str, ratios))} ({dated(result)}) | "
+            f"up to {most:.0f} TFLOP/s; {means} times the speed of the fastest of cuDNN, "
+            f"FlashAttention-2 and -4; slower in {sum(r < 1 for r in every)} of {len(every)} "
+            "cells |"
+        )
+    fastest, smallest = naive_factors()
+    lines.append(
+        f"| dense attention in CuPy, float16 ({dated(newest('naive'))}) | forward "
+        f"{fastest['fwd']}, gradient {fastest['bwd']} times as slow; {smallest['fwd']} and "
+        f"{smallest['bwd']} times as much memory |"
+    )
+    result = newest("accuracy")
+    errors = {
+        (row["impl"], row["dtype"]): row["out"]
+        for row in result["rows"]
+        if (row["sweep"], row["family"], row["precision"]) == ("family", "normal", "ieee")
+    }
+    shown = ", ".join(
+        f"{dtype} {errors['cuflash', dtype]:.1e} (dense {errors['naive', dtype]:.1e})"
+        for dtype in ("float64", "float32", "bfloat16")
+    )
+    lines.append(f"| relative error of the output, normal inputs ({dated(result)}) | {shown} |")
+    result = newest("overhead")
+    ms = {row["options"]: row["ms"] for row in result["rows"] if row["pass"] == "fwd"}
+    lines.append(
+        f"| one call, beside its kernel ({dated(result)}) | {1e3 * ms['known arrays']:.0f} us; the "
+        f"first ever compiles for {ms['cold'] / 1e3:.1f} s, the first of a later process takes "
+        f"{ms['warm from disk']:.0f} ms |"
+    )
+    return "\n".join(lines)
+
+
+def dated(result: dict[str, Any]) -> str:
+    """The device and the day of a result, in few words."""
+    meta = result["meta"]
+    return f"{' '.join(meta['device'].split()[1:2])}, {meta['date']}"
 
 
 def newest(topic: str) -> dict[str, Any] | None:
@@ -107,7 +164,7 @@ def measured(topic: str) -> tuple[dict[str, Any], str]:
     meta = result["meta"]
     file = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.md"))[-1].relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
-    return result, f"{where}, [rows]({file})"
+    return result, f"{where}, [rows](../{file})"
 
 
 def wrapped(text: str) -> str:
@@ -115,30 +172,39 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
 
-def naive() -> str:
+def naive_factors() -> tuple[dict[str, str], dict[str, str]]:
     """Time and memory of the unfused computation as multiples of ours, by pass."""
-    result, where = measured("naive")
+    result, _ = measured("naive")
     shape = ("head_dim", "seqlen_q", "causal", "pass")
     times: dict[tuple[Any, ...], dict[str, float]] = {}
     bytes_: dict[tuple[Any, ...], dict[str, float]] = {}
     for kept, rows, value in ((times, result["rows"], "ms"), (bytes_, result["memory"], "bytes")):
         for row in rows:
             kept.setdefault(tuple(row[name] for name in shape), {})[row["impl"]] = row[value]
-    texts = []
-    for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
+    fastest, smallest = {}, {}
+    for pass_ in ("fwd", "bwd"):
         cells = [cell for cell in times if cell[-1] == pass_ and "naive" in times[cell]]
-        faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
-        smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
-        texts.append(
-            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
-            "its inputs"
-        )
+        fastest[pass_] = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
+        smallest[pass_] = spread([bytes_[c]["naive"] / bytes_[c]["cuflash"] for c in cells])
+    return fastest, smallest
+
+
+def naive() -> str:
+    """How much faster and smaller than the unfused computation."""
+    result, where = measured("naive")
+    fastest, smallest = naive_factors()
+    texts = [
+        f"the {name} is {fastest[pass_]} times as fast and holds {smallest[pass_]} times less "
+        "memory besides its inputs"
+        for pass_, name in (("fwd", "forward"), ("bwd", "gradient"))
+    ]
+    cells = {(row["head_dim"], row["seqlen_q"], row["causal"]) for row in result["rows"]}
     head_dims, seqlens = (
-        " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
+        " and ".join(str(value) for value in sorted({cell[axis] for cell in cells}))
         for axis in (0, 1)
     )
     masks = {True: "causal", False: "full"}
-    kinds = " and ".join(masks[value] for value in sorted({cell[2] for cell in times}))
+    kinds = " and ".join(masks[value] for value in sorted({cell[2] for cell in cells}))
     return wrapped(
         "Compared with the same attention written in CuPy's operations "
         f"({result['rows'][0]['dtype']}, head size {head_dims}, seqlen {seqlens}, {kinds}; "
@@ -260,8 +326,6 @@ def waiting() -> str:
 
 def gradient() -> str:
     """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
-    from benchmarks.peers import OURS
-
     result, where = measured("backward")
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in filter(is_training, result["rows"]):
@@ -271,7 +335,7 @@ def gradient() -> str:
         wrapped(
             "Speed relative to the fastest peer in the same run: geometric mean and least of all "
             "cells. bfloat16, 16,384 tokens, heads x head_dim = 2048, full and causal "
-            f'({where.replace("](", "](../")}). "In order" is the default, deterministic; "any '
+            f'({where}). "In order" is the default, deterministic; "any '
             'order" is `deterministic=False`.'
         ),
         "",
@@ -330,8 +394,9 @@ def mistakes() -> str:
 
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "support": support,
+    "README.md": {"support": support, "numbers": numbers},
+    "docs/support.md": {"support": support},
+    "docs/speed.md": {
         "speed": speed,
         "naive": naive,
         "precise": precise,

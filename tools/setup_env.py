@@ -1,6 +1,6 @@
 """Which interpreter can run the tests, the demo or the checks, and what must be installed first?
 
-    python tools/setup_env.py {demo,test,check} [arguments for the program]
+    python tools/setup_env.py {demo,test,check,docs} [arguments for the program]
 
 An interpreter that has what the task needs is used as it is. Otherwise `.venv` is created, and pip
 installs into it the extras that the task and the NVIDIA driver call for; a stamp makes the next run
@@ -53,6 +53,7 @@ TASKS = {
         compiles_kernels=True,
     ),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
+    "docs": Task(extras=("docs", "examples"), command=("tools/build_docs.py",)),
 }
 
 # Distributions that a task can do without, and what it then leaves out.
@@ -63,6 +64,7 @@ OPTIONAL = {
     "matplotlib": "the examples' pictures (pip install matplotlib)",
     "scipy": "comparisons with SciPy in the docs (pip install scipy)",
     "kernel-tuner": "searches of kernel-tuner, and its files (pip install kernel-tuner)",
+    "basedpyright": "a second type checker of a user's code (pip install basedpyright)",
     "pytest-xdist": "tests on every core; they run on one (pip install pytest-xdist)",
     "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }
@@ -170,24 +172,17 @@ def prepare_venv(extras: tuple[str, ...], root: Path) -> str:
         held, fresh = set(written["extras"]), written["digest"] == digest
     except (OSError, ValueError, LookupError, TypeError):
         held, fresh = set(), False
-    wanted = set(extras)
-    if "compile12" in wanted and (cuda := [own for own in held if own.startswith("cuda")]):
-        wanted = wanted - {"compile12"} | {cuda[0]}  # it compiles as well
-    if fresh and wanted <= held and python.exists():
+    if fresh and held >= set(extras) and python.exists():
         return str(python)
-    union = held | wanted
-    rebuild = len({extra[-2:] for extra in union if extra.startswith(CUDA_EXTRAS)}) > 1
-    if rebuild:
-        say("the driver now serves another CUDA, so .venv is rebuilt")
-        union = wanted
+    wanted = held | set(extras)
+    rebuild = len({extra[-2:] for extra in wanted if extra.startswith(CUDA_EXTRAS)}) > 1
+    names = sorted(extras if rebuild else wanted)
     if rebuild or not python.exists():
         say(f"creating .venv with Python {sys.version.split()[0]}")
-        clear = ["--clear"] if rebuild else []
-        if subprocess.run([sys.executable, "-m", "venv", *clear, str(folder)]).returncode:
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)]).returncode:
             apt = "Debian and Ubuntu: apt install python3-venv"
             raise SetupError(f"{sys.executable} -m venv failed ({apt})")
     stamp.unlink(missing_ok=True)
-    names = sorted(union)
     say(f"installing {', '.join(names)} into .venv, once")
     if not pip_install(str(python), "--editable", f"{root}[{','.join(names)}]"):
         raise SetupError(f"pip could not install {', '.join(names)} (its message is above)")

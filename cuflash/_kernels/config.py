@@ -1,8 +1,9 @@
 """What changes the machine code of a kernel? A configuration, composed of named parts.
 
-Every field of a part becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh``
-alone. Shapes, strides, lengths, scale and window bounds are run-time parameters and not here: a new
-shape never recompiles. One module beside this one holds each kernel, named as its ``.cu``.
+Every field of a part becomes a member of ``Config`` in ``kernels_cu/config.cuh``, which lists all
+with their defaults. Shapes, strides, lengths, scale and window bounds are run-time parameters and
+not here: a new shape never recompiles. One module beside this one holds each kernel, named as its
+``.cu``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
+_ENUMS = {"precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf"}
+#: PTX's names of dtypes, for texts of instructions.
+_PTX_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
 class Operands(NamedTuple):
@@ -214,11 +219,11 @@ class KernelConfig:
         """Shared memory of one operand; CUDA cores read it where it lies."""
         return 128 if self.cuda_cores else self.element_bytes * rows * columns
 
-    def defines(self) -> dict[str, str]:
-        """Macros that specialise the source, one per field but texts, and the derived size."""
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """Files of ``kernels_cu`` with another text in this kernel: fields, and formulas."""
         named = self._values | {"smem_bytes": self.smem_bytes}
-        named.pop("formulas", None)
-        return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
+        formulas = named.pop("formulas", ())
+        return (fields_text(named), *formulas)
 
     def values(self) -> dict[str, Any]:
         """All fields by name."""
@@ -270,10 +275,19 @@ class KernelConfig:
         self.__init__(**values)  # type: ignore[misc]
 
 
-def _spelled(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
+def fields_text(values: Mapping[str, str | int | bool]) -> tuple[str, str]:
+    """``kernels_cu/config.fields`` for these values: its name and its text."""
+    members = "".join(_member(name, value) for name, value in values.items())
+    ptx_dtype = _PTX_DTYPES[str(values.get("dtype", "bfloat16"))]
+    return "config.fields", f'{members}#define CUFLASH_PTX_DTYPE "{ptx_dtype}"\n'
+
+
+def _member(name: str, value: str | int | bool) -> str:
+    if isinstance(value, str):
+        kind = _ENUMS.get(name, "Dtype")
+        return f"static constexpr {kind} {name} = {kind}::{value};\n"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};\n"
 
 
 def __getattr__(name: str) -> Any:

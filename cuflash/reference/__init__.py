@@ -30,10 +30,11 @@ from cuflash.reference._dense import (
     weights,
 )  # fmt: skip
 from cuflash.reference._packed import attention_varlen, attention_varlen_backward
+from cuflash.reference._paged import attention_paged, rotary
 from cuflash.reference._score import dropout_mask, visible
 
 __all__ = [
-    "attention", "attention_backward", "attention_varlen", "attention_varlen_backward",
-    "attention_vjp", "dropout_mask", "logsumexp", "logsumexp_backward", "merge", "merge_backward",
-    "scores", "visible", "weights",
+    "attention", "attention_backward", "attention_paged", "attention_varlen",
+    "attention_varlen_backward", "attention_vjp", "dropout_mask", "logsumexp", "logsumexp_backward",
+    "merge", "merge_backward", "rotary", "scores", "visible", "weights",
 ]  # fmt: skip

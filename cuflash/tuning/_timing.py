@@ -39,6 +39,7 @@ class Calls:
         import cupy
 
         from cuflash._api import attention as api
+        from cuflash._api.workspace_size import workspace_size
 
         backward = not kernel.startswith("forward")
         options = Options(**workload.score_options(cupy))
@@ -62,7 +63,7 @@ class Calls:
                 pair = (results["out"], results["lse"])
                 call = partial(api.attention, q, k, v, return_lse=True, out=pair, **given)
             self.results.append(results)
-            self._calls.append((call, api.workspace_size(q, k, v, backward=backward, **given)))
+            self._calls.append((call, workspace_size(q, k, v, backward=backward, **given)))
 
     def of(self, config: KernelConfig) -> list[Call]:
         """The library's own calls with a configuration."""

@@ -1,0 +1,305 @@
+"""How are keys and values of sequences kept that grow?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import (
+    Array,
+    array_module,
+    is_cupy,
+    native,
+    on_device_of,
+    refuse_captured,
+    same_module,
+)
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import FLOATS, integer_value, is_integer
+
+
+class KVCache:
+    """Keys and values of sequences that grow, in pages that sequences take as they need them.
+
+    Everything is in four arrays, which keep their addresses: a page is used by the sequences that
+    name it in their row of ``page_table`` before their length, and free if none does.
+
+    Parameters
+    ----------
+    sequences : int
+        How many sequences there are; each is empty at first.
+    heads : int
+        Heads of keys and values.
+    head_dim : int
+        Features of a key.
+    max_length : int
+        Keys that one sequence can have.
+    page_size : int
+        Keys of a page, from 1 to 256.
+    head_dim_v : int, optional
+        Features of a value; default ``head_dim``.
+    pages : int, optional
+        Pages of all sequences together. Default: as many as let every sequence grow to
+        ``max_length``.
+    dtype : dtype
+        float16, bfloat16, float32 or float64.
+    like : array, optional
+        An array of the library and on the device where the cache is to lie; default NumPy.
+
+    Attributes
+    ----------
+    k_pages : array, (pages, heads, page_size, head_dim)
+    v_pages : array, (pages, heads, page_size, head_dim_v)
+    page_table : int32 array, (sequences, pages of a sequence)
+        Numbers beyond the length of a sequence mean nothing.
+    lengths : int32 array, (sequences,)
+        Keys of each sequence.
+    dropped : int32 array, (sequences,)
+        On a GPU, keys that found no room, since the cache was made.
+
+    Notes
+    -----
+    On a GPU the host reads none of these arrays, so that lengths can advance there. A sequence that
+    finds no free page, or is at ``max_length``, keeps what fits, and ``dropped`` counts the rest.
+    On NumPy arrays that is a ValueError, and nothing is written.
+
+    Free pages are taken in the order of sequences, lowest number first: the same calls make the
+    same arrays.
+
+    There is no gradient with respect to a cache: :func:`attention_vjp` takes keys and values in
+    order.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> cache = cuflash.KVCache(2, 4, 64, max_length=100, dtype=np.float32)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 7, 64), dtype=np.float32)
+    >>> cache.append(k, v)  # seven keys of both sequences
+    >>> cuflash.attention_paged(q, *cache.arrays, causal=True).shape
+    (2, 4, 7, 64)
+    >>> cache.take([0, 0])  # sequence 1 becomes what sequence 0 is, in the same pages
+    >>> cache.append(k[:, :, :1], v[:, :, :1], counts=[1, 0])
+    >>> cache.lengths
+    array([8, 7], dtype=int32)
+    """
+
+    k_pages: Array
+    v_pages: Array
+    page_table: Array
+    lengths: Array
+    dropped: Array
+
+    def __init__(
+        self,
+        sequences: int,
+        heads: int,
+        head_dim: int,
+        /,
+        *,
+        max_length: int,
+        page_size: int = 16,
+        head_dim_v: int | None = None,
+        pages: int | None = None,
+        dtype: Any = np.float16,
+        like: Array | None = None,
+    ) -> None:
+        sequences, heads = _extent("sequences", sequences), _extent("heads", heads)
+        head_dim, max_length = _extent("head_dim", head_dim), _extent("max_length", max_length)
+        head_dim_v = head_dim if head_dim_v is None else _extent("head_dim_v", head_dim_v)
+        page_size = _extent("page_size", page_size, 256)
+        of_each = -(-max_length // page_size)
+        pages = sequences * of_each if pages is None else _extent("pages", pages)
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise wrong_type("dtype", shown(dtype), "a floating dtype") from error
+        if dtype not in FLOATS:
+            raise wrong_type("dtype", str(dtype), "float16, bfloat16, float32 or float64")
+        self._max_length = max_length
+        with on_device_of(like):
+            xp: Any = np if like is None else array_module(native("like", like))
+            # One page more, to which is written what is kept nowhere.
+            self._k = xp.zeros((pages + 1, heads, page_size, head_dim), dtype)
+            self._v = xp.zeros((pages + 1, heads, page_size, head_dim_v), dtype)
+            self.page_table = xp.zeros((sequences, of_each), np.int32)
+            self.lengths = xp.zeros(sequences, np.int32)
+            self.dropped = xp.zeros(sequences, np.int32)
+        self.k_pages, self.v_pages = self._k[:pages], self._v[:pages]
+
+    def __repr__(self) -> str:
+        pages, heads, size, d = self.k_pages.shape
+        return (
+            f"<cuflash.KVCache of {len(self.lengths)} sequences, {pages} pages of {size} keys, "
+            f"{heads} heads, head_dim {d}, {self.k_pages.dtype}>"
+        )
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """The arguments of :func:`attention_paged` behind the queries."""
+        return self.k_pages, self.v_pages, self.page_table, self.lengths
+
+    def append(self, k: Array, v: Array, counts: Any = None) -> None:
+        """Add keys and values to the end of sequences, in place.
+
+        Parameters
+        ----------
+        k : array, (sequences, heads, t, head_dim)
+            In the dtype of the cache.
+        v : array, (sequences, heads, t, head_dim_v)
+        counts : integer array (sequences,), optional
+            How many of the ``t`` keys each sequence takes, the first ones. Default: all. On a GPU
+            the host does not read them: they are clamped to the range from 0 to t.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arrays of other shapes or dtypes; of NumPy arrays, where the keys do not fit.
+        RuntimeError
+            While a CUDA graph is captured.
+
+        Notes
+        -----
+        A page that other sequences name as well is copied before a key is added to it.
+        """
+        k, v, counts = self._checked(k, v, counts)
+        xp, steps = self._library("append"), k.shape[2]
+        size, scratch = self.k_pages.shape[2], len(self.k_pages)
+        start = self.lengths.astype(np.int64)
+        wanted = start + xp.clip(counts, 0, steps)
+        table, end, source = self._with_new_pages(xp, start, wanted)
+        if xp is np and (end < wanted).any():
+            s = int(np.argmax(end < wanted))
+            raise wrong_value(
+                "k", f"{wanted[s] - start[s]} keys for sequence {s} of length {start[s]}",
+                f"at most {end[s] - start[s]}: max_length is {self._max_length}, and "
+                f"{self._free(np)[0].sum()} of {scratch} pages are free",
+                "make the cache larger, or take(...) fewer sequences",
+            )  # fmt: skip
+        rows = xp.arange(len(start))
+        page = xp.where(source < scratch, table[rows, start // size % table.shape[1]], scratch)
+        at = start[:, None] + xp.arange(steps)  # (sequences, t)
+        of_key = xp.take_along_axis(table, xp.minimum(at // size, table.shape[1] - 1), 1)
+        of_key = xp.where(at < end[:, None], of_key, scratch)
+        for pages, new in ((self._k, k), (self._v, v)):
+            pages[page] = pages[source]
+            pages.swapaxes(1, 2)[of_key, at % size] = xp.swapaxes(new, 1, 2)
+        self.page_table[...] = table
+        self.lengths[...] = end
+        self.dropped += (wanted - end).astype(np.int32)
+
+    def take(self, parents: Any, lengths: Any = None) -> None:
+        """Let each sequence become what another was, in the same pages; or empty.
+
+        Parameters
+        ----------
+        parents : integer array, (sequences,)
+            Sequence ``i`` becomes what sequence ``parents[i]`` was; -1 makes it empty. Pages that
+            no sequence names are free. On a GPU the host does not read the numbers: they are
+            clamped.
+        lengths : integer array, (sequences,), optional
+            Keys that each sequence keeps, the first ones; default all. More than there are is all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For arrays of other shapes or dtypes; of NumPy arrays, for sequences that do not exist.
+        RuntimeError
+            While a CUDA graph is captured.
+        """
+        xp, sequences = self._library("take"), len(self.lengths)
+        parents = self._per_sequence("parents", parents)
+        if xp is np and parents.size and not -1 <= parents.min() <= parents.max() < sequences:
+            got = f"numbers from {parents.min()} to {parents.max()}"
+            raise wrong_value("parents", got, f"sequences from 0 to {sequences - 1}, or -1")
+        found = xp.clip(parents, 0, sequences - 1)
+        kept = xp.where(parents < 0, 0, self.lengths[found])
+        if lengths is not None:
+            kept = xp.clip(self._per_sequence("lengths", lengths), 0, kept)
+        self.page_table[...] = self.page_table[found]
+        self.lengths[...] = kept
+
+    def _library(self, function: str) -> Any:
+        xp = array_module(self.lengths)
+        refuse_captured(xp, f"KVCache.{function}")
+        return xp
+
+    def _per_sequence(self, name: str, value: Any) -> Array:
+        """An integer for each sequence, on the device of the cache, int64."""
+        xp, sequences = array_module(self.lengths), len(self.lengths)
+        value = np.asarray(value) if isinstance(value, list | tuple) else native(name, value)
+        if value.dtype.kind not in "iu":
+            raise wrong_type(name, f"dtype {value.dtype}", "integers")
+        if value.shape != (sequences,):
+            raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
+        if is_cupy(value):
+            same_module(lengths=self.lengths, **{name: value})
+        return xp.asarray(value).astype(np.int64)
+
+    def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Array]:
+        """The arrays that are to be added."""
+        given = {"k": native("k", k), "v": native("v", v)}
+        xp = same_module(lengths=self.lengths, **given)
+        for (name, array), pages in zip(given.items(), (self._k, self._v), strict=True):
+            if array.dtype != pages.dtype:
+                raise wrong_type(name, f"dtype {array.dtype}", f"dtype {pages.dtype} of the cache")
+            if array.ndim != 4 or array.shape != (len(self.lengths), *pages.shape[1:2],
+                                                  given["k"].shape[2], pages.shape[3]):  # fmt: skip
+                expected = f"({len(self.lengths)}, {pages.shape[1]}, t, {pages.shape[3]})"
+                raise wrong_value(name, f"shape {array.shape}", f"shape {expected}, t as in k")
+        steps = given["k"].shape[2]
+        if counts is None:
+            return given["k"], given["v"], xp.full(len(self.lengths), steps, np.int64)
+        counts = self._per_sequence("counts", counts)
+        if xp is np and counts.size and not 0 <= counts.min() <= counts.max() <= steps:
+            got = f"numbers from {counts.min()} to {counts.max()}"
+            raise wrong_value("counts", got, f"numbers from 0 to {steps}, the keys of k")
+        return given["k"], given["v"], counts
+
+    def _free(self, xp: Any) -> tuple[Array, Array]:
+        """Which pages are free, and how many sequences name each."""
+        table, size = self.page_table, self.k_pages.shape[2]
+        used = xp.arange(table.shape[1]) * size < self.lengths[:, None]
+        names = xp.zeros(len(self._k), np.int64)
+        xp.add.at(names, table.ravel(), used.ravel().astype(np.int64))
+        return names[:-1] == 0, names
+
+    def _with_new_pages(self, xp: Any, start: Array, wanted: Array) -> tuple[Array, Array, Array]:
+        """The table with new pages, the lengths that they allow, and the page to copy of each.
+
+        Sequences take free pages one after the other: for the keys that they want, and instead of a
+        page that others name, where a key is added to it; no page to copy is the last one.
+        """
+        size, pages, columns = self.k_pages.shape[2], len(self.k_pages), self.page_table.shape[1]
+        free, names = self._free(xp)
+        number = xp.where(free, xp.cumsum(free) - 1, pages)  # among the free ones
+        numbers = xp.full(pages + 1, pages)
+        numbers[number] = xp.arange(pages)  # the last element takes what is not free
+        numbers[pages] = pages
+        end = xp.minimum(wanted, self._max_length)
+        first = start // size  # the column where the next key goes
+        last = xp.take_along_axis(self.page_table, xp.minimum(first, columns - 1)[:, None], 1)[:, 0]
+        copied = (start % size != 0) & (names[last] > 1) & (end > start)
+        column = xp.arange(columns)
+        needed = (column >= -(-start // size)[:, None]) & (column < -(-end // size)[:, None])
+        needed |= copied[:, None] & (column == first[:, None])
+        rank = xp.cumsum(needed.ravel()).reshape(needed.shape) - 1
+        new = numbers[xp.where(needed, xp.minimum(rank, pages), pages)]
+        missing = needed & (new == pages)
+        end = xp.minimum(end, xp.where(missing, xp.maximum(column * size, start[:, None]),
+                                       end[:, None]).min(1))  # fmt: skip
+        table = xp.where(new < pages, new, self.page_table)
+        source = xp.where(copied & (end > start), last, pages)
+        return table, end, source
+
+
+def _extent(name: str, value: Any, most: int = 2**31 - 1) -> int:
+    """An int from 1 to ``most``."""
+    expected = f"an int from 1 to {most}"
+    if not is_integer(value):
+        raise wrong_type(name, shown(value), expected)
+    number = integer_value(name, value, expected)
+    if not 1 <= number <= most:
+        raise wrong_value(name, shown(value), expected)
+    return number

@@ -1,0 +1,285 @@
+"""How does attention run over keys and values in pages, which a table puts in order?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+
+from cuflash._api import arguments
+from cuflash._api.dispatch import run_forward
+from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
+from cuflash._errors import wrong_type, wrong_value
+from cuflash._problem.checks import flag, integers, require_float
+from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
+from cuflash._problem.option_table import ARRAYS
+from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
+from cuflash._problem.problem import Problem, describe
+from cuflash._results import AttentionResult
+from cuflash._select import override
+
+#: The CPU path takes keys in whole multiples of so many, which its own blocks divide: the bits of
+#: a row are then what they are without pages.
+_KEYS_AT_ONCE = 4096
+
+
+class _Paged(NamedTuple):
+    """Checked arrays in canonical order: (.., sequence, feature) last."""
+
+    q: Array  # (sequences,) + heads + (m, d)
+    k_pages: Array  # (pages,) + heads + (page_size, d)
+    v_pages: Array
+    page_table: Array  # (sequences, pages of a sequence)
+    kv_lengths: Array  # (sequences,)
+
+    @property
+    def keys(self) -> int:
+        """The keys that the table of a sequence has room for."""
+        return int(self.page_table.shape[1] * self.k_pages.shape[-2])
+
+
+@on_own_device
+def attention_paged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    kv_lengths: Any,
+    /,
+    *,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    workspace: Array | None = None,
+    config: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Attention over keys and values in pages, which a table puts in order.
+
+    Key ``n`` of sequence ``s`` is row ``n % page_size`` of page ``page_table[s, n // page_size]``.
+
+    Parameters
+    ----------
+    q : array, (sequences, .., heads, m, d)
+        Queries of each sequence.
+    k_pages : array, (pages, .., heads, page_size, d)
+        Keys, with as many axes as ``q`` and in its dtype. Axes between the first and the last two
+        broadcast against those of ``q``.
+    v_pages : array, (pages, .., heads, page_size, d_v)
+        Values.
+    page_table : integer array, (sequences, pages of a sequence)
+        The pages of each sequence in order. Several sequences may name one page. Numbers of pages
+        that lie beyond the length are not used. On a GPU the host does not read the others:
+        kernels clamp them to the pages that there are. NumPy numbers are checked.
+    kv_lengths : int, or integer array (sequences,)
+        The keys of each sequence, from 0 to ``N``, the number of pages of a sequence times
+        ``page_size``. What pages hold beyond the length has no effect.
+    options, precision, return_lse, out, workspace, config, **score_options
+        As in :func:`attention`, of N keys. ``causal`` and ``window`` align at the end of each
+        sequence: the last query sees the last key. ``kv_lengths`` is no option here.
+    axes : four pairs, optional
+        (sequence, feature) axes of ``q``, ``k_pages``, ``v_pages`` and the result.
+        ``[(-3, -1)] * 4`` serves queries (sequences, m, heads, d) and pages (pages, page_size,
+        heads, d).
+
+    Returns
+    -------
+    out : array, (sequences, .., heads, m, d_v)
+    lse : array, (sequences, .., heads, m)
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+    RuntimeError
+        While a CUDA graph is captured: on a GPU the pages are first put in order, in memory of
+        N keys for each sequence.
+
+    Notes
+    -----
+    There is no gradient with respect to pages: for gradients call :func:`attention_vjp` on keys
+    and values in order.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = rng.standard_normal((2, 8, 4, 16, 32))  # 8 pages of 16 keys, 4 heads
+    >>> q = rng.standard_normal((2, 4, 1, 32))  # one query of 2 sequences
+    >>> table = np.array([[5, 0, 3], [5, 7, -1]])  # they share page 5
+    >>> cuflash.attention_paged(q, k, v, table, [40, 20], causal=True).shape
+    (2, 4, 1, 32)
+    """
+    chosen = resolve(options, score_options)
+    pairs = checked_axes(axes)
+    given = _native(q, k_pages, v_pages, page_table)
+    xp = same_module(**given)
+    arguments.check_common(given["q"], True, workspace, config)
+    config = override.of_forward(config)
+    pair = arguments.result_pair(out, flag("return_lse", return_lse))
+    if chosen.kv_lengths is not None:
+        fix = "a sequence has the keys of kv_lengths, the fifth argument"
+        raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)
+    lengths = _lengths(xp, given, kv_lengths)
+    paged = _canonical(given, pairs, lengths)
+    like = _of_all_keys(xp, paged)
+    every = replace(chosen, kv_lengths=lengths.reshape(-1, *(1 for _ in paged.q.shape[1:-2])))
+    layout = (pairs[0], *CANONICAL[1:3], pairs[3])
+    problem = describe(given["q"], *like, every, axes=layout, precision=precision, out=pair[0])
+    if xp is np:
+        _check_numbers(paged)
+    out, lse = arguments.results(xp, pair, problem, given | every.arrays, with_lse=True)
+    if xp is np:
+        _on_the_host(problem, paged, chosen, out, lse)
+    else:
+        refuse_captured(xp, "attention_paged")
+        k, v = (_in_order(xp, a, paged.page_table) for a in (paged.k_pages, paged.v_pages))
+        problem = describe(given["q"], k, v, every, axes=layout, precision=precision, out=out)
+        run_forward(
+            problem, (given["q"], k, v), every, out, lse, workspace=workspace, config=config
+        )
+    return AttentionResult(out, lse) if return_lse else out
+
+
+def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Array]:
+    """The arrays by name: of one dtype, and a table of integers."""
+    arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    given = {name: native(name, array) for name, array in arrays.items()}
+    *matrices, table = given.items()
+    for name, array in matrices:
+        require_float(name, array)
+        if array.dtype != given["k_pages"].dtype:
+            fix = f"convert {name}: pages are not converted"
+            expected = f"dtype {given['k_pages'].dtype} as in k_pages"
+            raise wrong_type(name, f"dtype {array.dtype}", expected, fix)
+        if array.ndim < 4 or array.ndim != given["q"].ndim:
+            rows = "(sequences, heads, m, d)" if name == "q" else "(pages, heads, page_size, d)"
+            expected = f"as many axes as q, and at least four: {rows}"
+            raise wrong_value(name, f"shape {array.shape}", expected)
+    if table[1].dtype.kind not in "iu":
+        raise wrong_type("page_table", f"dtype {table[1].dtype}", "integers")
+    sequences = given["q"].shape[0]
+    if table[1].ndim != 2 or table[1].shape[0] != sequences:
+        expected = f"shape ({sequences}, pages of a sequence), a row for each sequence of q"
+        raise wrong_value("page_table", f"shape {table[1].shape}", expected)
+    if table[1].size and not len(given["k_pages"]):
+        raise wrong_value("k_pages", "no pages", "at least one, to which numbers are clamped")
+    return given
+
+
+def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
+    """The keys of each sequence, (sequences,)."""
+    sequences = given["q"].shape[0]
+    if isinstance(kv_lengths, list | tuple):
+        kv_lengths = np.asarray(kv_lengths)
+    if kv_lengths is None:
+        raise wrong_type("kv_lengths", "None", "an int or an integer array")
+    value = integers("kv_lengths", kv_lengths)
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise wrong_value("kv_lengths", value, "an int of 64 bits")
+        return np.full(sequences, value)
+    if value.shape != (sequences,):
+        raise wrong_value("kv_lengths", f"shape {value.shape}", f"shape ({sequences},)")
+    if xp is np:
+        same_module(q=given["q"], kv_lengths=value)
+    return value
+
+
+def _canonical(given: dict[str, Array], pairs: Axes, lengths: Array) -> _Paged:
+    """Views with (sequence, feature) last; raise where k, v and q do not fit."""
+    names = ("q", "k_pages", "v_pages")
+    q, k, v = (_with_core_last(n, given[n], p) for n, p in zip(names, pairs, strict=False))
+    if k.shape[-1] != q.shape[-1]:
+        expected = f"head_dim {q.shape[-1]} as in q of shape {given['q'].shape}"
+        raise wrong_value("k_pages", f"head_dim {k.shape[-1]}", expected)
+    if (v.shape[0], v.shape[-2]) != (k.shape[0], k.shape[-2]):
+        expected = f"{k.shape[0]} pages of {k.shape[-2]} rows as in k_pages"
+        raise wrong_value("v_pages", f"{v.shape[0]} pages of {v.shape[-2]} rows", expected)
+    if not k.shape[-2]:
+        raise wrong_value("k_pages", "pages of no rows", "a page size of at least 1")
+    return _Paged(q, k, v, given["page_table"], lengths)
+
+
+def _with_core_last(name: str, array: Array, pair: tuple[int, int]) -> Array:
+    core = core_axes(name, array.shape, pair)
+    if 0 in core:
+        fix = "its first axis counts sequences" if name == "q" else "its first axis counts pages"
+        raise wrong_value("axes", f"{pair} for {name} of shape {array.shape}", "later axes", fix)
+    kept = [i for i in range(array.ndim) if i not in core]
+    return array.transpose(*kept, *core)
+
+
+def _of_all_keys(xp: ModuleType, paged: _Paged) -> tuple[Array, Array]:
+    """Arrays without memory of their own that have the shapes of k and v in order."""
+    sequences = paged.q.shape[0]
+    shapes = (
+        (sequences, *a.shape[1:-2], paged.keys, a.shape[-1]) for a in (paged.k_pages, paged.v_pages)
+    )
+    k, v = (xp.broadcast_to(xp.empty((), paged.q.dtype), shape) for shape in shapes)
+    return k, v
+
+
+def _in_order(xp: ModuleType, pages: Array, table: Array) -> Array:
+    """Keys of sequences, (sequences,) + heads + (keys, d); page numbers are clamped."""
+    rows = xp.moveaxis(pages[xp.clip(table, 0, max(len(pages) - 1, 0))], 1, -3)
+    return xp.ascontiguousarray(rows.reshape(*rows.shape[:-3], -1, rows.shape[-1]))
+
+
+def _check_numbers(paged: _Paged) -> None:
+    """Raise for a number of a page that is used and does not exist."""
+    used = (
+        np.arange(paged.page_table.shape[1]) * paged.k_pages.shape[-2] < paged.kv_lengths[:, None]
+    )
+    numbers, pages = paged.page_table[used], len(paged.k_pages)
+    if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
+        got = f"numbers from {numbers.min()} to {numbers.max()} within the lengths"
+        raise wrong_value("page_table", got, f"numbers from 0 to {pages - 1}")
+
+
+def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, lse: Array) -> None:
+    """Compute each sequence by itself, from a copy of its own keys."""
+    destinations = out, lse
+    if options.score_mod is not None or options.mask_mod is not None:
+        # A formula may raise in any sequence, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
+    rows = _with_core_last("out", out, problem.axes[3])
+    for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
+        part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
+        first = s * math.prod(problem.batch_shape[1:])
+        run_forward(part, (q, k, v), own, rows[s], lse[s], first_entry=first)
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
+
+
+def _sequences(
+    problem: Problem, paged: _Paged, options: Options
+) -> Iterator[tuple[Array, Array, Array, Options]]:
+    """Queries, keys, values and options of each sequence."""
+    size = paged.k_pages.shape[-2]
+    for s, (q, length) in enumerate(zip(paged.q, paged.kv_lengths, strict=True)):
+        keys = min(-(-int(length) // _KEYS_AT_ONCE) * _KEYS_AT_ONCE, paged.keys)
+        table = paged.page_table[s : s + 1, : -(-keys // size)].copy()
+        table[:, -(-int(length) // size) :] = table[:, :1]  # what is not read exists
+        k, v = (_in_order(np, a, table)[0, ..., :keys, :] for a in (paged.k_pages, paged.v_pages))
+        arrays = {name: _own_part(problem, name, a, s, keys) for name, a in options.arrays.items()}
+        own = replace(with_arrays(options, arrays), kv_lengths=np.asarray(length))
+        yield q, k, v, own
+
+
+def _own_part(problem: Problem, name: str, array: Array, s: int, keys: int) -> Array:
+    """View of what one sequence has of a score option's array, of its first ``keys`` keys."""
+    core = ARRAYS[name][1]
+    if array.ndim == len(problem.batch_shape) + len(core):
+        array = array[0 if array.shape[0] == 1 else s, ...]
+    if core.endswith("n"):
+        array = array[..., :keys]
+    return array

@@ -1,0 +1,97 @@
+"""How does Sphinx build the site? `make docs` calls it, by tools/build_docs.py."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+# Sphinx reads a copy of docs/ beside links to the other folders: tools/build_docs.py makes both.
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import cuflash  # noqa: E402
+
+project = "cuflash"
+author = "The cuflash developers"
+project_copyright = author
+version = release = cuflash.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_templates"]
+templates_path = ["_templates"]
+nitpicky = True  # a name that no page and no inventory has is an error
+default_role = "code"
+myst_heading_anchors = 4
+
+intersphinx_mapping = {
+    name: (address, f"_inventories/{name}.inv")
+    for name, address in {
+        "python": "https://docs.python.org/3/",
+        "numpy": "https://numpy.org/doc/stable/",
+        "scipy": "https://docs.scipy.org/doc/scipy/",
+        "cupy": "https://docs.cupy.dev/en/stable/",
+    }.items()
+}
+
+autodoc_typehints = "none"  # docstrings have shapes and dtypes
+autodoc_member_order = "bysource"
+autosummary_generate = True
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": str(ROOT / "examples"),
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"plot_",
+    "ignore_pattern": r"(^|[\\/])(?!plot_)\w+\.py$",
+    "backreferences_dir": "gallery/backreferences",
+    "doc_module": ("cuflash",),
+    "reference_url": {"cuflash": None},
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 1e9,  # the machine that builds is no benchmark
+    "matplotlib_animations": False,
+}
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"cuflash {release}"
+html_show_sourcelink = False
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_sidebars = {"index": []}
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "header_links_before_dropdown": 6,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+
+
+def adapt_markdown(_app: Any, page: str, source: list[str]) -> None:
+    """Link names of the library, and offer documents outside docs/ as other files are offered.
+
+    The pages are plain Markdown, which reads as well where no Sphinx has been.
+    """
+    outside = r"\]\(((?:\.\./)+(?:benchmarks|examples|kernels_cu|tests)/[^)\s]+\.md)"
+    text = re.sub(outside, r"](path:\1", source[0])
+    if not page.startswith(("api/", "gallery/")):
+        text = re.sub(r"(?<![`}\w])`(cuflash(?:\.[A-Za-z]\w*)+)`", r"{py:obj}`\1`", text)
+    source[0] = text
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", adapt_markdown)

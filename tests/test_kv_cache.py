@@ -1,0 +1,236 @@
+"""Do the pages of a cache hold what was appended, whatever the grouping, sharing and freeing?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ml_dtypes import bfloat16
+
+import cuflash
+
+SEQUENCES, HEADS, D, D_V = 3, 2, 4, 3
+
+
+def tokens(rng: np.random.Generator, count: int, dtype: Any = np.float32) -> tuple[Any, Any]:
+    k, v = (rng.standard_normal((SEQUENCES, HEADS, count, d)).astype(dtype) for d in (D, D_V))
+    return k, v
+
+
+def in_order(cache: cuflash.KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Keys and values of each sequence, row by row as the table says."""
+    size, found = cache.k_pages.shape[2], []
+    for row, length in zip(cache.page_table, cache.lengths, strict=True):
+        places = [(row[n // size], n % size) for n in range(length)]
+        own = [
+            np.stack([pages[p, :, n] for p, n in places], axis=1)
+            if places else np.zeros((HEADS, 0, pages.shape[-1]), pages.dtype)
+            for pages in (cache.k_pages, cache.v_pages)
+        ]  # fmt: skip
+        found.append((own[0], own[1]))
+    return found
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 5, 16, 256]),
+    st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=5),
+    st.sampled_from([np.float16, bfloat16, np.float32, np.float64]),
+)
+def test_any_grouping_gives_the_same_rows(
+    seed: int, size: int, counts: list[list[int]], dtype: Any
+) -> None:
+    rng, totals = np.random.default_rng(seed), np.sum(counts, axis=0)
+    k, v = tokens(rng, max(int(totals.max()), 1), dtype)
+    cache = cuflash.KVCache(
+        SEQUENCES, HEADS, D, max_length=40, head_dim_v=D_V, page_size=size, dtype=dtype
+    )
+    start = np.zeros(SEQUENCES, int)
+    for step in counts:
+        most = max(step)
+        parts = [
+            np.stack([np.pad(a[s], ((0, 0), (0, most), (0, 0)))[:, start[s] :][:, :most]
+                      for s in range(SEQUENCES)])
+            for a in (k, v)
+        ]  # fmt: skip
+        cache.append(*parts, counts=step)
+        start += step
+    np.testing.assert_array_equal(cache.lengths, totals)
+    for s, own in enumerate(in_order(cache)):
+        for found, given_ in zip(own, (k, v), strict=True):
+            np.testing.assert_array_equal(found, given_[s, :, : totals[s]])
+    assert not cache.dropped.any()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A small cache beside lists of rows: appends, forks, rewinds and frees in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+        self.cache = cuflash.KVCache(
+            SEQUENCES, HEADS, D, max_length=10, head_dim_v=D_V, page_size=3, pages=9,
+            dtype=np.float32,
+        )  # fmt: skip
+        self.rows: list[Any] = [
+            (np.zeros((HEADS, 0, D)), np.zeros((HEADS, 0, D_V))) for _ in range(SEQUENCES)
+        ]
+
+    @rule(count=st.integers(1, 4), data=st.data())
+    def append(self, count: int, data: st.DataObject) -> None:
+        counts = data.draw(st.lists(st.integers(0, count), min_size=3, max_size=3))
+        k, v = tokens(self.rng, count)
+        before = [a.copy() for a in (*self.cache.arrays, self.cache.dropped)]
+        try:
+            self.cache.append(k, v, counts=np.array(counts))
+        except ValueError as error:
+            if "keys for sequence" not in str(error) or not self.is_short(counts):
+                raise
+            for old, new in zip(before, (*self.cache.arrays, self.cache.dropped), strict=True):
+                np.testing.assert_array_equal(old, new)
+            return
+        self.rows = [
+            tuple(np.concatenate([old, new[s, :, :n]], axis=1)
+                  for old, new in zip(rows, (k, v), strict=True))
+            for s, (rows, n) in enumerate(zip(self.rows, counts, strict=True))
+        ]  # fmt: skip
+
+    def is_short(self, counts: list[int]) -> bool:
+        """Whether keys may not fit: pages are copied while a page that was shared is not free."""
+        lengths = self.cache.lengths + counts
+        pages = int((-(-lengths // 3)).sum())
+        return bool(lengths.max() > 10) or pages + 1 > 9
+
+    @rule(parents=st.lists(st.integers(-1, 2), min_size=3, max_size=3), data=st.data())
+    def take(self, parents: list[int], data: st.DataObject) -> None:
+        lengths = data.draw(st.none() | st.lists(st.integers(0, 10), min_size=3, max_size=3))
+        self.cache.take(parents, lengths)
+        kept = [10, 10, 10] if lengths is None else lengths
+        self.rows = [
+            tuple(a[:, : n if p >= 0 else 0] for a in self.rows[p])
+            for p, n in zip(parents, kept, strict=True)
+        ]
+
+    @precondition(lambda self: self.cache.lengths.any())
+    @rule()
+    def attend(self) -> None:
+        q = self.rng.standard_normal((SEQUENCES, HEADS, 2, D)).astype(np.float32)
+        out = cuflash.attention_paged(q, *self.cache.arrays, causal=True)
+        for s, (k, v) in enumerate(self.rows):
+            own = cuflash.attention(q[s], k.astype(np.float32), v.astype(np.float32), causal=True)
+            np.testing.assert_allclose(out[s], own, rtol=1e-5, atol=1e-6)
+
+    @invariant()
+    def holds_the_rows(self) -> None:
+        for own, rows in zip(in_order(self.cache), self.rows, strict=True):
+            for found, expected in zip(own, rows, strict=True):
+                np.testing.assert_array_equal(found, expected)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+test_cache_against_lists = CacheMachine.TestCase
+
+
+def full_cache(**changes: Any) -> cuflash.KVCache:
+    """Of one page size, with one free page left."""
+    values = {"max_length": 8, "page_size": 4, "pages": 4, "head_dim_v": D_V, "dtype": np.float32}
+    cache = cuflash.KVCache(SEQUENCES, HEADS, D, **values | changes)
+    cache.append(*tokens(np.random.default_rng(1), 4))
+    return cache
+
+
+def test_a_full_cache_writes_nothing() -> None:
+    cache = full_cache()
+    before = [a.copy() for a in cache.arrays]
+    with pytest.raises(
+        ValueError, match=r"k: got 1 keys for sequence 1 of length 4.* at most 0.*1 of 4"
+    ):
+        cache.append(*tokens(np.random.default_rng(2), 1))
+    with pytest.raises(ValueError, match="5 keys for sequence 0 of length 4, expected at most 4"):
+        cache.append(*tokens(np.random.default_rng(2), 5), counts=[5, 0, 0])
+    for old, new in zip(before, cache.arrays, strict=True):
+        np.testing.assert_array_equal(old, new)
+    cache.take([0, -1, 2])  # a page is free again
+    cache.append(*tokens(np.random.default_rng(2), 4), counts=[4, 0, 1])
+    assert cache.lengths.tolist() == [8, 0, 5]
+
+
+def test_a_shared_page_is_copied_before_it_is_written() -> None:
+    cache = full_cache(page_size=3, pages=8)
+    cache.take([0, 0, 0])
+    assert len(set(cache.page_table[:, 1].tolist())) == 1
+    first = cache.page_table[0, 0]
+    cache.append(*tokens(np.random.default_rng(2), 1), counts=[1, 1, 0])
+    assert len(set(cache.page_table[:, 1].tolist())) == 3
+    assert (cache.page_table[:, 0] == first).all()
+    rows = in_order(cache)
+    np.testing.assert_array_equal(rows[0][0][:, :4], rows[1][0][:, :4])
+    assert (rows[0][0][:, 4] != rows[1][0][:, 4]).all()
+
+
+def test_arrays_keep_their_addresses() -> None:
+    cache = full_cache()
+    before = [a.ctypes.data for a in (*cache.arrays, cache.dropped)]
+    cache.append(*tokens(np.random.default_rng(2), 1), counts=[1, 0, 0])
+    cache.take([0, 0, -1])
+    assert before == [a.ctypes.data for a in (*cache.arrays, cache.dropped)]
+    assert repr(cache) == (
+        "<cuflash.KVCache of 3 sequences, 4 pages of 4 keys, 2 heads, head_dim 4, float32>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, k, v: c.append(k[:2], v), ValueError, r"k: got shape \(2, 2, 1, 4\), expected"),
+        (lambda c, k, v: c.append(k, v[:, :, :0]), ValueError, r"v: got shape \(3, 2, 0, 3\)"),
+        (lambda c, k, v: c.append(k.astype(np.float64), v), TypeError, "k: got dtype float64"),
+        (lambda c, k, v: c.append(k, v, [2, 0, 0]), ValueError, "counts: got numbers from 0 to 2"),
+        (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
+        (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
+        (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
+        (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 0, max_length=1), ValueError, "head_dim: got 0"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, page_size=257), ValueError,
+         "page_size: got 257, expected an int from 1 to 256"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1.5), TypeError,
+         "max_length: got 1.5"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype=int), TypeError,
+         "dtype: got int64"),
+        (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, dtype="no"), TypeError,
+         "dtype: got"),
+        (lambda c, k, v: cuflash.attention(k, c, c), TypeError, "k: got cuflash.KVCache, expected"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) -> None:
+    cache = full_cache(pages=8)
+    before = [a.copy() for a in cache.arrays]
+    with pytest.raises(error, match=message):
+        call(cache, *tokens(np.random.default_rng(2), 1))
+    for old, new in zip(before, cache.arrays, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.gpu
+def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
+    import cupy
+
+    caches = [full_cache(pages=8), full_cache(pages=8, like=cupy.zeros(1))]
+    for cache in caches:
+        xp = cupy if cache is caches[1] else np
+        rng = np.random.default_rng(1)
+        cache.take([-1, -1, -1])
+        for counts in ([3, 0, 2], [1, 3, 3], [2, 2, 0]):
+            cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
+        cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])
+        cache.append(*map(xp.asarray, tokens(rng, 2)), counts=[1, 2, 0])
+    for plain, on_device in zip(caches[0].arrays, caches[1].arrays, strict=True):
+        np.testing.assert_array_equal(plain, cupy.asnumpy(on_device))
+    assert not cupy.asnumpy(caches[1].dropped).any()
+    caches[1].append(*map(cupy.asarray, tokens(np.random.default_rng(1), 9)))
+    assert cupy.asnumpy(caches[1].dropped).tolist() == [7, 9, 6]
+    assert caches[1].lengths.tolist() == [8, 8, 8]

@@ -1,0 +1,56 @@
+"""Does the documentation site build without a warning? It lies in build/site/html afterwards.
+
+    python tools/build_docs.py [arguments for sphinx-build]
+
+Sphinx reads a copy of docs/, because autosummary and sphinx-gallery write pages among their
+sources. Links beside the copy stand for the other folders: a page that links to a test or to
+measured rows then offers that file, and a link to nothing is a warning, hence an error. Names of
+other projects are looked up in docs/_inventories, so that no network is asked: a new name is a new
+line there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "build" / "site"
+LINKED = ("benchmarks", "cuflash", "examples", "kernels_cu", "tests", "tools", "CHANGELOG.md")
+
+
+def lay_out(root: Path, site: Path) -> Path:
+    """Copy docs/ into the site's folder, and link the rest beside it; returns the copy."""
+    shutil.rmtree(site, ignore_errors=True)
+    shutil.copytree(root / "docs", site / "docs")
+    for name in LINKED:
+        (site / name).symlink_to(root / name)
+    return site / "docs"
+
+
+def pack_inventories(folder: Path) -> None:
+    """Write each inventory, kept as text, as Sphinx reads it: four lines, and the rest packed."""
+    for path in folder.glob("*.txt"):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        head, rest = "".join(lines[:4]), "".join(lines[4:])
+        path.with_suffix(".inv").write_bytes(head.encode() + zlib.compress(rest.encode()))
+
+
+def main() -> int:
+    start = time.perf_counter()
+    source, html = lay_out(ROOT, SITE), SITE / "html"
+    sphinx = [sys.executable, "-m", "sphinx", "--builder", "html", "--quiet"]
+    pack_inventories(source / "_inventories")
+    strict = ["--fail-on-warning", "--keep-going"]
+    status = subprocess.call([*sphinx, *strict, *sys.argv[1:], str(source), str(html)])
+    verdict = "FAILED" if status else f"{len(list(html.rglob('*.html')))} pages"
+    print(f"docs: {verdict} in {time.perf_counter() - start:.0f} s: {html}/index.html", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
