@@ -1,7 +1,7 @@
 """Which cores does a call on the CPU use, and in which order do their results add up?
 
 Threads of our own take items of one list; BLAS gets one thread. Its threads would wait for each
-other at every tile, and how it divides a product decides the bits. (D122)
+other at every tile, and how it divides a product decides the bits. (D127)
 
 Threads live as long as a call, so that nothing is left to break in a forked process.
 """

@@ -20,7 +20,7 @@ from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
 from cuflash._problem.problem import Problem
 
-#: Most queries and keys of a tile: its scores, and what multiplies them, stay in cache. (D123)
+#: Most queries and keys of a tile: its scores, and what multiplies them, stay in cache. (D128)
 BLOCK_M = BLOCK_N = 512
 TILE_ELEMENTS = 256 * 512  # of several entries together
 _BESIDE_WINDOWS = 256  # most queries, if they see a window: fewer keys that most of them do not see
@@ -58,7 +58,7 @@ def workspace() -> Iterator[Workspace]:
     """Lend memory that nobody else uses meanwhile.
 
     A few are kept for later calls: new memory of this size costs a short call half of its time in
-    page faults. (D124)
+    page faults. (D129)
     """
     try:
         lent = _kept.pop()
@@ -140,7 +140,7 @@ def product(a: Array, b: Array, seen: Array | None, finite: bool, out: Array) ->
 
 
 def row_maxima(scores: Array) -> Array:
-    """The largest of each row, or its first NaN. (D125)"""
+    """The largest of each row, or its first NaN. (D130)"""
     columns = scores.shape[-1]
     where = scores.argmax(-1)
     where += np.arange(0, scores.size, columns).reshape(where.shape)
