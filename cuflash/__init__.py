@@ -24,16 +24,20 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "ScoreMod",
     "attention", "attention_backward", "attention_paged", "attention_varlen",
-    "attention_varlen_backward", "attention_vjp", "compile", "dropout_mask", "logsumexp",
-    "logsumexp_backward", "merge", "merge_backward", "reference", "rotary", "show_config", "tuning",
-    "weights", "workspace_size",
+    "attention_varlen_backward", "attention_vjp", "compile", "distributed", "dropout_mask",
+    "logsumexp", "logsumexp_backward", "merge", "merge_backward", "reference", "rotary",
+    "show_config", "tuning", "weights", "workspace_size",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Import ``tuning`` where it is first asked for: a call of attention needs none of it."""
+    """Import a package where it is first asked for: a call of attention needs none of them."""
     if name == "tuning":
-        import cuflash.tuning as found
+        import cuflash.tuning as tuning
 
-        return found
+        return tuning
+    if name == "distributed":
+        import cuflash.distributed as distributed
+
+        return distributed
     raise AttributeError(f"module 'cuflash' has no attribute {name!r}")

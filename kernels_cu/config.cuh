@@ -37,7 +37,7 @@ struct Defaults {
   static constexpr Dtype dtype = Dtype::bfloat16;  // of q, k, v and the products
   static constexpr Precision precision = Precision::ieee;
   static constexpr bool wide_float64 = false;          // products of sm_90 and later?
-  static constexpr bool cuda_cores = false;            // do they multiply?
+  static constexpr bool simt = false;                  // do they multiply?
   static constexpr Dtype out_dtype = Dtype::bfloat16;  // of out, or of the gradients
   // Padded tile widths; the true widths are run-time parameters.
   static constexpr int head_dim = 64;
@@ -50,7 +50,7 @@ struct Defaults {
   static constexpr int num_warps = 4;
   static constexpr int blocks_per_sm = 1;  // what the register budget allows
   // Thread blocks that share a tile of rows, each with its own columns of the result.
-  static constexpr int column_parts = 1;
+  static constexpr int split_columns = 1;
   // Warps of a block that share rows, each with its own columns of the result.
   static constexpr int partners = 1;
   static constexpr int smem_bytes = 0;   // 0: compiled without Python
@@ -65,7 +65,7 @@ struct Defaults {
   // Are k and v of a tile kept as operands in registers?
   static constexpr bool keys_in_registers = false;
   // Do tiles add to dq one after the other, in a fixed order?
-  static constexpr bool ordered = true;
+  static constexpr bool deterministic = true;
 
   static constexpr bool window_left = false;  // is that side bounded?
   static constexpr bool window_right = false;

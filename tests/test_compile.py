@@ -27,7 +27,7 @@ from cuflash._jit.source import flatten, kernels_dir
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig, fields_text
 from cuflash._kernels.params import STRUCTS, pointer_names
-from cuflash._kernels.request import on_cuda_cores
+from cuflash._kernels.request import needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
@@ -222,7 +222,7 @@ def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
         sums = SLOPES
     given = (problem, LIMITS[arch], copy_bytes)
     capability = capability_of(arch)
-    cores = {"cuda_cores": on_cuda_cores(problem, capability), "capability": capability}
+    cores = {"simt": needs_simt(problem, capability), "capability": capability}
     yield DeltaConfig.of(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
     yield chosen.portable("forward_sm80", *given, **cores)
     yield chosen.portable("backward_dq_sm80", *given, **cores)
@@ -347,8 +347,8 @@ def arithmetic_of(config: KernelConfig) -> str:
 
 def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
     """Return what the tables decide, with the arithmetic and the larger head size: their keys."""
-    names = ("entry", "wide_float64", "cuda_cores", "block_m", "block_n", "num_stages",
-             "num_warps", "blocks_per_sm", "column_parts")  # fmt: skip
+    names = ("entry", "wide_float64", "simt", "block_m", "block_n", "num_stages",
+             "num_warps", "blocks_per_sm", "split_columns")  # fmt: skip
     return {
         (arithmetic_of(c), max(c.head_dim, c.head_dim_v), *(getattr(c, n, None) for n in names))
         for c in configs

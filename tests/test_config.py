@@ -23,8 +23,8 @@ SCORE = ScoreConfig(
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {
     **COMMON, **SCORE._asdict(), "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
-    "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
-    "wide_float64": False, "cuda_cores": False,
+    "blocks_per_sm": 2, "precision": "ieee", "split_columns": 1,
+    "wide_float64": False, "simt": False,
 }  # fmt: skip
 TF32 = {
     **TILE, "dtype": "float32", "out_dtype": "float32", "num_warps": 12, "head_dim": 128,
@@ -50,11 +50,11 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["segment_bounds"](num_warps=8, segment_ids="int32"),
     KERNELS["backward_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 128}, num_stages=2,
-        keys_in_registers=True, ordered=True,
+        keys_in_registers=True, deterministic=True,
     ),
     KERNELS["backward_pair_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
-        num_stages=2, keys_in_registers=False, ordered=True,
+        num_stages=2, keys_in_registers=False, deterministic=True,
     ),
     KERNELS["backward_convert"](**TILE),
     KERNELS["forward_narrow"](
@@ -137,7 +137,7 @@ def test_values_are_those_of_the_fields() -> None:
         config.block_m = 32  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError, match="block_m"):
         del config.block_m
-    defaults = {"cuda_cores": False, "column_parts": 1, "num_stages": 2}
+    defaults = {"simt": False, "split_columns": 1, "num_stages": 2}
     given = {name: value for name, value in values.items() if name not in defaults}
     assert ForwardConfig(**given) == config.replace(**defaults)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
@@ -155,7 +155,7 @@ def test_every_kernel_has_a_configuration_here() -> None:
     [
         ({"copy_bytes": 3}, "copy_bytes=3"),
         ({"copy_bytes": 2, "dtype": "float32"}, "copy_bytes=2"),
-        ({"column_parts": 3}, "column_parts=3"),
+        ({"split_columns": 3}, "split_columns=3"),
         ({"head_dim": 40}, "head_dim=40"),
         ({"head_dim_v": 512}, "head_dim_v=512"),
         ({"block_m": 72}, "block_m = 72"),
@@ -206,7 +206,7 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
-    wide = {"dtype": "float64", "column_parts": 2}
+    wide = {"dtype": "float64", "split_columns": 2}
     assert CONFIGS[0].replace(**wide).smem_bytes == 8 * (64 * 96 + 2 * 128 * (96 + 32))
     assert CONFIGS[2].replace(**wide).smem_bytes == 8 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 16
     assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128

@@ -73,7 +73,7 @@ class Walk:
         for _ in range(work.batch):
             for head in range(work.heads_q):
                 first_of_group = head % (work.heads_q // work.heads_kv) == 0
-                for _ in range(config.column_parts):
+                for _ in range(config.split_columns):
                     if "_dq_" in self.name:
                         self.queries(seen)
                     else:

@@ -201,7 +201,7 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
 def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
     """That of another head size, as here, or of other options."""
     narrow, wide = (
-        fused(replace(WORK, head_dim=size, head_dim_v=size).problem(), ordered=True)
+        fused(replace(WORK, head_dim=size, head_dim_v=size).problem(), deterministic=True)
         for size in (64, 128)
     )
     with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
@@ -422,15 +422,15 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, give
 def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path):
     work = replace(WORK, causal=True, deterministic=False)
     found = simulated(tuning.space(work, "backward_sm90", arch="sm_90a"))
-    assert not found.default.ordered
+    assert not found.default.deterministic
     found.candidates = [c for c in found if c.config.num_stages == 2]
     result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     other = next(c for c in found if c.key != found.default_key)
     result.finals[-1]["ms"][other.key] = 0.1
     with tuning.use(result):
         tiles = [
-            _kernels.tile_of(backward_of(work.problem(), H100, ordered=ordered)[1])
-            for ordered in (False, True)
+            _kernels.tile_of(backward_of(work.problem(), H100, deterministic=deterministic)[1])
+            for deterministic in (False, True)
         ]
     assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
     named = str(tuning.default_file(found))

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple, is_cupy
+from cuflash._errors import not_yet
 from cuflash._host.backward import backward
 from cuflash._host.forward import forward
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
 from cuflash._results import Saved
 
@@ -22,10 +24,10 @@ def run_forward(
     out: Array,
     lse: Array | None,
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
-    """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
+    """Fill ``out`` and, unless None, ``lse``; ``origin`` places a part of a call for dropout.
 
     ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
     Returns the plan that kernels ran by.
@@ -36,8 +38,9 @@ def run_forward(
             lse.fill(-np.inf)
         return None
     if is_cupy(out):
+        _refuse_elsewhere(options, origin)
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    forward(problem, qkv, options, out, lse, first_entry=first_entry)
+    forward(problem, qkv, options, out, lse, origin=origin)
     return None
 
 
@@ -48,7 +51,7 @@ def run_backward(
     saved: Saved,
     gradients: dict[str, Array],
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
     """Fill ``gradients``, by input name; the rest as for :func:`run_forward`.
@@ -60,10 +63,22 @@ def run_backward(
             gradient.fill(0)
         return None
     if is_cupy(saved.dout):
+        _refuse_elsewhere(options, origin)
         dout, *results = saved
         return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
-    backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
+    backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
+
+
+def _refuse_elsewhere(options: Options, origin: Origin) -> None:
+    """Raise where kernels, which count from a call's first score, would take others."""
+    placed = {"dropout": options.dropout or None, "score_mod": options.score_mod}
+    for name, value in {**placed, "mask_mod": options.mask_mod}.items():
+        if value is not None and origin != WHOLE:
+            raise not_yet(
+                f"{name} in a part of a call on a GPU", "kernels that are told where a part begins",
+                "NumPy arrays, or the whole call on one GPU, have it",
+            )  # fmt: skip
 
 
 def _nothing_to_sum(problem: Problem) -> bool:

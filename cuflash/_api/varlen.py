@@ -28,6 +28,7 @@ from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
+from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
@@ -304,7 +305,7 @@ def _forward_on_the_host(
     lse.fill(-np.inf)
     for s, call in calls:
         first = s.number * math.prod(whole.batch)
-        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], first_entry=first)
+        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
             destination[...] = filled
@@ -330,7 +331,7 @@ def _backward_on_the_host(
         dout, out = (_part(whole, "out", a, s) for a in (saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse[..., s.q]
         rows = Saved(dout, out, saved.lse[..., s.q], dlse)
-        run_backward(*call, rows, parts, first_entry=s.number * math.prod(whole.batch))
+        run_backward(*call, rows, parts, origin=Origin(s.number * math.prod(whole.batch)))
         for name, target in targets.items():
             target += parts[name]
     for name, gradient in gradients.items():

@@ -31,6 +31,7 @@ from cuflash._host.tiles import (
 )
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import Saved
 
@@ -47,7 +48,7 @@ def backward(
     saved: Saved,
     gradients: dict[str, Array],
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
 ) -> None:
     """Fill ``gradients``, by input name."""
     dtype = arithmetic(problem.dtype)
@@ -64,7 +65,7 @@ def backward(
     }
     sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
     block_m, _ = blocks(problem)
-    parts = Parts(problem, qkv, options, first_entry)
+    parts = Parts(problem, qkv, options, origin)
 
     def places(entry: Entry, piece: slice) -> dict[str, Array]:
         """Views of the sums to which a piece adds: of its entries, and of its rows."""

@@ -33,6 +33,7 @@ from cuflash._host.tiles import (
 from cuflash._problem import philox
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
 
 _PIECES_A_THREAD = 4  # so that threads end together
@@ -40,9 +41,15 @@ _PIECES_A_THREAD = 4  # so that threads end together
 
 @np.errstate(all="ignore")
 def forward(
-    problem: Problem, qkv: Triple, options: Options, out: Array, lse: Array, *, first_entry: int = 0
+    problem: Problem,
+    qkv: Triple,
+    options: Options,
+    out: Array,
+    lse: Array,
+    *,
+    origin: Origin = WHOLE,
 ) -> None:
-    """Fill ``out`` and ``lse``; ``first_entry`` is the batch's first number for dropout."""
+    """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
     dtype = arithmetic(problem.dtype)
     destinations = out, lse = canonical_view(out, problem.out), rows_view(problem, lse)
     formulas = options.score_mod is not None or options.mask_mod is not None
@@ -50,7 +57,7 @@ def forward(
         # A formula may raise at any tile, and then nothing has been written.
         out, lse = np.empty_like(out), np.empty_like(lse)
     block_m, block_n = blocks(problem)
-    parts = Parts(problem, qkv, options, first_entry)
+    parts = Parts(problem, qkv, options, origin)
 
     ones = np.ones(block_n, dtype)
 

@@ -18,6 +18,7 @@ from cuflash._arrays import Array, Triple
 from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
+from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem
 
 #: Most queries and keys of a tile: its scores, and what multiplies them, stay in cache. (D128)
@@ -72,8 +73,8 @@ def workspace() -> Iterator[Workspace]:
 class Parts:
     """The batch in parts: their scores and queries, and their keys and values widened."""
 
-    def __init__(self, problem: Problem, qkv: Triple, options: Options, first_entry: int) -> None:
-        self._problem, self._options, self._first_entry = problem, options, first_entry
+    def __init__(self, problem: Problem, qkv: Triple, options: Options, origin: Origin) -> None:
+        self._problem, self._options, self._origin = problem, options, origin
         operands = zip(qkv, (problem.q, problem.k, problem.v), strict=True)
         self._qkv = [canonical_view(a, o) for a, o in operands]
 
@@ -82,7 +83,7 @@ class Parts:
         q, k, v = self._qkv
         dtype = arithmetic(self._problem.dtype)
         wide = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
-        scores = Scores(self._problem, self._options, entry, np, self._first_entry)
+        scores = Scores(self._problem, self._options, entry, np, self._origin)
         return scores, q[entry], *wide
 
 

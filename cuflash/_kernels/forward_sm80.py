@@ -78,7 +78,7 @@ class ForwardConfig(KernelConfig):
     @property
     def smem_bytes(self) -> int:
         """The q tile, one or two stages of k and v."""
-        own_columns = self.head_dim_v // self.column_parts
+        own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
         stages = self.num_stages * self.operand_parts
@@ -91,10 +91,10 @@ class ForwardConfig(KernelConfig):
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         held = portable.held(request)
         columns = held.out_general if general else held.out
-        own["column_parts"] = portable.split(own["head_dim_v"], columns)
+        own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:
             narrower = portable.split(own["head_dim_v"], columns // 2)
-            values.append(values[-1] | {"column_parts": narrower})
+            values.append(values[-1] | {"split_columns": narrower})
         found = portable.fitting(cls, values, request.smem_limit)
-        return found or cls.chosen(request._replace(cuda_cores=True))
+        return found or cls.chosen(request._replace(simt=True))

@@ -73,7 +73,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         problem.batch,
         [layout.batch for layout in operands.values()],
         summed,
-        tiles * getattr(config, "column_parts", 1),
+        tiles * getattr(config, "split_columns", 1),
         kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),
     )
     return _Work(operands, tiles, streamed, grid)
@@ -126,7 +126,7 @@ def plan_launch(
     filled["grid"] = (tiles, grid.num_owners, section, grid.entries_per_owner)
     _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)
     filled["head_dim_v"] = problem.head_dim_v
-    blocks = tiles * grid.num_owners * getattr(config, "column_parts", 1)
+    blocks = tiles * grid.num_owners * getattr(config, "split_columns", 1)
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)
