@@ -36,8 +36,8 @@ from benchmarks.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
 from benchmarks.pictures import COLOURS, NAMES  # noqa: E402
 from benchmarks.report import first_line, grid, write_json  # noqa: E402
 from benchmarks.shapes import square  # noqa: E402
+from cuflash.testing import _families as families  # noqa: E402
 from cuflash.tuning._workload import DTYPES, PASSES, PRECISIONS, Workload  # noqa: E402
-from support import families  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TENSORS = ("out", "dq", "dk", "dv")

@@ -321,6 +321,9 @@ OPTIONAL_IMPORTS = {
     "benchmarks/sweep_pictures.py": {"matplotlib"},
     "benchmarks/points.py": {"torch", "pykeops"},
     "cuflash/_cli/from_checkout.py": {"benchmarks"},
+    "cuflash/_host/cores.py": {"threadpoolctl"},  # a dependency, for this file alone
+    "benchmarks/cpu.py": {"threadpoolctl"},
+    "cuflash/testing/_strategies.py": {"hypothesis"},
     "cuflash/_results.py": {"typing_extensions"},  # read by type checkers, which bring it
     "cuflash/tuning/_strategies.py": {"kernel_tuner"},
 }
