@@ -60,6 +60,9 @@
 #ifndef CUFLASH_NUM_Q_STAGES
 #define CUFLASH_NUM_Q_STAGES 2
 #endif
+#ifndef CUFLASH_SPLIT_KEYS
+#define CUFLASH_SPLIT_KEYS false
+#endif
 #ifndef CUFLASH_OVERLAP_QUARTERS
 #define CUFLASH_OVERLAP_QUARTERS 2
 #endif
@@ -202,6 +205,8 @@ struct Config {
 
   static constexpr int num_stages = CUFLASH_NUM_STAGES;      // buffers of k and of v
   static constexpr int num_q_stages = CUFLASH_NUM_Q_STAGES;  // buffers of q
+  // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
+  static constexpr bool split_keys = CUFLASH_SPLIT_KEYS;
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = CUFLASH_OVERLAP_QUARTERS;
   // Are scores of the next block multiplied while ds of this one is computed?
