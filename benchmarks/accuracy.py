@@ -35,7 +35,7 @@ from benchmarks.command import names_of, open_run  # noqa: E402
 from benchmarks.machine import describe_machine, short_commit  # noqa: E402
 from benchmarks.peers import IMPLEMENTATIONS, Array, Unsupported  # noqa: E402
 from benchmarks.pictures import COLOURS, NAMES  # noqa: E402
-from benchmarks.report import first_line, write_json  # noqa: E402
+from benchmarks.report import first_line, grid, write_json  # noqa: E402
 from benchmarks.shapes import square  # noqa: E402
 from cuflash.tuning._workload import DTYPES, PASSES, PRECISIONS, Workload  # noqa: E402
 from support import families  # noqa: E402
@@ -249,15 +249,16 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             kind = f"{row['family']}, seqlen {row['seqlen']}, head size {row['head_dim']}"
             kinds.setdefault(kind, {})[row["impl"]] = row
     names = [name for name in IMPLEMENTATIONS if any(name in found for found in kinds.values())]
-    header = ["inputs", *(f"{name} {what}" for what in ("out", "gradients") for name in names)]
-    lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
-    for kind, found in kinds.items():
-        texts = [kind.replace("_", " ")]
-        for tensors in (("out",), TENSORS[1:]):
-            texts += [largest(found.get(name), tensors) for name in names]
-        if found:
-            lines.append("| " + " | ".join(texts) + " |")
-    return lines
+    of = [(name, tensors) for tensors in (TENSORS[:1], TENSORS[1:]) for name in names]
+    header = ["inputs", *(f"{name} {'gradients' if len(t) > 1 else 'out'}" for name, t in of)]
+    return grid(
+        header,
+        *(
+            [kind.replace("_", " "), *(largest(found.get(name), tensors) for name, tensors in of)]
+            for kind, found in kinds.items()
+            if found
+        ),
+    )
 
 
 def largest(row: dict[str, Any] | None, tensors: Sequence[str]) -> str:

@@ -96,10 +96,7 @@ def prepare_all(run: Run, work: Workload, pass_: str) -> dict[str, Any]:
     for implementation in run.implementations:
         cell = f"{implementation.name} {pass_} {work.dtype} {work}"
         try:
-            if work.seqlens:
-                candidate = implementation.prepare_packed(work, pass_, inputs)
-            else:
-                candidate = implementation.prepare(work, pass_, inputs)
+            candidate = implementation.prepare(work, pass_, inputs)
             result = candidate.result()
             if truth is None:
                 truth = result.copy()

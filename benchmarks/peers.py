@@ -19,6 +19,7 @@ from cuflash._timing.clock import Call
 from cuflash.tuning._workload import PASSES, Workload
 
 Array = Any
+Make = Callable[..., Call]
 
 
 class Unsupported(Exception):
@@ -42,6 +43,7 @@ class Implementation:
     needs: tuple[str, ...] = ()  # modules
     deterministic: tuple[str, ...] = PASSES  # passes that promise the same bits every run
     sequence_first = False  # does it take (batch, seqlen, heads, dim)?
+    packed: Callable[[Workload, str, ModuleType], Make] | None = None  # `padded` of sequences
 
     def laid_out(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The same operands where :meth:`prepare` finds them in its own layout, without a copy."""
@@ -63,21 +65,27 @@ class Implementation:
 
     def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
         """Build one call for each set of inputs; raise Unsupported."""
+        if work.seqlens and pass_ != "fwd":
+            raise Unsupported("only the forward of packed sequences is measured")
+        kind = self.packed if work.seqlens else self.padded
+        if kind is None:
+            raise Unsupported("no packed sequences")
+        make = kind(work, pass_, array_module(inputs[0][0]))
+        calls = [make(*arrays) for arrays in inputs]
+        return Prepared(calls, lambda: self.array_of(calls[0](), work), self.capture)
+
+    def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
+        """Return what makes a call of q, k, v and dout; the call returns out, or dq."""
         raise NotImplementedError
 
-    def prepare_packed(
-        self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]
-    ) -> Prepared:
-        """Do so for packed sequences."""
-        if pass_ != "fwd" or not inputs:
-            raise Unsupported("only the forward of packed sequences is measured")
-        return Prepared(*self.packed_calls(work, inputs))
+    def array_of(self, found: Any, _work: Workload) -> Array:
+        """Turn what a call returns into an array of the inputs' library."""
+        return found
 
-    def packed_calls(
-        self, work: Workload, inputs: Sequence[tuple[Array, ...]]
-    ) -> tuple[list[Call], Callable[[], Array], Callable[[Any, Sequence[Call]], Call]]:
-        """Build the fields of :class:`Prepared`; raise Unsupported."""
-        raise Unsupported(f"no packed sequences, {len(inputs)} x {work}")
+    def capture(self, clock: Any, calls: Sequence[Call]) -> Call:
+        """Capture calls in a graph; return what replays it."""
+        replay: Call = clock.capture(calls)
+        return replay
 
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
@@ -96,82 +104,60 @@ def _refuse_options(work: Workload) -> None:
         raise Unsupported("causal masks alone are compared")
 
 
-def _capture_with_cupy(clock: Any, calls: Sequence[Call]) -> Call:
-    return clock.capture(calls)
-
-
-def _refuse_capture(*_: Any) -> Call:
-    raise Unsupported("its temporaries come from CuPy's pool, where a graph cannot hold them")
-
-
 class Cuflash(Implementation):
     """The library itself, writing into arrays that exist: the same call in a graph and outside."""
 
     name = "cuflash"
     ordered = True  # are gradients bitwise the same every run?
 
-    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
-        if pass_ == "fwd":
-            self._refuse_another_order()
-        options = cuflash.Options(**work.score_options(array_module(inputs[0][0])))
-        precision = "tf32" if work.precision == "tf32" else None
-        common: dict[str, Any] = {"options": options, "precision": precision}
-        common["deterministic"] = self.ordered and work.deterministic
-        calls: list[Call] = []
-        results: list[Call] = []
-        for q, k, v, dout in inputs:
-            xp = array_module(q)
-            out, lse = _outputs(q, v)
-            size = cuflash.workspace_size(q, k, v, options=options, precision=precision)
-            room = xp.empty(size, np.uint8) if size else None
+    def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
+        self._refuse_another_order(pass_)
+        given: dict[str, Any] = {"options": cuflash.Options(**work.score_options(xp))}
+        given["precision"] = "tf32" if work.precision == "tf32" else None
+        ordered = self.ordered and work.deterministic
 
-            def forward(q=q, k=k, v=v, out=out, lse=lse, room=room) -> Array:
-                pair = cuflash.attention(
-                    q, k, v, return_lse=True, out=(out, lse), workspace=room, **common
-                )
-                return pair.out
+        def room(q: Array, k: Array, v: Array, *, backward: bool) -> Array | None:
+            size = cuflash.workspace_size(q, k, v, backward=backward, **given)
+            return xp.empty(size, np.uint8) if size else None
+
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
+            pair, forward_room = _outputs(q, v), room(q, k, v, backward=False)
+
+            def forward() -> Array:
+                return cuflash.attention(
+                    q, k, v, return_lse=True, out=pair, workspace=forward_room,
+                    deterministic=ordered, **given,
+                ).out  # fmt: skip
 
             if pass_ == "fwd":
-                calls.append(forward)
-                results.append(forward)
-                continue
+                return forward
             forward()
             grads = cuflash.Gradients(*(xp.empty_like(a) for a in (q, k, v)))
-            size = cuflash.workspace_size(
-                q, k, v, backward=True, options=options, precision=precision
-            )
-            room = xp.empty(size, np.uint8) if size else None
+            backward_room = room(q, k, v, backward=True)
 
-            def backward(
-                dout=dout, q=q, k=k, v=v, out=out, lse=lse, grads=grads, room=room
-            ) -> Array:
+            def backward() -> Array:
                 return cuflash.attention_backward(
-                    dout, q, k, v, out, lse, grads_out=grads, workspace=room, **common
-                ).dq
+                    dout, q, k, v, *pair, grads_out=grads, workspace=backward_room,
+                    deterministic=ordered, **given,
+                ).dq  # fmt: skip
 
-            def both(forward=forward, backward=backward) -> Array:
-                forward()
-                return backward()
+            return backward if pass_ == "bwd" else lambda: (forward(), backward())[1]
 
-            calls.append(backward if pass_ == "bwd" else both)
-            results.append(backward)
-        return Prepared(calls, results[0], _capture_with_cupy)
+        return make
 
-    def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
-        self._refuse_another_order()
+    def packed(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
+        self._refuse_another_order(pass_)
         options = cuflash.Options(**work.score_options())
-        calls: list[Call] = []
-        for q, k, v, _ in inputs:
-            ends = array_module(q).asarray(np.cumsum((0, *work.seqlens)))
-            out, lse = _outputs(q, v)
 
-            def forward(q=q, k=k, v=v, ends=ends, out=out, lse=lse) -> Array:
-                return cuflash.attention_varlen(
-                    q, k, v, ends, ends, options=options, return_lse=True, out=(out, lse)
+        def make(q: Array, k: Array, v: Array, _: Array) -> Call:
+            ends, pair = xp.asarray(np.cumsum((0, *work.seqlens))), _outputs(q, v)
+            return lambda: (
+                cuflash.attention_varlen(
+                    q, k, v, ends, ends, options=options, return_lse=True, out=pair
                 ).out
+            )
 
-            calls.append(forward)
-        return calls, calls[0], _capture_with_cupy
+        return make
 
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
@@ -185,8 +171,8 @@ class Cuflash(Implementation):
         grads = pullback(dout)
         return {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
-    def _refuse_another_order(self) -> None:
-        if not self.ordered:
+    def _refuse_another_order(self, pass_: str) -> None:
+        if pass_ == "fwd" and not self.ordered:
             raise Unsupported("a forward has one order")
 
 
@@ -205,46 +191,30 @@ class CuflashUnordered(Cuflash):
     ordered = False
 
 
-def _first_of(call: Call) -> Array:
-    return call()[0]
-
-
 class Naive(Implementation):
     """What one writes without a library: the whole matrix of scores, softmax in float32."""
 
     name = "naive"
 
-    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+    def padded(self, work: Workload, pass_: str, xp: ModuleType) -> Make:
         _refuse_options(work)
-        scale = 1 / math.sqrt(work.head_dim)
-        calls: list[Call] = []
-        for q, k, v, dout in inputs:
-            xp = array_module(q)
-            mask = None
-            if work.causal:
-                shape = (work.seqlen_q, work.seqlen_k)
-                mask = ~xp.tri(*shape, work.seqlen_k - work.seqlen_q, dtype=bool)
+        scale, m, n = 1 / math.sqrt(work.head_dim), work.seqlen_q, work.seqlen_k
+        mask = ~xp.tri(m, n, n - m, dtype=bool) if work.causal else None
 
-            def forward(q=q, k=k, v=v, mask=mask) -> tuple[Array, Array]:
-                return naive_forward(q, k, v, mask, scale)
-
+        def make(q: Array, k: Array, v: Array, dout: Array) -> Call:
             if pass_ == "fwd":
-                calls.append(functools.partial(_first_of, forward))
-                continue
-            if pass_ == "fwd+bwd":
+                return lambda: naive_forward(q, k, v, mask, scale)[0]
+            if pass_ == "bwd":
+                p = naive_forward(q, k, v, mask, scale)[1]
+                return lambda: naive_backward(dout, q, k, v, p, scale)[0]
+            return lambda: naive_backward(
+                dout, q, k, v, naive_forward(q, k, v, mask, scale)[1], scale
+            )[0]
 
-                def both(dout=dout, q=q, k=k, v=v, forward=forward) -> Array:
-                    return naive_backward(dout, q, k, v, forward()[1], scale)[0]
+        return make
 
-                calls.append(both)
-                continue
-            p = forward()[1]
-
-            def backward(dout=dout, q=q, k=k, v=v, p=p) -> Array:
-                return naive_backward(dout, q, k, v, p, scale)[0]
-
-            calls.append(backward)
-        return Prepared(calls, calls[0], _refuse_capture)
+    def capture(self, _clock: Any, _calls: Sequence[Call]) -> Call:
+        raise Unsupported("its temporaries come from CuPy's pool, where a graph cannot hold them")
 
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
@@ -323,54 +293,46 @@ class Torch(Implementation):
         """Bring (batch, heads, seqlen, dim) into the implementation's own layout."""
         return tensor
 
-    def prepare(self, work: Workload, pass_: str, inputs: Sequence[tuple[Array, ...]]) -> Prepared:
+    def padded(self, work: Workload, pass_: str, _xp: ModuleType) -> Make:
         import torch
 
         self._refuse(work)
         function = self.function(work)
-        calls: list[Call] = []
-        for arrays in inputs:
+
+        def make(*arrays: Array) -> Call:
             q, k, v, dout = (self.arrange(_tensor(a)) for a in arrays)
             if pass_ == "fwd":
-
-                def forward(q=q, k=k, v=v) -> Any:
-                    with torch.no_grad():
-                        return function(q, k, v)
-
-                calls.append(forward)
-                continue
+                return torch.no_grad()(lambda: function(q, k, v))
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             if pass_ == "fwd+bwd":
-
-                def both(leaves=leaves, dout=dout) -> Any:
-                    return torch.autograd.grad(function(*leaves), leaves, dout)[0]
-
-                calls.append(both)
-                continue
+                return lambda: torch.autograd.grad(function(*leaves), leaves, dout)[0]
             out = function(*leaves)
+            return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
 
-            def backward(out=out, leaves=leaves, dout=dout) -> Any:
-                return torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+        return make
 
-            calls.append(backward)
-        return Prepared(calls, lambda: _array(self.arrange(calls[0]())), self._capture)
-
-    def packed_function(self, work: Workload, ends: Any) -> Callable[..., Any]:
+    def packed_function(self, _work: Workload, _ends: Any) -> Callable[..., Any]:
         """Return f(q, k, v) -> out for tensors (total, heads, dim) of sequences up to ``ends``."""
-        raise Unsupported(f"no packed sequences, {len(ends)} ends, {work}")
+        raise Unsupported("no packed sequences")
 
-    def packed_calls(self, work: Workload, inputs: Sequence[tuple[Array, ...]]) -> Any:
+    def packed(self, work: Workload, _pass: str, _xp: ModuleType) -> Make:
         import torch
 
         if work.dtype not in self.dtypes:
             raise Unsupported(f"no {work.dtype}")
         ends = torch.tensor(np.cumsum((0, *work.seqlens)), dtype=torch.int32, device="cuda")
         function = self.packed_function(work, ends)
-        calls: list[Call] = []
-        for arrays in inputs:
-            q, k, v = (_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
-            calls.append(functools.partial(function, q, k, v))
-        return calls, lambda: _array(calls[0]().transpose(0, 1)[None].contiguous()), self._capture
+
+        def make(*arrays: Array) -> Call:
+            operands = (_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
+            return functools.partial(function, *operands)
+
+        return make
+
+    def array_of(self, found: Any, work: Workload) -> Array:
+        if work.seqlens:
+            return _array(found.transpose(0, 1)[None].contiguous())
+        return _array(self.arrange(found))
 
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
@@ -391,7 +353,7 @@ class Torch(Implementation):
         if work.causal and work.seqlen_q != work.seqlen_k:
             raise Unsupported("its causal mask aligns at the first key")
 
-    def _capture(self, clock: Any, calls: Sequence[Call]) -> Call:
+    def capture(self, clock: Any, calls: Sequence[Call]) -> Call:
         import torch
 
         for call in calls:

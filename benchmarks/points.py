@@ -96,21 +96,16 @@ def measure(
 
 def markdown(result: dict[str, Any]) -> str:
     """One table, below what any result of a benchmark begins with."""
-    head = report.markdown(result | {"rows": [], "notes": []})
-    lines = [
-        head,
-        "| implementation | dtype | pairs | ms | error of lse | memory beside the result |",
-        "|--|--|--|--|--|--|",
-    ]
+    head, _, notes = report.markdown(result | {"rows": []}).partition("\n## Notes")
+    header = ("implementation", "dtype", "pairs", "ms", "error of lse", "memory beside the result")
+    table = [header]
     for row in result["rows"]:
         held = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.1f} MB"
-        lines.append(
-            f"| {row['impl']} | {row['dtype']} | {row['points']:,} x {row['points']:,} |"
-            f" {row['ms']:.3g} | {row['error']:.1e} | {held} |"
-        )
-    if result["notes"]:
-        lines += ["", "## Notes", "", *(f"* {note}" for note in result["notes"])]
-    return "\n".join(lines) + "\n"
+        pairs = f"{row['points']:,} x {row['points']:,}"
+        values = pairs, f"{row['ms']:.3g}", f"{row['error']:.1e}", held
+        table.append((row["impl"], row["dtype"], *values))
+    lines = [head, *report.grid(*table)]
+    return "\n".join([*lines, *([f"\n## Notes{notes.rstrip()}"] if notes else [])]) + "\n"
 
 
 def number_of_points(text: str) -> int:

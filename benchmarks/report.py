@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def grid(*rows: Iterable[str]) -> list[str]:
+    """A table in Markdown; the first row is its header."""
+    header, *lines = (f"| {' | '.join(row)} |" for row in map(list, rows))
+    return [header, f"|{'--|' * header.count(' | ')}--|", *lines]
+
+
 def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
     """One Markdown table; its last columns compare cuflash with the best of the others."""
     order = [name for name in IMPLEMENTATIONS if any(row["impl"] == name for row in rows)]
@@ -60,26 +66,25 @@ def table(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
         cells[shape_text(row), row["options"]][row["impl"]] = row
     ours = [name for name in order if name in OURS]
     compared = ours if kind == "speed" and len(order) > len(ours) else []
-    header = ["shape", "timing", *order, *(f"{name} / best other" for name in compared)]
-    lines = ["| " + " | ".join(header) + " |", "|" + "--|" * len(header)]
+
+    def value(row: dict[str, Any]) -> str:
+        if kind == "speed":
+            return f"{row['tflops']:.3g} ({row['ms']:.3g})"
+        return f"{1e3 * row['ms']:.4g}"
+
+    lines = [["shape", "timing", *order, *(f"{name} / best other" for name in compared)]]
     for (shape, options), found in cells.items():
         timing = sorted({row["timing"] for row in found.values()})
-        texts = [f"{shape} {options}".strip(), ", ".join(timing)]
-        for name in order:
-            if name not in found:
-                texts.append("")
-                continue
-            row = found[name]
-            if kind == "speed":
-                texts.append(f"{row['tflops']:.3g} ({row['ms']:.3g})")
-            else:
-                texts.append(f"{1e3 * row['ms']:.4g}")
-        others = [row["ms"] for name, row in found.items() if name not in OURS]
-        for name in compared:
-            both = name in found and others
-            texts.append(f"{min(others) / found[name]['ms']:.2f}" if both else "")
-        lines.append("| " + " | ".join(texts) + " |")
-    return lines
+        best = min((row["ms"] for name, row in found.items() if name not in OURS), default=None)
+        quotients = (best and name in found and best / found[name]["ms"] for name in compared)
+        lines.append(
+            [
+                f"{shape} {options}".strip(), ", ".join(timing),
+                *(value(found[name]) if name in found else "" for name in order),
+                *(f"{quotient:.2f}" if quotient else "" for quotient in quotients),
+            ]
+        )  # fmt: skip
+    return grid(*lines)
 
 
 def write_json(result: dict[str, Any], folder: Path, topic: str) -> Path:

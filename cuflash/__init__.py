@@ -2,7 +2,7 @@
 
 from cuflash import reference
 from cuflash._ahead import compile  # noqa: A004
-from cuflash._api.attention import attention, attention_backward, attention_vjp, workspace_size
+from cuflash._api.attention import attention, attention_backward, attention_vjp
 from cuflash._api.kv_cache import KVCache
 from cuflash._api.merge import merge, merge_backward
 from cuflash._api.paged import attention_paged
@@ -10,6 +10,7 @@ from cuflash._api.probabilities import dropout_mask, logsumexp, logsumexp_backwa
 from cuflash._api.rotary import rotary
 from cuflash._api.show_config import show_config
 from cuflash._api.varlen import attention_varlen, attention_varlen_backward
+from cuflash._api.workspace_size import workspace_size
 from cuflash._errors import CompileError
 from cuflash._problem.options import Options
 from cuflash._problem.score_mod import MaskMod, ScoreMod
@@ -23,16 +24,20 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionResult", "CompileError", "Gradients", "KVCache", "MaskMod", "Options", "ScoreMod",
     "attention", "attention_backward", "attention_paged", "attention_varlen",
-    "attention_varlen_backward", "attention_vjp", "compile", "dropout_mask", "logsumexp",
-    "logsumexp_backward", "merge", "merge_backward", "reference", "rotary", "show_config", "tuning",
-    "weights", "workspace_size",
+    "attention_varlen_backward", "attention_vjp", "compile", "distributed", "dropout_mask",
+    "logsumexp", "logsumexp_backward", "merge", "merge_backward", "reference", "rotary",
+    "show_config", "tuning", "weights", "workspace_size",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Import ``tuning`` where it is first asked for: a call of attention needs none of it."""
+    """Import a package where it is first asked for: a call of attention needs none of them."""
     if name == "tuning":
-        import cuflash.tuning as found
+        import cuflash.tuning as tuning
 
-        return found
+        return tuning
+    if name == "distributed":
+        import cuflash.distributed as distributed
+
+        return distributed
     raise AttributeError(f"module 'cuflash' has no attribute {name!r}")

@@ -8,11 +8,12 @@ import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from cuflash._cupy import import_cupy
+from cuflash._dlpack import from_dlpack
 from cuflash._errors import wrong_type, wrong_value
 
 Array = Any
@@ -21,8 +22,25 @@ Triple = tuple[Array, Array, Array]  # q, k and v, or dout, out and lse
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DLPACK_CUDA = 2
-_EXPECTED = "a NumPy array, or a CuPy or other array on a GPU"
+
+class Native(Protocol):
+    """What a NumPy or CuPy array has, and a tensor has not: a call's result is of its type."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours, by axis."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+
+
+NativeT = TypeVar("NativeT", bound=Native)
+
+#: What exporters raise: of a tensor that needs its gradient, of a dtype that DLPack lacks.
+_NOT_HANDED_OUT = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+_EXPECTED = "a NumPy or CuPy array, or another library's array that DLPack hands out"
 
 
 def is_cupy(array: object) -> bool:
@@ -46,15 +64,19 @@ def native(name: str, array: object) -> Array:
         return array.view(np.ndarray)
     got, (kind, _) = _qualified_name(type(array)), _dlpack_device(array)
     try:
+        if kind == _DLPACK_CPU:
+            return from_dlpack(array)
         if kind == _DLPACK_CUDA:
             return _cupy(name).from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return _from_cuda_array_interface(_cupy(name), array)
-    except (BufferError, KeyError, TypeError, ValueError) as error:  # it needs its gradient
+    except _NOT_HANDED_OUT as error:
         got += f" that is not handed out ({type(error).__name__}: {error})"
     fix = "wrap it in np.asarray" if isinstance(array, list | tuple | int | float) else ""
-    if kind not in (None, _DLPACK_CUDA):
-        fix = "for an array in host memory write np.from_dlpack(array)"
+    if getattr(array, "requires_grad", False) is True:
+        fix = f"write {name}.detach()"
+    elif kind not in (None, _DLPACK_CPU, _DLPACK_CUDA):
+        fix = "copy it to the host or to an NVIDIA GPU"
     raise wrong_type(name, got, _EXPECTED, fix)
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
 
 from cuflash._arrays import Array
 
+if TYPE_CHECKING:  # defaults of type variables came with Python 3.13
+    from typing_extensions import TypeVar as WithDefault
 
-class AttentionResult(NamedTuple):
+    ArrayT = WithDefault("ArrayT", default=Any)
+    OptionT = WithDefault("OptionT", default=Any)
+    PullbackT = WithDefault("PullbackT", default=Any)
+else:
+    ArrayT, OptionT, PullbackT = map(TypeVar, ("ArrayT", "OptionT", "PullbackT"))
+
+_ABSENT: Any = None
+
+
+class AttentionResult(NamedTuple, Generic[ArrayT]):
     """Attention output and the logarithm of each row's sum of exponentials.
 
     Attributes
@@ -20,24 +33,52 @@ class AttentionResult(NamedTuple):
         For a query that sees no key -inf, or the sink; -inf in rows beyond ``q_lengths``.
     """
 
-    out: Array
+    out: ArrayT
     lse: Array
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(Generic[ArrayT, OptionT]):
     """Gradients by input; ``None`` where not asked for.
 
-    Each has exactly the shape and dtype of its input.
+    Each has exactly the shape and dtype of its input. Iterating yields the gradients that ``wrt``
+    names, in its order: ``dq, dk, dv = pullback(dout)``.
     """
 
-    dq: Array | None = None
-    dk: Array | None = None
-    dv: Array | None = None
-    dbias: Array | None = None
-    dslopes: Array | None = None
-    dsink: Array | None = None
-    dscale: Array | None = None
+    dq: ArrayT = _ABSENT
+    dk: ArrayT = _ABSENT
+    dv: ArrayT = _ABSENT
+    dbias: OptionT = _ABSENT
+    dslopes: OptionT = _ABSENT
+    dsink: OptionT = _ABSENT
+    dscale: OptionT = _ABSENT
+    #: Fields in the order of ``wrt``; empty: those that are not None, in their own order.
+    order: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+
+    def __iter__(self) -> Iterator[ArrayT]:
+        order = getattr(self, "order", ())  # which version 0.1 did not pickle
+        if not order:
+            order = [name for name in _GRADIENTS if getattr(self, name) is not None]
+        return iter([getattr(self, name) for name in order])
+
+    def __reduce__(self) -> Any:
+        """By names, so that fields can be added: version 0.1 pickled a list of seven."""
+        values = {name: getattr(self, name) for name in _GRADIENTS}
+        return functools.partial(type(self), **values, order=getattr(self, "order", ())), ()
+
+
+_GRADIENTS = ("dq", "dk", "dv", "dbias", "dslopes", "dsink", "dscale")
+
+
+class Pullback(Protocol[PullbackT]):
+    """What :func:`attention_vjp` returns beside its result."""
+
+    @overload
+    def __call__(self, dout: Any, /, *, dlse: Any = ...) -> Gradients[PullbackT, None]: ...
+    @overload
+    def __call__(self, dout: Any, /, *, dlse: Any = ..., wrt: tuple[str, ...]) -> Gradients: ...
+    def __call__(self, dout: Any, /, *, dlse: Any = None, wrt: Any = ()) -> Any:
+        """Gradients of the call with respect to what ``wrt`` names, by default q, k and v."""
 
 
 class Saved(NamedTuple):

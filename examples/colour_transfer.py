@@ -141,28 +141,21 @@ def show_memory(device: Device, pixels: int) -> bool:
 
 
 def draw(photographs: Photographs, painted: Sequence[np.ndarray], path: Path) -> None:
-    """Draw both photographs and their colours, before and after."""
+    """Draw both photographs, each beside itself in the colours of the other."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 4, figsize=(12, 4.9), layout="constrained")
-    chosen = np.random.default_rng(0).choice(painted[0].size // 3, 3000, replace=False)
-    rows = zip(axes, PHOTOGRAPHS, photographs.images, painted, strict=True)
-    for (left, right, *scatters), name, before, after in rows:
-        for axis, image, title in ((left, before, name), (right, after, f"{name}, transported")):
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.6), layout="constrained")
+    rows = zip(axes, PHOTOGRAPHS, reversed(PHOTOGRAPHS), photographs.images, painted, strict=True)
+    for line, name, other, before, after in rows:
+        titles = (name, f"{name} in the colours of {other}")
+        for axis, image, title in zip(line, (before, after), titles, strict=True):
             axis.imshow(image)
-            axis.set_title(title, fontsize=10)
+            axis.set_title(title, fontsize=18)
             axis.set_axis_off()
-        for axis, image, title in (
-            (scatters[0], before, "its colours"), (scatters[1], after, "transported")
-        ):  # fmt: skip
-            colours = image.reshape(-1, 3)[chosen]
-            axis.scatter(colours[:, 0], colours[:, 2], s=2, c=colours)
-            axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="red", ylabel="blue")
-            axis.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90, pil_kwargs={"quality": 85})
     plt.close(figure)
 
 
@@ -247,7 +240,7 @@ def write_pictures(photographs: Photographs, painted: Sequence[np.ndarray], fold
     from matplotlib import image as files
 
     folder.mkdir(parents=True, exist_ok=True)
-    draw(photographs, painted, folder / "colour-transfer.png")
+    draw(photographs, painted, folder / "colour-transfer.jpg")
     for name, image in zip(PHOTOGRAPHS, painted, strict=True):
         files.imsave(folder / f"{name}-transported.png", image)
     print(f"  pictures  in {folder.resolve()}")

@@ -199,7 +199,7 @@ class Adam:
 
     def __init__(self, xp: Any, parameters: Parameters, learning_rate: float) -> None:
         self._xp = xp
-        self._learning_rate = learning_rate
+        self.rate = learning_rate
         self._steps = 0
         self._mean = {name: xp.zeros_like(array) for name, array in parameters.items()}
         self._square = {name: xp.zeros_like(array) for name, array in parameters.items()}
@@ -215,4 +215,4 @@ class Adam:
             mean += (1 - mean_decay) * (g - mean)
             square += (1 - square_decay) * (g * g - square)
             size = self._xp.sqrt(square * square_scale) + 1e-8
-            parameters[name] -= self._learning_rate * mean_scale * mean / size
+            parameters[name] -= self.rate * mean_scale * mean / size

@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
   using namespace cuflash;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
-  constexpr int own_columns = Config::head_dim / Config::column_parts;
+  constexpr int own_columns = Config::head_dim / Config::split_columns;
   static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
   Real dq_acc[slices][own_columns / 8][4];
   clear(dq_acc);

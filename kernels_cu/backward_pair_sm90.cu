@@ -53,10 +53,11 @@ struct TurnKeeper {
                                   2);
           const int place = 2 * block + ptx::cluster_rank();
           const int turn = work.turn(score, block);
-          if (Config::ordered || turn != 0) turns.await(place, Config::ordered ? turn : 1);
+          if (Config::deterministic || turn != 0)
+            turns.await(place, Config::deterministic ? turn : 1);
           arrive_if(smem.turn_come, true);
           wait(smem.dq_added, ring.full_parity());
-          if (Config::ordered || turn == 0) turns.pass_on(place, turn);
+          if (Config::deterministic || turn == 0) turns.pass_on(place, turn);
           ring.advance();
         },
         [] {});
@@ -224,7 +225,7 @@ struct QueryGradient {
   // Nanoseconds. An SM adds twice as fast as the L2 cache takes additions of all, and
   // whatever else needs it waits behind them. Who adds in order keeps others waiting, too:
   // docs/backward-sm90.md. (D24)
-  static constexpr int pause_between_additions = Config::ordered ? 30 : 60;
+  static constexpr int pause_between_additions = Config::deterministic ? 30 : 60;
 
   const BackwardSm90Params& params;
   SharedMemory& smem;

@@ -184,8 +184,8 @@ struct Writer {
 #pragma unroll 1
     for (int part = 0; part < DqAccum::parts; ++part) {
       wait(smem.dq_full[writer][part], ring.full_parity());
-      if (part == 0 && (Config::ordered || turn > 0)) {
-        turns.await(block, Config::ordered ? turn : 1);
+      if (part == 0 && (Config::deterministic || turn > 0)) {
+        turns.await(block, Config::deterministic ? turn : 1);
         ptx::fence_async_proxy_global();
       }
       const int bytes = 512 * DqAccum::tiles(part) * sums.slices(block, part);
@@ -202,7 +202,7 @@ struct Writer {
     }
     ptx::tma_store_wait_read();
     arrive_if(smem.dq_empty[writer], true);
-    if (Config::ordered || turn == 0) {
+    if (Config::deterministic || turn == 0) {
       ptx::tma_store_wait();
       ptx::fence_async_proxy_global();
       turns.pass_on(block, turn);

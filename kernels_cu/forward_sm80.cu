@@ -15,7 +15,7 @@
 
 namespace cuflash {
 
-constexpr int own_columns = Config::head_dim_v / Config::column_parts;
+constexpr int own_columns = Config::head_dim_v / Config::split_columns;
 static_assert(own_columns % 16 == 0, "one product has 16 columns");
 
 struct SharedMemory {

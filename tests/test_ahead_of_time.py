@@ -53,9 +53,9 @@ def test_a_gradient_in_any_order_has_a_kernel_of_its_own():
         own = replace(WORK, head_dim=head_dim, head_dim_v=head_dim, causal=causal)
         kernels = kernels_of(replace(own, deterministic=False), H100, backward=True)
         ordered = kernels_of(own, H100, backward=True)
-        assert ordered[2].ordered
-        assert not kernels[2].ordered
-        assert kernels[2].replace(ordered=True) == ordered[2]
+        assert ordered[2].deterministic
+        assert not kernels[2].deterministic
+        assert kernels[2].replace(deterministic=True) == ordered[2]
         assert kernels[:2] + kernels[3:] == ordered[:2] + ordered[3:]
     masked = replace(WORK, arrays=("mask",))
     assert kernels_of(replace(masked, deterministic=False), H100, backward=True) == kernels_of(

@@ -29,7 +29,7 @@ from support.portable import planned_launchers, portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
 SMALL = np.zeros((1, 1, 8, 64), np.float16)
-ONE_PASS = chosen.fused(describe(SMALL, SMALL, SMALL, cuflash.Options()), ordered=True)
+ONE_PASS = chosen.fused(describe(SMALL, SMALL, SMALL, cuflash.Options()), deterministic=True)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def forms(q, k, v, options, wrt=ALL):
     assert of_queries is not None
     assert of_keys is not None
     found = {"two kernels": BackwardConfigs(q=of_queries, kv=of_keys[0] if of_keys else None)}
-    together = chosen.fused(problem, ordered=True)
+    together = chosen.fused(problem, deterministic=True)
     if together is not None and set(wrt) == set(ALL):
         found["one pass"] = BackwardConfigs(qkv=together)
     return found

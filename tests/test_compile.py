@@ -25,9 +25,9 @@ from cuflash._jit.compilation import OPTIONS as FLAGS
 from cuflash._jit.compilation import Report, compile_static, source_of
 from cuflash._jit.source import flatten, kernels_dir
 from cuflash._kernels.backward_delta import DeltaConfig
-from cuflash._kernels.config import HEAD_DIMS, KernelConfig
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig, fields_text
 from cuflash._kernels.params import STRUCTS, pointer_names
-from cuflash._kernels.request import on_cuda_cores
+from cuflash._kernels.request import needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import Problem, describe
@@ -222,7 +222,7 @@ def configs_of(case: dict[str, Any], arch: str) -> Iterator[KernelConfig]:
         sums = SLOPES
     given = (problem, LIMITS[arch], copy_bytes)
     capability = capability_of(arch)
-    cores = {"cuda_cores": on_cuda_cores(problem, capability), "capability": capability}
+    cores = {"simt": needs_simt(problem, capability), "capability": capability}
     yield DeltaConfig.of(problem, problem.out.dtype, copy_bytes, grad_lse=case["dlse"])
     yield chosen.portable("forward_sm80", *given, **cores)
     yield chosen.portable("backward_dq_sm80", *given, **cores)
@@ -347,8 +347,8 @@ def arithmetic_of(config: KernelConfig) -> str:
 
 def tiles_of(configs: Iterable[KernelConfig]) -> set[tuple[Any, ...]]:
     """Return what the tables decide, with the arithmetic and the larger head size: their keys."""
-    names = ("entry", "wide_float64", "cuda_cores", "block_m", "block_n", "num_stages",
-             "num_warps", "blocks_per_sm", "column_parts")  # fmt: skip
+    names = ("entry", "wide_float64", "simt", "block_m", "block_n", "num_stages",
+             "num_warps", "blocks_per_sm", "split_columns")  # fmt: skip
     return {
         (arithmetic_of(c), max(c.head_dim, c.head_dim_v), *(getattr(c, n, None) for n in names))
         for c in configs
@@ -513,33 +513,31 @@ def test_generations_live_in_one_process(generation: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.nvrtc
-def test_sources_compile_without_python_defines(
-    generation: int, pytestconfig: pytest.Config
-) -> None:
-    """Every .cu opens alone: config.cuh has defaults for everything. Each NVRTC compiles half.
+def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Config) -> None:
+    """Every .cu opens alone: config.cuh has defaults for all fields. Each NVRTC compiles half.
 
     They are the portable kernels' in 16 bits. Static assertions ask for the threads of Hopper's
     kernels, one warpgroup more than they compute with, and for the types or widths of some.
     """
     compiler = compiler_of(generation)
     assert compiler is not None
-    wide = {"DTYPE": "float32", "OUT_DTYPE": "float32", "NUM_WARPS": 12}
+    wide = {"dtype": "float32", "out_dtype": "float32", "num_warps": 12}
     others = {
-        "_partners.cu": {"PARTNERS": 2, "DTYPE": "float64", "OUT_DTYPE": "float64", "BLOCK_M": 32},
-        "dkv_tf32_sm90.cu": wide | {"BLOCK_M": 32, "BLOCK_N": 128},
-        "_tf32_sm90.cu": wide | {"BLOCK_M": 128, "BLOCK_N": 32},
-        "_pair_sm90.cu": {"NUM_WARPS": 16, "HEAD_DIM": 256, "HEAD_DIM_V": 256},
-        "backward_sm90.cu": {"NUM_WARPS": 16, "BLOCK_M": 128, "BLOCK_N": 128},
-        "_sm90.cu": {"NUM_WARPS": 8},
-        "_narrow.cu": {"BLOCK_M": 128, "WIDTH": 3, "WIDTH_V": 3},
+        "_partners.cu": {"partners": 2, "dtype": "float64", "out_dtype": "float64", "block_m": 32},
+        "dkv_tf32_sm90.cu": wide | {"block_m": 32, "block_n": 128},
+        "_tf32_sm90.cu": wide | {"block_m": 128, "block_n": 32},
+        "_pair_sm90.cu": {"num_warps": 16, "head_dim": 256, "head_dim_v": 256},
+        "backward_sm90.cu": {"num_warps": 16, "block_m": 128, "block_n": 128},
+        "_sm90.cu": {"num_warps": 8},
+        "_narrow.cu": {"block_m": 128, "width": 3, "width_v": 3},
         ".cu": {},
     }
 
     def compiled(name: str) -> tuple[bytes, str]:
         values = next(values for end, values in others.items() if name.endswith(end))
-        defines = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in values.items())
+        texts = (fields_text(values),) if values else ()
         arch = "sm_90a" if name.endswith("_sm90.cu") else "sm_80"
-        return compiler(defines + flatten(name), (*FLAGS, f"-arch={arch}"))
+        return compiler(flatten(name, texts), (*FLAGS, f"-arch={arch}"))
 
     names = sorted(path.name for path in kernels_dir().glob("*.cu"))
     if not pytestconfig.getoption("--slow"):

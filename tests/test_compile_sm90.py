@@ -205,14 +205,14 @@ ONE_PASS_BY_CONFIG = ("window, offset and lengths", "negative scale, window, len
 
 
 def one_pass_configs(
-    head_dims: tuple[int, int], names: Iterable[str], *, ordered: bool
+    head_dims: tuple[int, int], names: Iterable[str], *, deterministic: bool
 ) -> dict[KernelConfig, bool]:
     """The kernels of a row with these options, and whether each is chosen without being asked."""
     configs: dict[KernelConfig, bool] = {}
     for name in names:
         case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
         problem = problem_of(case)
-        config = chosen.fused(problem, ordered=ordered)
+        config = chosen.fused(problem, deterministic=deterministic)
         if config is not None:
             assert (config.head_dim, config.head_dim_v) == head_dims
             configs[config] = fused_backward.wins(Request(problem), config)
@@ -224,10 +224,10 @@ def one_pass_configs(
 def test_all_gradients_in_one_pass(generation: int) -> None:
     """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
     configs: set[KernelConfig] = set()
-    for head_dims, ordered in itertools.product(
+    for head_dims, deterministic in itertools.product(
         [row.head_dims for row in fused_backward.ROWS], (True, False)
     ):
-        found = one_pass_configs(head_dims, GRADIENT_OPTIONS, ordered=ordered)
+        found = one_pass_configs(head_dims, GRADIENT_OPTIONS, deterministic=deterministic)
         chosen = {config for config, wins in found.items() if wins}
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
         configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
@@ -240,7 +240,7 @@ def test_one_pass_by_config(generation: int) -> None:
     """What no call is given that does not ask for it."""
     configs: set[KernelConfig] = set()
     for head_dims in [row.head_dims for row in fused_backward.ROWS]:
-        found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, ordered=True)
+        found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, deterministic=True)
         assert len(found) == len(ONE_PASS_BY_CONFIG)
         assert not any(found.values())
         configs |= set(found)
@@ -288,7 +288,7 @@ def test_float16(generation: int) -> None:
     widths = list(HEAD_SIZES)[generation % 2 :: 3]
     compile_all({config_of({**case, "head_dims": d}) for d in widths}, generation)
     cases = [{**case, "head_dims": d} for d in widths]
-    one_pass = {chosen.fused(problem_of(c), ordered=True) for c in cases}
+    one_pass = {chosen.fused(problem_of(c), deterministic=True) for c in cases}
     assert None not in one_pass
     compile_all({*one_pass, *itertools.chain(*map(gradient_configs, cases))}, generation)
 
@@ -342,7 +342,7 @@ def test_what_the_portable_kernel_serves() -> None:
 def test_parameters_are_its_own() -> None:
     assert config_of(PLAIN).params == "ForwardSm90Params"
     assert {c.params for c in gradient_configs(PLAIN)} == {"BackwardSm90Params"}
-    together = chosen.fused(problem_of(PLAIN), ordered=True)
+    together = chosen.fused(problem_of(PLAIN), deterministic=True)
     assert together is not None
     assert together.params == "BackwardSm90Params"
     assert BackwardConvertConfig.after(together).params == "BackwardParams"

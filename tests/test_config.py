@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from cuflash._jit.source import kernels_dir
-from cuflash._kernels.config import HEAD_DIMS, KernelConfig
+from cuflash._kernels.config import HEAD_DIMS, KernelConfig, fields_text
 from cuflash._kernels.registry import KERNELS
 from cuflash._kernels.score_config import ScoreConfig
 
@@ -23,8 +23,8 @@ SCORE = ScoreConfig(
 COMMON = {"dtype": "float16", "out_dtype": "float16", "copy_bytes": 16, "head_dim_v": 64}
 TILE = {
     **COMMON, **SCORE._asdict(), "num_warps": 4, "head_dim": 96, "block_m": 64, "block_n": 128,
-    "blocks_per_sm": 2, "precision": "ieee", "column_parts": 1,
-    "wide_float64": False, "cuda_cores": False,
+    "blocks_per_sm": 2, "precision": "ieee", "split_columns": 1,
+    "wide_float64": False, "simt": False,
 }  # fmt: skip
 TF32 = {
     **TILE, "dtype": "float32", "out_dtype": "float32", "num_warps": 12, "head_dim": 128,
@@ -50,11 +50,11 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["segment_bounds"](num_warps=8, segment_ids="int32"),
     KERNELS["backward_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 128}, num_stages=2,
-        keys_in_registers=True, ordered=True,
+        keys_in_registers=True, deterministic=True,
     ),
     KERNELS["backward_pair_sm90"](
         **{**TILE, "num_warps": 16, "head_dim": 256, "head_dim_v": 256, "block_n": 64},
-        num_stages=2, keys_in_registers=False, ordered=True,
+        num_stages=2, keys_in_registers=False, deterministic=True,
     ),
     KERNELS["backward_convert"](**TILE),
     KERNELS["forward_narrow"](
@@ -72,33 +72,43 @@ CONFIGS: tuple[KernelConfig, ...] = (
 )  # fmt: skip
 
 
-def macros_read() -> set[str]:
-    """Return the macros that config.cuh turns into constants."""
+#: One member: its type, its name, its value.
+MEMBER = re.compile(r"static constexpr (\w+) (\w+) = (?:\1::)?(\w+);")
+
+
+def members(text: str) -> dict[str, tuple[str, str]]:
+    """Return type and value of each constant of a struct."""
+    return {name: (kind, value) for kind, name, value in MEMBER.findall(text)}
+
+
+def fields_of(config: KernelConfig) -> dict[str, tuple[str, str]]:
+    return members(dict(config.texts())["config.fields"])
+
+
+def test_fields_have_defaults_of_their_type_in_the_sources() -> None:
     text = (kernels_dir() / "config.cuh").read_text()
-    start = text.index("struct Config")
-    body = text[start : text.index("\n};", start)]
-    return set(re.findall(r"\bCUFLASH_[A-Z_0-9]+\b", body))
-
-
-def test_fields_are_the_macros_that_the_sources_read() -> None:
-    defined = {name for config in CONFIGS for name in config.defines()}
-    assert defined | {"CUFLASH_UNDER_RACECHECK"} == macros_read()  # no field: tools/sanitize.py
-    assert "CUFLASH_UNDER_RACECHECK" not in defined
-
-
-def test_every_macro_has_a_default() -> None:
-    text = (kernels_dir() / "config.cuh").read_text()
-    for name in macros_read():
-        assert f"#ifndef {name}\n#define {name} " in text
+    body = text[text.index("struct Defaults") : text.index("struct Config")]
+    listed = {name: kind for name, (kind, _) in members(body).items()}
+    assert listed.pop("under_racecheck") == "bool"  # no field: tools/sanitize.py
+    fields = [fields_of(config).items() for config in CONFIGS]
+    assert {name: kind for members in fields for name, (kind, _) in members} == listed
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kernel)
-def test_defines_spell_every_field_and_the_size(config: KernelConfig) -> None:
-    defines = config.defines()
-    assert len(defines) == len(config.values()) - ("formulas" in config.values()) + 1
-    assert defines.get("CUFLASH_DTYPE", "float16") == getattr(config, "dtype", "float16")
-    assert defines["CUFLASH_SMEM_BYTES"] == str(config.smem_bytes)
-    assert not {"True", "False", "None"} & set(defines.values())
+def test_members_spell_every_field_and_the_size(config: KernelConfig) -> None:
+    fields = {name: value for name, (_, value) in fields_of(config).items()}
+    assert len(fields) == len(config.values()) - ("formulas" in config.values()) + 1
+    assert fields.get("dtype", "float16") == getattr(config, "dtype", "float16")
+    assert fields["smem_bytes"] == str(config.smem_bytes)
+    assert not {"True", "False", "None"} & set(fields.values())
+
+
+def test_asm_has_the_dtype_as_text() -> None:
+    given = {dtype: fields_text({"dtype": dtype})[1] for dtype in ("float16", "bfloat16")}
+    assert {dtype: text.splitlines()[-1] for dtype, text in given.items()} == {
+        "float16": '#define CUFLASH_PTX_DTYPE "f16"',
+        "bfloat16": '#define CUFLASH_PTX_DTYPE "bf16"',
+    }
 
 
 def test_a_configuration_is_a_key() -> None:
@@ -127,7 +137,7 @@ def test_values_are_those_of_the_fields() -> None:
         config.block_m = 32  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError, match="block_m"):
         del config.block_m
-    defaults = {"cuda_cores": False, "column_parts": 1, "num_stages": 2}
+    defaults = {"simt": False, "split_columns": 1, "num_stages": 2}
     given = {name: value for name, value in values.items() if name not in defaults}
     assert ForwardConfig(**given) == config.replace(**defaults)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
@@ -137,7 +147,7 @@ def test_every_kernel_has_a_configuration_here() -> None:
     assert {config.kernel for config in CONFIGS} == set(KERNELS)
     for config in CONFIGS:
         names = [name for part in config.parts.values() for name in part._fields]
-        assert len(set(names)) == len(names), "a field of two parts would be one macro"
+        assert len(set(names)) == len(names), "a field of two parts would be one member"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,7 @@ def test_every_kernel_has_a_configuration_here() -> None:
     [
         ({"copy_bytes": 3}, "copy_bytes=3"),
         ({"copy_bytes": 2, "dtype": "float32"}, "copy_bytes=2"),
-        ({"column_parts": 3}, "column_parts=3"),
+        ({"split_columns": 3}, "split_columns=3"),
         ({"head_dim": 40}, "head_dim=40"),
         ({"head_dim_v": 512}, "head_dim_v=512"),
         ({"block_m": 72}, "block_m = 72"),
@@ -196,7 +206,7 @@ def test_shared_memory_by_hand() -> None:
     assert CONFIGS[1].smem_bytes == 2 * (64 + 2 * 128) * (96 + 64)
     assert CONFIGS[2].smem_bytes == 2 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 8
     assert CONFIGS[3].smem_bytes == 0
-    wide = {"dtype": "float64", "column_parts": 2}
+    wide = {"dtype": "float64", "split_columns": 2}
     assert CONFIGS[0].replace(**wide).smem_bytes == 8 * (64 * 96 + 2 * 128 * (96 + 32))
     assert CONFIGS[2].replace(**wide).smem_bytes == 8 * (128 + 2 * 64) * (96 + 64) + 2 * 64 * 16
     assert CONFIGS[5].smem_bytes == 2 * (64 + 128) * (96 + 64) + 4 * 4 * 128

@@ -81,7 +81,7 @@ def test_float64_compiles_without_spills(arch: str, generation: int) -> None:
     for case in (plain, every):
         for head_dims in ((64, 64) if case is plain else (20, 33), (256, 256)):
             for config in chosen(arch, case | {"head_dims": head_dims}):
-                if not ("tile" in config.parts and config.cuda_cores):
+                if not ("tile" in config.parts and config.simt):
                     continue
                 report = test_compile.compile_static(config, arch, compiler_of(generation))
                 assert report.warnings == (), config
@@ -100,7 +100,7 @@ def test_they_are_chosen_where_there_is_no_sm_80() -> None:
     for arch in select_hardware.ARCHITECTURES:
         configs = chosen(arch, test_compile.PLAIN | {"head_dims": (256, 256)})
         tiled = [config for config in configs if "tile" in config.parts]
-        assert {config.cuda_cores for config in tiled} == {arch in ("sm_61", "sm_52", *OLD)}
+        assert {config.simt for config in tiled} == {arch in ("sm_61", "sm_52", *OLD)}
 
 
 def test_float64_takes_them_wherever_its_tensor_cores_are_no_faster() -> None:
@@ -108,13 +108,13 @@ def test_float64_takes_them_wherever_its_tensor_cores_are_no_faster() -> None:
     for arch in select_hardware.ARCHITECTURES:
         tiled = [config for config in chosen(arch, case) if "tile" in config.parts]
         faster = arch in ("sm_80", "sm_90")
-        assert {config.cuda_cores for config in tiled} == {not faster}
+        assert {config.simt for config in tiled} == {not faster}
 
 
 def test_operands_take_no_shared_memory() -> None:
     config = chosen("sm_60", test_compile.PLAIN)[0]
     assert "tile" in config.parts
-    assert config.smem_bytes < config.replace(cuda_cores=False).smem_bytes // 10
+    assert config.smem_bytes < config.replace(simt=False).smem_bytes // 10
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_float64_by_products_of_sm_80(
     check(call, run(cupy, call))
     tiled = [config for config in taken_for if "tile" in config.parts]
     assert not any(config.wide_float64 for config in tiled)
-    assert all(config.cuda_cores == (d == 256 and "backward" in config.entry) for config in tiled)
+    assert all(config.simt == (d == 256 and "backward" in config.entry) for config in tiled)
     assert tiled
 
 

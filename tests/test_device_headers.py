@@ -20,21 +20,22 @@ from ml_dtypes import bfloat16
 from cuflash._jit import compilation
 from cuflash._jit import source as jit_source
 from cuflash._kernels import params as kernel_params
+from cuflash._kernels.config import fields_text
 from cuflash._launch.sections import even_sections
 
 SUPPORT = Path(__file__).parent / "support"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FEATURES = [
-    {"WINDOW_LEFT": left, "WINDOW_RIGHT": right, "OFFSET": offset, "Q_LENGTHS": lengths,
-     "KV_LENGTHS": lengths, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    {"window_left": left, "window_right": right, "offset": offset, "q_lengths": lengths,
+     "kv_lengths": lengths, "block_m": block_m, "block_n": block_n}
     for (left, right), offset, lengths, (block_m, block_n) in [
-        (("false", "false"), "value", "none", (16, 32)),
-        (("false", "true"), "value", "none", (32, 16)),
-        (("true", "false"), "value", "none", (16, 16)),
-        (("true", "true"), "value", "none", (16, 48)),
-        (("true", "true"), "lengths", "int64", (32, 32)),
-        (("true", "true"), "int64", "int64", (48, 16)),
-        (("false", "true"), "int64", "none", (16, 16)),
+        ((False, False), "value", "none", (16, 32)),
+        ((False, True), "value", "none", (32, 16)),
+        ((True, False), "value", "none", (16, 16)),
+        ((True, True), "value", "none", (16, 48)),
+        ((True, True), "lengths", "int64", (32, 32)),
+        ((True, True), "int64", "int64", (48, 16)),
+        ((False, True), "int64", "none", (16, 16)),
     ]
 ]  # fmt: skip
 
@@ -44,10 +45,9 @@ NUM_PROBLEMS = 15_000
 FAR = (-(1 << 62), 1 << 62, -(1 << 32) + 7, (1 << 32) + 7, -(1 << 31) - 1)
 
 
-def flattened(name: str, defines: dict[str, Any]) -> str:
-    """Return a probe with its includes in place."""
-    head = "".join(f"#define CUFLASH_{key} {value}\n" for key, value in defines.items())
-    return head + jit_source.flatten(str(SUPPORT / name))
+def flattened(name: str, fields: dict[str, Any]) -> str:
+    """Return a probe for these fields with its includes in place."""
+    return jit_source.flatten(str(SUPPORT / name), (fields_text(fields),))
 
 
 def random_problems(rng: np.random.Generator, address: Callable[[np.ndarray], int]) -> Any:
@@ -183,7 +183,7 @@ def test_every_tile_of_packed_sequences_has_one_rank(tmp_path: Path) -> None:
     """Rows before the first sequence, none at all, and ends that lie outside or decrease."""
     block, rng = 16, np.random.default_rng(0)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
-    text = flattened("schedule_probe.cu", {"CU_SEQLENS": "int32", "BLOCK_M": block})
+    text = flattened("schedule_probe.cu", {"cu_seqlens": "int32", "block_m": block})
     source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n' + text)
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
@@ -219,12 +219,12 @@ FRAGMENT_CASES = list(
 
 def fragment_code(dtype: Any, tile: tuple[int, int, int, int], copy_bytes: int) -> str:
     """The probe for one tile."""
-    names = ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_DIM_V")
-    defines = {
-        "DTYPE": np.dtype(dtype).name, **dict(zip(names, tile, strict=True)), "NUM_WARPS": 1,
-        "COPY_BYTES": copy_bytes,
+    names = ("block_m", "block_n", "head_dim", "head_dim_v")
+    fields = {
+        "dtype": np.dtype(dtype).name, **dict(zip(names, tile, strict=True)), "num_warps": 1,
+        "copy_bytes": copy_bytes,
     }  # fmt: skip
-    return flattened("fragment_probe.cu", defines)
+    return flattened("fragment_probe.cu", fields)
 
 
 @pytest.mark.nvrtc

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import why_no_gpu
 
 import cuflash
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if p.exists()]
 MAP = ROOT / "kernels_cu" / "README.md"
 PUBLIC = [name for name in cuflash.__all__ if inspect.isfunction(getattr(cuflash, name))]
 
@@ -43,13 +44,22 @@ def test_docstrings_are_complete(name):
 BLOCK = re.compile(r"```python(?: needs=(\w+))?\n(.*?)```", re.DOTALL)
 
 
+def can_run(needed: str) -> bool:
+    if needed == "gpu":
+        return not why_no_gpu()
+    return importlib.util.find_spec(needed) is not None
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_python_blocks_of_documents_run(path):
-    """Blocks of one document share names; ``needs=`` names a library that a block is about."""
+    """Blocks of one document share names; ``needs=`` names a library of a block, or a GPU."""
     names: dict[str, object] = {"np": np}
     absent = set()
     for needed, block in BLOCK.findall(path.read_text(encoding="utf-8")):
-        if needed and importlib.util.find_spec(needed) is None:
+        there = (
+            not why_no_gpu() if needed == "gpu" else importlib.util.find_spec(needed or "cuflash")
+        )
+        if not there:
             absent.add(needed)
             continue
         exec(compile(block, path.name, "exec"), names)
@@ -107,12 +117,14 @@ def test_the_map_of_the_cuda_sources_is_whole():
 
 
 def test_every_option_names_the_tests_that_prove_it():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
     table = text[text.index("| forward and gradient | cuflash |") :].split("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) >= 19
     for row in rows:
-        found = re.fullmatch(r'\[yes\]\((tests/\w+\.py) "([\w, ]+?)(?:: ([\w, ]+))?"\)', row[1])
+        found = re.fullmatch(
+            r'\[yes\]\(\.\./(tests/\w+\.py) "([\w, ]+?)(?:: ([\w, ]+))?"\)', row[1]
+        )
         assert found, row
         source = (ROOT / found[1]).read_text(encoding="utf-8")
         for name in found[2].split(", "):
@@ -121,11 +133,17 @@ def test_every_option_names_the_tests_that_prove_it():
             assert not case or f'"{case}": {{' in source, case
 
 
-def test_the_readme_tells_of_every_function():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("## The functions") : text.index("## Accuracy")]
-    told = set(re.findall(r"`(\w+)", table)) | {"show_config"}  # under Installation
-    assert set(PUBLIC) <= told
+def test_the_reference_lists_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^   (\w+)$", text, re.MULTILINE)
+    modules = [cuflash, cuflash.reference, cuflash.tuning]
+    public = {name for module in modules for name in module.__all__}
+    assert set(listed) == public - {"reference", "tuning"}
+
+
+def test_the_readme_is_short():
+    """A stranger has two minutes: details are pages of docs/."""
+    assert len((ROOT / "README.md").read_bytes()) <= 6_000
 
 
 def says(function: object, *texts: str) -> None:

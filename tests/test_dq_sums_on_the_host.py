@@ -45,7 +45,7 @@ def sums_of(rows: np.ndarray, block_m: int) -> np.ndarray:
 
 def converted(folder: Any, problem: Problem, sums: np.ndarray, dq: np.ndarray) -> list[str]:
     """Run the conversion; returns what was launched."""
-    config = chosen.fused(problem, ordered=True)
+    config = chosen.fused(problem, deterministic=True)
     assert config is not None
     with host_device(folder) as device:
         layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
@@ -63,7 +63,7 @@ def test_every_sum_is_scaled_and_rounded(tmp_path: Any, head_dim: int) -> None:
     entries, seqlen_q, seqlen_k, scale = 2, 333, 100, 0.37
     q, k = (on_device(np.zeros((entries, n, head_dim), bfloat16)) for n in (seqlen_q, seqlen_k))
     problem = describe(q, k, k, Options(causal=True, scale=scale))
-    config = chosen.fused(problem, ordered=True)
+    config = chosen.fused(problem, deterministic=True)
     assert config is not None
     blind = (seqlen_q - seqlen_k) // config.block_m * config.block_m  # rows of whole blocks
     rng = np.random.default_rng(head_dim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import re
-from dataclasses import fields
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -137,7 +136,14 @@ WRONG = {
     "offset a float": (call(offset=1.5), TypeError, "offset", "integer"),
     "offset a bool": (call(offset=True), TypeError, "offset", "integer"),
     "offset per batch of shape (B,)": (
-        call(offset=np.array([1, 2])), ValueError, "offset", r"\(2, 1\)"),
+        call(offset=np.array([1, 2])), ValueError, "offset",
+        r"write offset\[:, None\]; .*\(2, 1\)"),
+    "kv_lengths a list of (B,)": (
+        call(kv_lengths=[1, 2]), ValueError, "kv_lengths", r"write kv_lengths\[:, None\]"),
+    "lists of different lengths": (
+        call(kv_lengths=[[1], [2, 3]]), TypeError, "kv_lengths", "list.*an integer array"),
+    "lengths a list of floats": (
+        call(kv_lengths=[[1.5], [2.0]]), TypeError, "kv_lengths", "dtype float64"),
     "window an int": (call(window=3), TypeError, "window", r"\(3, 3\)"),
     "window negative": (call(window=(-1, 0)), ValueError, "window", "None is unbounded"),
     "window of floats": (call(window=(1.5, None)), TypeError, "window", "pair"),
@@ -163,7 +169,19 @@ WRONG = {
     "mask a list": (call(mask=[[True]]), TypeError, "mask", "np.asarray"),
     "mask of a wrong shape": (
         call(mask=np.ones((7, 5), bool)), ValueError, "mask", r"\(7, 5\).*\(2, 4, 5, 7\)"),
-    "mask of rank 1": (call(mask=np.ones(7, bool)), ValueError, "mask", r"core \(m, n\)"),
+    "mask of rank 1": (call(mask=np.ones(7, bool)), ValueError, "mask",
+        r"for example \(2, 1, 5, 7\); write mask\[None, None, None, :\]"),
+    "mask of (batch, keys)": (
+        call(mask=np.ones((2, 7), bool)), ValueError, "mask", r"write mask\[:, None, None, :\]"),
+    "mask of (batch, queries, keys)": (
+        call(mask=np.ones((2, 5, 7), bool)), ValueError, "mask", r"write mask\[:, None, :, :\]"),
+    "mask of (batch, queries)": (
+        call(mask=np.ones((2, 5), bool)), ValueError, "mask", r"write mask\[:, None, :, None\]"),
+    "mask that no new axis mends": (
+        call(mask=np.ones((3, 7), bool)), ValueError, "mask", r"for example \(2, 1, 5, 7\)$"),
+    "segment_ids of (batch, keys)": (
+        call(segment_ids=(np.ones((2, 1, 5), int), np.ones((2, 7), int))), ValueError,
+        r"segment_ids\[1\]", r"write segment_ids\[1\]\[:, None, :\]"),
     "mask with more batch axes": (
         call(mask=np.ones((3, 2, 4, 5, 7), bool)), ValueError, "mask", "broadcasts to"),
     "bias of bools": (call(bias=np.ones((5, 7), bool)), TypeError, "bias", "mask="),
@@ -180,13 +198,14 @@ WRONG = {
     "q_lengths of floats": (
         call(q_lengths=np.array([[3.0], [4.0]])), TypeError, "q_lengths", "float64.*integer"),
     "q_lengths too long": (call(q_lengths=6), ValueError, "q_lengths", "from 0 to 5"),
-    "q_lengths a list": (call(q_lengths=[3, 4]), TypeError, "q_lengths", "np.asarray"),
+    "q_lengths a tuple": (call(q_lengths=(3, 4)), TypeError, "q_lengths", "np.asarray"),
     "slopes of a wrong shape": (
         call(alibi_slopes=np.ones(3)), ValueError, "alibi_slopes", r"\(2, 4\)"),
     "slopes of ints": (call(alibi_slopes=np.ones(4, int)), TypeError, "alibi_slopes", "floating"),
-    "slopes a list": (call(alibi_slopes=[1.0]), TypeError, "alibi_slopes", "np.asarray"),
+    "slopes a list of words": (
+        call(alibi_slopes=["1.0"]), TypeError, "alibi_slopes", "floating dtype"),
     "sink of a wrong shape": (
-        call(sink=np.ones((2, 4, 5))), ValueError, "sink", r"\(2, 4\) with core \(\)"),
+        call(sink=np.ones((2, 4, 5))), ValueError, "sink", r"\(2, 4\), for example \(2, 1\)"),
     "sink of bools": (call(sink=np.ones(4, bool)), TypeError, "sink", "floating"),
     "segment_ids one array": (
         call(segment_ids=np.zeros(5, int)), TypeError, "segment_ids", r"\(ids, ids\)"),
@@ -213,9 +232,26 @@ WRONG = {
         lambda a: cuflash.dropout_mask((2, -2), 0.5, 1), ValueError, "shape", ">= 0"),
     "enable_gqa a string": (call(enable_gqa="yes"), TypeError, "enable_gqa", "True or False"),
     "a misspelt keyword": (call(casual=True), TypeError, "casual", "did you mean causal"),
+    "Options misspelt": (lambda a: Options(casual=True), TypeError, "casual", "mean causal="),
+    "beside options": (
+        call(options=Options(), softmax_scale=1), TypeError, "softmax_scale", "mean scale="),
+    "operands as keywords": (
+        lambda a: cuflash.attention(q=a.q, k=a.k, v=a.v), TypeError, "q",
+        r"positional: write attention\(q, k, v, causal=True\)"),
+    "one operand as a keyword": (
+        lambda a: cuflash.attention(a.q, a.k, v=a.v), TypeError, "v", "positional"),
+    "no values": (lambda a: cuflash.attention(a.q, a.k), TypeError, "v", "NoneType"),
+    "keywords of logsumexp": (
+        lambda a: cuflash.logsumexp(q=a.q, k=a.k), TypeError, "q", r"logsumexp\(q, k\)"),
+    "keywords of the gradient": (
+        lambda a: cuflash.attention_backward(a.dout, q=a.q, k=a.k, v=a.v, out=a.out, lse=a.lse),
+        TypeError, "q", "positional"),
+    "batch outside of heads": (
+        lambda a: cuflash.attention(*(np.ones((2, n, 4, 8)) for n in (5, 7, 7))), ValueError,
+        "q, k, v", r"\(batch, seqlen, heads, head_dim\) write axes=\[\(-3, -1\)\] \* 4"),
     "return_lse for logsumexp": (
         lambda a: cuflash.logsumexp(a.q, a.k, return_lse=True), TypeError, "return_lse",
-        "option; causal, "),
+        r"attention\(q, k, v, return_lse=...\)"),
     "out of another dtype for logsumexp": (
         lambda a: cuflash.logsumexp(a.q, a.k, out=a.lse.astype(np.float16)), TypeError, "out",
         "float32"),
@@ -439,9 +475,9 @@ def test_as_many_axes_as_are_served(enable_gqa):
     np.testing.assert_array_equal(out.reshape(expected.shape), expected)
     wrt = ("q", "k", "v", "bias", "alibi_slopes", "sink", "scale")
     found, expected = pullback(np.ones_like(out), wrt=wrt), of_few(np.ones_like(few.out), wrt=wrt)
-    for field in fields(found):
-        own, other = getattr(found, field.name), getattr(expected, field.name)
-        np.testing.assert_array_equal(own.reshape(other.shape), other, err_msg=field.name)
+    for name in found.order:
+        own, other = getattr(found, name), getattr(expected, name)
+        np.testing.assert_array_equal(own.reshape(other.shape), other, err_msg=name)
 
 
 def test_the_table_is_long_enough():

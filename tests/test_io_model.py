@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cuflash
-from benchmarks import profiler
 from cuflash import _cli, reference
 from cuflash._cli import io_model
 from cuflash._select import hardware
@@ -74,7 +73,7 @@ class Walk:
         for _ in range(work.batch):
             for head in range(work.heads_q):
                 first_of_group = head % (work.heads_q // work.heads_kv) == 0
-                for _ in range(config.column_parts):
+                for _ in range(config.split_columns):
                     if "_dq_" in self.name:
                         self.queries(seen)
                     else:
@@ -264,36 +263,3 @@ def test_explain_shows_the_gradient_kernel_by_kernel(capsys):
     _, text, _ = command(capsys, "--arch", "sm_80", "--arrays", "bias")
     assert "added  " not in text
     assert "MB of the gradient (IO model, as without bias)" in text
-
-
-def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
-    """As on a device, whose counters say half of the model's for every kernel."""
-    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
-    asked = []
-
-    def gradient_bytes(work, kernels):
-        asked.append(kernels)
-        parts = io_model.predicted(work, backward=True)["io_gradient"]["kernels"]
-        of = io_model.PREDICTED_OF_GRADIENT.items()
-        return [{name: part[field] / 2 for name, field in of} for part in parts]
-
-    monkeypatch.setattr(
-        profiler, "moved_bytes", lambda calls: [dict.fromkeys(profiler.METRICS, 1.0)]
-    )
-    monkeypatch.setattr(profiler, "gradient_bytes", gradient_bytes)
-    status, text, err = command(capsys, "--seqlen", "1024")
-    assert (status, err) == (0, "")
-    assert asked == [["backward_delta", "backward_sm90", "backward_convert"]]
-    assert text.count("(0.500)") == 4 * 4  # three kernels and all of them
-    _, out, _ = command(capsys, "--seqlen", "1024", "--json")
-    total = json.loads(out)["io_gradient"]["sum"]
-    assert total["measured"]["processors to L2"] == total["stored"] / 2
-
-
-def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    status, out, err = command(capsys, "--json")
-    assert status == 0
-    assert "not measured: ncu is not on the PATH" in err
-    assert "measured" not in json.loads(out)["io_gradient"]["sum"]

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ForwardConfig(
     dtype="float16", out_dtype="float16", copy_bytes=16, head_dim=64, head_dim_v=64, block_m=128,
     block_n=64, num_warps=4, blocks_per_sm=2, sink="none", precision="ieee",
-    column_parts=1, wide_float64=False, cuda_cores=False, num_stages=2,
+    split_columns=1, wide_float64=False, simt=False, num_stages=2,
     window_left=False, window_right=False, scale_in_exponent=True, softcap=False, bias="none",
     mask=False, offset="value", q_lengths="none", kv_lengths="none", alibi_slopes="none",
     segment_ids="none", dropout=False, cu_seqlens="none", score_mod=False, mask_mod=False,
@@ -327,7 +327,7 @@ def changed_fields():
         "kv_lengths": "int64", "alibi_slopes": "float32", "segment_ids": "int32", "score_mod": True,
         "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
         "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
-        "column_parts": 2, "wide_float64": True, "cuda_cores": True, "num_stages": 1,
+        "split_columns": 2, "wide_float64": True, "simt": True, "num_stages": 1,
     }  # fmt: skip
     names = CONFIG.values()
     assert sorted(names) == sorted(other), "a new field needs a line here"

@@ -238,7 +238,7 @@ def test_columns_in_parts(dtype: str, head_dim: int, head_dim_v: int) -> None:
         options=options,
     )  # fmt: skip
     problem = describe(call.q, call.k, call.v, cuflash.Options(**options))
-    parts = chosen.portable("forward_sm80", problem, 227 << 10, 16).column_parts
+    parts = chosen.portable("forward_sm80", problem, 227 << 10, 16).split_columns
     assert (parts > 1) == (head_dim_v > 128)
     v = call.v.copy()
     v[30, 35 if head_dim_v == 40 else 170] = np.nan

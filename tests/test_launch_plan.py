@@ -20,7 +20,7 @@ from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.forward_narrow import WIDEST
 from cuflash._kernels.registry import KERNELS
-from cuflash._kernels.request import Request, on_cuda_cores
+from cuflash._kernels.request import Request, needs_simt
 from cuflash._launch import grid as launch_grid
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
@@ -204,8 +204,8 @@ def portable_configs(problem: Problem, number: int, copy_bytes: int) -> list[Ker
     found += [forward, of_queries, *of_keys, scores]
     assert sum(c.grad_k for c in of_keys) == ("k" in wanted)
     assert sum(c.grad_v for c in of_keys) == ("v" in wanted)
-    assert not forward.cuda_cores or (limit == SMALLEST and wide > 192)
-    gradients = any(c.cuda_cores for c in (of_queries, *of_keys, scores))
+    assert not forward.simt or (limit == SMALLEST and wide > 192)
+    gradients = any(c.simt for c in (of_queries, *of_keys, scores))
     assert not gradients or wide > {SMALLEST: 128, AMPERE: 192}[limit]
     assert all(c.smem_bytes <= limit for c in found)
     return found
@@ -218,7 +218,7 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
     assert (forward is None) == bool(KERNELS["forward_sm90"].eligible(Request(problem)))
     of_queries = chosen.one("backward_dq_sm90", problem)
     of_keys = chosen.passes("backward_dkv_sm90", problem, WANTED[number % 3])
-    together = chosen.fused(problem, ordered=bool(number % 2))
+    together = chosen.fused(problem, deterministic=bool(number % 2))
     if wgmma.against_halves(Request(problem)):
         assert of_queries is of_keys is together is None
     if together is not None:
@@ -257,7 +257,7 @@ def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator)
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
     own = config.block_n if of_keys else config.block_m
     num_blocks = plan.num_tiles(problem, rows, own)
-    tiles = num_blocks * (config.column_parts if "tile" in config.parts else 1)
+    tiles = num_blocks * (config.split_columns if "tile" in config.parts else 1)
     step, last = 2 * problem.head_dim * rows, problem.batch[1]
     strides = [(last * step * int(rng.integers(1, 3)), step), (0, step), (last * step, 0)]
     summed = problem.k.summed if of_keys else (False, False)
@@ -324,8 +324,8 @@ def test_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operands_stay_where_they_lie_where_shared_memory_is_too_small() -> None:
     problem = replace(base_problem(), dtype=np.dtype(np.float64), head_dim=256, head_dim_v=256)
-    assert not chosen.portable("backward_dq_sm80", problem, 227 << 10, 16).cuda_cores
-    assert chosen.portable("backward_dq_sm80", problem, 99 << 10, 16).cuda_cores
+    assert not chosen.portable("backward_dq_sm80", problem, 227 << 10, 16).simt
+    assert chosen.portable("backward_dq_sm80", problem, 99 << 10, 16).simt
 
 
 def laid_out(problem: Problem, padding: int) -> Problem:
@@ -342,7 +342,7 @@ def laid_out(problem: Problem, padding: int) -> Problem:
 @pytest.mark.long
 def test_no_architecture_refuses_a_problem() -> None:
     rng, base = np.random.default_rng(3), base_problem()
-    cuda_cores = set()
+    simt = set()
     for number in range(400):
         problem = random_problem(base, rng)
         if number % 8 == 0:
@@ -350,19 +350,19 @@ def test_no_architecture_refuses_a_problem() -> None:
         problem = laid_out(problem, number % 2)
         for arch in select_hardware.ARCHITECTURES:
             hardware = select_hardware.typical(arch)
-            on_cores = on_cuda_cores(problem, int(hardware.capability))
+            on_cores = needs_simt(problem, int(hardware.capability))
             smem = hardware.limits.block_smem
             scores = chosen.scores(
-                problem, smem, problem.dtype.itemsize, *SUMS[number % 4], cuda_cores=on_cores
+                problem, smem, problem.dtype.itemsize, *SUMS[number % 4], simt=on_cores
             )
             found = [forward_of(problem, hardware), scores]
             found += backward_of(problem, hardware, WANTED[number % 3])
             assert all(c.smem_bytes <= smem for c in found)
-            if any("tile" in c.parts and c.cuda_cores for c in found):
-                cuda_cores.add((arch, problem.dtype.name))
-    of_float64 = {arch for arch, dtype in cuda_cores if dtype == "float64"}
+            if any("tile" in c.parts and c.simt for c in found):
+                simt.add((arch, problem.dtype.name))
+    of_float64 = {arch for arch, dtype in simt if dtype == "float64"}
     assert of_float64 == {*select_hardware.ARCHITECTURES} - {"sm_90"}
-    assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in cuda_cores)
+    assert all(dtype == "float64" or arch < "sm_80" for arch, dtype in simt)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])

@@ -331,7 +331,7 @@ def gradient_steps(
     steps = choose(
         problem, hardware.of_device(0), Access(layouts, has_maps, bits, bits),
         wanted=Wanted.of("".join(wrt)), override=config, only=None if one_pass else IN_TWO_PASSES,
-        deterministic=one_pass is None or one_pass.ordered,
+        deterministic=one_pass is None or one_pass.deterministic,
     )  # fmt: skip
     own, turns = hardware.of_device(0), scratch.num_turns
     launches = run.plan_steps(steps, problem, layouts, own, 0, addresses, turns)
@@ -358,17 +358,17 @@ def test_gradient_parameters_arrive_where_the_kernels_read_them(recorder: Record
 
 
 @pytest.mark.parametrize(
-    ("causal", "rows", "ordered", "expected"),
+    ("causal", "rows", "deterministic", "expected"),
     [(True, 512, True, 64), (True, 1024, True, 64), (True, 2048, True, 32), (True, 8192, True, 16),
      (False, 512, True, 64), (False, 1024, True, 32), (False, 2048, True, 16),
      (True, 1024, False, 8)],
 )  # fmt: skip
 def test_owners_that_start_together(
-    recorder: Recorder, causal: bool, rows: int, ordered: bool, expected: int
+    recorder: Recorder, causal: bool, rows: int, deterministic: bool, expected: int
 ) -> None:
     """More of short ones, whose tiles would wait for each other if all of one owner started."""
     problem = problem_of(128, rows, rows, causal=causal)
-    config = chosen.fused(problem, ordered=ordered)
+    config = chosen.fused(problem, deterministic=deterministic)
     assert config is not None
     streamed = 2 * rows * (64 + 64)  # bytes of q and dout of one owner
     device = hardware.of_device(0)
@@ -376,16 +376,16 @@ def test_owners_that_start_together(
 
 
 @pytest.mark.parametrize(
-    ("causal", "ordered", "expected"),
+    ("causal", "deterministic", "expected"),
     [(True, True, 8), (False, True, 4), (True, False, 4), (False, False, 4)],
 )
 def test_owners_of_pairs_that_start_together(
-    recorder: Recorder, causal: bool, ordered: bool, expected: int
+    recorder: Recorder, causal: bool, deterministic: bool, expected: int
 ) -> None:
     """Sixteen pairs share what they stream; eight, where tiles wait and bounds are causal."""
     array = np.zeros((1, 4, 4096, 256), bfloat16)
     problem = describe(array, array, array, Options(causal=causal))
-    config = chosen.fused(problem, ordered=ordered)
+    config = chosen.fused(problem, deterministic=deterministic)
     assert config.kernel == "backward_pair_sm90"
     device = hardware.of_device(0)
     assert sections.owners_per_section(config, problem, 1, 512, 1, device) == expected
@@ -400,10 +400,10 @@ def cleared_turns(recorder: Recorder, addresses: dict[str, int], delta: Any) -> 
     return int(params["turns"]), int(params["num_turns"])
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_one_pass(recorder: Recorder, ordered: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_pass(recorder: Recorder, deterministic: bool) -> None:
     problem = problem_of(2, causal=True)
-    config = chosen.fused(problem, ordered=ordered)
+    config = chosen.fused(problem, deterministic=deterministic)
     assert config is not None
     delta, *steps = gradient_steps(problem, one_pass=config)
     scratch = Workspace.of(problem, backward=True, fused=config)
@@ -432,7 +432,7 @@ def test_one_pass(recorder: Recorder, ordered: bool) -> None:
 def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Recorder) -> None:
     """They draw one tile of 128 keys after the other."""
     problem = problem_of(20)
-    config = chosen.fused(problem, ordered=True)
+    config = chosen.fused(problem, deterministic=True)
     assert config is not None
     (addresses, gradients), _ = plan_gradient(problem, one_pass=config)
     recorder.struct = kernel_params.BACKWARD_SM90
@@ -442,12 +442,14 @@ def test_one_pass_has_no_more_blocks_of_threads_than_processors(recorder: Record
     assert (grid, num_blocks * num_owners) == (132, 4 * 20 * 4)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_a_pair_of_blocks_of_threads_computes_a_tile(recorder: Recorder, ordered: bool) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_pair_of_blocks_of_threads_computes_a_tile(
+    recorder: Recorder, deterministic: bool
+) -> None:
     """128 keys each; each of the two has turns of its own, and its first tile stores."""
     full = np.zeros((2, 4, 300, 256), bfloat16)
     problem = describe(full, full, full, Options())
-    config = chosen.fused(problem, ordered=ordered)
+    config = chosen.fused(problem, deterministic=deterministic)
     assert config.kernel == "backward_pair_sm90"
     delta, (addresses, gradients), _ = gradient_steps(problem, one_pass=config)
     turns = 1 + 2 * 4 * 5 * 2  # blocks of 64 queries
@@ -468,7 +470,7 @@ def test_one_pass_serves_and_wins() -> None:
     narrow, middle, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 96, 80))
     latent = np.zeros((2, 4, 300, 192), bfloat16)
     mask = np.ones((300, 300), np.bool_)
-    for q, k, v, options, serves, ordered, unordered in (
+    for q, k, v, options, serves, deterministic, unordered in (
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
         (narrow, narrow, narrow, {}, True, True, True),
@@ -489,10 +491,10 @@ def test_one_pass_serves_and_wins() -> None:
         (narrow, narrow, full, {}, False, False, False),
     ):
         problem = describe(q, k, v, Options(**options))
-        configs = [chosen.fused(problem, ordered=o) for o in (True, False)]
+        configs = [chosen.fused(problem, deterministic=o) for o in (True, False)]
         assert [c is not None for c in configs] == [serves, serves]
         wins = [c is not None and fused_backward.wins(Request(problem), c) for c in configs]
-        assert wins == [ordered, unordered], (q.shape, options)
+        assert wins == [deterministic, unordered], (q.shape, options)
 
 
 def test_heads_of_a_group_share_an_owner(recorder: Recorder) -> None:
@@ -526,7 +528,7 @@ def test_a_tile_of_one_kernel_decides_about_its_gradients_alone(recorder: Record
     smem = 227 << 10
     of_q = chosen.portable("backward_dq_sm80", problem, smem, 16)
     [of_keys] = chosen.portable_kv(problem, smem, 16, frozenset("kv"))
-    together = chosen.fused(problem, ordered=True)
+    together = chosen.fused(problem, deterministic=True)
     for found, expected in ((of_q, "ML"), (of_keys, "LM"), (together, "ML")):
         config = override.of_backward(found)
         one_pass = together if found is together else None

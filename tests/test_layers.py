@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cuflash"
 #: The packages and modules of cuflash, lowest first; those of one line know nothing of each other.
 ORDER = (
     ("_errors",),
-    ("_cupy",),
+    ("_cupy", "_dlpack"),
     ("_arrays",),
     ("_results", "_problem"),
     ("_host", "_kernels", "reference"),
@@ -19,7 +19,7 @@ ORDER = (
     ("_launch",),
     ("_api",),
     ("_timing",),
-    ("tuning",),
+    ("tuning", "distributed"),
     ("_ahead",),
     ("__init__",),  # the public names
     ("_cli",),

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import profiler
 from cuflash import _cli
 from cuflash._cli import io_model
+from cuflash._select import hardware
 from cuflash.tuning._workload import Workload
 
 NCU = """==PROF== Connected to process 738 (/usr/bin/python3.12)
@@ -99,7 +100,7 @@ def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in):
         profiler.gradient_bytes(WORK, ["backward_delta", "backward_dkv_sm90"])
 
 
-def test_a_profiler_that_is_missing_or_fails_is_said(stand_in, monkeypatch):
+def test_a_profiler_that_fails_is_said(stand_in, monkeypatch):
     program = stand_in.with_name("ncu")
     program.write_text(f"#!{sys.executable}\nprint('==ERROR== no counters')\n")
     with pytest.raises(profiler.NotProfiled, match="ncu says: no counters"):
@@ -108,9 +109,42 @@ def test_a_profiler_that_is_missing_or_fails_is_said(stand_in, monkeypatch):
     monkeypatch.setattr(profiler, "_TIME_LIMIT", 0.3)
     with pytest.raises(profiler.NotProfiled, match=r"longer than 0\.3 s"):
         profiler.moved_bytes([(WORK, None)])
-    program.unlink()
-    with pytest.raises(profiler.NotProfiled, match="not on the PATH"):
-        profiler.moved_bytes([(WORK, None)])
+
+
+def explained(capsys, *words):
+    """Exit status, standard output and standard error of ``explain --io --backward``."""
+    status = _cli.main(["explain", "--no-compile", "--io", "--backward", *words])
+    return status, *capsys.readouterr()
+
+
+def test_what_is_counted_stands_beside_the_model(capsys, monkeypatch):
+    """As on a device, whose counters say half of the model's for every kernel."""
+    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
+    asked = []
+
+    def gradient_bytes(work, kernels):
+        asked.append(kernels)
+        parts = io_model.predicted(work, backward=True)["io_gradient"]["kernels"]
+        of = io_model.PREDICTED_OF_GRADIENT.items()
+        return [{name: part[field] / 2 for name, field in of} for part in parts]
+
+    forward = dict.fromkeys(profiler.METRICS, 1.0)
+    monkeypatch.setattr(profiler, "moved_bytes", lambda calls: [forward])
+    monkeypatch.setattr(profiler, "gradient_bytes", gradient_bytes)
+    status, text, err = explained(capsys, "--seqlen", "1024")
+    assert (status, err, asked) == (0, "", [GRADIENT])
+    assert text.count("(0.500)") == 4 * 4  # three kernels and all of them
+    total = json.loads(explained(capsys, "--seqlen", "1024", "--json")[1])["io_gradient"]["sum"]
+    assert total["measured"]["processors to L2"] == total["stored"] / 2
+
+
+def test_a_profiler_that_is_missing_leaves_the_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "present", lambda device=None: hardware.typical("sm_90"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, out, err = explained(capsys, "--json")
+    assert status == 0
+    assert "not measured: ncu is not on the PATH" in err
+    assert "measured" not in json.loads(out)["io_gradient"]["sum"]
 
 
 @pytest.mark.gpu

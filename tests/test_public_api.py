@@ -31,7 +31,7 @@ API: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8")
 #: Pickles by older versions, in base64, and a file of tiles: they are never written anew.
 KEPT: dict[str, Any] = json.loads(SNAPSHOT.with_name("kept_objects.json").read_text("utf-8"))
 SIGNATURES = {n: found["signature"] for n, found in API.items() if "." not in n}
-MODULES = {"reference", "tuning"}
+MODULES = {"distributed", "reference", "tuning"}
 
 
 def plain_signature(function: object) -> str:
@@ -65,7 +65,9 @@ def described(found: Any) -> dict[str, Any]:
 def snapshot() -> dict[str, Any]:
     """Describe every public object, by the name under which a user reaches it."""
     named = {n: getattr(cuflash, n) for n in cuflash.__all__ if n not in MODULES}
-    named |= {f"tuning.{n}": getattr(cuflash.tuning, n) for n in cuflash.tuning.__all__}
+    for package in (cuflash.distributed, cuflash.tuning):
+        own = package.__name__.removeprefix("cuflash.")
+        named |= {f"{own}.{n}": getattr(package, n) for n in package.__all__}
     named |= {
         f"reference.{name}": found
         for name, found in vars(reference).items()
@@ -82,7 +84,8 @@ def test_names():
 def test_nothing_else_is_reachable():
     """Every public attribute of the package is meant to be one."""
     public = {name for name in vars(cuflash) if not name.startswith("_")}
-    assert public | {"tuning"} == set(cuflash.__all__)  # which is imported when it is asked for
+    lazy = {"distributed", "tuning"}  # imported when they are asked for
+    assert public | lazy == set(cuflash.__all__)
 
 
 @pytest.mark.parametrize("name", API)
@@ -121,7 +124,7 @@ def test_configurations_that_an_older_version_pickled_are_read(name):
     found = unpickled(name)
     configs = [found] if name.startswith("config") else [found.q]
     assert [c.kernel for c in configs] == [name.removeprefix("config of ")] or found.kv is None
-    assert all(c.defines()["CUFLASH_WINDOW_RIGHT"] == "true" for c in configs)
+    assert all(c.window_right for c in configs)
     assert pickle.loads(pickle.dumps(configs)) == configs
 
 

@@ -51,7 +51,7 @@ def test_the_cases_reach_every_kernel(launched):
     configs = [config for found in launched.values() for config in found]
     assert {config.source for config in configs} == {path.name for path in KERNELS.glob("*.cu")}
     on_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
-    assert {c.source for c in on_cores if getattr(c, "cuda_cores", False)} == {*PORTABLE, SUMS}
+    assert {c.source for c in on_cores if getattr(c, "simt", False)} == {*PORTABLE, SUMS}
     sums = {(c.grad_of, c.sums_to) for c in configs if c.source == SUMS}
     assert sums >= {
         ("bias", "pairs"), ("bias", "keys"), ("alibi_slopes", "queries"), ("scale", "queries"),

@@ -23,6 +23,7 @@ import cuflash
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit import source as jit_source
 from cuflash._kernels import params as kernel_params
+from cuflash._kernels.config import fields_text
 from cuflash._problem import philox
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.operand import canonical_view
@@ -111,9 +112,8 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
     problem = replace(describe(q, k, k, options), formulas=formulas_of(options))
     config = chosen.portable("forward_sm80", problem, 99 << 10, 16)
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
-    defines = "".join(f"#define {key} {value}\n" for key, value in config.defines().items())
-    text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), config.formulas)
-    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n{defines}{text}')
+    text = jit_source.flatten(str(SUPPORT / "option_probe.cu"), config.texts())
+    source.write_text(f'#include "{SUPPORT / "host_cuda.h"}"\n{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
 
@@ -168,11 +168,11 @@ def test_every_pair(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_pairs_are_kept_as_the_definition_says(tmp_path: Path) -> None:
     """What Hopper's forward multiplies weights with, for every lane."""
-    macros = "#define CUFLASH_DROPOUT true\n"
-    ptx = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX]
-    text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(ptx))
+    texts = [(f"ptx/{n}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for n in HOST_PTX]
+    texts.append(fields_text({"dropout": True}))
+    text = jit_source.flatten(str(SUPPORT / "kept_probe.cu"), tuple(texts))
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
-    source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{macros}{text}')
+    source.write_text(f'#include "{SUPPORT / "host_kernel.h"}"\n{text}')
     command = [COMPILER, "-O1", "-std=c++20", "-shared", "-fPIC", "-w", source, "-o", library]
     subprocess.run(command, check=True)
     probe = ctypes.CDLL(str(library)).probe

@@ -180,11 +180,12 @@ def test_nvrtc_13_has_a_folder_of_its_own_and_is_installed_once(tmp_path, comman
     assert "skipped" not in capsys.readouterr().out
 
 
-def test_readme_installs_the_same_nvrtc_and_the_rest_from_the_checkout():
-    readme = (setup_env.ROOT / "README.md").read_text()
-    assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in readme
-    assert 'pip install ".[cuda13]"' in readme
-    assert "install cuflash" not in readme.replace('"', "")
+def test_documents_install_the_same_nvrtc_and_the_rest_from_the_checkout():
+    page = (setup_env.ROOT / "docs" / "install.md").read_text()
+    assert f'--target {setup_env.NVRTC_FOLDER.name} "{setup_env.NVRTC_13}"' in page
+    for text in (page, (setup_env.ROOT / "README.md").read_text()):
+        assert 'pip install ".[cuda13]"' in text
+        assert "install cuflash" not in text.replace('"', "")
 
 
 def test_the_command_runs_its_program(tmp_path):

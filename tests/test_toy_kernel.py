@@ -65,9 +65,9 @@ def test_its_table_gives_the_tile() -> None:
     assert _kernels.config_from_json(_kernels.config_as_json(config)) == config
 
 
-def test_its_source_has_the_fields_as_macros() -> None:
+def test_its_source_has_the_fields_as_members() -> None:
     text = source_of(kernel_of(problem_of(0)))
-    assert "#define CUFLASH_NUM_WARPS 4\n" in text
+    assert "static constexpr int num_warps = 4;\nstatic constexpr" in text
     assert "cuflash_forward_of_no_keys" in text
 
 

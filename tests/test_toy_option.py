@@ -46,10 +46,8 @@ EDITS = {
          "        score += self._dtype.type(problem.lift or 0)\n"),
     ),
     "kernels_cu/config.cuh": (
-        ("#ifndef CUFLASH_SOFTCAP\n", "#ifndef CUFLASH_SHIFT\n#define CUFLASH_SHIFT none\n"
-         "#endif\n#ifndef CUFLASH_LIFT\n#define CUFLASH_LIFT false\n#endif\n"),
-        ("  static constexpr bool softcap =", "  static constexpr Dtype shift = "
-         "Dtype::CUFLASH_SHIFT;\n  static constexpr bool lift = CUFLASH_LIFT;\n"),
+        ("  static constexpr bool softcap =", "  static constexpr Dtype shift = Dtype::none;\n"
+         "  static constexpr bool lift = false;\n"),
     ),
     "kernels_cu/score/score.cuh": (
         ("  Real slope;\n", "  Real shift;\n"),

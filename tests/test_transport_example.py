@@ -29,27 +29,23 @@ def test_steps_are_those_of_the_textbook():
     x, y = clouds()
     rng = np.random.default_rng(2)
     phi, psi = 3 * rng.standard_normal(len(x)), 3 * rng.standard_normal(len(y))
-    plan = Plan(x, y, 0.05, phi, psi)
-    dense = DensePlan(x, y, 0.05, phi, psi)
-    np.testing.assert_allclose(plan.phi_of_psi(), dense.phi_of_psi(), rtol=1e-11)
-    np.testing.assert_allclose(plan.psi_of_phi(), dense.psi_of_phi(), rtol=1e-11)
-    np.testing.assert_allclose(plan.mean_for(x, y), dense.mean_for(x, y), rtol=1e-11)
-    moved, error = sinkhorn_step(plan, 1.3)
-    wanted, wanted_error = sinkhorn_step(dense, 1.3)
+    moved, error = sinkhorn_step(Plan(x, y, 0.05, phi, psi), 1.3)
+    wanted, wanted_error = sinkhorn_step(DensePlan(x, y, 0.05, phi, psi), 1.3)
     np.testing.assert_allclose(moved.psi, wanted.psi, rtol=1e-11)
     np.testing.assert_allclose(error, wanted_error, rtol=1e-10)
 
 
-@pytest.mark.parametrize("epsilon", [0.03, 2e-4])
-@pytest.mark.parametrize("moved", [-2.0, 2.0])
-def test_exponents_of_the_textbook_beyond_what_exp_holds(epsilon, moved):
-    """Of the smaller epsilon all of a row underflow, or one overflows."""
-    x, y = clouds()
+@pytest.mark.parametrize(
+    ("epsilon", "moved"), [(0.05, 0.0), (0.03, 2.0), (0.03, -2.0), (2e-4, 2.0), (2e-4, -2.0)]
+)
+def test_potentials_of_the_textbook_also_beyond_what_exp_holds(epsilon, moved):
+    """Of the smallest epsilon all of a row underflow, or one overflows."""
+    x, y = clouds(40, 40)
     phi = psi = np.full(40, moved / epsilon)
-    plan, dense = (kind(x, y[:40], epsilon, phi, psi) for kind in (Plan, DensePlan))
+    plan, dense = (kind(x, y, epsilon, phi, psi) for kind in (Plan, DensePlan))
     np.testing.assert_allclose(dense.phi_of_psi(), plan.phi_of_psi(), rtol=1e-11)
     np.testing.assert_allclose(dense.psi_of_phi(), plan.psi_of_phi(), rtol=1e-11)
-    np.testing.assert_allclose(dense.mean_for(x, y[:40]), plan.mean_for(x, y[:40]), rtol=1e-9)
+    np.testing.assert_allclose(dense.mean_for(x, y), plan.mean_for(x, y), rtol=1e-9)
 
 
 @pytest.mark.parametrize("relaxation", [1.0, 1.7])
@@ -83,11 +79,9 @@ def test_the_plan_is_nearly_the_best_assignment():
 
 
 def test_another_epsilon_keeps_the_potentials():
-    x, y = clouds()
-    plan = first_plan(x, y)
-    _, psi = plan.phi, plan.psi + 1
-    moved = replace(plan, psi=psi).at(0.5)
-    g = (y * y).sum(axis=-1) - 0.5 * moved.psi
+    plan = first_plan(*clouds())
+    moved = replace(plan, psi=plan.psi + 1).at(0.5)
+    g = (plan.y * plan.y).sum(axis=-1) - 0.5 * moved.psi
     np.testing.assert_allclose(g, -2.0, rtol=1e-12)
 
 
@@ -158,7 +152,7 @@ def test_the_program(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     assert colour_transfer.main([*FEW, "--folder", str(tmp_path)]) == 0
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.png"}
+    assert written == {"china-transported.png", "flower-transported.png", "colour-transfer.jpg"}
     assert ": ok" in capsys.readouterr().out
 
 
@@ -173,19 +167,9 @@ def test_pictures_are_optional_and_photographs_are_not(tmp_path, monkeypatch, ca
     assert "cuflash[examples]" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert colour_transfer.main([*FEW, "--pixels", "1201"]) == 2
-    assert "got 1,201, expected at most 1,200" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--pixels", "--epsilon", "--tolerance"])
-@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5.2", "nan", "inf"])
-def test_what_is_no_positive_number_is_refused(option, text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        colour_transfer.main(["--device", "cpu", option, text])
-    kind = "int" if option == "--pixels" else "float"
-    why = f"got {text}, expected a positive number"
-    if text in ("many", "1.5.2") or (kind == "int" and text in ("nan", "inf")):
-        why = f"invalid {kind} value: '{text}'"
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"argument {option}: {why}")
+    for option, text in (("--pixels", "0"), ("--epsilon", "nan"), ("--tolerance", "-1")):
+        with pytest.raises(SystemExit, match="2"):
+            colour_transfer.main(["--device", "cpu", option, text])
 
 
 def test_an_epsilon_above_that_of_the_first_plan():

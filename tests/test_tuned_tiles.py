@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import shipped_tiles
-import sweep_tiles
 
 from cuflash import tuning
-from cuflash._jit.compilation import architecture, compile_static
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured
 from cuflash._select.override import with_override
 from cuflash.tuning import _kernels
-from cuflash.tuning._space import default_configs
-from cuflash.tuning._table import best_rows
 from support.chosen import backward_of, forward_of, fused, one
-from support.nvrtc import all_cores
-from support.parts import kernels_of_part
 from support.simulated_sweep import DEVICE, WORK, simulated, space_of
 from support.tuned_problems import PROBLEMS
 
 H100 = select_hardware.typical("sm_90")
+SWEPT = Path(__file__).parents[1] / "benchmarks" / "sweeps" / "h100-forward-sm90-d128.jsonl"
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +170,7 @@ def test_the_variable_has_to_name_a_file(tmp_path, monkeypatch):
 
 
 def test_a_sweep_in_the_variable_is_told_how_to_become_a_table(tmp_path, monkeypatch):
-    sweep = shipped_tiles.SWEEPS / "h100-forward-sm90-d128.jsonl"
+    sweep = SWEPT
     monkeypatch.setenv("CUFLASH_TILES", str(sweep))
     with pytest.raises(ValueError, match=r"jsonl: got a sweep, expected a file of tiles") as error:
         chosen()
@@ -207,7 +201,7 @@ def test_the_callers_config_goes_before_a_table(tmp_path):
 def test_a_config_whose_tile_is_not_legal_for_the_call_says_why():
     """That of another head size, as here, or of other options."""
     narrow, wide = (
-        fused(replace(WORK, head_dim=size, head_dim_v=size).problem(), ordered=True)
+        fused(replace(WORK, head_dim=size, head_dim_v=size).problem(), deterministic=True)
         for size in (64, 128)
     )
     with pytest.raises(ValueError, match=r"^config: got BackwardOnePassConfig with .*") as error:
@@ -281,7 +275,7 @@ for number in range(5):
 
 @pytest.mark.parametrize("of", ["processes", "threads"])
 def test_saves_at_the_same_time_keep_the_rows_of_all(tmp_path, of):
-    sweep = sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))[0]
+    sweep = SWEPT
     table, names = tmp_path / "new" / "tiles.json", [f"saver {number}" for number in range(8)]
     if of == "processes":
         command = [sys.executable, "-c", SAVER, str(sweep)]
@@ -304,7 +298,7 @@ def test_saves_at_the_same_time_keep_the_rows_of_all(tmp_path, of):
 
 @pytest.mark.parametrize("rows", [10**30, 100])
 def test_a_tile_that_is_not_legal_is_not_saved(tmp_path, rows):
-    found = tuning.load(sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))[0])
+    found = tuning.load(SWEPT)
     best = found.best | {"relative": 0.5}
     best["values"] = best["values"] | {"block_m": rows}
     table = written(tmp_path, row())
@@ -402,122 +396,6 @@ def test_a_tile_is_traced_to_the_row_of_its_own_kernel(kernel):
     assert measured.row_behind(own, H100.name) == rows[kernel]
 
 
-def test_the_tables_have_the_best_tiles_of_the_committed_sweeps():
-    assert len(shipped_tiles.rows()) > 100
-    assert shipped_tiles.disagreements() == []
-
-
-def test_a_sweep_that_was_repeated_found_the_same():
-    """What docs/tuning.md promises of the committed runs: at least 200, right and in time."""
-    repeated = sorted((shipped_tiles.SWEEPS / "repeated").glob("*.jsonl"))
-    assert repeated
-    for path in repeated:
-        first, again = tuning.load(shipped_tiles.SWEEPS / path.name), tuning.load(path)
-        assert len(first.rows) == len(again.rows) >= 200
-        assert {row["status"] for row in first.rows + again.rows} == {"ok"}
-        assert all(f["seconds"] <= 480 for found in (first, again) for f in found.finals)
-        assert first.finals
-        assert again.finals
-        gains = [found.best_relative for found in (first, again)]
-        assert max(gains) <= 1.0
-        assert max(gains) / min(gains) < 1.02
-        for own, other in ((first, again), (again, first)):  # the winner is among the fastest
-            (row,) = (row for row in other.rows if row["key"] == own.best["key"])
-            assert row["relative"] / other.timed[0]["relative"] <= 1.02
-            assert row["relative"] / other.best["relative"] <= 1.02
-
-
-@pytest.mark.gate
-@pytest.mark.nvrtc
-def test_shipped_tiles_spill_nothing_and_wait_for_no_product():
-    sweeps = map(tuning.load, sorted(shipped_tiles.SWEEPS.glob("*.jsonl")))
-    defaults = (default_configs(found.workload, found.kernel, H100) for found in sweeps)
-    configs = list(dict.fromkeys(itertools.chain(*defaults)))
-
-    def complaint(config):
-        report = compile_static(config, architecture(config, "90"))
-        return (report.spill_bytes, report.warnings)
-
-    with all_cores() as pool:
-        assert set(pool.map(complaint, kernels_of_part(configs))) == {(0, ())}
-
-
-@pytest.fixture
-def swept(tmp_path, monkeypatch):
-    """Return a function that makes or replaces the one committed sweep of a length."""
-    monkeypatch.setattr(shipped_tiles, "SWEEPS", tmp_path)
-
-    def make(length, *block_n, rows=128, quarters=4, default=None):
-        tried = {"block_m": (rows,), "block_n": block_n, "num_stages": (2,), "num_q_stages": (2,),
-                 "overlap_quarters": (quarters,)}  # fmt: skip
-        work = replace(WORK, seqlen_q=length, seqlen_k=length)
-        found = simulated(tuning.space(work, "forward_sm90", arch="sm_90a", parameters=tried))
-        assert default in (None, found.default.block_n)
-        path = tmp_path / f"{length}.jsonl"
-        path.unlink(missing_ok=True)
-        return tuning.sweep(work, found, file=path, device_command=DEVICE, progress=False)
-
-    return make
-
-
-def shipped_width():
-    (own,) = shipped_tiles.rows()
-    return dict(own.values)["block_n"]
-
-
-def test_a_tile_is_shipped_only_if_it_is_clearly_faster(swept, monkeypatch):
-    _, result = (swept(length, 112, 128) for length in (2048, 8192))
-    gain = result.finals[-1]["default_ms"] / min(result.finals[-1]["ms"].values()) - 1
-    assert 0.02 < gain < 0.2
-    kept = []
-    for margin in (0.0, gain - 0.01, gain + 0.01):
-        monkeypatch.setattr(shipped_tiles, "MARGIN", margin)
-        kept.append(shipped_width())
-    assert kept == [112, 112, table_of().block_n]
-
-
-def test_a_tile_is_shipped_only_if_several_lengths_agree(swept):
-    swept(WORK.seqlen_k, 96, 128, quarters=1)
-    assert shipped_width() == table_of().block_n == 128  # 96 keys are faster, at one length
-    swept(8192, 96, 128, quarters=1)
-    assert shipped_width() == 96
-    swept(8192, 112, 128, quarters=1)
-    assert shipped_width() == 128  # the two do not agree
-
-
-def test_a_tile_is_shipped_only_if_it_was_compared_with_that_of_the_tables(swept, tmp_path):
-    """Whichever was the default of the sweep."""
-
-    def swept_with_default(width, length, *also):
-        tuning.use(written(tmp_path, row(values={"block_n": width, "num_stages": 2})))
-        return swept(length, 64, 96, 112, *also, default=width)
-
-    swept_with_default(128, 2048)
-    swept_with_default(128, 4096)
-    assert shipped_width() == 96
-    again = swept_with_default(96, 8192, 128)
-    assert dict(best_rows(again)[0].values)["block_n"] == 96  # compared with itself
-    assert shipped_width() == 96
-    swept_with_default(64, 8192)  # of which the tables of another day may have made a default
-    assert shipped_width() == table_of().block_n == 128
-
-
-@pytest.mark.parametrize("fact", [{}, {"spill_bytes": 8}, {"warnings": ["C7512"]}], ids=str)
-def test_a_tile_is_shipped_only_if_it_serves_every_call(swept, tmp_path, fact):
-    """It spills nothing, waits for no product, and has no more rows than that of the tables."""
-    shipped = {}
-    for rows in (128, 192):
-        for length in (2048, 8192):
-            made = swept(length, 64, 80, rows=rows)
-            for own in made.rows:
-                own["facts"] |= fact
-                own["relative"] = 0.9 if own["values"]["block_n"] == 64 else 0.95
-            lines = [json.dumps(line) + "\n" for line in (made.header, *made.rows)]
-            (tmp_path / f"{length}.jsonl").write_text("".join(lines))
-        shipped[rows] = [dict(row.values)["block_n"] for row in shipped_tiles.rows()]
-    assert shipped == {128: [128 if fact else 64], 192: [128]}
-
-
 @pytest.mark.parametrize(
     "given", [{"dtype": "float32"}, {"softcap": 30.0}, {"arrays": ("segment_ids",)}]
 )
@@ -544,15 +422,15 @@ def test_gradients_of_wide_heads_get_the_best_tile_in_both_passes(tmp_path, give
 def test_a_gradient_in_any_order_has_rows_of_its_own(tmp_path):
     work = replace(WORK, causal=True, deterministic=False)
     found = simulated(tuning.space(work, "backward_sm90", arch="sm_90a"))
-    assert not found.default.ordered
+    assert not found.default.deterministic
     found.candidates = [c for c in found if c.config.num_stages == 2]
     result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", device_command=DEVICE)
     other = next(c for c in found if c.key != found.default_key)
     result.finals[-1]["ms"][other.key] = 0.1
     with tuning.use(result):
         tiles = [
-            _kernels.tile_of(backward_of(work.problem(), H100, ordered=ordered)[1])
-            for ordered in (False, True)
+            _kernels.tile_of(backward_of(work.problem(), H100, deterministic=deterministic)[1])
+            for deterministic in (False, True)
         ]
     assert tiles == [_kernels.tile_of(other.config), _kernels.tile_of(found.default)]
     named = str(tuning.default_file(found))
@@ -579,35 +457,6 @@ def test_a_row_replaces_the_tile_that_the_device_that_was_swept_has(tmp_path, mo
     with tuning.use(result):
         used = forward_of(work.problem(), small)
         assert _kernels.tile_of(used) == result.best["values"]
-
-
-def test_every_committed_sweep_is_one_that_the_script_makes():
-    """Older ones have other batches and numbers of heads."""
-    made = {f"h100-{found.name}": found for found in sweep_tiles.sweeps()}
-    for path in sorted(shipped_tiles.SWEEPS.glob("*.jsonl")):
-        found, own = tuning.load(path), made[path.stem]
-        like = {"batch": 1, "heads_q": 1, "heads_kv": 1}
-        assert (own.kernel, replace(own.workload, **like)) == (
-            found.kernel, replace(found.workload, **like)
-        )  # fmt: skip
-
-
-@pytest.mark.full
-def test_every_committed_sweep_can_stand_behind_the_table(tmp_path):
-    rows = shipped_tiles.rows()
-    paths = sorted(shipped_tiles.SWEEPS.glob("*.jsonl"))
-    assert {r.key.kernel for r in rows} == {tuning.load(path).kernel for path in paths}
-    path = tmp_path / "tiles.json"
-    measured.write(path, rows)
-    assert measured.read(path) == rows
-    tuning.use(path)
-    for found in map(tuning.load, paths):
-        with tuning.use(found):
-            used = tuning.space(found.workload, found.kernel, arch="sm_90a").default
-        faster = found.best["values"] if found.best_relative <= 1 else found.default_values
-        assert _kernels.tile_of(used) == faster
-    kernels = {key.kernel for key in measured.in_use()}
-    assert kernels >= {"forward_sm90", "backward_sm90", "backward_pair_sm90", "forward_tf32_sm90"}
 
 
 def test_a_sweep_of_another_kernel_is_no_table(tmp_path):

@@ -251,9 +251,9 @@ class UnsteadyCalls(HostCalls):
         return found
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_bits_are_compared_where_they_are_promised(monkeypatch, ordered):
-    scale = type("Scale", (float,), {"ordered": ordered})
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_bits_are_compared_where_they_are_promised(monkeypatch, deterministic):
+    scale = type("Scale", (float,), {"deterministic": deterministic})
     monkeypatch.setattr(_timing, "Calls", UnsteadyCalls)
     monkeypatch.setattr(_timing, "DeviceClock", lambda: HostClock(1.0))
     monkeypatch.setattr(_timing, "config_from_json", scale)
@@ -263,7 +263,7 @@ def test_bits_are_compared_where_they_are_promised(monkeypatch, ordered):
     request = {"workload": work.as_json(), "kernel": "forward_sm80", "default": 0.25}
     bench = _timing.Bench(request | {"check": True, "budget_ms": 1.0})
     wrong = bench.checked(0.25)["wrong"]
-    assert wrong == ("out: other bits when it was run again" if ordered else "")
+    assert wrong == ("out: other bits when it was run again" if deterministic else "")
     assert bench.checked(0.3)["wrong"].startswith("out: error")
 
 
@@ -348,7 +348,7 @@ def test_a_gradient_in_any_order_is_swept_on_the_device(tmp_path, head_dim):
     work = replace(WORK, seqlen_q=512, seqlen_k=512, **sizes)
     kernel = "backward_sm90" if head_dim < 256 else "backward_pair_sm90"
     found = tuning.space(work, kernel)
-    assert not found.default.ordered
+    assert not found.default.deterministic
     found.candidates = [found.candidate(found.default_key)]
     result = tuning.sweep(work, found, file=tmp_path / "rows.jsonl", budget_ms=5.0, processes=1)
     assert [row.get("reason", row["status"]) for row in result.rows] == ["ok"]

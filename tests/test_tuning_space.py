@@ -87,7 +87,7 @@ def test_one_pass_is_tuned_where_it_runs():
     finally:
         measured.replace_rows(before)
     assert chosen == found.default.replace(keys_in_registers=True)
-    unordered = found.default.replace(ordered=False)
+    unordered = found.default.replace(deterministic=False)
     assert measured.options_of(unordered) != measured.options_of(found.default)
 
 
@@ -193,7 +193,7 @@ def test_sides_are_as_wide_as_the_kernels_bits(kernel):
     side = "block_m" if kernel == "backward_dkv_sm80" else "block_n"
     with pytest.raises(ValueError, match=f"{side} = 144 must be one of"):
         default.replace(**{side: 144})
-    on_cores = {"cuda_cores": True, "blocks_per_sm": 1, "num_warps": 1}
+    on_cores = {"simt": True, "blocks_per_sm": 1, "num_warps": 1}
     owned = "block_n" if side == "block_m" else "block_m"
     default.replace(**on_cores, **{owned: 512, side: 16})
     with pytest.raises(ValueError, match=f"{owned} = 528 must be at most 512"):
@@ -297,7 +297,7 @@ def test_configurations_travel_as_json(kernel):
 @pytest.mark.parametrize("kernel", _kernels.KERNELS)
 def test_every_field_of_a_tile_is_a_parameter(kernel):
     """A field that only one kernel has says how it computes, or is named here as what it does."""
-    what = {"sink", "grad_k", "grad_v", "ordered", "shared_keys", "partners"}
+    what = {"sink", "grad_k", "grad_v", "deterministic", "shared_keys", "partners"}
     if kernel == "forward_narrow":  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]

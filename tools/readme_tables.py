@@ -6,13 +6,12 @@ python tools/readme_tables.py [--check]
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.accuracy import markdown as errors  # noqa: E402
 from benchmarks.machine import short_commit  # noqa: E402
 from benchmarks.option_costs import CHANGES, PLAIN  # noqa: E402
+from benchmarks.peers import OURS  # noqa: E402
+from benchmarks.report import grid, workload_of  # noqa: E402
 from benchmarks.shapes import is_training  # noqa: E402
 from cuflash._ahead import kernels_of  # noqa: E402
 from cuflash._kernels import config  # noqa: E402
 from cuflash._problem import checks, options  # noqa: E402
 from cuflash._select import hardware  # noqa: E402
-from cuflash.tuning._workload import Workload  # noqa: E402
 
 SHOWN_SEQLENS = (512, 2048, 8192)
 #: Topics of the files that hold the shapes of training, by pass.
@@ -38,76 +39,31 @@ MISTAKES = ROOT / "tests" / "mutants_report.json"
 
 def support() -> str:
     """What runs where, from the tables that the library itself consults."""
-    widest = config.HEAD_DIMS[-1]
-    lines = ["| arrays | dtypes | head_dim, head_dim_v | device |", "|--|--|--|--|"]
     every = ", ".join(dtype.name for dtype in checks.FLOATS)
-    lines.append(f"| NumPy | {every} | any | CPU |")
     devices = "compute capability 5.0 and above; tensor cores from 8.0 on"
-    lines.append(f"| CuPy | {every} | 1 to {widest} each | {devices} |")
-    names = ", ".join(f"`{name}`" for name in options.OPTION_NAMES)
-    lines += ["", f"Score options, on both: {names}."]
-    return "\n".join(lines)
-
-
-def newest(topic: str) -> dict[str, Any] | None:
-    """The newest committed result of a topic on an H100."""
-    files = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))
-    return json.loads(files[-1].read_text(encoding="utf-8")) if files else None
-
-
-def speed() -> str:
-    """Median times of the newest committed runs, forward and backward, beside the peers."""
-    results = {pass_: newest(topic) for pass_, topic in TOPICS.items()}
-    found = [result for result in results.values() if result]
-    if not found:
-        return "No measurement is committed."
-    shown: list[tuple[str, str]] = []
-    cells: dict[tuple[int, bool, int], dict[tuple[str, str], float]] = {}
-    for pass_, result in results.items():
-        for row in filter(is_training, result["rows"] if result else ()):
-            column = pass_, row["impl"]
-            if row["pass"] != pass_ or row["seqlen_q"] not in SHOWN_SEQLENS:
-                continue
-            if column not in shown:
-                shown.append(column)
-            cell = cells.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})
-            cell[column] = row["tflops"]
-    device = found[0]["meta"]["device"]
-    runs = "; ".join(
-        f"{pass_} {result['meta']['date']}, {short_commit(result['meta']['commit'])}"
-        for pass_, result in results.items()
-        if result
+    lines = grid(
+        ("arrays", "dtypes", "head_dim, head_dim_v", "device"),
+        ("NumPy", every, "any", "CPU"),
+        ("CuPy", every, f"1 to {config.HEAD_DIMS[-1]} each", devices),
     )
-    lines = [
-        f"{device} ({runs}); bfloat16, 16,384 tokens, heads x head_dim = 2048, TFLOP/s "
-        "(backward counted as 2.5 forwards, causal as half):",
-        "",
-        "| head_dim, mask, seqlen | " + " | ".join(f"{p} {i}" for p, i in shown) + " |",
-        "|--" * (1 + len(shown)) + "|",
-    ]
-    for (head_dim, causal, seqlen), cell in sorted(cells.items()):
-        values = [cell.get(column) for column in shown]
-        texts = ["-" if v is None else f"{v:.0f}" for v in values]
-        mask = "causal" if causal else "full"
-        lines.append(f"| {head_dim} {mask} {seqlen} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    names = ", ".join(f"`{name}`" for name in options.OPTION_NAMES)
+    return "\n".join([*lines, "", f"Score options, on both: {names}."])
 
 
-def spread(values: list[float]) -> str:
-    """The least and the most of some factors, or the one."""
-    texts = list(dict.fromkeys(f"{value:.0f}" for value in (min(values), max(values))))
-    return " to ".join(texts)
+def newest(topic: str) -> tuple[dict[str, Any], Path]:
+    """The newest committed result of a topic on an H100, and its file."""
+    files = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.json"))
+    if not files:
+        raise SystemExit(f"no result of the topic {topic} is committed")
+    return json.loads(files[-1].read_text(encoding="utf-8")), files[-1]
 
 
 def measured(topic: str) -> tuple[dict[str, Any], str]:
     """The newest result of a topic, and where and when it was measured, with a link to its rows."""
-    result = newest(topic)
-    if result is None:
-        raise SystemExit(f"no result of the topic {topic} is committed")
-    meta = result["meta"]
-    file = sorted(RESULTS.glob(f"h100-{topic}-????-??-??.md"))[-1].relative_to(ROOT).as_posix()
+    result, path = newest(topic)
+    meta, file = result["meta"], path.with_suffix(".md").relative_to(ROOT).as_posix()
     where = f"{meta['device']}, {meta['date']}, {short_commit(meta['commit'])}"
-    return result, f"{where}, [rows]({file})"
+    return result, f"{where}, [rows](../{file})"
 
 
 def wrapped(text: str) -> str:
@@ -115,63 +71,185 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 104, break_long_words=False, break_on_hyphens=False)
 
 
-def naive() -> str:
-    """Time and memory of the unfused computation as multiples of ours, by pass."""
-    result, where = measured("naive")
-    shape = ("head_dim", "seqlen_q", "causal", "pass")
-    times: dict[tuple[Any, ...], dict[str, float]] = {}
-    bytes_: dict[tuple[Any, ...], dict[str, float]] = {}
-    for kept, rows, value in ((times, result["rows"], "ms"), (bytes_, result["memory"], "bytes")):
-        for row in rows:
-            kept.setdefault(tuple(row[name] for name in shape), {})[row["impl"]] = row[value]
-    texts = []
+def by_cell(rows: Iterable[dict[str, Any]], *fields: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rows of each cell, which ``fields`` name, by implementation."""
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[name] for name in fields), {})[row["impl"]] = row
+    return cells
+
+
+def factors(cells: Iterable[dict[str, Any]], peer: str, of: str = "ms") -> list[float]:
+    """How many times as much a peer takes."""
+    return [cell[peer][of] / cell["cuflash"][of] for cell in cells]
+
+
+def between(values: Iterable[float], digits: int = 0) -> str:
+    """The least and the most of some figures, or the one."""
+    values = list(values)
+    ends = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return " to ".join(dict.fromkeys(ends))
+
+
+def mask_of(causal: bool) -> str:
+    """How tables call it."""
+    return "causal" if causal else "full"
+
+
+def numbers() -> str:
+    """Five figures for somebody who has two minutes, the unfavourable ones included."""
+    table = [("measured", "result")]
     for pass_, name in (("fwd", "forward"), ("bwd", "gradient")):
-        cells = [cell for cell in times if cell[-1] == pass_ and "naive" in times[cell]]
-        faster = spread([times[cell]["naive"] / times[cell]["cuflash"] for cell in cells])
-        smaller = spread([bytes_[cell]["naive"] / bytes_[cell]["cuflash"] for cell in cells])
-        texts.append(
-            f"the {name} is {faster} times as fast and holds {smaller} times less memory besides "
-            "its inputs"
+        result, _ = newest(TOPICS[pass_])
+        rows = [row for row in result["rows"] if is_training(row) and row["pass"] == pass_]
+        ratios: dict[int, list[float]] = {}
+        for (d, *_), cell in sorted(by_cell(rows, "head_dim", "causal", "seqlen_q").items()):
+            peer = max(row["tflops"] for impl, row in cell.items() if impl not in OURS)
+            ratios.setdefault(d, []).append(cell["cuflash"]["tflops"] / peer)
+        every = [ratio for own in ratios.values() for ratio in own]
+        means = ", ".join(f"{statistics.geometric_mean(own):.2f}" for own in ratios.values())
+        most = max(row["tflops"] for row in rows if row["impl"] == "cuflash")
+        table.append(
+            (
+                f"{name}, bfloat16, head sizes {', '.join(map(str, ratios))} ({dated(result)})",
+                f"up to {most:.0f} TFLOP/s; {means} times the speed of the fastest of cuDNN, "
+                f"FlashAttention-2 and -4; slower in {sum(r < 1 for r in every)} of {len(every)} "
+                "cells",
+            )
         )
-    head_dims, seqlens = (
-        " and ".join(str(value) for value in sorted({cell[axis] for cell in times}))
-        for axis in (0, 1)
+    result, _ = newest("naive")
+    (slower, larger), (slower_bwd, larger_bwd) = naive_factors(result).values()
+    table.append(
+        (
+            f"dense attention in CuPy, float16 ({dated(result)})",
+            f"forward {slower}, gradient {slower_bwd} times as slow; {larger} and {larger_bwd} "
+            "times as much memory",
+        )
     )
-    masks = {True: "causal", False: "full"}
-    kinds = " and ".join(masks[value] for value in sorted({cell[2] for cell in times}))
+    result, _ = newest("accuracy")
+    errors = {
+        (row["impl"], row["dtype"]): row["out"]
+        for row in result["rows"]
+        if (row["sweep"], row["family"], row["precision"]) == ("family", "normal", "ieee")
+    }
+    shown = ", ".join(
+        f"{dtype} {errors['cuflash', dtype]:.1e} (dense {errors['naive', dtype]:.1e})"
+        for dtype in ("float64", "float32", "bfloat16")
+    )
+    table.append((f"relative error of the output, normal inputs ({dated(result)})", shown))
+    result, _ = newest("overhead")
+    ms = {row["options"]: row["ms"] for row in result["rows"] if row["pass"] == "fwd"}
+    table.append(
+        (
+            f"one call, beside its kernel ({dated(result)})",
+            f"{1e3 * ms['known arrays']:.0f} us; the first ever compiles for "
+            f"{ms['cold'] / 1e3:.1f} s, the first of a later process takes "
+            f"{ms['warm from disk']:.0f} ms",
+        )
+    )
+    return "\n".join(grid(*table))
+
+
+def dated(result: dict[str, Any]) -> str:
+    """The device and the day of a result, in few words."""
+    meta = result["meta"]
+    return f"{' '.join(meta['device'].split()[1:2])}, {meta['date']}"
+
+
+def speed() -> str:
+    """Median times of the newest committed runs, forward and backward, beside the peers."""
+    shown: list[tuple[str, str]] = []
+    cells: dict[tuple[int, bool, int], dict[tuple[str, str], str]] = {}
+    runs = []
+    for pass_, topic in TOPICS.items():
+        result, _ = newest(topic)
+        meta = result["meta"]
+        runs.append(f"{pass_} {meta['date']}, {short_commit(meta['commit'])}")
+        for row in filter(is_training, result["rows"]):
+            if row["pass"] == pass_ and row["seqlen_q"] in SHOWN_SEQLENS:
+                cell = cells.setdefault((row["head_dim"], row["causal"], row["seqlen_q"]), {})
+                cell[pass_, row["impl"]] = f"{row['tflops']:.0f}"
+                shown = list(dict.fromkeys([*shown, (pass_, row["impl"])]))
+    lines = grid(
+        ["head_dim, mask, seqlen", *(" ".join(column) for column in shown)],
+        *(
+            [f"{d} {mask_of(causal)} {n}", *(cell.get(column, "-") for column in shown)]
+            for (d, causal, n), cell in sorted(cells.items())
+        ),
+    )
+    head = (
+        f"{meta['device']} ({'; '.join(runs)}); bfloat16, 16,384 tokens, heads x head_dim = 2048, "
+        "TFLOP/s (backward counted as 2.5 forwards, causal as half):"
+    )
+    return "\n".join([head, "", *lines])
+
+
+def naive_factors(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Time and memory of the unfused computation as multiples of ours, by pass."""
+    axes = ("head_dim", "seqlen_q", "causal", "pass")
+    times, held = (by_cell(result[kind], *axes) for kind in ("rows", "memory"))
+    found = {}
+    for pass_ in ("fwd", "bwd"):
+        cells = [cell for cell, row in times.items() if cell[-1] == pass_ and "naive" in row]
+        slower = between(factors((times[cell] for cell in cells), "naive"))
+        found[pass_] = slower, between(factors((held[cell] for cell in cells), "naive", "bytes"))
+    return found
+
+
+def naive() -> str:
+    """How much faster and smaller than the unfused computation."""
+    result, where = measured("naive")
+    fwd, bwd = (
+        f"the {name} is {faster} times as fast and holds {smaller} times less memory besides its "
+        "inputs"
+        for name, (faster, smaller) in zip(
+            ("forward", "gradient"), naive_factors(result).values(), strict=True
+        )
+    )
+    head_dims, seqlens, masks = (
+        sorted({row[axis] for row in result["rows"]}) for axis in ("head_dim", "seqlen_q", "causal")
+    )
     return wrapped(
         "Compared with the same attention written in CuPy's operations "
-        f"({result['rows'][0]['dtype']}, head size {head_dims}, seqlen {seqlens}, {kinds}; "
-        f"{where}), {texts[0]}; {texts[1]}."
+        f"({result['rows'][0]['dtype']}, head size {' and '.join(map(str, head_dims))}, seqlen "
+        f"{' and '.join(map(str, seqlens))}, {' and '.join(map(mask_of, masks))}; "
+        f"{where}), {fwd}; {bwd}."
     )
-
-
-def between(values: list[float], digits: int = 0) -> str:
-    """The least and the most of some figures."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def precise() -> str:
     """Speed of float32, TF32 and float64, and of logsumexp over points in space."""
     result, where = measured("precise")
-    cells: dict[tuple[str, str], dict[tuple[int, bool], dict[str, dict[str, Any]]]] = {}
-    for row in result["rows"]:
-        kind = "TF32" if row["precision"] == "tf32" else row["dtype"]
-        shapes = cells.setdefault((kind, row["pass"]), {})
-        shapes.setdefault((row["head_dim"], row["causal"]), {})[row["impl"]] = row
+    head = wrapped(
+        "Other dtypes at head sizes 64 and 128, seqlen 4096, full and causal "
+        f"({where}). The peer of float32 is PyTorch's memory-efficient kernel without TF32; the "
+        "peer of float64 is PyTorch's unfused form, which stores matrices of M x N:"
+    )
 
-    def tflops(kind: str, pass_: str) -> str:
-        return between([cell["cuflash"]["tflops"] for cell in cells[kind, pass_].values()])
+    def text(dtype: str, precision: str, pass_: str, peer: str | None) -> str:
+        kind = (dtype, precision, pass_)
+        rows = [r for r in result["rows"] if (r["dtype"], r["precision"], r["pass"]) == kind]
+        cells = by_cell(rows, "head_dim", "causal").values()
+        found = f"{between(cell['cuflash']['tflops'] for cell in cells)} TFLOP/s"
+        times = peer and f", {between(factors(cells, peer), 1)} times as fast as the peer"
+        return found + (times or "")
 
-    def faster(kind: str, pass_: str, than: str) -> str:
-        found = cells[kind, pass_].values()
-        return between([cell[than]["ms"] / cell["cuflash"]["ms"] for cell in found], 1)
-
+    kinds = (
+        ("float32", "float32", "ieee", "eff"),
+        ("float32 by one TF32 product", "float32", "tf32", None),
+        ("float64", "float64", "ieee", "math"),
+    )
+    lines = grid(
+        ("arithmetic", "forward", "gradient"),
+        *(
+            (name, *(text(dtype, precision, pass_, peer) for pass_ in ("fwd", "bwd")))
+            for name, dtype, precision, peer in kinds
+        ),
+    )
     last = {}  # KeOps was not there in every run
     for path in sorted(RESULTS.glob("h100-points-????-??-??.json")):
         points = json.loads(path.read_text(encoding="utf-8"))
         last |= {(row["impl"], row["dtype"]): (row, points["meta"]) for row in points["rows"]}
-    pairs = last["cuflash", "float32"][0]["points"]
 
     def both(impl: str) -> str:
         meta = last[impl, "float32"][1]
@@ -181,26 +259,12 @@ def precise() -> str:
             f"({meta['date']}, {short_commit(meta['commit'])})"
         )
 
-    head = wrapped(
-        "Other dtypes at head sizes 64 and 128, seqlen 4096, full and causal "
-        f"({where}). The peer of float32 is PyTorch's memory-efficient kernel without TF32; the "
-        "peer of float64 is PyTorch's unfused form, which stores matrices of M x N:"
-    )
-    rows = ["| arithmetic | forward | gradient |", "|--|--|--|"]
-    kinds = (("float32", "float32", "eff"), ("TF32", "float32 by one TF32 product", None),
-             ("float64", "float64", "math"))  # fmt: skip
-    for kind, name, peer in kinds:
-        texts = [
-            f"{tflops(kind, pass_)} TFLOP/s"
-            + (f", {faster(kind, pass_, peer)} times as fast as the peer" if peer else "")
-            for pass_ in ("fwd", "bwd")
-        ]
-        rows.append(f"| {name} | {' | '.join(texts)} |")
+    pairs = last["cuflash", "float32"][0]["points"]
     points_in_space = wrapped(
         f"`logsumexp` over {pairs:,} x {pairs:,} points of three coordinates with a bias of keys "
         f"takes {both('cuflash')}; KeOps takes {both('keops')}."
     )
-    return "\n".join([head, "", *rows, "", points_in_space])
+    return "\n".join([head, "", *lines, "", points_in_space])
 
 
 def costs() -> str:
@@ -209,10 +273,7 @@ def costs() -> str:
     hopper = hardware.typical("sm_90a")
     cells: dict[str, dict[str, tuple[float, str]]] = {}
     for row in result["rows"]:
-        fields = {field.name: row[field.name] for field in dataclasses.fields(Workload)}
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        work = Workload(**fields | lists)
-        backward = row["pass"] == "bwd"
+        work, backward = workload_of(row), row["pass"] == "bwd"
         entries = [c.entry for c in kernels_of(work, hopper, backward=backward)]
         own = [e for e in entries if ("backward" in e) == backward and "sm90" in e]
         change = next(c for c in CHANGES.values() if replace(PLAIN, **c) == work)
@@ -223,21 +284,20 @@ def costs() -> str:
     none, gradient = (f"{plain[pass_][0]:.3f} ms" for pass_ in ("fwd", "bwd"))
     portable = any(text for cell in cells.values() for _, text in cell.values())
     marked = " Cells marked (portable) did not run the Hopper kernels." if portable else ""
-    lines = [
-        wrapped(
-            "Time of a call with one option, relative to the same call without options (bfloat16, "
-            f"16 heads, 4096 x 4096, head size 128; {where}). Without options the forward takes "
-            f"{none} and the gradient {gradient}. Bias and mask have a value for each pair; there "
-            f"are 8 segments; `kv_lengths` is half of the keys.{marked}"
+    head = wrapped(
+        "Time of a call with one option, relative to the same call without options (bfloat16, "
+        f"16 heads, 4096 x 4096, head size 128; {where}). Without options the forward takes "
+        f"{none} and the gradient {gradient}. Bias and mask have a value for each pair; there "
+        f"are 8 segments; `kv_lengths` is half of the keys.{marked}"
+    )
+    lines = grid(
+        ("option", "forward", "gradient"),
+        *(
+            (f"`{name}`", *(f"{cell[p][0] / plain[p][0]:.2f}{cell[p][1]}" for p in ("fwd", "bwd")))
+            for name, cell in sorted(cells.items(), key=lambda item: item[1]["fwd"][0])
         ),
-        "",
-        "| option | forward | gradient |",
-        "|--|--|--|",
-    ]
-    for name, cell in sorted(cells.items(), key=lambda item: item[1]["fwd"][0]):
-        texts = [f"{cell[p][0] / plain[p][0]:.2f}{cell[p][1]}" for p in ("fwd", "bwd")]
-        lines.append(f"| `{name}` | {texts[0]} | {texts[1]} |")
-    return "\n".join(lines)
+    )
+    return "\n".join([head, "", *lines])
 
 
 def waiting() -> str:
@@ -260,78 +320,62 @@ def waiting() -> str:
 
 def gradient() -> str:
     """How much of the fastest peer's speed the gradient has, by head size and order of sums."""
-    from benchmarks.peers import OURS
-
     result, where = measured("backward")
-    cells: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in filter(is_training, result["rows"]):
-        cell = tuple(row[name] for name in ("pass", "head_dim", "causal", "seqlen_q"))
-        cells.setdefault(cell, {})[row["impl"]] = row["ms"]
-    lines = [
-        wrapped(
-            "Speed relative to the fastest peer in the same run: geometric mean and least of all "
-            "cells. bfloat16, 16,384 tokens, heads x head_dim = 2048, full and causal "
-            f'({where.replace("](", "](../")}). "In order" is the default, deterministic; "any '
-            'order" is `deterministic=False`.'
-        ),
-        "",
-        "| calls, head_dim | cells | peers | in order | least | any order | least |",
-        "|--" * 7 + "|",
-    ]
+    rows = filter(is_training, result["rows"])
+    cells = by_cell(rows, "pass", "head_dim", "causal", "seqlen_q")
+    head = wrapped(
+        "Speed relative to the fastest peer in the same run: geometric mean and least of all "
+        "cells. bfloat16, 16,384 tokens, heads x head_dim = 2048, full and causal "
+        f'({where}). "In order" is the default, deterministic; "any '
+        'order" is `deterministic=False`.'
+    )
     names = {"bwd": "gradient", "fwd+bwd": "forward and gradient"}
+    table = [["calls, head_dim", "cells", "peers", "in order", "least", "any order", "least"]]
     for pass_, head_dim in sorted({cell[:2] for cell in cells}):
         own = {cell: found for cell, found in cells.items() if cell[:2] == (pass_, head_dim)}
         peers = sorted({name for found in own.values() for name in found} - set(OURS))
-        texts = [f"{names[pass_]}, {head_dim}", str(len(own)), ", ".join(peers)]
+        table.append([f"{names[pass_]}, {head_dim}", str(len(own)), ", ".join(peers)])
         for name in OURS:
             shares = {
-                cell: min(ms for peer, ms in found.items() if peer not in OURS) / found[name]
-                for cell, found in own.items()
+                f"{mask_of(causal)} {n}": min(found[p]["ms"] for p in peers if p in found)
+                / found[name]["ms"]
+                for (_, _, causal, n), found in own.items()
                 if name in found
             }
-            texts += ["-", "-"]
-            if shares:
-                least = min(shares, key=lambda cell: shares[cell])
-                mask = "causal" if least[2] else "full"
-                mean = statistics.geometric_mean(shares.values())
-                texts[-2:] = [f"{mean:.2f}", f"{shares[least]:.2f} ({mask} {least[3]})"]
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+            least = min(shares, key=shares.__getitem__, default="")
+            mean = shares and f"{statistics.geometric_mean(shares.values()):.2f}"
+            table[-1] += [mean, f"{shares[least]:.2f} ({least})"] if shares else ["-", "-"]
+    return "\n".join([head, "", *grid(*table)])
 
 
 def accuracy() -> str:
     """Errors by dtype and family of inputs, of the newest committed run of each device."""
-    from benchmarks.accuracy import markdown
-
-    newest = {path.name.split("-")[0]: path for path in sorted(RESULTS.glob("*-accuracy-*.json"))}
-    return "\n\n".join(
-        markdown(json.loads(path.read_text(encoding="utf-8"))) for path in newest.values()
-    )
+    last = {path.name.split("-")[0]: path for path in sorted(RESULTS.glob("*-accuracy-*.json"))}
+    return "\n\n".join(map(errors, (json.loads(p.read_text("utf-8")) for p in last.values())))
 
 
 def mistakes() -> str:
     """How many mistakes in the kernels the GPU tests noticed, and which they did not, and why."""
-    if not MISTAKES.exists():
-        return "No run of all mistakes is recorded."
     said = json.loads(MISTAKES.read_text(encoding="utf-8"))
     head = wrapped(
         f"{said['device']}, {said['date']}, sources of digest {said['digest'][:9]}: "
         f"the tests noticed {said['killed']} of {said['mutants']} mistakes "
         f"([outcomes](../{MISTAKES.relative_to(ROOT).as_posix()}))."
     )
-    rest = {o["name"]: o for o in said["outcomes"] if o["outcome"] != "killed"}
-    lines = ["", "| not noticed | why |", "|--|--|"] if rest else []
-    for name, outcome in rest.items():
-        why = outcome["expected"] or outcome["last_line"]
-        kind = "" if outcome["outcome"] == "survived" else f" ({outcome['outcome']})"
-        lines.append(f"| {name}{kind} | {why} |")
-    return "\n".join([head, *lines])
+    table = [("not noticed", "why")]
+    for outcome in said["outcomes"]:
+        kind = {"killed": None, "survived": ""}.get(outcome["outcome"], f" ({outcome['outcome']})")
+        if kind is not None:
+            why = outcome["expected"] or outcome["last_line"]
+            table.append((outcome["name"] + kind, why))
+    return "\n".join([head, "", *grid(*table)])
 
 
 #: The tables of each document.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "support": support,
+    "README.md": {"support": support, "numbers": numbers},
+    "docs/support.md": {"support": support},
+    "docs/speed.md": {
         "speed": speed,
         "naive": naive,
         "precise": precise,

@@ -320,7 +320,7 @@ def run(xp: ModuleType, case: Case) -> None:
     with kernels_of(case.arch) if case.arch else portable_kernels() as configs:
         run_calls(xp, case)
     tiled = [config for config in configs if "tile" in config.parts]
-    if len(tiled) < 3 or any(config.cuda_cores != bool(case.arch) for config in tiled):
+    if len(tiled) < 3 or any(config.simt != bool(case.arch) for config in tiled):
         raise SystemExit(f"{case.name}: kernels of other products ran: {configs}")
     reading = [config for config in configs if "operands" in config.parts]
     if case.portable and any(config.copy_bytes != 16 for config in reading):

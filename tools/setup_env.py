@@ -64,6 +64,7 @@ OPTIONAL = {
     "matplotlib": "the examples' pictures (pip install matplotlib)",
     "scipy": "comparisons with SciPy in the docs (pip install scipy)",
     "kernel-tuner": "searches of kernel-tuner, and its files (pip install kernel-tuner)",
+    "basedpyright": "a second type checker of a user's code (pip install basedpyright)",
     "pytest-xdist": "tests on every core; they run on one (pip install pytest-xdist)",
     "onnx": "ONNX's own cases of its operator Attention (pip install onnx==1.22.0)",
 }

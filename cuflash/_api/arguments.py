@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -12,11 +14,42 @@ from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import flag, require_float, require_shape
 from cuflash._problem.destinations import check_destination
 from cuflash._problem.option_table import FIELDS
-from cuflash._problem.options import Options
+from cuflash._problem.options import Options, ScoreOptions
 from cuflash._problem.problem import Problem, common_dtype
 from cuflash._results import Gradients, Saved
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 QKV = ("q", "k", "v")
+
+
+class SharedKeywords(ScoreOptions, total=False):
+    """Keywords of all functions that do not change the type of a result, for overloads."""
+
+    options: Options | None
+    axes: Any
+    precision: str | None
+    deterministic: bool
+
+
+class CallKeywords(SharedKeywords, total=False):
+    """The same, of functions that take memory and a kernel."""
+
+    workspace: Array | None
+    config: Any
+
+
+def answering(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a call without its positional arguments reach the checks, which answer in a sentence.
+
+    Python's own message, of missing arguments, would come before that for a keyword ``q=``.
+    """
+    parameters = (own := inspect.signature(function)).parameters.values()
+    count = sum(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    for name, value in (("__signature__", own), ("__defaults__", (None,) * count)):
+        setattr(function, name, value)
+    return function
 
 
 def operands(q: Any, k: Any, v: Any) -> tuple[ModuleType, dict[str, Array], Triple]:
@@ -144,6 +177,7 @@ def gradient_buffers(
     return buffers
 
 
-def by_field(gradients: dict[str, Array]) -> Gradients:
-    """Gradients by input name as what functions return."""
-    return Gradients(**{FIELDS[name]: array for name, array in gradients.items()})
+def by_field(gradients: dict[str, Array], wrt: tuple[str, ...]) -> Gradients:
+    """Gradients by input name as what functions return, in the order of ``wrt``."""
+    fields = {FIELDS[name]: array for name, array in gradients.items()}
+    return Gradients(**fields, order=tuple(FIELDS[name] for name in dict.fromkeys(wrt)))

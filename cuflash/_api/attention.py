@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from cuflash._api import arguments
-from cuflash._api.arguments import QKV
+from cuflash._api.arguments import QKV, CallKeywords, SharedKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
-from cuflash._arrays import Array, on_device_of, on_own_device
+from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
-from cuflash._results import AttentionResult, Gradients
+from cuflash._results import AttentionResult, Gradients, Pullback
 from cuflash._select import override
 
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
     /,
     *,
-    options: Options | None = ...,
-    axes: Any = ...,
-    precision: str | None = ...,
-    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
-    workspace: Array | None = ...,
-    config: Any = ...,
-    **score_options: Unpack[ScoreOptions],
-) -> Array: ...
+    **others: Unpack[CallKeywords],
+) -> NativeT: ...
+@overload
+def attention(
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    /,
+    *,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    **others: Unpack[CallKeywords],
+) -> AttentionResult[NativeT]: ...
 @overload
 def attention(
     q: Array,
@@ -43,16 +47,11 @@ def attention(
     v: Array,
     /,
     *,
-    options: Options | None = ...,
-    axes: Any = ...,
-    precision: str | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    out: tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
-    config: Any = ...,
-    **score_options: Unpack[ScoreOptions],
-) -> AttentionResult: ...
+    return_lse: bool = ...,
+    out: Any = ...,
+    **others: Unpack[CallKeywords],
+) -> Any: ...
+@arguments.answering
 def attention(
     q: Array,
     k: Array,
@@ -174,6 +173,36 @@ def attention(
         return AttentionResult(out, lse) if return_lse else out
 
 
+@overload
+def attention_backward(
+    dout: Array,
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    dlse: Array | None = ...,
+    grads_out: Gradients | None = ...,
+    **others: Unpack[CallKeywords],
+) -> Gradients[NativeT, None]: ...
+@overload
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    dlse: Array | None = ...,
+    wrt: tuple[str, ...] = ...,
+    grads_out: Gradients | None = ...,
+    **others: Unpack[CallKeywords],
+) -> Gradients: ...
+@arguments.answering
 def attention_backward(
     dout: Array,
     q: Array,
@@ -289,9 +318,40 @@ def attention_backward(
             repeat = launch().repeated_backward(plan, problem, *qkv, *saved[:3])
             if repeat is not None:
                 remember(repeat, chosen, deterministic, qkv, saved[:3])
-        return arguments.by_field(gradients)
+        return arguments.by_field(gradients, wrt)
 
 
+@overload
+def attention_vjp(
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    /,
+    *,
+    return_lse: Literal[False] = ...,
+    **others: Unpack[SharedKeywords],
+) -> tuple[NativeT, Pullback[NativeT]]: ...
+@overload
+def attention_vjp(
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    /,
+    *,
+    return_lse: Literal[True],
+    **others: Unpack[SharedKeywords],
+) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...
+@overload
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    return_lse: bool = ...,
+    **others: Unpack[SharedKeywords],
+) -> tuple[Any, Pullback]: ...
+@arguments.answering
 def attention_vjp(
     q: Array,
     k: Array,
@@ -304,7 +364,7 @@ def attention_vjp(
     deterministic: bool = True,
     return_lse: bool = False,
     **score_options: Unpack[ScoreOptions],
-) -> tuple[Any, Callable[..., Gradients]]:
+) -> tuple[Any, Pullback]:
     """Attention together with its pullback, which cannot be called with other options.
 
     Parameters
@@ -347,53 +407,6 @@ def attention_vjp(
         )
 
     return (result if return_lse else result.out), pullback
-
-
-@on_own_device
-def workspace_size(
-    q: Array,
-    k: Array,
-    v: Array,
-    /,
-    *,
-    backward: bool = False,
-    options: Options | None = None,
-    axes: Any = None,
-    precision: str | None = None,
-    **score_options: Unpack[ScoreOptions],
-) -> int:
-    """Bytes of ``workspace=`` that a call needs; 0 for NumPy arrays.
-
-    Parameters
-    ----------
-    q, k, v, options, axes, precision, **score_options
-        As in :func:`attention`.
-    backward : bool
-        For :func:`attention_backward` instead of :func:`attention`.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As :func:`attention`.
-
-    Examples
-    --------
-    >>> import numpy as np, cuflash
-    >>> q = np.zeros((8, 16, 4))
-    >>> cuflash.workspace_size(q, q, q, backward=True)
-    0
-    """
-    chosen = resolve(options, score_options)
-    backward = flag("backward", backward)
-    xp, _, qkv = arguments.operands(q, k, v)
-    problem = describe(*qkv, chosen, axes=axes, precision=precision)
-    if xp is np:
-        return 0
-    return int(launch().workspace_size(problem, "backward" if backward else "forward"))
 
 
 def _is_qkv(wrt: Any) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from cuflash._arrays import Array, Triple, is_cupy
+from cuflash._errors import not_yet
 from cuflash._host import attention
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
 from cuflash._results import Saved
 
@@ -21,10 +23,10 @@ def run_forward(
     out: Array,
     lse: Array | None,
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
-    """Fill ``out`` and, unless None, ``lse``; ``first_entry`` numbers the batch for dropout.
+    """Fill ``out`` and, unless None, ``lse``; ``origin`` places a part of a call for dropout.
 
     ``for_kernels`` are a workspace, a configuration, and where packed sequences end.
     Returns the plan that kernels ran by.
@@ -35,8 +37,9 @@ def run_forward(
             lse.fill(-np.inf)
         return None
     if is_cupy(out):
+        _refuse_elsewhere(options, origin)
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    attention.forward(problem, qkv, options, out, lse, first_entry=first_entry)
+    attention.forward(problem, qkv, options, out, lse, origin=origin)
     return None
 
 
@@ -47,7 +50,7 @@ def run_backward(
     saved: Saved,
     gradients: dict[str, Array],
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
     **for_kernels: Any,
 ) -> Any:
     """Fill ``gradients``, by input name; the rest as for :func:`run_forward`.
@@ -59,10 +62,22 @@ def run_backward(
             gradient.fill(0)
         return None
     if is_cupy(saved.dout):
+        _refuse_elsewhere(options, origin)
         dout, *results = saved
         return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
-    attention.backward(problem, qkv, options, saved, gradients, first_entry=first_entry)
+    attention.backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
+
+
+def _refuse_elsewhere(options: Options, origin: Origin) -> None:
+    """Raise where kernels, which count from a call's first score, would take others."""
+    placed = {"dropout": options.dropout or None, "score_mod": options.score_mod}
+    for name, value in {**placed, "mask_mod": options.mask_mod}.items():
+        if value is not None and origin != WHOLE:
+            raise not_yet(
+                f"{name} in a part of a call on a GPU", "kernels that are told where a part begins",
+                "NumPy arrays, or the whole call on one GPU, have it",
+            )  # fmt: skip
 
 
 def _nothing_to_sum(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from cuflash._api.arguments import gradient_names, operands
+from cuflash._api.arguments import answering, gradient_names, operands
 from cuflash._api.attention import attention, attention_backward
 from cuflash._arrays import (
     Array,
@@ -31,6 +31,7 @@ _MASK_ELEMENTS = 1 << 24  # of a dropout mask at once
 
 
 @on_own_device
+@answering
 def logsumexp(
     q: Array,
     k: Array,
@@ -72,14 +73,16 @@ def logsumexp(
     >>> np.exp(cuflash.logsumexp(x, x)).round(6)
     array([3., 3., 3.])
     """
+    chosen = resolve(options, score_options)
     axes, v = _no_values(k, axes)
     common: dict[str, Any] = {"axes": axes, "precision": precision, "deterministic": deterministic}
-    common |= {"options": resolve(options, score_options), "workspace": workspace, "config": config}
+    common |= {"options": chosen, "workspace": workspace, "config": config}
     pair = None if out is None else (_no_result(q, k, v, **common), out)
     return attention(q, k, v, return_lse=True, out=pair, **common).lse
 
 
 @on_own_device
+@answering
 def logsumexp_backward(
     dlse: Array,
     q: Array,
@@ -146,6 +149,7 @@ def logsumexp_backward(
 
 
 @on_own_device
+@answering
 def weights(
     q: Array,
     k: Array,

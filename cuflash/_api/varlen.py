@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
 from cuflash._api import arguments
-from cuflash._api.arguments import QKV
+from cuflash._api.arguments import QKV, CallKeywords
 from cuflash._api.dispatch import run_backward, run_forward
-from cuflash._arrays import Array, Triple, native, on_own_device, same_module, write_rounded
-from cuflash._errors import wrong_type, wrong_value
+from cuflash._arrays import (
+    Array,
+    NativeT,
+    Triple,
+    array_module,
+    is_cupy,
+    on_own_device,
+    refuse_capture,
+    same_module,
+    write_rounded,
+)
+from cuflash._errors import wrong_value
 from cuflash._host.scores import arithmetic
-from cuflash._problem.checks import flag
+from cuflash._problem.checks import flag, integer_array
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
 from cuflash._problem.packed import describe_packed
+from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash._select import override
@@ -31,7 +42,47 @@ class Sequence(NamedTuple):
     k: slice
 
 
+@overload
+def attention_varlen(
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    **others: Unpack[CallKeywords],
+) -> NativeT: ...
+@overload
+def attention_varlen(
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    **others: Unpack[CallKeywords],
+) -> AttentionResult[NativeT]: ...
+@overload
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    return_lse: bool = ...,
+    out: Any = ...,
+    **others: Unpack[CallKeywords],
+) -> Any: ...
 @on_own_device
+@arguments.answering
 def attention_varlen(
     q: Array,
     k: Array,
@@ -110,8 +161,42 @@ def attention_varlen(
     return AttentionResult(out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen_backward(
+    dout: Array,
+    q: NativeT,
+    k: NativeT,
+    v: NativeT,
+    out: Array,
+    lse: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    dlse: Array | None = ...,
+    grads_out: Gradients | None = ...,
+    **others: Unpack[CallKeywords],
+) -> Gradients[NativeT, None]: ...
+@overload
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    /,
+    *,
+    dlse: Array | None = ...,
+    wrt: tuple[str, ...] = ...,
+    grads_out: Gradients | None = ...,
+    **others: Unpack[CallKeywords],
+) -> Gradients: ...
 @on_own_device
 @np.errstate(all="ignore")
+@arguments.answering
 def attention_varlen_backward(
     dout: Array,
     q: Array,
@@ -183,17 +268,21 @@ def attention_varlen_backward(
             problem, qkv, chosen, saved, gradients, deterministic=bool(deterministic),
             workspace=workspace, config=config, cu_seqlens=ends,
         )  # fmt: skip
-    return arguments.by_field(gradients)
+    return arguments.by_field(gradients, wrt)
 
 
 def _ends(given: dict[str, Array], cu_seqlens_q: Any, cu_seqlens_k: Any) -> dict[str, Array]:
     """Where sequences end, by name; raise for what is wrong without a look at the values."""
     both = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    ends = {name: native(name, array) for name, array in both.items()}
+    ends = {}
+    for name, value in both.items():
+        ends[name] = integer_array(name, value, "an integer array or a list of ints")
+        if isinstance(value, list):
+            if is_cupy(given["q"]):
+                refuse_capture(name, "an array on the device")
+            ends[name] = array_module(given["q"]).asarray(ends[name])
     same_module(**given, **ends)
     for name, array in ends.items():
-        if array.dtype.kind not in "iu":
-            raise wrong_type(name, f"dtype {array.dtype}", "integers")
         if array.ndim != 1 or array.size == 0:
             raise wrong_value(name, f"shape {array.shape}", "shape (sequences + 1,)")
     count_q, count_k = (array.size - 1 for array in ends.values())
@@ -216,7 +305,7 @@ def _forward_on_the_host(
     lse.fill(-np.inf)
     for s, call in calls:
         first = s.number * math.prod(whole.batch)
-        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], first_entry=first)
+        run_forward(*call, _part(whole, "out", out, s), lse[..., s.q], origin=Origin(first))
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
             destination[...] = filled
@@ -242,7 +331,7 @@ def _backward_on_the_host(
         dout, out = (_part(whole, "out", a, s) for a in (saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse[..., s.q]
         rows = Saved(dout, out, saved.lse[..., s.q], dlse)
-        run_backward(*call, rows, parts, first_entry=s.number * math.prod(whole.batch))
+        run_backward(*call, rows, parts, origin=Origin(s.number * math.prod(whole.batch)))
         for name, target in targets.items():
             target += parts[name]
     for name, gradient in gradients.items():

@@ -150,7 +150,7 @@ def _roofline(
     if peak is None:
         return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
     least_ms = {"device memory": once / peak.gbytes / 1e6}
-    if not (config.cuda_cores or config.kernel == "forward_narrow"):
+    if not (config.simt or config.kernel == "forward_narrow"):
         tflops, products = select_hardware.peak_products(peak, work.dtype, work.precision)
         least_ms[products] = flops / tflops / 1e9
     if work.dtype != "float64":
@@ -170,7 +170,7 @@ def _why(work: Workload, config: Any, hardware: Hardware) -> str:
         return _STEPS[config.kernel]
     problem = work.problem()
     portable = why_portable(problem, hardware, config.computes)
-    if getattr(config, "cuda_cores", False):
+    if getattr(config, "simt", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"
     return portable or "Hopper's instructions serve this problem"
 

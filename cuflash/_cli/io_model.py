@@ -65,7 +65,7 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
     _refuse_cuda_cores(own)
     model = forward(
         work, own.block_m, own.block_n, own.smem_bytes,
-        boxes=own.tensor_maps, column_parts=own.column_parts,
+        boxes=own.tensor_maps, split_columns=own.split_columns,
     )  # fmt: skip
     found: dict[str, Any] = {"io": model._asdict() | {"unfused": unfused(work)}}
     if backward:
@@ -83,17 +83,17 @@ def forward(
     smem_bytes: int,
     *,
     boxes: bool = False,
-    column_parts: int = 1,
+    split_columns: int = 1,
 ) -> Traffic:
     """Bytes that a forward with lse and these tiles moves.
 
     ``boxes``: TMA loads whole tiles, zeros past the end of an array included. Other kernels load
-    the keys that some query of the tile may see. ``column_parts`` thread blocks share a tile, each
+    the keys that some query of the tile may see. ``split_columns`` thread blocks share a tile, each
     with its own columns of v.
     """
     d, d_v = work.head_dim, work.head_dim_v
     rows, keys, _ = _rows_loaded(work, block_m, block_n, boxes=boxes)
-    elements = column_parts * (rows + keys) * d + keys * d_v
+    elements = split_columns * (rows + keys) * d + keys * d_v
     loaded = work.batch * work.heads_q * elements * _size(work)
     read, written = least_bytes(work, "forward")
     return Traffic(read, loaded, written, written, _asymptotic(work, smem_bytes))
@@ -195,7 +195,7 @@ def _loaded_by_queries(work: Workload, config: Any) -> int:
     tile, block = config.block_m, config.block_n
     rows, keys, _ = _rows_loaded(work, tile, block, boxes=config.tensor_maps)
     loaded = (rows + keys) * _row_bytes(work) + 2 * work.seqlen_q * _statistic(work)
-    return int(config.column_parts * work.batch * work.heads_q * loaded)
+    return int(config.split_columns * work.batch * work.heads_q * loaded)
 
 
 def _loaded_by_keys(work: Workload, config: Any) -> int:
@@ -209,7 +209,7 @@ def _loaded_by_keys(work: Workload, config: Any) -> int:
     owners = work.heads_kv if getattr(config, "shared_keys", True) else work.heads_q
     streamed = rows * _row_bytes(work) + 2 * present * _statistic(work)
     loaded = owners * keys * key_bytes + config.cluster_blocks * work.heads_q * streamed
-    return int(work.batch * config.column_parts * loaded)
+    return int(work.batch * config.split_columns * loaded)
 
 
 def _sums(work: Workload, config: Any) -> int:
@@ -236,7 +236,7 @@ def _asymptotic(work: Workload, smem_bytes: int) -> float:
 
 def _refuse_cuda_cores(config: Any) -> None:
     """Raise for a kernel that reads operands where they lie, once for every product."""
-    if getattr(config, "cuda_cores", False):
+    if getattr(config, "simt", False):
         got = f"{config.kernel} on CUDA cores"
         raise wrong_value(
             "--io", got, "kernels that bring tiles into shared memory: the IO model has no others"

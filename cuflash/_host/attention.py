@@ -22,6 +22,7 @@ from cuflash._host.scores import Entry, Scores, Tile, arithmetic
 from cuflash._problem import philox
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import Saved
 
@@ -32,15 +33,21 @@ _TILE_ELEMENTS = _BLOCK_M * _BLOCK_N
 
 @np.errstate(all="ignore")
 def forward(
-    problem: Problem, qkv: Triple, options: Options, out: Array, lse: Array, *, first_entry: int = 0
+    problem: Problem,
+    qkv: Triple,
+    options: Options,
+    out: Array,
+    lse: Array,
+    *,
+    origin: Origin = WHOLE,
 ) -> None:
-    """Fill ``out`` and ``lse``; ``first_entry`` is the batch's first number for dropout."""
+    """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
     dtype = arithmetic(problem.dtype)
     destinations = out, lse = canonical_view(out, problem.out), _rows_view(problem, lse)
     if options.score_mod is not None or options.mask_mod is not None:
         # A formula may raise at any tile, and then nothing has been written.
         out, lse = np.empty_like(out), np.empty_like(lse)
-    for entry, scores, q, k, v in _parts(problem, qkv, options, first_entry):
+    for entry, scores, q, k, v in _parts(problem, qkv, options, origin):
         v, unit = _within_range(v, options.dropout)
         finite = bool(np.isfinite(v).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
@@ -83,7 +90,7 @@ def backward(
     saved: Saved,
     gradients: dict[str, Array],
     *,
-    first_entry: int = 0,
+    origin: Origin = WHOLE,
 ) -> None:
     """Fill ``gradients``, by input name.
 
@@ -118,7 +125,7 @@ def backward(
         target += part.sum(axes, keepdims=True)
 
     everything = slice(None)
-    for entry, scores, q, k, v in _parts(problem, qkv, options, first_entry):
+    for entry, scores, q, k, v in _parts(problem, qkv, options, origin):
         finite_k = bool(np.isfinite(k).all())
         for rows in _blocks(0, problem.seqlen_q, _BLOCK_M):
             q_block, dout_block, out_block = (
@@ -229,14 +236,14 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _parts(
-    problem: Problem, qkv: Triple, options: Options, first_entry: int
+    problem: Problem, qkv: Triple, options: Options, origin: Origin
 ) -> Iterator[tuple[Entry, Scores, Array, Array, Array]]:
     """Parts of the batch: their index, scores and queries, and their keys and values widened."""
     dtype, operands = arithmetic(problem.dtype), (problem.q, problem.k, problem.v)
     q, k, v = (canonical_view(a, o) for a, o in zip(qkv, operands, strict=True))
     for entry in _entries(problem):
         wide = (_unrepeated(a[entry]).astype(dtype, copy=False) for a in (k, v))
-        yield entry, Scores(problem, options, entry, np, first_entry), q[entry], *wide
+        yield entry, Scores(problem, options, entry, np, origin), q[entry], *wide
 
 
 def _entries(problem: Problem) -> Iterator[Entry]:

@@ -17,6 +17,7 @@ from cuflash._arrays import Array
 from cuflash._problem import philox
 from cuflash._problem.operand import canonical_view
 from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem
 from cuflash._problem.score_mod import lent, result_of
 
@@ -54,7 +55,7 @@ class Scores:
         options: Options,
         entry: Entry,
         xp: ModuleType,
-        first_entry: int = 0,
+        origin: Origin = WHOLE,
     ) -> None:
         self._xp, self._problem, self._options = xp, problem, options
         self._dtype = arithmetic(problem.dtype)
@@ -71,9 +72,12 @@ class Scores:
         self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
         self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
-        self._entries = xp.asarray(first_entry + entry_indices(problem.batch, entry))
         heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
-        self._place = tuple(i[..., None, None] for i in xp.divmod(self._entries, heads))
+        entries = xp.asarray(entry_indices(problem.batch, entry))
+        self._origin = origin
+        self._entries = origin.entry + entries + entries // heads * origin.heads_elsewhere
+        all_heads = heads + origin.heads_elsewhere
+        self._place = tuple(i[..., None, None] for i in xp.divmod(self._entries, all_heads))
         sink = self._arrays.get("sink")
         self._sink = -np.inf if sink is None else self._narrowed(sink)[..., None]
 
@@ -124,7 +128,8 @@ class Scores:
 
     def _names(self, tile: Tile) -> tuple[Array, ...]:
         """Entry, head, query and key as formulas get them: copies, which they may overwrite."""
-        return tuple(a.copy() for a in (*self._place, tile.m, tile.n))
+        m, n = tile.m + self._origin.query, tile.n + self._origin.key
+        return (*(a.copy() for a in self._place), m, n)
 
     def distance(self, tile: Tile) -> Array:
         """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
@@ -157,7 +162,11 @@ class Scores:
         p, seed = self._options.dropout, self._options.seed
         if seed is None or not philox.threshold(p):
             return None
-        kept = philox.kept(self._entries, tile.rows, tile.cols, p, seed, self._xp)
+        rows, cols = (
+            slice(first + s.start, first + s.stop) if first else s
+            for first, s in ((self._origin.query, tile.rows), (self._origin.key, tile.cols))
+        )
+        kept = philox.kept(self._entries, rows, cols, p, seed, self._xp)
         return kept * self._dtype.type(philox.kept_scale(p))
 
     def key_range(self, rows: slice) -> tuple[slice, slice]:

@@ -52,14 +52,12 @@ class Report(NamedTuple):
 def source_of(config: KernelConfig, arch: str = "sm_80") -> str:
     """Self-contained source text of a kernel."""
     struct = config.params
-    defines = "".join(f"#define {name} {value}\n" for name, value in config.defines().items())
     size = with_reals(STRUCTS[struct], config.real_bytes).itemsize
     pinned = (
         f"static_assert(sizeof(cuflash::{struct}) == {size}, "
         f'"cuflash/_kernels/params.py mirrors {struct}");\n'
     )
-    texts = getattr(config, "formulas", ())
-    text = f"{defines}{flatten(config.source, texts)}{pinned}"
+    text = flatten(config.source, config.texts()) + pinned
     if int(arch.removeprefix("sm_").removesuffix("a")) < _FIRST_WITH_GRID_CONSTANTS:
         text = text.replace("__grid_constant__ ", "")
     return text

@@ -43,7 +43,7 @@ def code_of(text: str) -> str:
     return " ".join(code.split())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def flatten(
     name: str, replaced: tuple[tuple[str, str], ...] = (), *, folder: Path | None = None
 ) -> str:

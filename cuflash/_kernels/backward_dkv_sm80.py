@@ -78,10 +78,10 @@ class BackwardKVConfig(KernelConfig):
         for names in portable.kv_passes(problem, request.keys, together=together):
             columns = fields["head_dim" if "k" in names else "head_dim_v"]
             own = fields | portable.kv_fields(problem, names)
-            own["column_parts"] = portable.gradient_parts(request, columns)
+            own["split_columns"] = portable.gradient_parts(request, columns)
             values = portable.candidates(cls, ROWS, request, own)
             fitting = portable.fitting(cls, values, request.smem_limit)
             if not fitting:
-                return cls.chosen(request._replace(cuda_cores=True))
+                return cls.chosen(request._replace(simt=True))
             found += fitting
         return found

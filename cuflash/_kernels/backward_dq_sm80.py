@@ -62,7 +62,7 @@ class BackwardQConfig(KernelConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
         own = portable.fields(cls, request)
-        own["column_parts"] = portable.gradient_parts(request, own["head_dim"])
+        own["split_columns"] = portable.gradient_parts(request, own["head_dim"])
         values = portable.candidates(cls, ROWS, request, own)
         found = portable.fitting(cls, values, request.smem_limit)
-        return found or cls.chosen(request._replace(cuda_cores=True))
+        return found or cls.chosen(request._replace(simt=True))

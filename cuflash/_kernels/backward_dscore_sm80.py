@@ -59,4 +59,4 @@ class BackwardScoreConfig(KernelConfig):
         values = portable.candidates(cls, ROWS, request, own, general=False)
         for found in portable.fitting(cls, values, request.smem_limit):
             return found
-        return cls.of(request._replace(cuda_cores=True), grad_of, sums_to)
+        return cls.of(request._replace(simt=True), grad_of, sums_to)

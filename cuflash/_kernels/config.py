@@ -1,8 +1,9 @@
 """What changes the machine code of a kernel? A configuration, composed of named parts.
 
-Every field of a part becomes one ``#define CUFLASH_<FIELD>``, read by ``kernels_cu/config.cuh``
-alone. Shapes, strides, lengths, scale and window bounds are run-time parameters and not here: a new
-shape never recompiles. One module beside this one holds each kernel, named as its ``.cu``.
+Every field of a part becomes a member of ``Config`` in ``kernels_cu/config.cuh``, which lists all
+with their defaults. Shapes, strides, lengths, scale and window bounds are run-time parameters and
+not here: a new shape never recompiles. One module beside this one holds each kernel, named as its
+``.cu``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
+_ENUMS = {"precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf"}
+#: PTX's names of dtypes, for texts of instructions.
+_PTX_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
 class Operands(NamedTuple):
@@ -49,7 +54,7 @@ class Products(NamedTuple):
     head_dim: int
     precision: Precision
     wide_float64: bool  # are there products of float64 of 16 rows, as from sm_90 on?
-    cuda_cores: bool = False  # do they multiply, operands where they lie?
+    simt: bool = False  # do CUDA cores multiply, operands where they lie?
 
     def check(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -63,14 +68,14 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     blocks_per_sm: int
-    column_parts: int = 1  # thread blocks that share a tile, each with its own columns
+    split_columns: int = 1  # thread blocks that share a tile, each with its own columns
 
     def check(self) -> None:
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n)):
             if value <= 0 or value % 16:
                 raise ValueError(f"{name} = {value} must be a positive multiple of 16")
         for name, value in (("blocks_per_sm", self.blocks_per_sm),
-                            ("column_parts", self.column_parts)):  # fmt: skip
+                            ("split_columns", self.split_columns)):  # fmt: skip
             if value < 1:
                 raise ValueError(f"{name} = {value} must be positive")
 
@@ -107,7 +112,7 @@ class KernelConfig:
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
     #: row, ``ColumnBits`` of score/score.cuh.
     streams: ClassVar[Sequence[int]] = range(16, 129, 16)
-    most_on_cuda_cores: ClassVar[int] = 512  # rows of simt/global_tile.cuh
+    most_of_simt: ClassVar[int] = 512  # rows of simt/global_tile.cuh
 
     _names: ClassVar[tuple[str, ...]]  # of all fields
     _defaults: ClassVar[dict[str, Any]]
@@ -208,18 +213,18 @@ class KernelConfig:
     @property
     def operand_parts(self) -> int:
         """TF32 numbers that add up to an element where tensor cores multiply it: 3xTF32."""
-        splits = (self.dtype, self.precision, self.cuda_cores) == ("float32", "ieee", False)
+        splits = (self.dtype, self.precision, self.simt) == ("float32", "ieee", False)
         return 2 if splits else 1
 
     def tile_bytes(self, rows: int, columns: int) -> int:
         """Shared memory of one operand; CUDA cores read it where it lies."""
-        return 128 if self.cuda_cores else self.element_bytes * rows * columns
+        return 128 if self.simt else self.element_bytes * rows * columns
 
-    def defines(self) -> dict[str, str]:
-        """Macros that specialise the source, one per field but texts, and the derived size."""
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """Files of ``kernels_cu`` with another text in this kernel: fields, and formulas."""
         named = self._values | {"smem_bytes": self.smem_bytes}
-        named.pop("formulas", None)
-        return {f"CUFLASH_{name.upper()}": _spelled(value) for name, value in named.items()}
+        formulas = named.pop("formulas", ())
+        return (fields_text(named), *formulas)
 
     def values(self) -> dict[str, Any]:
         """All fields by name."""
@@ -234,10 +239,10 @@ class KernelConfig:
             value = getattr(self, name)
             if name != self.owned and value not in self.streams:
                 raise ValueError(f"{name} = {value} must be one of {(*self.streams,)}")
-            if name == self.owned and self.cuda_cores and value > self.most_on_cuda_cores:
-                raise ValueError(f"{name} = {value} must be at most {self.most_on_cuda_cores}")
-        if self.result_columns % (16 * self.column_parts):
-            raise ValueError(f"{self.result_columns} columns, {self.column_parts=}: not by 16")
+            if name == self.owned and self.simt and value > self.most_of_simt:
+                raise ValueError(f"{name} = {value} must be at most {self.most_of_simt}")
+        if self.result_columns % (16 * self.split_columns):
+            raise ValueError(f"{self.result_columns} columns, {self.split_columns=}: not by 16")
         rows = self.row_warps * int(getattr(self, self.owned))
         if rows % (16 * self.num_warps):
             raise ValueError(f"{rows} rows must be split evenly over {self.num_warps=} by 16")
@@ -268,13 +273,27 @@ class KernelConfig:
         return self.values()
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__init__(**values)  # type: ignore[misc]
+        new = {_RENAMED.get(name, name): value for name, value in values.items()}
+        self.__init__(**new)  # type: ignore[misc]
 
 
-def _spelled(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
+#: Fields by the names that older pickles have.
+_RENAMED = {"cuda_cores": "simt", "column_parts": "split_columns", "ordered": "deterministic"}
+
+
+def fields_text(values: Mapping[str, str | int | bool]) -> tuple[str, str]:
+    """``kernels_cu/config.fields`` for these values: its name and its text."""
+    members = "".join(_member(name, value) for name, value in values.items())
+    ptx_dtype = _PTX_DTYPES[str(values.get("dtype", "bfloat16"))]
+    return "config.fields", f'{members}#define CUFLASH_PTX_DTYPE "{ptx_dtype}"\n'
+
+
+def _member(name: str, value: str | int | bool) -> str:
+    if isinstance(value, str):
+        kind = _ENUMS.get(name, "Dtype")
+        return f"static constexpr {kind} {name} = {kind}::{value};\n"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"static constexpr {kind} {name} = {str(value).lower()};\n"
 
 
 def __getattr__(name: str) -> Any:

@@ -39,11 +39,11 @@ class ForwardNarrowConfig(KernelConfig):
     parts = SCORED | {"own": Own}
     tunables = portable.TUNABLES
     streams = range(16, 513, 16)  # keys of a sum: as many as sums, of 262,144 keys
-    most_on_cuda_cores = 2**15  # a thread has its rows in registers
+    most_of_simt = 2**15  # a thread has its rows in registers
 
     def check(self) -> None:
-        if self.block_m % self.num_threads or self.column_parts != 1:
-            raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.column_parts=} by 1")
+        if self.block_m % self.num_threads or self.split_columns != 1:
+            raise ValueError(f"{self.block_m=} by {self.num_threads=}, {self.split_columns=} by 1")
         if not 1 <= self.width <= 8 or not 0 <= self.width_v <= 8:
             raise ValueError(f"{self.width=} must be from 1 to 8, {self.width_v=} from 0 to 8")
 
@@ -69,7 +69,7 @@ class ForwardNarrowConfig(KernelConfig):
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
         config = cls(
-            **portable.fields(cls, request._replace(cuda_cores=False)),
+            **portable.fields(cls, request._replace(simt=False)),
             **_tile(request)._asdict(),
             sink=dtype_of(problem.sink),
             width=problem.head_dim,

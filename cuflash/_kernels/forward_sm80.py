@@ -79,7 +79,7 @@ class ForwardConfig(KernelConfig):
     @property
     def smem_bytes(self) -> int:
         """The q tile, one or two stages of k and v."""
-        own_columns = self.head_dim_v // self.column_parts
+        own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
         stages = self.num_stages * self.operand_parts
@@ -96,10 +96,10 @@ class ForwardConfig(KernelConfig):
             real = "float64" if own["dtype"] == "float64" else "float32"
             own |= {"split_keys": True, "out_dtype": real}
             general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
-        own["column_parts"] = portable.split(own["head_dim_v"], columns)
+        own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:
             narrower = portable.split(own["head_dim_v"], columns // 2)
-            values.append(values[-1] | {"column_parts": narrower})
+            values.append(values[-1] | {"split_columns": narrower})
         found = portable.fitting(cls, values, request.smem_limit)
-        return found or cls.chosen(request._replace(cuda_cores=True))
+        return found or cls.chosen(request._replace(simt=True))

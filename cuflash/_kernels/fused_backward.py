@@ -29,7 +29,7 @@ class Own(NamedTuple):
 
     num_stages: int  # buffers of q and of dout
     keys_in_registers: bool  # are k and v of a tile?
-    ordered: bool  # do tiles add one after the other?
+    deterministic: bool  # do tiles add one after the other?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -71,7 +71,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        return (cls(**wgmma.fields(cls, request, ROWS), ordered=request.deterministic),)
+        return (cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic),)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -43,14 +43,14 @@ _HELD = {
     "float32": Held(128, 128, 128, 96, 64),
     "float64": Held(128, 64, 128, 64, 32),
 }
-_HELD_ON_CUDA_CORES = {4: Held(128, 128, 128, 128, 64), 8: Held(64, 64, 64, 64, 32)}
+_HELD_BY_SIMT = {4: Held(128, 128, 128, 128, 64), 8: Held(64, 64, 64, 64, 32)}
 
 
 def held(request: Request) -> Held:
     """Columns that registers hold of the results of a problem."""
     dtype = request.problem.dtype
-    if request.cuda_cores:
-        return _HELD_ON_CUDA_CORES[max(4, dtype.itemsize)]
+    if request.simt:
+        return _HELD_BY_SIMT[max(4, dtype.itemsize)]
     return _HELD["half" if dtype in HALVES else dtype.name]
 
 
@@ -81,7 +81,7 @@ def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
         "copy_bytes": request.copy_bytes,
         "head_dim": padded(problem.head_dim, problem.dtype),
         "head_dim_v": padded(problem.head_dim_v, problem.dtype),
-        "cuda_cores": request.cuda_cores,
+        "simt": request.simt,
         **score_config(problem)._asdict(),
     }
 
@@ -100,7 +100,7 @@ def candidates(
     tile: they own 64 rows.
     """
     problem = request.problem
-    if request.cuda_cores:
+    if request.simt:
         streamed = 32 if problem.dtype.itemsize <= 4 else 16
         sides = {"block_m": streamed, "block_n": streamed} | {kernel.owned: 64}
         return [own | sides | {"num_warps": 4, "blocks_per_sm": 1}]
@@ -236,7 +236,7 @@ class PartnersConfig(KernelConfig):
 def against_partners(request: Request, rows: Sequence[Row]) -> str:
     """Why no kernel with warps that share rows serves a request; empty where one does."""
     problem = request.problem
-    if request.cuda_cores or problem.dtype != np.float64:
+    if request.simt or problem.dtype != np.float64:
         return "only float64 on tensor cores leaves a warp too few registers for its rows"
     if needs_score_math(problem) or problem.cu_seqlens_q is not None:
         return "options of scores and packed sequences take registers that partners do not leave"

@@ -28,7 +28,7 @@ class Request(NamedTuple):
     keys: frozenset[str] = frozenset()  # "k", "v": the gradients of keys and values wanted
     device: str = ""  # its name
     tensor_maps: bool = True  # can the driver encode them, as that of CUDA 12 does?
-    cuda_cores: bool = False  # do they multiply, because operands do not fit or are float64?
+    simt: bool = False  # do CUDA cores multiply: operands do not fit, or are float64?
 
     @property
     def measured(self) -> bool:
@@ -36,7 +36,7 @@ class Request(NamedTuple):
         return self.device == _MEASURED_ON and self.problem.dtype.name == "bfloat16"
 
 
-def on_cuda_cores(problem: Problem, capability: int) -> bool:
+def needs_simt(problem: Problem, capability: int) -> bool:
     """Whether a device multiplies without tensor cores: before sm_80, and float64 on most."""
     of_float64 = problem.dtype == np.float64 and capability not in _FLOAT64_TENSOR_CORES
     return of_float64 or capability < _FIRST_WITH_PRODUCTS

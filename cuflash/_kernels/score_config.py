@@ -1,7 +1,7 @@
 """Which score options are compiled into a kernel, and what do they cost it?
 
-Every field becomes a macro, like the fields of ``_kernels/config.py``. An option of the table has
-a field of its name. Fields that depend on several options are written by hand.
+Every field becomes a member of ``Config``, like the fields of ``_kernels/config.py``. An option of
+the table has a field of its name. Fields that depend on several options are written by hand.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def wanted(request: Request) -> bool:
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """The parts of each tile of a configuration: as many as fill the device once."""
-    tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.column_parts
+    tiles = math.prod(problem.batch) * -(-problem.seqlen_q // config.block_m) * config.split_columns
     blocks = -(-problem.seqlen_k // config.block_n)
     parts = config.blocks_per_sm * num_sms // max(tiles, 1)
     if _is_ragged(problem):

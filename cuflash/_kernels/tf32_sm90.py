@@ -40,8 +40,8 @@ class Tf32Config(KernelConfig):
             )
         if self.num_stages < 1:
             raise ValueError(f"{self.num_stages=} must be at least 1")
-        if self.column_parts != 1:
-            raise ValueError(f"{self.column_parts=} must be 1")
+        if self.split_columns != 1:
+            raise ValueError(f"{self.split_columns=} must be 1")
         if not {self.head_dim, self.head_dim_v} <= {64, 128}:
             raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} must be 64 or 128")
 

@@ -80,7 +80,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         problem.batch,
         [layout.batch for layout in operands.values()],
         summed,
-        tiles * getattr(config, "column_parts", 1),
+        tiles * getattr(config, "split_columns", 1),
         kernel_params.MAX_BATCH_AXES - (problem.cu_seqlens_q is not None),
     )
     return _Work(operands, tiles, streamed, grid)
@@ -136,7 +136,7 @@ def plan_launch(
     filled["head_dim_v"] = problem.head_dim_v
     if "num_splits" in (struct.names or ()):
         filled["num_splits"] = step.splits
-    blocks = tiles * owners * getattr(config, "column_parts", 1)
+    blocks = tiles * owners * getattr(config, "split_columns", 1)
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)

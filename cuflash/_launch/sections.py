@@ -51,8 +51,8 @@ def _most_owners(config: Any, streamed_bytes: int, own: Hardware) -> int:
     """
     sms, cache, fused = own.multiprocessors, own.l2_bytes, config.computes == "dqkv"
     if config.cluster_blocks > 1:
-        return sms // (16 if config.ordered and config.window_right else 32)
-    if fused and not config.ordered:
+        return sms // (16 if config.deterministic and config.window_right else 32)
+    if fused and not config.deterministic:
         return sms // 16
     if fused and config.head_dim < 128:
         fitting = cache // (1 if config.window_right else 2) // max(3 * streamed_bytes, 1)

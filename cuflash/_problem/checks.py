@@ -133,10 +133,25 @@ def integers(name: str, value: Any) -> Array | int:
         return integer_value(name, value, expected)
     if isinstance(value, bool | float):
         raise wrong_type(name, shown(value), expected)
-    array = native(name, value)
+    return integer_array(name, value, expected)
+
+
+def integer_array(name: str, value: Any, expected: str) -> Array:
+    """An integer array, or one made of a list."""
+    array = _of_list(name, value, expected)
     if array.dtype.kind not in "iu":
         raise wrong_type(name, f"dtype {array.dtype}", expected)
     return array
+
+
+def _of_list(name: str, value: Any, expected: str) -> Array:
+    """An array as it is; a list, of few numbers by its nature, as a NumPy array."""
+    if not isinstance(value, list):
+        return native(name, value)
+    try:
+        return np.asarray(value)
+    except Exception as error:  # lists of different lengths; an element that refuses
+        raise _refused(name, value, error, expected) from error
 
 
 def offset(name: str, value: Any) -> Array | int:
@@ -156,6 +171,14 @@ def floats(name: str, value: Any) -> Array:
         expected = "a floating dtype of 16, 32 or 64 bits"
         raise wrong_type(name, f"dtype {array.dtype}", expected, fix)
     return array
+
+
+def slopes(name: str, value: Any) -> Array:
+    """As :func:`floats`, or a list of numbers."""
+    expected = "a floating array or a list of numbers"
+    array = _of_list(name, value, expected)
+    is_list = isinstance(value, list) and array.dtype.kind in "iu"
+    return floats(name, array.astype(np.float64) if is_list else array)
 
 
 def booleans(name: str, value: Any) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,24 @@ def broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     """Whether an array of ``shape`` broadcasts to ``full``."""
     padded = (1,) * (len(full) - len(shape)) + shape
     return len(padded) == len(full) and all(n in (1, m) for n, m in zip(padded, full, strict=True))
+
+
+def index_with_new_axes(
+    shape: tuple[int, ...], batch: tuple[int, ...], core: tuple[int, ...]
+) -> str:
+    """How to index an array of ``shape`` so that it broadcasts to ``batch + core``; "" if never.
+
+    It has as many of the last axes as can be, and of the batch the first.
+    """
+    full = batch + core
+    for own in {2: ((0, 1), (1,), (0,)), 1: ((0,),), 0: ((),)}[len(core)]:
+        last, count = tuple(len(batch) + i for i in own), len(shape) - len(own)
+        for first in itertools.combinations(range(len(batch)), count) if count >= 0 else ():
+            places = (*first, *last)
+            if broadcastable(shape, tuple(full[i] for i in places)):
+                text = (":" if i in places else "None" for i in range(len(full)))
+                return f"[{', '.join(text)}]"
+    return ""
 
 
 def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False) -> Array:

@@ -74,7 +74,7 @@ OPTIONS = (
         "kv_lengths", checks.integers, "place", {"kv_lengths": ""}, compiled="dtype", from_host=True
     ),
     Option(
-        "alibi_slopes", checks.floats, "add", {"alibi_slopes": ""}, compiled="dtype", pressure=1,
+        "alibi_slopes", checks.slopes, "add", {"alibi_slopes": ""}, compiled="dtype", pressure=1,
         grad="dslopes",
     ),
     Option(

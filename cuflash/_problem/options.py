@@ -6,16 +6,18 @@ import functools
 import operator
 from collections import namedtuple
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from cuflash._arrays import Array
 from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.habits import unknown_keyword
 from cuflash._problem.option_table import OPTIONS
 from cuflash._problem.score_mod import MaskMod, ScoreMod
 
 Signature = tuple[Any, ...]
+T = TypeVar("T")
 
 
 def signature(array: Array | None) -> Signature | None:
@@ -23,6 +25,22 @@ def signature(array: Array | None) -> Signature | None:
     return None if array is None else (array.shape, array.strides, array.dtype)
 
 
+def _answering(cls: type[T]) -> type[T]:
+    """Let a keyword that a class of options does not have be answered in a sentence."""
+    build = cls.__init__
+
+    @functools.wraps(build)
+    def __init__(self: T, *args: Any, **keywords: Any) -> None:
+        for name in keywords:
+            if name not in OPTION_NAMES:
+                raise unknown_keyword(name, OPTION_NAMES)
+        build(self, *args, **keywords)
+
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_answering
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Options:
     """Score options of one attention call, forward and backward.
@@ -189,8 +207,6 @@ class ScoreOptions(TypedDict, total=False):
     enable_gqa: bool
 
 
-#: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
-_NEAR = 0.61
 _DEFAULTS = {f.name: f.default for f in fields(Options) if f.init}
 OPTION_NAMES = tuple(_DEFAULTS)
 #: Options that no Problem depends on; a cached signature would keep a formula's arrays alive.
@@ -226,9 +242,12 @@ def resolve(options: Options | None, keywords: ScoreOptions) -> Options:
         try:
             return _of_values(tuple(keywords), sides, *keywords.values())
         except TypeError:  # something may change or is not hashable; a genuine error comes again
-            return _of_keywords(keywords)
+            return Options(**keywords)
     if not isinstance(options, Options):
         raise wrong_type("options", type(options).__name__, "a cuflash.Options")
+    for name in keywords:
+        if name not in OPTION_NAMES:
+            raise unknown_keyword(name, OPTION_NAMES)
     if keywords:
         got, fix = f"options= together with {', '.join(keywords)}", "put them all into Options(...)"
         raise wrong_type("options", got, "score options in one place", fix)
@@ -243,15 +262,3 @@ def with_arrays(options: Options, arrays: dict[str, Array]) -> Options:
         if own:
             changes[option.name] = own if len(option.arrays) > 1 else own[0]
     return replace(options, **changes) if changes else options
-
-
-def _of_keywords(keywords: ScoreOptions) -> Options:
-    for name in keywords:
-        if name not in OPTION_NAMES:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, OPTION_NAMES, n=1, cutoff=_NEAR)
-            fix = f"did you mean {near[0]}?" if near else ", ".join(OPTION_NAMES)
-            expected = "a parameter of this function or a score option"
-            raise wrong_type(name, "an unknown keyword", expected, fix)
-    return Options(**keywords)

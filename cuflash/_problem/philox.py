@@ -18,6 +18,7 @@ where ``entry`` is the flat index of batch and head within the call. A score is 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
 _BLOCK = 16
+
+
+class Origin(NamedTuple):
+    """Which score of a whole call is the first one of a part of it, so that both draw one mask."""
+
+    entry: int = 0
+    heads_elsewhere: int = 0  # of each batch entry, that the part has not
+    query: int = 0
+    key: int = 0
+
+
+WHOLE = Origin()
 
 
 def threshold(p: float) -> int:

@@ -23,6 +23,7 @@ from cuflash._problem.operand import (
     broadcastable,
     checked_axes,
     core_axes,
+    index_with_new_axes,
     operand_of,
     option_operand,
 )
@@ -168,7 +169,7 @@ def _describe(
         name: tuple(n for i, n in enumerate(shape) if i not in core[name])
         for name, shape in shapes.items()
     }
-    batch_shape, group_size = _batch_shape(own_batch, options.enable_gqa)
+    batch_shape, group_size = _batch_shape(own_batch, options.enable_gqa, (seqlen_q, seqlen_k))
     batch = batch_shape
     if group_size is not None:
         batch = (*batch_shape[:-1], own_batch["k"][-1], group_size)
@@ -181,13 +182,16 @@ def _describe(
         extents = tuple({"m": seqlen_q, "n": seqlen_k}[axis] for axis in axes)
         shape, full = array[0], batch_shape + extents
         if len(shape) < len(extents) or not broadcastable(shape, full):
-            own, fix = list(option.arrays), ""
+            own = list(option.arrays)
             argument = option.name if len(own) == 1 else f"{option.name}[{own.index(name)}]"
+            fix = ""
             if option.from_host and batch_shape:
                 per_entry = (*batch_shape[:-1], 1)
                 fix = f"lengths per batch entry have shape {per_entry}: heads are the last axis"
-            core_text = f"({', '.join(axes)}{',' * (len(axes) == 1)})"
-            expected = f"a shape that broadcasts to {full} with core {core_text}"
+            if index := index_with_new_axes(shape, batch_shape, extents):
+                fix = f"write {argument}{index}" + (f"; {fix}" if fix else "")
+            example = (*batch_shape[:1], *(1 for _ in batch_shape[1:]), *extents)
+            expected = f"a shape that broadcasts to {full}, for example {example}"
             raise wrong_value(argument, f"shape {shape}", expected, fix)
         return option_operand(array, batch, extents, group_size)
 
@@ -254,7 +258,7 @@ def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def _batch_shape(
-    own: dict[str, tuple[int, ...]], enable_gqa: bool
+    own: dict[str, tuple[int, ...]], enable_gqa: bool, seqlens: tuple[int, int]
 ) -> tuple[tuple[int, ...], int | None]:
     """The caller's batch shape, and under GQA the number of query heads per key/value head."""
     shapes, group_size = dict(own), None
@@ -282,6 +286,8 @@ def _batch_shape(
         heads = [shape[-1] for shape in own.values() if shape]
         if len(heads) == 3 and heads[1] == heads[2] > 1 and heads[0] % heads[1] == 0:
             fix = "for grouped heads write enable_gqa=True"
+        elif len(heads) == 3 and heads[0] != heads[1] == heads[2] and seqlens[0] == seqlens[1]:
+            fix = "for (batch, seqlen, heads, head_dim) write axes=[(-3, -1)] * 4"
         expected = "batch shapes that broadcast"
         raise wrong_value("q, k, v", f"batch shapes {text}", expected, fix) from None
 

@@ -19,7 +19,7 @@ from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.registry import that_compute
-from cuflash._kernels.request import Request, on_cuda_cores
+from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
 from cuflash._problem.problem import HALVES, Problem
 from cuflash._select import measured
@@ -70,7 +70,7 @@ def request_of(problem: Problem, hardware: Hardware, copy_bytes: int, **given: A
     return Request(
         problem, hardware.capability, hardware.limits.block_smem, hardware.multiprocessors,
         copy_bytes, device=hardware.name, tensor_maps=hardware.tensor_maps,
-        cuda_cores=on_cuda_cores(problem, hardware.capability), **given,
+        simt=needs_simt(problem, hardware.capability), **given,
     )  # fmt: skip
 
 

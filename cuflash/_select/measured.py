@@ -53,7 +53,7 @@ _WORDS = {
     "window_right": "causal",
     **{o.name: o.name for o in of_stages() if o in COMPILED or o.stage == "formula"},
     "cu_seqlens": "packed",
-    "cuda_cores": "cores",
+    "simt": "cores",
     **{option.name: option.name for option in of_stages("row")},
 }
 
@@ -86,7 +86,7 @@ def options_of(config: Any) -> str:
         words += [] if config.grad_k and config.grad_v else ["dk" if config.grad_k else "dv"]
     if config.copy_bytes < 16:
         words.append("narrow")
-    if config.computes == "dqkv" and not config.ordered:
+    if config.computes == "dqkv" and not config.deterministic:
         words.append("unordered")
     if config.kernel == "forward_narrow":
         words.append(f"{config.width}x{config.width_v}")

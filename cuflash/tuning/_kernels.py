@@ -102,12 +102,12 @@ def lane_registers(config: Any) -> int:
     if config.kernel == "forward_narrow":  # q, maxima, sums in a block and of all, a run
         return int(rows * (config.width + 2 * (2 + config.width_v) + 8) * words)
     if config.computes == "out":
-        columns = config.block_n + config.head_dim_v // config.column_parts
+        columns = config.block_n + config.head_dim_v // config.split_columns
     elif config.computes == "dq":
-        columns = 2 * config.block_n + config.head_dim // config.column_parts
+        columns = 2 * config.block_n + config.head_dim // config.split_columns
     elif config.computes == "dkv":
         results = config.grad_k * config.head_dim + config.grad_v * config.head_dim_v
-        columns = (1 + config.grad_k) * config.block_m + results // config.column_parts
+        columns = (1 + config.grad_k) * config.block_m + results // config.split_columns
     else:
         return 0
     return int(rows * columns // 2 * words // config.row_warps)

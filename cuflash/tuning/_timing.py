@@ -39,6 +39,7 @@ class Calls:
         import cupy
 
         from cuflash._api import attention as api
+        from cuflash._api.workspace_size import workspace_size
 
         backward = not kernel.startswith("forward")
         options = Options(**workload.score_options(cupy))
@@ -62,7 +63,7 @@ class Calls:
                 pair = (results["out"], results["lse"])
                 call = partial(api.attention, q, k, v, return_lse=True, out=pair, **given)
             self.results.append(results)
-            self._calls.append((call, api.workspace_size(q, k, v, backward=backward, **given)))
+            self._calls.append((call, workspace_size(q, k, v, backward=backward, **given)))
 
     def of(self, config: KernelConfig) -> list[Call]:
         """The library's own calls with a configuration."""
@@ -92,7 +93,9 @@ class Bench:
         workload, self.kernel = Workload.from_json(request["workload"]), request["kernel"]
         self.dtype, self.budget_ms = workload.dtype, float(request["budget_ms"])
         self.default = config_from_json(request["default"])
-        self.ordered = getattr(self.default, "ordered", True)  # are the same bits promised?
+        self.deterministic = getattr(
+            self.default, "deterministic", True
+        )  # are the same bits promised?
         self.check = bool(request["check"])
         self.default_graph: tuple[Call, Any] | None = None
         with self.clock.scope():
@@ -136,7 +139,7 @@ class Bench:
         wrong = _checking.complaint(found, self.shipped, self.truth, self.dtype)
         self._run(self.small, config)
         for name, again in self.small.on_host().items():
-            if self.ordered and not wrong and first[name].tobytes() != again.tobytes():
+            if self.deterministic and not wrong and first[name].tobytes() != again.tobytes():
                 wrong = f"{name}: other bits when it was run again"
         return {"wrong": wrong, "errors": {name: [*own] for name, own in found.items()}}
 

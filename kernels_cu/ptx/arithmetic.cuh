@@ -31,7 +31,7 @@ CUFLASH_DEVICE uint16_t float_to_float16(float x) {
 }
 
 CUFLASH_DEVICE uint32_t pack_float16(float low, float high) {
-  if constexpr (Config::cuda_cores) {
+  if constexpr (Config::simt) {
     return float_to_float16(low) | static_cast<uint32_t>(float_to_float16(high)) << 16;
   } else {
     uint32_t packed;
@@ -46,7 +46,7 @@ CUFLASH_DEVICE uint32_t float_to_bfloat16(float x) {
 }
 
 CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
-  if constexpr (Config::cuda_cores) {
+  if constexpr (Config::simt) {
     return float_to_bfloat16(low) | float_to_bfloat16(high) << 16;
   } else {
     uint32_t packed;

@@ -12,7 +12,7 @@ template <int bytes>
 CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
   const int source_bytes = valid ? bytes : 0;
-  if constexpr (Config::cuda_cores) {
+  if constexpr (Config::simt) {
     struct alignas(bytes) Copied {
       uint32_t word[bytes / 4];
     };
@@ -31,14 +31,14 @@ CUFLASH_DEVICE void cp_async(uint32_t smem, const void* source, bool valid) {
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 CUFLASH_DEVICE void cp_async_commit() {
-  if constexpr (!Config::cuda_cores) asm volatile("cp.async.commit_group;" ::: "memory");
+  if constexpr (!Config::simt) asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // Waits until at most `pending` of this thread's groups are still in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 template <int pending>
 CUFLASH_DEVICE void cp_async_wait() {
-  if constexpr (!Config::cuda_cores) {
+  if constexpr (!Config::simt) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
   }
 }

@@ -37,9 +37,9 @@ struct BatchIndex {
 
 // Index of the tile of this thread block, and which of its result's columns are its own, or its
 // warp's: partners' follow each other.
-CUFLASH_DEVICE int tile_index() { return ptx::block_index() / Config::column_parts; }
+CUFLASH_DEVICE int tile_index() { return ptx::block_index() / Config::split_columns; }
 
-constexpr int own_parts = Config::column_parts * Config::partners;
+constexpr int own_parts = Config::split_columns * Config::partners;
 
 CUFLASH_DEVICE int partner_index() {
   if constexpr (Config::partners == 1) return 0;
@@ -48,7 +48,7 @@ CUFLASH_DEVICE int partner_index() {
 
 CUFLASH_DEVICE int first_own_column(int width) {
   if constexpr (own_parts == 1) return 0;
-  const int part = ptx::block_index() % Config::column_parts * Config::partners + partner_index();
+  const int part = ptx::block_index() % Config::split_columns * Config::partners + partner_index();
   return part * (width / own_parts);
 }
 

@@ -143,6 +143,6 @@ struct SoftmaxOf<slices, true> {
 };
 template <int slices>
 using WarpSoftmax =
-    typename SoftmaxOf<slices, is_double && Config::scale_in_exponent && !Config::cuda_cores>::type;
+    typename SoftmaxOf<slices, is_double && Config::scale_in_exponent && !Config::simt>::type;
 
 }  // namespace cuflash

@@ -12,7 +12,7 @@
 
 namespace cuflash {
 
-static_assert(Config::column_parts == 1, "a consumer has all columns of its rows");
+static_assert(Config::split_columns == 1, "a consumer has all columns of its rows");
 
 constexpr int consumers = 2;  // warpgroups, of 64 rows each; registers are dealt out for two
 

@@ -22,7 +22,7 @@
 namespace cuflash {
 
 // What a lane holds of an operand in one register, and how many of them.
-constexpr bool packs_operands = sizeof(Element) == 2 && !Config::cuda_cores;
+constexpr bool packs_operands = sizeof(Element) == 2 && !Config::simt;
 template <bool packed>
 struct OperandRegister {
   using type = Real;

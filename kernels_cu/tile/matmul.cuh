@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-template <bool on_cuda_cores, bool splits>
+template <bool simt, bool splits>
 struct Tiles {
   template <int rows, int columns>
   using Operand = SmemTile<rows, columns>;
@@ -22,11 +22,11 @@ struct Tiles<true, splits> {
   using Operand = GlobalTile<rows, columns>;
 };
 template <int rows, int columns>
-using OperandTile = Tiles<Config::cuda_cores, false>::template Operand<rows, columns>;
+using OperandTile = Tiles<Config::simt, false>::template Operand<rows, columns>;
 
 // One that every warp reads: of keys, or of queries where keys are owned.
-constexpr bool splits_tiles = uses_3xtf32 && !Config::cuda_cores;
+constexpr bool splits_tiles = uses_3xtf32 && !Config::simt;
 template <int rows, int columns>
-using StreamedTile = Tiles<Config::cuda_cores, splits_tiles>::template Operand<rows, columns>;
+using StreamedTile = Tiles<Config::simt, splits_tiles>::template Operand<rows, columns>;
 
 }  // namespace cuflash

@@ -24,11 +24,11 @@ def backward_of(
     names: frozenset[str] | str = "qkv",
     *,
     portable: bool = False,
-    ordered: bool = True,
+    deterministic: bool = True,
 ) -> list[Any]:
     """The kernels of the gradients, beginning with that of delta."""
     steps = choose(
-        problem, hardware, wanted=Wanted.of("".join(sorted(names))), deterministic=ordered,
+        problem, hardware, wanted=Wanted.of("".join(sorted(names))), deterministic=deterministic,
         only=PORTABLE if portable else None,
     )  # fmt: skip
     return [step.config for step in steps if step.config.computes != "bounds"]
@@ -48,10 +48,10 @@ def one(name: str, problem: Problem, **given: Any) -> Any:
     return found[0] if found else None
 
 
-def fused(problem: Problem, *, ordered: bool) -> Any:
+def fused(problem: Problem, *, deterministic: bool) -> Any:
     """The kernel of all gradients in one pass; None where both refuse."""
     kernels = ("backward_sm90", "backward_pair_sm90")
-    found = [one(name, problem, deterministic=ordered) for name in kernels]
+    found = [one(name, problem, deterministic=deterministic) for name in kernels]
     return found[0] or found[1]
 
 

@@ -85,10 +85,8 @@ class HostDevice:
 
     def _compile(self, config: KernelConfig, _device: int) -> Any:
         texts = [(f"ptx/{name}.cuh", f'#include "{SUPPORT}/host_ptx.h"\n') for name in _PTX]
-        if "tile" in config.parts:
-            texts += config.formulas
-        named = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
-        macros = named | config.defines()
+        texts += config.texts()
+        macros = {"HOST_KERNEL": config.entry, "HOST_PARAMS": config.params}
         text = "".join(
             (
                 f'#include "{SUPPORT}/host_kernel.h"\n',

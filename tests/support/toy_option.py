@@ -78,7 +78,7 @@ def covered() -> None:
 
 
 def choice() -> None:
-    """What is derived beside the calls: macros, the words of tiles, workloads."""
+    """What is derived beside the calls: fields in CUDA, the words of tiles, workloads."""
     from cuflash._kernels.score_config import score_config
     from cuflash._select.choose import choose
     from cuflash._select.hardware import typical
@@ -88,7 +88,7 @@ def choice() -> None:
     work = Workload(1, 3, 3, 64, 64, 64, 64, "float32", arrays=("shift",))
     assert score_config(work.problem()).shift == "float32"
     (step,) = choose(work.problem(), typical("sm_80"))
-    assert step.config.defines()["CUFLASH_SHIFT"] == "float32"
+    assert "Dtype shift = Dtype::float32;" in dict(step.config.texts())["config.fields"]
     assert "shift" in options_of(step.config).split()
     lifted = score_config(describe(*np.ones((3, 4, 8)), Options(lift=-1.0)))
     assert (lifted.lift, lifted.shift, lifted.scale_in_exponent) == (True, "none", False)

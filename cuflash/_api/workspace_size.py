@@ -1,0 +1,62 @@
+"""How much scratch memory does a call need?"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._api.arguments import answering, operands
+from cuflash._api.dispatch import launch
+from cuflash._arrays import Array, on_own_device
+from cuflash._problem.checks import flag
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe
+
+
+@on_own_device
+@answering
+def workspace_size(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    backward: bool = False,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    **score_options: Unpack[ScoreOptions],
+) -> int:
+    """Bytes of ``workspace=`` that a call needs; 0 for NumPy arrays.
+
+    Parameters
+    ----------
+    q, k, v, options, axes, precision, **score_options
+        As in :func:`attention`.
+    backward : bool
+        For :func:`attention_backward` instead of :func:`attention`.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.zeros((8, 16, 4))
+    >>> cuflash.workspace_size(q, q, q, backward=True)
+    0
+    """
+    chosen = resolve(options, score_options)
+    backward = flag("backward", backward)
+    xp, _, qkv = operands(q, k, v)
+    problem = describe(*qkv, chosen, axes=axes, precision=precision)
+    if xp is np:
+        return 0
+    return int(launch().workspace_size(problem, "backward" if backward else "forward"))

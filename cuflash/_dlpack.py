@@ -1,0 +1,56 @@
+"""How does an array in host memory come in from another library, without a copy?
+
+``numpy.from_dlpack`` takes what DLPack hands out, but for bfloat16, which NumPy lacks. Such an
+array is taken as 16-bit integers, and seen as ``ml_dtypes.bfloat16``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+_UINT, _BFLOAT = 1, 4  # DLDataTypeCode
+
+
+class _Tensor(ctypes.Structure):
+    """The first fields of DLTensor, with which the DLManagedTensor of a capsule begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )  # fmt: skip
+
+
+class _Capsule:
+    """Hands out one capsule, which its exporter made for us alone."""
+
+    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
+        self.capsule, self.device = capsule, device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def from_dlpack(array: Any) -> np.ndarray[Any, Any]:
+    """View an array in host memory as a NumPy array; raise what its exporter or NumPy raises."""
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError):
+        capsule = array.__dlpack__()
+        tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+        if (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, 16, 1):
+            raise
+        tensor.code = _UINT
+        return np.from_dlpack(_Capsule(capsule, array.__dlpack_device__())).view(bfloat16)

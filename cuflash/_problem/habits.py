@@ -1,0 +1,76 @@
+"""What is the word of another library called here? The answer to a keyword that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from cuflash._errors import wrong_type
+
+#: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
+_NEAR = 0.61
+_MASK = "did you mean mask= (bool, True where the query may attend) or bias= (added to the score)?"
+_LENGTHS = "did you mean {}_lengths=? It is an int, or an integer array of shape (batch, 1)"
+_POSITION = "arrays are positional: write attention(q, k, v, causal=True), logsumexp(q, k)"
+_PACKED = "packed sequences are attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)"
+_CALL = "it belongs to the call and not to its score options: attention(q, k, v, {}=...)"
+#: Keywords of flash-attn, PyTorch, JAX, xformers, flashinfer and ONNX, and what serves here.
+WORDS = {
+    **dict.fromkeys(("q", "k", "v", "query", "key", "value", "dout", "lse"), _POSITION),
+    **dict.fromkeys(
+        ("softmax_scale", "sm_scale", "qk_scale", "scaling"),
+        "did you mean scale=? The default is 1 / sqrt(head_dim)",
+    ),
+    **dict.fromkeys(
+        ("return_softmax_lse", "return_residual", "return_aux"),
+        "did you mean return_lse=True? The result is then (out, lse)",
+    ),
+    **dict.fromkeys(
+        ("return_attn_probs", "need_weights", "return_weights"),
+        "did you mean cuflash.weights(q, k, lse, rows=...)? It computes the rows that you name",
+    ),
+    **dict.fromkeys(
+        ("window_size", "local_window_size", "sliding_window", "local_window"),
+        "did you mean window=(left, right)? None is unbounded, where flash-attn writes -1",
+    ),
+    "is_causal": 'did you mean causal=? PyTorch aligns at the first key: causal="top_left"',
+    **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
+    "key_padding_mask": "did you mean kv_lengths=, or mask=~padding[:, None, None, :]?",
+    "block_mask": "did you mean mask_mod=cuflash.MaskMod(...), or segment_ids=?",
+    "attn_bias": "did you mean bias=? It is added to the score",
+    **dict.fromkeys(
+        ("dropout_p", "dropout_rate", "attn_dropout"),
+        "did you mean dropout=? It needs seed= as well",
+    ),
+    **dict.fromkeys(("dropout_rng", "rng", "dropout_seed"), "did you mean seed=, an int?"),
+    **dict.fromkeys(
+        ("soft_cap", "logits_soft_cap", "logit_softcap", "softcap_value"),
+        "did you mean softcap=?",
+    ),
+    **dict.fromkeys(("query_seq_lengths", "seqused_q"), _LENGTHS.format("q")),
+    **dict.fromkeys(
+        ("key_value_seq_lengths", "seqused_k", "cache_seqlens", "kv_seq_lengths"),
+        _LENGTHS.format("kv"),
+    ),
+    **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), "did you mean segment_ids=(ids, ids)?"),
+    **dict.fromkeys(("s_aux", "sinks", "learnable_sink", "attention_sink"), "did you mean sink=?"),
+    **dict.fromkeys(("slopes", "alibi"), "did you mean alibi_slopes=?"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), f"leave it out: {_PACKED}"),
+    "layout": "did you mean axes=? (batch, seqlen, heads, head_dim) is axes=[(-3, -1)] * 4",
+    "num_splits": "leave it out: the number of splits follows from the shapes",
+    "dtype": "leave it out: the result has the dtype of q, k and v",
+    **{
+        name: _CALL.format(name)
+        for name in ("axes", "config", "deterministic", "precision", "return_lse", "workspace")
+    },
+    "out": _CALL.format("out"),
+}
+
+
+def unknown_keyword(name: str, known: Collection[str]) -> Exception:
+    """Build the TypeError for a keyword that is none of the score options ``known``."""
+    near = get_close_matches(name, known, n=1, cutoff=_NEAR)
+    spelt = f"did you mean {near[0]}=?" if near else f"score options are {', '.join(known)}"
+    expected = "a parameter of this function or a score option"
+    return wrong_type(name, "an unknown keyword", expected, WORDS.get(name, spelt))

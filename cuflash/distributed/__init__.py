@@ -1,0 +1,18 @@
+"""How does attention run over a sequence that several GPUs, or several processes, share?
+
+Each rank calls the same functions on its own rows: see docs/distributed.md. Nothing is global: the
+communicator is an argument.
+"""
+
+from cuflash.distributed._attention import attention, attention_backward, attention_vjp
+from cuflash.distributed._communicator import CommunicationError
+from cuflash.distributed._layout import positions
+from cuflash.distributed._rows import shard, unshard
+from cuflash.distributed._simulated import simulated
+
+CommunicationError.__module__ = __name__
+
+__all__ = [
+    "CommunicationError", "attention", "attention_backward", "attention_vjp", "positions", "shard",
+    "simulated", "unshard",
+]  # fmt: skip

@@ -1,0 +1,430 @@
+"""What can a user call? Attention over sequences that ranks share, its gradient, its pullback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+from cuflash._api import arguments
+from cuflash._api.arguments import QKV
+from cuflash._arrays import Array, array_module, is_cupy, native, rounded
+from cuflash._errors import not_yet, wrong_type, wrong_value
+from cuflash._problem.checks import flag
+from cuflash._problem.operand import Axes, checked_axes, core_axes
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import Problem, describe
+from cuflash._results import AttentionResult, Gradients, Saved
+from cuflash.distributed import _all_gather, _two_level
+from cuflash.distributed._communicator import Communicator, Schedule, drive
+from cuflash.distributed._handshake import agreed, facts_of_options
+from cuflash.distributed._layout import Chunks, checked_layout, chunks_of, rows_of
+from cuflash.distributed._share import Share
+from cuflash.distributed._traffic import Candidate, Extents, checked_method, chosen
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One rank's arguments: q, k, v as they came, and in one dtype and canonical order."""
+
+    given: dict[str, Array]
+    qkv: tuple[Array, Array, Array]
+    options: Options
+    wanted: tuple[str, ...] | None  # gradients, None for the forward
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Communicator,
+    layout: str = "zigzag",
+    method: str = "auto",
+    options: Any = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Attention over sequences of which each rank holds the rows that :func:`shard` gives it.
+
+    Parameters
+    ----------
+    q : array, batch + (m, d)
+        The rank's queries; all as in :func:`cuflash.attention`.
+    k, v : array, batch + (n, d) and batch + (n, d_v)
+        The rank's keys and values.
+    comm : communicator
+        Of :func:`connect`, :func:`from_environment`, :func:`from_mpi`, :func:`from_devices` or
+        :func:`simulated`. Where it runs several ranks in one process, each array argument and
+        result is a list with one array for each rank, and ``options`` may be a list, too.
+    layout : {"zigzag", "contiguous"}
+        Which rows a rank holds.
+    method : {"auto", "all_gather", "ring", "ulysses", "usp"}
+        How keys and queries meet; :func:`explain` tells what ``"auto"`` takes.
+    options, axes, precision, deterministic, return_lse, **score_options
+        As in :func:`cuflash.attention`, of the whole call: lengths, offset, dropout and formulas
+        speak of positions in the whole sequence. ``bias`` and ``mask`` have the rank's own rows and
+        all keys in order, ``segment_ids`` are of its own rows and of all keys.
+
+    Returns
+    -------
+    out : array, batch + (m, d_v)
+        Of the rank's rows.
+    lse : array, batch + (m,)
+        Only with ``return_lse``, which makes the result a :class:`cuflash.AttentionResult`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong argument of this rank, or where ranks make different calls.
+    NotImplementedError
+        For a method that cannot serve the call; the message names one that can. On GPUs also for
+        dropout and formulas.
+    CommunicationError
+        Where a rank is dead or stuck, or has refused the call.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash import distributed
+    >>> x = np.random.default_rng(0).standard_normal((4, 64, 8))
+    >>> comm = distributed.simulated(2)
+    >>> parts = distributed.shard(x, comm=comm)
+    >>> out = distributed.attention(parts, parts, parts, comm=comm, causal=True)
+    >>> whole = distributed.unshard(out, comm=comm)[0]
+    >>> np.allclose(whole, cuflash.attention(x, x, x, causal=True))
+    True
+    """
+    return_lse = flag("return_lse", return_lse)
+
+    def schedule(share: Share, how: Candidate, _: None) -> Schedule:
+        return _two_level.forward(share, how.across) if how.across else _all_gather.forward(share)
+
+    found, pairs = _run(
+        "attention", comm, layout, method, (q, k, v), None, None, schedule,
+        options=options, axes=axes, precision=precision, deterministic=deterministic,
+        score_options=score_options,
+    )  # fmt: skip
+    results = {}
+    for rank, (_, (out, lse)) in found.items():
+        out = array_module(out).moveaxis(out, (-2, -1), pairs[3])
+        results[rank] = AttentionResult(out, lse) if return_lse else out
+    return _as_given(comm, results)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    /,
+    *,
+    comm: Communicator,
+    layout: str = "zigzag",
+    method: str = "auto",
+    dlse: Any = None,
+    wrt: tuple[str, ...] = QKV,
+    options: Any = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    **score_options: Unpack[ScoreOptions],
+) -> Any:
+    """Gradient of :func:`attention`, summed over the ranks' ``dout * out`` and ``dlse * lse``.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse, wrt
+        As in :func:`cuflash.attention_backward`, of the rank's rows.
+    comm, layout, method, options, axes, precision, deterministic, **score_options
+        As in :func:`attention`. The method may be another one.
+
+    Returns
+    -------
+    cuflash.Gradients
+        Of the rank's rows. dbias has the rank's rows as its bias; the gradients of slopes, sink,
+        scale and of a bias of one row for all queries are of the whole call, the same bits on
+        each rank.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, CommunicationError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import distributed
+    >>> x, comm = [np.ones((8, 4))] * 2, distributed.simulated(2)
+    >>> out = distributed.attention(x, x, x, comm=comm, return_lse=True)
+    >>> outs, lses = [o.out for o in out], [o.lse for o in out]
+    >>> distributed.attention_backward(x, x, x, x, outs, lses, comm=comm)[1].dv.shape
+    (8, 4)
+    """
+
+    def schedule(share: Share, how: Candidate, extra: Any) -> Schedule:
+        saved, wanted = extra
+        if how.across:
+            return _two_level.backward(share, how.across, saved, wanted)
+        return _all_gather.backward(share, saved, wanted)
+
+    found, pairs = _run(
+        "attention_backward", comm, layout, method, (q, k, v), (dout, out, lse, dlse), wrt,
+        schedule, options=options, axes=axes, precision=precision, deterministic=deterministic,
+        score_options=score_options,
+    )  # fmt: skip
+    results = {}
+    for rank, (call, gradients) in found.items():
+        for i, name in enumerate(QKV):
+            if name in gradients:
+                array = rounded(gradients[name], call.given[name].dtype)
+                gradients[name] = array_module(array).moveaxis(array, (-2, -1), pairs[i])
+        results[rank] = arguments.by_field(gradients, wrt)
+    return _as_given(comm, results)
+
+
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Communicator,
+    layout: str = "zigzag",
+    method: str = "auto",
+    options: Any = None,
+    axes: Any = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    **score_options: Unpack[ScoreOptions],
+) -> tuple[Any, Callable[..., Gradients]]:
+    """:func:`attention` together with its pullback, which cannot be called with other options.
+
+    Parameters
+    ----------
+    q, k, v, comm, layout, method, options, axes, precision, deterministic, return_lse, \
+**score_options
+        As in :func:`attention`.
+
+    Returns
+    -------
+    result : array or AttentionResult
+        What :func:`attention` returns.
+    pullback : callable
+        ``pullback(dout, *, dlse=None, wrt=("q", "k", "v"))`` returns what
+        :func:`attention_backward` returns; all ranks have to call it.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, CommunicationError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import distributed
+    >>> x, comm = [np.ones((8, 4))] * 2, distributed.simulated(2)
+    >>> out, pullback = distributed.attention_vjp(x, x, x, comm=comm, causal=True)
+    >>> pullback(out)[0].dk.shape
+    (8, 4)
+    """
+    common: dict[str, Any] = {"comm": comm, "layout": layout, "method": method, "axes": axes}
+    common |= {"options": options, "precision": precision, "deterministic": deterministic}
+    common |= score_options
+    result = attention(q, k, v, return_lse=True, **common)
+    several = comm.in_lists
+    out = [r.out for r in result] if several else result.out
+    lse = [r.lse for r in result] if several else result.lse
+
+    def pullback(dout: Any, /, *, dlse: Any = None, wrt: tuple[str, ...] = QKV) -> Any:
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **common)
+
+    return (result if return_lse else out), pullback
+
+
+def _run(
+    function: str,
+    comm: Communicator,
+    layout: str,
+    method: str,
+    qkv: tuple[Any, Any, Any],
+    saved: tuple[Any, Any, Any, Any] | None,
+    wrt: Any,
+    schedule_of: Callable[[Share, Candidate, Any], Schedule],
+    *,
+    options: Any,
+    axes: Any,
+    precision: str | None,
+    deterministic: bool,
+    score_options: Mapping[str, Any],
+) -> tuple[dict[int, tuple[_Call, Any]], Axes]:
+    """The calls and results of own ranks, and the axes. All ranks compare before data moves."""
+    layout, method, pairs = checked_layout(layout), checked_method(method), checked_axes(axes)
+    deterministic = flag("deterministic", deterministic)
+
+    def facts_of(rank: int) -> tuple[dict[str, Any], _Call]:
+        given = {n: _own(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
+        _, arrays, promoted = arguments.operands(*given.values())
+        canonical = tuple(
+            _canonical(n, a, p) for n, a, p in zip(QKV, promoted, pairs, strict=False)
+        )
+        chosen_options = _own_options(comm, rank, options, score_options)
+        wanted = None if wrt is None else arguments.gradient_names(wrt, chosen_options)
+        call = _Call(arrays, canonical, chosen_options, wanted)
+        alike: dict[str, Any] = {
+            "function": function,
+            "layout": layout,
+            "method": method,
+            "wrt": wanted,
+        }
+        alike |= {"precision": precision, "deterministic": deterministic, "axes": pairs}
+        for name, array in zip(QKV, canonical, strict=True):
+            shape = (*array.shape[:-2], array.shape[-1])
+            alike[f"{name} without rows"] = f"{arrays[name].dtype} {shape}"
+        facts: dict[str, Any] = {"alike": alike | facts_of_options(chosen_options)}
+        facts["rows"] = [a.shape[-2] for a in canonical]
+        facts["memory"] = comm.free_memory(rank)
+        bias = chosen_options.arrays.get("bias")
+        facts["bias_rows"] = bias.shape[-2] if bias is not None and bias.ndim > 1 else None
+        return facts, call
+
+    facts, calls = agreed(comm, facts_of)
+    held = _checked_rows(facts, layout)
+    shared_bias = any(f["bias_rows"] == 1 != f["rows"][0] for f in facts)
+    hosts = [f["host"] for f in facts]
+
+    def ready(rank: int) -> tuple[dict[str, Any], Schedule]:
+        call = calls[rank]
+        seqlen_q, seqlen_k = (sum(map(rows_of, held[n])) for n in ("q", "k"))
+        problem = _problem(call, seqlen_q, seqlen_k, precision)
+        share = Share(
+            rank, *call.qkv, call.options, held["q"], held["k"], problem, deterministic,
+            shared_bias,
+        )  # fmt: skip
+        if saved is None:
+            extra = None
+        else:
+            dout, out, lse, dlse = (
+                None if a is None else _own(comm, rank, n, a)
+                for n, a in zip(("dout", "out", "lse", "dlse"), saved, strict=True)
+            )
+            dout, out = (_canonical(n, a, pairs[3]) for n, a in (("dout", dout), ("out", out)))
+            found: Saved = arguments.saved_arrays(
+                "attention", problem, call.given["q"], dout, out, lse, dlse
+            )
+            extra = found, call.wanted
+        extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
+        budgets = [f["memory"] for f in facts if f["memory"] is not None]
+        how, _ = chosen(
+            method, extents, len(hosts), min(budgets, default=None), ranks_per_host(hosts)
+        )
+        _refuse_on_gpu(call, comm)
+        return {"alike": {"method": how.method}}, schedule_of(share, how, extra)
+
+    _, schedules = agreed(comm, ready)
+    results = drive(comm, schedules)
+    return {rank: (calls[rank], result) for rank, result in results.items()}, pairs
+
+
+def ranks_per_host(hosts: list[str]) -> int | None:
+    """How many neighbours share a host; None where all do, or where it is no even number."""
+    number = len(set(hosts))
+    each, rest = divmod(len(hosts), number)
+    even = not rest and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+    return each if number > 1 and even else None if number == 1 else 1
+
+
+def _refuse_on_gpu(call: _Call, comm: Communicator) -> None:
+    """Raise for what kernels cannot place in a whole call."""
+    options = call.options
+    if comm.size > 1 and is_cupy(call.qkv[0]):
+        for name in ("dropout", "score_mod", "mask_mod"):
+            if getattr(options, name):
+                raise not_yet(
+                    f"{name} over several GPUs", "kernels that are told where a part begins",
+                    "every method has it over NumPy arrays, and one GPU",
+                )  # fmt: skip
+
+
+def _problem(call: _Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:
+    """The problem of local queries and all keys, of which only the extents are there.
+
+    Lengths of queries are of the whole call: they are checked with all queries, and without the
+    options that have local rows.
+    """
+    options = call.options
+    without_rows = replace(options, bias=None, mask=None, segment_ids=None)
+    q, k, v = (
+        _extended(a, n) for a, n in zip(call.qkv, (seqlen_q, seqlen_k, seqlen_k), strict=True)
+    )
+    describe(q, k, v, without_rows, precision=precision)
+    return describe(call.qkv[0], k, v, replace(options, q_lengths=None), precision=precision)
+
+
+def _extended(array: Array, rows: int) -> Array:
+    """As an array of so many rows would look; it has one element."""
+    xp = array_module(array)
+    element = xp.empty((1,) * array.ndim, array.dtype)
+    return xp.broadcast_to(element, (*array.shape[:-2], rows, array.shape[-1]))
+
+
+def _checked_rows(facts: list[dict[str, Any]], layout: str) -> dict[str, tuple[Chunks, ...]]:
+    """Who holds which queries and keys; a ValueError on all ranks where one has other rows."""
+    held = {}
+    for i, name in enumerate(QKV):
+        rows = [f["rows"][i] for f in facts]
+        chunks = chunks_of(sum(rows), len(rows), layout)
+        expected = [rows_of(own) for own in chunks]
+        for rank, (got, right) in enumerate(zip(rows, expected, strict=True)):
+            if got != right:
+                raise wrong_value(
+                    name, f"{got} rows on rank {rank}",
+                    f"{right}, its part of {sum(rows)} rows in the {layout} layout",
+                    "cuflash.distributed.shard cuts like this",
+                )  # fmt: skip
+        held[name] = chunks
+    if held["k"] != held["v"]:
+        total = sum(map(rows_of, held["k"]))
+        raise wrong_value(
+            "v", f"{sum(map(rows_of, held['v']))} values", f"one for each of {total} keys"
+        )
+    return held
+
+
+def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
+    array = native(name, array)
+    return array_module(array).moveaxis(array, core_axes(name, array.shape, pair), (-2, -1))
+
+
+def _own(comm: Communicator, rank: int, name: str, value: Any) -> Any:
+    """A rank's own part of an argument."""
+    if not comm.in_lists:
+        return value
+    if not isinstance(value, list | tuple) or len(value) != comm.size:
+        expected = f"a list of {comm.size} arrays, one for each rank"
+        raise wrong_type(name, type(value).__name__, expected, "this process runs all ranks")
+    return value[rank]
+
+
+def _own_options(
+    comm: Communicator, rank: int, options: Any, keywords: Mapping[str, Any]
+) -> Options:
+    """A rank's options; in a list, each rank has its own."""
+    own: dict[str, Any] = dict(keywords)
+    if comm.in_lists:
+        if isinstance(options, list):
+            options = _own(comm, rank, "options", options)
+        own = {n: _own(comm, rank, n, a) if isinstance(a, list) else a for n, a in own.items()}
+    return resolve(options, own)  # type: ignore[arg-type]
+
+
+def _as_given(comm: Communicator, results: dict[int, Any]) -> Any:
+    """One result, or a list of all."""
+    return [results[rank] for rank in comm.ranks] if comm.in_lists else results[comm.ranks[0]]

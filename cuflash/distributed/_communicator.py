@@ -1,0 +1,126 @@
+"""What does a schedule ask of whatever joins the ranks, and how does it say that a rank failed?
+
+A schedule is a generator, of one rank, that yields three kinds of record. Every rank of a call
+yields the same kinds in the same order; what they hold differs.
+
+    Compute    work of this rank alone, whose result is sent back
+    Exchange   arrays to send and to receive; a ticket is sent back at once
+    Wait       for a ticket; from then on received arrays hold data, and sent ones may be changed
+
+Messages of one rank to another arrive in the order in which their exchanges list them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cuflash._arrays import Array
+
+Schedule = Generator[Any, Any, Any]
+
+
+class CommunicationError(RuntimeError):
+    """Ranks do not meet: one is dead or stuck, or does other things than the rest.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed, the same on all survivors; None where none can be named.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work of one rank; ``pairs`` of a query and a key are its size."""
+
+    run: Callable[[], Any]
+    pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Contiguous arrays to send, each to a rank, and contiguous arrays to fill, each from one."""
+
+    sends: tuple[tuple[int, Array], ...]
+    receives: tuple[tuple[int, Array], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Until the exchange of this ticket is done."""
+
+    ticket: Any
+
+
+class Communicator(Protocol):
+    """Joins ranks, one of a process or several."""
+
+    size: int
+    #: The ranks that this process runs.
+    ranks: tuple[int, ...]
+    #: Whether functions take and return a list with one array for each rank.
+    in_lists: bool
+
+    def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
+        """What every rank says, in order of ranks; ``facts`` has what own ranks say."""
+
+    def start(self, exchanges: Mapping[int, Exchange]) -> Any:
+        """Begin the exchanges of own ranks; a ticket."""
+
+    def wait(self, ticket: Any) -> None:
+        """Return when what was received can be used on the current stream."""
+
+    def on(self, rank: int) -> AbstractContextManager[Any]:
+        """Context in which a rank's device is current."""
+
+    def free_memory(self, rank: int) -> int | None:
+        """Bytes that a rank's device can still give; None where nobody has to ask."""
+
+    def close(self) -> None:
+        """Leave; other ranks that still wait for this one get a CommunicationError."""
+
+
+def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:
+    """Run the schedules of a process's ranks, each in turn up to its next exchange or wait."""
+    replies: dict[int, Any] = dict.fromkeys(schedules)
+    results: dict[int, Any] = {}
+    while len(results) < len(schedules):
+        posted: dict[int, Any] = {}
+        for rank, schedule in schedules.items():
+            with communicator.on(rank):
+                try:
+                    record = schedule.send(replies[rank])
+                    while isinstance(record, Compute):
+                        record = schedule.send(record.run())
+                    posted[rank] = record
+                except StopIteration as end:
+                    results[rank] = end.value
+        if not posted:
+            break
+        kinds = {rank: type(record).__name__ for rank, record in posted.items()}
+        if results or len(set(kinds.values())) > 1:
+            at = kinds | dict.fromkeys(results, "the end")
+            told = ", ".join(f"rank {rank} at {at[rank]}" for rank in sorted(at))
+            raise CommunicationError(f"ranks wait for each other and none can go on: {told}")
+        first = next(iter(posted.values()))
+        if isinstance(first, Exchange):
+            replies = dict.fromkeys(posted, communicator.start(posted))
+        else:
+            communicator.wait(first.ticket)
+            replies = dict.fromkeys(posted)
+    return results
+
+
+def exchanged(
+    sends: tuple[tuple[int, Array], ...], receives: tuple[tuple[int, Array], ...]
+) -> Schedule:
+    """Exchange and wait."""
+    ticket = yield Exchange(sends, receives)
+    yield Wait(ticket)

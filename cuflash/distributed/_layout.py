@@ -1,0 +1,135 @@
+"""Which rows of a sequence does each rank hold?
+
+A layout cuts a sequence into chunks of consecutive rows. Rank r of W holds, of the layout
+
+    contiguous   chunk r of W chunks
+    zigzag       chunks r and 2 W - 1 - r of 2 W chunks, which gives all ranks equal causal work
+
+Chunks begin at multiples of 16 rows where the sequence has at least 32 rows a rank: dropout groups
+its random numbers by 16. Shorter sequences are cut evenly, and a chunk may be empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import integer_value, is_integer
+
+LAYOUTS = ("contiguous", "zigzag")
+_UNIT = 16
+
+
+class Chunk(NamedTuple):
+    """Consecutive rows of a whole sequence."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+Chunks = tuple[Chunk, ...]
+
+
+def checked_layout(layout: Any) -> str:
+    """One of the names of layouts."""
+    expected = " or ".join(map(repr, LAYOUTS))
+    if not isinstance(layout, str):
+        raise wrong_type("layout", shown(layout), expected)
+    if layout not in LAYOUTS:
+        raise wrong_value("layout", shown(layout), expected)
+    return layout
+
+
+def chunks_of(length: int, size: int, layout: str) -> tuple[Chunks, ...]:
+    """The chunks of each rank that have rows, in order of position."""
+    number = size * (2 if layout == "zigzag" else 1)
+    unit = _UNIT if length >= 2 * _UNIT * size else 1
+    ends = [min(length, round(i * length / (number * unit)) * unit) for i in range(number)]
+    chunks = [Chunk(a, b) for a, b in zip(ends, [*ends[1:], length], strict=True)]
+    held: list[Chunks]
+    if layout == "zigzag":
+        held = [(chunks[r], chunks[-1 - r]) for r in range(size)]
+    else:
+        held = [(chunk,) for chunk in chunks]
+    return tuple(joined(own) for own in held)
+
+
+def joined(chunks: Chunks) -> Chunks:
+    """The same rows in order, neighbours as one chunk, without empty chunks."""
+    result: list[Chunk] = []
+    for chunk in sorted(chunk for chunk in chunks if chunk.rows):
+        if result and result[-1].stop == chunk.start:
+            result[-1] = Chunk(result[-1].start, chunk.stop)
+        else:
+            result.append(chunk)
+    return tuple(result)
+
+
+def rows_of(chunks: Chunks) -> int:
+    """How many rows the chunks have."""
+    return sum(chunk.rows for chunk in chunks)
+
+
+def places(chunks: Chunks) -> list[slice]:
+    """Where each chunk lies in an array of just these rows."""
+    ends = [0, *itertools.accumulate(chunk.rows for chunk in chunks)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def within(chunk: Chunk, holder: Chunks) -> slice:
+    """Where a chunk lies in an array of the rows ``holder``, which has it as a whole."""
+    for own, place in zip(holder, places(holder), strict=True):
+        if own.start <= chunk.start and chunk.stop <= own.stop:
+            return slice(
+                place.start + chunk.start - own.start, place.start + chunk.stop - own.start
+            )
+    raise LookupError(f"{chunk} is not in {holder}")
+
+
+def positions(length: int, rank: int, size: int, *, layout: str = "zigzag") -> np.ndarray:
+    """Positions in the whole sequence of the rows that a rank holds, in their order there.
+
+    Rotary embeddings, learned positions and losses must go by these.
+
+    Parameters
+    ----------
+    length : int
+        Rows of the whole sequence.
+    rank, size : int
+        Of how many ranks which one.
+    layout : {"zigzag", "contiguous"}
+        As in :func:`cuflash.distributed.attention`.
+
+    Returns
+    -------
+    int64 array, (rows,)
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a length or a rank that is none, or an unknown layout.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> distributed.positions(8, 1, 2)
+    array([2, 3, 4, 5])
+    >>> distributed.positions(8, 0, 2)
+    array([0, 1, 6, 7])
+    """
+    for name, value, low in (("length", length, 0), ("rank", rank, 0), ("size", size, 1)):
+        if not is_integer(value):
+            raise wrong_type(name, shown(value), "an int")
+        if integer_value(name, value, "an int") < low or (name == "rank" and value >= size):
+            expected = "a rank below size" if name == "rank" else f"an int from {low} on"
+            raise wrong_value(name, shown(value), expected)
+    held = chunks_of(length, size, checked_layout(layout))[rank]
+    return np.concatenate([np.arange(0), *(np.arange(*chunk) for chunk in held)])

@@ -1,0 +1,169 @@
+"""How is one block of a sharded call computed, as a call of one GPU with float32 results?
+
+Options speak of the whole call: bias, mask and segment ids of the local rows and all keys, lengths
+and offset of whole sequences. A block gets its part of them, an offset between its own first query
+and key, and the place from which dropout and formulas count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cuflash._api.dispatch import run_backward, run_forward
+from cuflash._arrays import Array, array_module
+from cuflash._host.scores import arithmetic
+from cuflash._problem.option_table import ARRAYS
+from cuflash._problem.options import Options
+from cuflash._problem.philox import Origin
+from cuflash._problem.problem import describe
+from cuflash._results import Saved
+from cuflash.distributed._blocks import Block, Bounds
+
+#: Options without positions: with these and bounds alone, blocks may be joined.
+_WITHOUT_POSITIONS = {"sink"}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Some of the query heads: from ``start`` to ``stop`` of ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def all(self) -> bool:
+        """Whether none is missing."""
+        return self.stop - self.start == self.total
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What blocks of one call share."""
+
+    options: Options
+    seqlen_q: int  # of the whole call
+    seqlen_k: int
+    precision: str | None
+    deterministic: bool
+    heads: Heads | None = None  # None without an axis of heads
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the options say of who sees whom by position."""
+        options = self.options
+        left, right = options.window or (None, None)
+        offset = self._offset()
+        alone = not (options.arrays.keys() - _WITHOUT_POSITIONS) and not options.dropout
+        alone = alone and options.score_mod is None and options.mask_mod is None
+        alone = alone and options.q_lengths is None and options.kv_lengths is None
+        return Bounds(
+            left, 0 if options.causal else right, offset if isinstance(offset, int) else None, alone
+        )
+
+    def forward(
+        self, block: Block, q: Array, k: Array, v: Array, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """``out`` and lse of a block, in the dtype of sums unless ``out`` is given."""
+        xp, options = array_module(q), self._options_of(block)
+        qkv = q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
+        problem = describe(*qkv, options, precision=self.precision, out=out)
+        if out is None:
+            out = xp.empty(problem.out_shape, arithmetic(problem.dtype))
+            problem = describe(*qkv, options, precision=self.precision, out=out)
+        lse = xp.empty(problem.lse_shape, problem.lse_dtype)
+        run_forward(problem, qkv, options, out, lse, origin=self._origin(block))
+        return out, lse
+
+    def backward(
+        self, block: Block, q: Array, k: Array, v: Array, saved: Saved, wanted: tuple[str, ...]
+    ) -> dict[str, Array]:
+        """What a block adds to gradients, in the dtype of sums; out and lse are of all keys."""
+        xp, options = array_module(q), self._options_of(block)
+        qkv = q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
+        problem = describe(*qkv, options, precision=self.precision)
+        dtype = arithmetic(problem.dtype)
+        shapes = {name: a.shape for name, a in options.arrays.items()} | {"scale": ()}
+        shapes |= {name: a.shape for name, a in zip("qkv", qkv, strict=True)}
+        gradients = {n: xp.empty(shapes[n], dtype) for n in wanted if n in shapes}
+        rows = block.rows
+        of_rows = Saved(
+            saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows],
+            None if saved.dlse is None else saved.dlse[..., rows],
+        )  # fmt: skip
+        run_backward(
+            problem, qkv, options, of_rows, gradients,
+            origin=self._origin(block), deterministic=self.deterministic,
+        )  # fmt: skip
+        return gradients
+
+    def rows_and_keys(self, name: str, block: Block, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Index of a block's part in an option's array of this shape."""
+        core = ARRAYS[name][1]
+        index: list[Any] = [slice(None)] * len(shape)
+        first = block.first_key
+        columns = slice(first, first + block.keys.stop - block.keys.start)
+        for axis, of in zip(range(-len(core), 0), core, strict=True):
+            if shape[axis] != 1:
+                index[axis] = block.rows if of == "m" else columns
+        heads = -len(core) - 1
+        if self.heads is not None and -heads <= len(shape) and shape[heads] != 1:
+            index[heads] = slice(self.heads.start, self.heads.stop)
+        return tuple(index)
+
+    def _options_of(self, block: Block) -> Options:
+        options = self.options
+        changes: dict[str, Any] = {}
+        for name, array in options.arrays.items():
+            part = array[self.rows_and_keys(name, block, array.shape)]
+            option = ARRAYS[name][0]
+            changes[option.name] = (
+                (*changes.get(option.name, ()), part) if len(option.arrays) > 1 else part
+            )
+        if "sink" in changes and not block.with_sink:
+            changes["sink"] = None
+        for name, first, extent in (
+            ("q_lengths", block.first_query, block.rows.stop - block.rows.start),
+            ("kv_lengths", block.first_key, block.keys.stop - block.keys.start),
+        ):
+            length = changes.get(name, getattr(options, name))
+            if isinstance(length, int):
+                changes[name] = min(max(length - first, 0), extent)
+            elif length is not None:
+                changes[name] = array_module(length).clip(
+                    length.astype(np.int64) - first, 0, extent
+                )
+        changes |= {"causal": False, "window": None, "offset": None}
+        if block.bounded:
+            changes |= {"causal": bool(options.causal), "window": options.window}
+        if block.bounded or options.alibi_slopes is not None:
+            changes["offset"] = self._offset(block) + block.first_query - block.first_key
+        return replace(options, **changes)
+
+    def _offset(self, block: Block | None = None) -> Any:
+        """Of the whole call: an int, or an array of entries (of own heads, for a block)."""
+        options = self.options
+
+        def own(value: Any, name: str) -> Any:
+            if isinstance(value, int) or block is None:
+                return value
+            own_heads = value[self.rows_and_keys(name, block, value.shape)]
+            return own_heads.astype(np.int64)
+
+        if options.causal == "top_left":
+            return 0
+        if options.offset is not None:
+            return own(options.offset, "offset")
+        q_length = self.seqlen_q if options.q_lengths is None else options.q_lengths
+        kv_length = self.seqlen_k if options.kv_lengths is None else options.kv_lengths
+        return own(kv_length, "kv_lengths") - own(q_length, "q_lengths")
+
+    def _origin(self, block: Block) -> Origin:
+        heads = self.heads
+        if heads is None or heads.all:
+            return Origin(0, 0, block.first_query, block.first_key)
+        elsewhere = heads.total - (heads.stop - heads.start)
+        return Origin(heads.start, elsewhere, block.first_query, block.first_key)

@@ -1,0 +1,136 @@
+"""How is a whole array cut among ranks, and put together again?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array, array_module, native
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import integer_value, is_integer
+from cuflash.distributed._communicator import Communicator, Schedule, Wait, drive
+from cuflash.distributed._handshake import agreed
+from cuflash.distributed._layout import (
+    checked_layout,
+    chunks_of,
+    joined,
+    positions,
+    rows_of,
+)
+from cuflash.distributed._share import gathering, rows_back, rows_first
+
+
+def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
+    """The rows of a whole array that a rank holds. Nothing is sent: every rank has the array.
+
+    Parameters
+    ----------
+    x : array
+        The same on every rank.
+    comm : communicator
+        As in :func:`attention`; one of several ranks in this process gives a list.
+    layout : {"zigzag", "contiguous"}
+        Which rows a rank holds.
+    axis : int
+        The axis of the sequence.
+
+    Returns
+    -------
+    array
+        A copy, on the rank's device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an axis that is none, or an unknown layout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import distributed
+    >>> parts = distributed.shard(np.arange(8), comm=distributed.simulated(2), axis=0)
+    >>> parts[0]
+    array([0, 1, 6, 7])
+    """
+    layout, array = checked_layout(layout), native("x", x)
+    axis = _checked_axis(axis, array)
+    parts = {}
+    for rank in comm.ranks:
+        own = positions(array.shape[axis], rank, comm.size, layout=layout)
+        with comm.on(rank):
+            xp = array_module(array)
+            parts[rank] = xp.take(array, xp.asarray(own), axis=axis)
+    return list(parts.values()) if comm.in_lists else parts[comm.ranks[0]]
+
+
+def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2) -> Any:
+    """The whole array, on every rank, from the rows that each holds.
+
+    Parameters
+    ----------
+    x : array
+        The rank's rows; a list for several ranks in this process.
+    comm, layout, axis
+        As in :func:`shard`.
+
+    Returns
+    -------
+    array
+        Whole; a list for several ranks in this process.
+
+    Raises
+    ------
+    TypeError, ValueError, CommunicationError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import distributed
+    >>> comm = distributed.simulated(2)
+    >>> parts = distributed.shard(np.arange(8), comm=comm, axis=0)
+    >>> distributed.unshard(parts, comm=comm, axis=0)[1]
+    array([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    layout = checked_layout(layout)
+
+    def facts_of(rank: int) -> tuple[dict[str, Any], Array]:
+        array = native("x", x[rank] if comm.in_lists else x)
+        own_axis = _checked_axis(axis, array)
+        others = list(array.shape)
+        rows = others.pop(own_axis)
+        alike = {"function": "unshard", "layout": layout, "axis": own_axis}
+        alike |= {"x without rows": f"{array.dtype} {others}"}
+        return {"alike": alike, "rows": rows}, array
+
+    facts, arrays = agreed(comm, facts_of)
+    rows = [f["rows"] for f in facts]
+    held = chunks_of(sum(rows), comm.size, layout)
+    for rank, (got, own) in enumerate(zip(rows, held, strict=True)):
+        if got != rows_of(own):
+            expected = f"{rows_of(own)}, its part of {sum(rows)} rows in the {layout} layout"
+            raise wrong_value("x", f"{got} rows on rank {rank}", expected)
+
+    def schedule(rank: int) -> Schedule:
+        wire = rows_first(arrays[rank], axis)
+        everything = joined(tuple(c for own in held for c in own))
+        ticket, (whole,) = yield from gathering(
+            rank, range(comm.size), held, everything, lambda _: (wire,)
+        )
+        if ticket is not None:
+            yield Wait(ticket)
+        return rows_back(whole, axis)
+
+    results = drive(comm, {rank: schedule(rank) for rank in comm.ranks})
+    return list(results.values()) if comm.in_lists else results[comm.ranks[0]]
+
+
+def _checked_axis(axis: Any, array: Array) -> int:
+    """The axis, counted from the front."""
+    if not is_integer(axis):
+        raise wrong_type("axis", shown(axis), "an int")
+    axis = integer_value("axis", axis, "an int")
+    if not -array.ndim <= axis < array.ndim:
+        raise wrong_value("axis", axis, f"an axis of an array of {array.ndim}")
+    return int(np.arange(array.ndim)[axis])

@@ -1,0 +1,264 @@
+"""How do keys go round a ring of groups, with the heads of a group's ranks exchanged?
+
+With ``across`` ranks in a group, W of them in all: 1 is the ring (Liu et al. 2023), W is Ulysses
+(Jacobs et al. 2023), what lies between is their product, USP (Fang and Zhao 2024). Ranks of a group
+are neighbours: they collect all rows of the group for a part of the heads each. Keys and values
+then go from group to group, and float32 parts are merged. In the gradient keys and values go round
+again, followed by their gradients in float32, which a block's part joins once both are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cuflash._arrays import Array, Triple, rounded
+from cuflash._problem.options import Options, with_arrays
+from cuflash._results import Saved
+from cuflash.distributed._blocks import Block, blocks_of
+from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
+from cuflash.distributed._layout import Chunks, joined, rows_of
+from cuflash.distributed._parts import Heads, Parts
+from cuflash.distributed._share import (
+    KV,
+    OptionGradients,
+    Share,
+    gathering,
+    returning,
+    rows_back,
+    rows_first,
+)
+from cuflash.distributed._sums import Merged, added
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A rank's place: its group of ``across`` neighbours, and the ring of its peers in groups."""
+
+    share: Share
+    across: int
+
+    @property
+    def number(self) -> int:
+        """Of its group."""
+        return self.share.rank // self.across
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return self.share.size // self.across
+
+    @property
+    def group(self) -> range:
+        """Ranks of its group."""
+        return range(self.number * self.across, (self.number + 1) * self.across)
+
+    def peer(self, number: int) -> int:
+        """The rank at its own place in another group."""
+        return number % self.groups * self.across + self.share.rank % self.across
+
+    def rows(self, chunks: tuple[Chunks, ...], number: int) -> Chunks:
+        """All rows of a group, in order."""
+        first = number % self.groups * self.across
+        return joined(tuple(c for own in chunks[first : first + self.across] for c in own))
+
+    def heads(self, rank: int) -> Heads | None:
+        """The query heads that a rank computes."""
+        total = self.share.num_heads
+        if self.across == 1 or total is None:
+            return self.share.all_heads()
+        each, place = total // self.across, rank % self.across
+        return Heads(place * each, (place + 1) * each, total)
+
+    def own_heads(self, rank: int, like: str) -> Any:
+        """Index, in an array with its rows first like q, k or lse, of the heads that a rank needs.
+
+        Keys without an axis of heads, or with one head, all ranks need.
+        """
+        heads = self.heads(rank)
+        if heads is None or self.across == 1:
+            return ...
+        own = self.share.kv_heads(heads) if like == "k" else slice(heads.start, heads.stop)
+        if own is None or own == slice(None):
+            return ...
+        return (..., own) if like == "lse" else (..., own, slice(None))
+
+    def collected(self, *arrays: Array, like: str = "q") -> Schedule:
+        """Rows of the group for own heads, rows first; of arrays like q (out, dout), k or lse."""
+        axis = -1 if like == "lse" else -2
+        wires = [rows_first(a, axis) for a in arrays]
+
+        def part_for(other: int) -> tuple[Array, ...]:
+            if self.across == 1:
+                return tuple(wires)
+            index = self.own_heads(other, like)
+            return tuple(self.share.xp.ascontiguousarray(w[index]) for w in wires)
+
+        chunks = self.share.keys if like == "k" else self.share.queries
+        holder = self.rows(chunks, self.number)
+        ticket, found = yield from gathering(self.share.rank, self.group, chunks, holder, part_for)
+        if ticket is not None:
+            yield Wait(ticket)
+        return found
+
+    def distributed(self, array: Array, shape: tuple[int, ...], like: str = "q") -> Schedule:
+        """Own rows of all heads: canonical, of ``shape``; parts of shared keys are summed.
+
+        ``array`` has the rows of the group first, for own heads.
+        """
+        share, xp = self.share, self.share.xp
+        axis = -1 if like == "lse" else -2
+        if self.across == 1:
+            return rows_back(array, axis)
+        chunks = share.keys if like == "k" else share.queries
+        holder = self.rows(chunks, self.number)
+        result = xp.zeros(shape, array.dtype)
+        wide = rows_first(result, axis)
+
+        def room_of(other: int) -> Array:
+            return xp.empty(wide[self.own_heads(other, like)].shape, array.dtype)
+
+        ticket, came = yield from returning(
+            share.rank, self.group, chunks, holder, xp.ascontiguousarray(array), room_of
+        )
+        yield Wait(ticket)
+        for other in self.group:
+            wide[self.own_heads(other, like)] += came[other]
+        return rows_back(wide, axis)
+
+    def options(self) -> Schedule:
+        """Options of the group's rows: ids of segments are collected."""
+        ids = self.share.options.arrays.get("segment_ids_q")
+        if self.across == 1 or ids is None or ids.shape[-1] == 1 != self.share.q.shape[-2]:
+            return self.share.options
+        wire, chunks = rows_first(ids, -1), self.share.queries
+        holder = self.rows(chunks, self.number)
+        ticket, (found,) = yield from gathering(
+            self.share.rank, self.group, chunks, holder, lambda _: (wire,)
+        )
+        yield Wait(ticket)
+        arrays = self.share.options.arrays | {"segment_ids_q": rows_back(found, -1)}
+        options: Options = with_arrays(self.share.options, arrays)
+        return options
+
+
+def _next(grid: _Grid, arrays: tuple[Array, ...], source: int) -> Schedule:
+    """Send arrays on to the next group, and begin to receive those of the group before ``source``.
+
+    Returns a ticket and what will have come.
+    """
+    rows = rows_of(grid.rows(grid.share.keys, source - 1))
+    coming = tuple(grid.share.xp.empty((rows, *a.shape[1:]), a.dtype) for a in arrays)
+    ahead, behind = grid.peer(grid.number + 1), grid.peer(grid.number - 1)
+    ticket = yield Exchange(tuple((ahead, a) for a in arrays), tuple((behind, a) for a in coming))
+    return ticket, coming
+
+
+def forward(share: Share, across: int) -> Schedule:
+    """``out`` and lse of own rows, canonical, in the dtypes of results."""
+    grid, xp, problem = _Grid(share, across), share.xp, share.problem
+    options = yield from grid.options()
+    (q,) = yield from grid.collected(share.q)
+    kv = yield from grid.collected(share.k, share.v, like="k")
+    heads = grid.heads(share.rank)
+    parts, q = share.parts(heads, options), rows_back(q)
+    queries = grid.rows(share.queries, grid.number)
+    batch = problem.batch_shape
+    if heads is not None:
+        batch = (*batch[:-1], heads.stop - heads.start)
+    lse_shape = (*batch, rows_of(queries))
+    merged = Merged(xp, (*lse_shape, problem.head_dim_v), lse_shape, share.sums_dtype)
+
+    def compute(block: Block, k: Array, v: Array) -> None:
+        merged.add(block.rows, *parts.forward(block, q, rows_back(k), rows_back(v)))
+
+    for step in range(grid.groups):
+        source, ticket = grid.number - step, None
+        if step + 1 < grid.groups:
+            ticket, coming = yield from _next(grid, kv, source)
+        has_sink = step == 0 and "sink" in share.options.arrays
+        keys = grid.rows(share.keys, source)
+        for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
+            yield Compute(partial(compute, block, *kv), block.pairs)
+        if ticket is not None:
+            yield Wait(ticket)
+            kv = coming
+    out = rows_first(rounded(merged.out, problem.dtype))
+    shape = (*problem.batch_shape, share.q.shape[-2])
+    out = yield from grid.distributed(out, (*shape, problem.head_dim_v))
+    lse = yield from grid.distributed(rows_first(merged.lse, -1), shape, "lse")
+    return out, lse
+
+
+def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
+    """Gradients of own rows, canonical, and of options, by name."""
+    grid, xp = _Grid(share, across), share.xp
+    options = yield from grid.options()
+    (q,) = yield from grid.collected(share.q)
+    kv = yield from grid.collected(share.k, share.v, like="k")
+    dout, out = yield from grid.collected(saved.dout, saved.out)
+    rows = [saved.lse] if saved.dlse is None else [saved.lse, saved.dlse]
+    rows = yield from grid.collected(*rows, like="lse")
+    of_group = Saved(rows_back(dout), rows_back(out), *(rows_back(a, -1) for a in rows))
+    parts, q = share.parts(grid.heads(share.rank), options), rows_back(q)
+    queries = grid.rows(share.queries, grid.number)
+    of_options = OptionGradients(share, wanted)
+    dq = xp.zeros(q.shape, share.sums_dtype)
+    names = [n for n in KV if n in wanted]
+    sent: tuple[Array, ...] = ()
+    travelling = None
+    for step in range(grid.groups):
+        source, ticket = grid.number - step, None
+        if step + 1 < grid.groups:
+            ticket, coming = yield from _next(grid, kv, source)
+        given = dict(zip(KV, kv, strict=True))
+        own = {n: xp.zeros(given[n].shape, share.sums_dtype) for n in names}
+        keys = grid.rows(share.keys, source)
+        has_sink = step == 0 and "sink" in share.options.arrays
+        for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
+            work = partial(
+                _block_gradients, parts, block, (q, *map(rows_back, kv)), of_group, wanted, dq, own,
+                of_options,
+            )  # fmt: skip
+            yield Compute(work, block.pairs)
+        if travelling is not None:
+            yield Wait(travelling)
+            for a, arrived in zip(own.values(), sent, strict=True):
+                a += arrived
+        sent = tuple(own.values())
+        if grid.groups > 1 and names:
+            travelling, sent = yield from _next(grid, sent, source)
+        if ticket is not None:
+            yield Wait(ticket)
+            kv = coming
+    if travelling is not None:
+        yield Wait(travelling)
+    result = {}
+    if "q" in wanted:
+        dq = rows_first(rounded(dq, share.q.dtype))
+        result["q"] = yield from grid.distributed(dq, share.q.shape)
+    for name, array in zip(names, sent, strict=True):
+        like = getattr(share, name)
+        found = yield from grid.distributed(array, like.shape, "k")
+        result[name] = rounded(found, like.dtype)
+    return result | (yield from of_options.finished())
+
+
+def _block_gradients(
+    parts: Parts,
+    block: Block,
+    qkv: Triple,
+    saved: Saved,
+    wanted: tuple[str, ...],
+    dq: Array,
+    dkv: dict[str, Array],
+    of_options: OptionGradients,
+) -> None:
+    """Add a block's gradients to ``dq``, to ``dkv``, which have their rows first, and the rest."""
+    gradients = parts.backward(block, *qkv, saved, wanted)
+    if "q" in gradients:
+        added(dq[..., block.rows, :], gradients["q"])
+    for name, array in dkv.items():
+        added(rows_back(array)[..., block.keys, :], gradients[name])
+    of_options.add(parts, block, gradients)

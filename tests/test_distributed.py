@@ -1,0 +1,426 @@
+"""Is attention of a sharded sequence the attention of the whole, for every method and option?"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from cuflash import distributed, reference
+from cuflash._problem.option_table import FIELDS
+from cuflash.distributed._blocks import Bounds, blocks_of
+from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
+from cuflash.distributed._layout import LAYOUTS, chunks_of, rows_of
+from cuflash.distributed._traffic import Extents, candidates
+from support.budget import Budget
+from support.problems import Call
+
+METHODS = ("all_gather", "ring", "ulysses", "usp")
+QKV = ("q", "k", "v")
+BATCH, HEADS, HEADS_KV, D, D_V = 2, 4, 2, 8, 6
+
+
+class Shards:
+    """Cuts arguments of a whole call among simulated ranks, and joins results."""
+
+    def __init__(self, size: int, layout: str, method: str) -> None:
+        self.comm = distributed.simulated(size)
+        self.how = {"comm": self.comm, "layout": layout, "method": method}
+
+    def cut(self, array, axis=-2):
+        layout = self.how["layout"]
+        return distributed.shard(array, comm=self.comm, layout=layout, axis=axis)
+
+    def whole(self, parts, axis=-2):
+        layout = self.how["layout"]
+        found = distributed.unshard(parts, comm=self.comm, layout=layout, axis=axis)
+        assert all(np.array_equal(found[0], other, equal_nan=True) for other in found)
+        return found[0]
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """With the rows of each rank where an option has rows."""
+        own = dict(options)
+        for name in ("bias", "mask"):
+            if name in own and own[name].shape[-2] != 1:
+                own[name] = self.cut(own[name])
+        if "segment_ids" in own:
+            of_queries, of_keys = own["segment_ids"]
+            own["segment_ids"] = [(ids, of_keys) for ids in self.cut(of_queries, -1)]
+        return own
+
+    def forward(self, q, k, v, **options):
+        own = self.options(options)
+        return distributed.attention(*map(self.cut, (q, k, v)), return_lse=True, **own, **self.how)
+
+    def gradients(self, dout, q, k, v, results, wrt, dlse=None, **options):
+        parts = distributed.attention_backward(
+            *map(self.cut, (dout, q, k, v)), [r.out for r in results], [r.lse for r in results],
+            dlse=None if dlse is None else self.cut(dlse, -1), wrt=wrt,
+            **self.options(options), **self.how,
+        )  # fmt: skip
+        found = {}
+        for name in wrt:
+            own = [getattr(part, FIELDS[name]) for part in parts]
+            rows = name in QKV or (name == "bias" and options["bias"].shape[-2] != 1)
+            found[name] = self.whole(own) if rows else own[0]
+            assert rows or all(np.array_equal(own[0], other) for other in own)
+        return found
+
+
+def drawn(seed, seqlen_q, seqlen_k, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((BATCH, HEADS, seqlen_q, D)).astype(dtype)
+    k = rng.standard_normal((BATCH, HEADS_KV, seqlen_k, D)).astype(dtype)
+    v = rng.standard_normal((BATCH, HEADS_KV, seqlen_k, D_V)).astype(dtype)
+    dout = rng.standard_normal((BATCH, HEADS, seqlen_q, D_V)).astype(dtype)
+    return rng, q, k, v, dout
+
+
+def formulas():
+    """Of positions, heads and entries in the whole call."""
+    wave = cuflash.ScoreMod(
+        "score + amp[h] * sinf(q - 2 * k + b)", grad="1.0f", arrays={"amp": np.arange(4.0)},
+        host=lambda score, b, h, q, k, amp: score + amp[h] * np.sin(q - 2 * k + b),
+        host_grad=lambda score, b, h, q, k, amp: np.ones_like(score),
+    )  # fmt: skip
+    stripes = cuflash.MaskMod("(q + k + h) % 3 > 0", host=lambda b, h, q, k: (q + k + h) % 3 > 0)
+    return {"score_mod": wave, "mask_mod": stripes}
+
+
+OPTIONS: dict[str, Any] = {
+    "full": lambda rng, m, n: {},
+    "causal": lambda rng, m, n: {"causal": True},
+    "top left": lambda rng, m, n: {"causal": "top_left", "softcap": 2.0, "scale": 0.3},
+    "window": lambda rng, m, n: {"window": (7, 2), "sink": rng.standard_normal(HEADS)},
+    "offsets": lambda rng, m, n: {
+        "window": (5, None), "offset": rng.integers(-9, 9, (BATCH, 1)), "causal": True,
+        "alibi_slopes": rng.random(HEADS),
+    },
+    "lengths": lambda rng, m, n: {
+        "causal": True, "q_lengths": rng.integers(0, m + 1, (BATCH, 1)),
+        "kv_lengths": rng.integers(0, n + 1, (BATCH, 1)), "sink": rng.standard_normal(HEADS),
+    },
+    "one length": lambda rng, m, n: {"causal": True, "q_lengths": m - 1, "kv_lengths": n // 2},
+    "segments": lambda rng, m, n: {
+        "segment_ids": (rng.integers(0, 2, (BATCH, 1, m)), rng.integers(0, 2, n)),
+    },
+    "pairs": lambda rng, m, n: {
+        "bias": rng.standard_normal((HEADS, m, n)), "mask": rng.random((m, n)) > 0.3,
+        "causal": True, "sink": rng.standard_normal(HEADS),
+    },
+    "row of bias": lambda rng, m, n: {"bias": rng.standard_normal((1, n)), "causal": True},
+    "dropout": lambda rng, m, n: {"dropout": 0.3, "seed": 5, "causal": True},
+    "formulas": lambda rng, m, n: formulas(),
+}  # fmt: skip
+EXTENTS = ((13, 22), (3, 5), (150, 140))
+
+
+def cannot(method, name):
+    return method in ("ulysses", "usp") and name in ("pairs", "row of bias")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(m, n) for m in METHODS for n in OPTIONS if not cannot(m, n)]
+)
+def test_every_option_has_the_meaning_of_one_gpu(method, name):
+    """In float64, forward and every gradient, ragged lengths, queries and keys of other numbers."""
+    for number, (seqlen_q, seqlen_k) in enumerate(EXTENTS):
+        rng, q, k, v, dout = drawn(number, seqlen_q, seqlen_k)
+        options = OPTIONS[name](rng, seqlen_q, seqlen_k) | {"enable_gqa": True}
+        wrt = tuple(n for n in FIELDS if n in (*QKV, "scale", *options))
+        dlse = rng.standard_normal(q.shape[:-1])
+        truth = reference.attention(q, k, v, return_lse=True, **options)
+        right = reference.attention_backward(dout, q, k, v, dlse=dlse, wrt=wrt, **options)
+        shards = Shards(4, LAYOUTS[(number + len(name)) % 2], method)
+        results = shards.forward(q, k, v, **options)
+        found = shards.gradients(dout, q, k, v, results, wrt, dlse, **options)
+        np.testing.assert_allclose(shards.whole([r.out for r in results]), truth.out, atol=1e-12)
+        lse = shards.whole([r.lse for r in results], -1)
+        np.testing.assert_allclose(lse, truth.lse, atol=1e-12)
+        for wanted in wrt:
+            expected = getattr(right, FIELDS[wanted])
+            np.testing.assert_allclose(found[wanted], expected, atol=1e-10, err_msg=wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks(layout, method, size):
+    """Heads for as many ranks as there are; 16 ranks share the 8 key/value heads of 16."""
+    if method == "usp" and size in (2, 3, 5):
+        with pytest.raises(NotImplementedError, match=r"'usp' cannot serve .* ranks"):
+            Shards(size, layout, method).forward(*[np.ones((size, 4, 2))] * 3)
+        return
+    rng = np.random.default_rng(size)
+    rows = 37
+    q, dout = rng.standard_normal((2, size, rows, 4))
+    k, v = rng.standard_normal((2, size if size < 16 else 8, rows, 4))
+    options = {"causal": True, "enable_gqa": True}
+    truth = reference.attention(q, k, v, **options)
+    right = reference.attention_backward(dout, q, k, v, **options)
+    shards = Shards(size, layout, method)
+    results = shards.forward(q, k, v, **options)
+    found = shards.gradients(dout, q, k, v, results, QKV, **options)
+    np.testing.assert_allclose(shards.whole([r.out for r in results]), truth, atol=1e-12)
+    for name in QKV:
+        np.testing.assert_allclose(found[name], getattr(right, FIELDS[name]), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, bfloat16, np.float16], ids=lambda d: np.dtype(d).name
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_error_budget_and_bits(method, dtype):
+    """Within what one device may err by; the same bits in a second run."""
+    _, q, k, v, dout = drawn(9, 192, 192, dtype)
+    options = {"causal": True, "enable_gqa": True}
+    shards = Shards(4, "zigzag", method)
+    results = shards.forward(q, k, v, **options)
+    found = shards.gradients(dout, q, k, v, results, QKV, **options)
+    out, lse = (shards.whole([r[i] for r in results], axis) for i, axis in ((0, -2), (1, -1)))
+    budget = Budget(Call(q, k, v, dout, options=options))
+    budget.check_forward(out, lse)
+    budget.check_backward(found, given=(out, lse))
+    again = shards.forward(q, k, v, **options)
+    assert all(a.out.tobytes() == b.out.tobytes() for a, b in zip(results, again, strict=True))
+    for name, array in shards.gradients(dout, q, k, v, results, QKV, **options).items():
+        assert array.dtype == dtype
+        assert array.tobytes() == found[name].tobytes()
+
+
+@pytest.mark.parametrize("name", distributed.__all__)
+def test_docstrings(name):
+    """They have an example that runs, and describe each parameter."""
+    found = getattr(distributed, name)
+    if inspect.isclass(found):
+        return
+    text = inspect.getdoc(found)
+    for section in ("Parameters", "Returns", "Raises", "Examples"):
+        assert f"{section}\n---" in text
+    for parameter in inspect.signature(found).parameters:
+        assert re.search(rf"\b{parameter}\b", text), parameter
+    tests = doctest.DocTestFinder(recurse=False).find(found, name, globs={})
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert [runner.run(test).failed for test in tests] == [0]
+
+
+@pytest.mark.parametrize("axes", [[(-3, -1)] * 4, [(-1, -2), (-2, -1), (0, 1), (-3, -1)]])
+def test_axes(axes):
+    """Any axes order; results and gradients in that of the caller."""
+    rng = np.random.default_rng(1)
+    pairs = dict(zip(("q", "k", "v", "out"), axes, strict=True))
+    canonical = dict(zip(("q", "k", "v"), rng.standard_normal((3, 3, 4, 20, 6)), strict=True))
+    given = {n: np.moveaxis(a, (-2, -1), pairs[n]) for n, a in canonical.items()}
+    comm = distributed.simulated(2)
+    parts = [distributed.shard(a, comm=comm, axis=pairs[n][0]) for n, a in given.items()]
+    out, pullback = distributed.attention_vjp(*parts, comm=comm, axes=axes, causal=True)
+    whole = distributed.unshard(out, comm=comm, axis=pairs["out"][0])[0]
+    np.testing.assert_allclose(whole, reference.attention(*given.values(), axes=axes, causal=True))
+    right = reference.attention_backward(whole, *given.values(), axes=axes, causal=True)
+    for name in QKV:
+        found = [getattr(g, FIELDS[name]) for g in pullback(out)]
+        found = distributed.unshard(found, comm=comm, axis=pairs[name][0])[0]
+        np.testing.assert_allclose(found, getattr(right, FIELDS[name]), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_shared_keys_and_mixed_dtypes(method):
+    """Keys without the batch axes of queries; gradients have their shapes and dtypes."""
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((3, 2, 24, 4)).astype(bfloat16)
+    k, v = rng.standard_normal((2, 2, 30, 4)).astype(np.float32)
+    shards = Shards(4, "zigzag", method)
+    results = shards.forward(q, k, v)
+    out = shards.whole([r.out for r in results])
+    np.testing.assert_allclose(out, reference.attention(q, k, v), atol=1e-5)
+    found = shards.gradients(out, q, k, v, results, QKV)
+    right = reference.attention_backward(out, q, k, v)
+    for name, given in (("q", q), ("k", k), ("v", v)):
+        assert (found[name].shape, found[name].dtype) == (given.shape, given.dtype)
+        tolerance = {"rtol": 1e-2 if name == "q" else 1e-4, "atol": 1e-4}
+        expected = getattr(right, FIELDS[name])
+        np.testing.assert_allclose(found[name].astype(float), expected, **tolerance)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_queries_that_all_heads_share(method):
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((24, 4)), *rng.standard_normal((2, 3, 24, 4))
+    shards = Shards(4, "zigzag", method)
+    results = shards.forward(q, k, v, causal=True)
+    out = shards.whole([r.out for r in results])
+    np.testing.assert_allclose(out, reference.attention(q, k, v, causal=True), atol=1e-12)
+    found = shards.gradients(out, q, k, v, results, QKV, causal=True)
+    right = reference.attention_backward(out, q, k, v, causal=True)
+    for name in QKV:
+        np.testing.assert_allclose(found[name], getattr(right, FIELDS[name]), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [4, 8])
+def test_bytes_are_those_of_the_formulae(method, size):
+    """What `explain` tells is what is sent; of the formulae in the module's first lines, too."""
+    heads, heads_kv, rows = 16, 8, 16
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((heads, size * rows, D)).astype(np.float32)
+    k, v = rng.standard_normal((2, heads_kv, size * rows, D)).astype(np.float32)
+    extents = Extents(
+        size * rows, size * rows, (heads, D), (heads_kv, D), (heads_kv, D), (heads, D), q.dtype
+    )
+    own = next(c for c in candidates(extents, size) if c.method == method)
+    shards = Shards(size, "zigzag", method)
+    results = shards.forward(q, k, v, enable_gqa=True)
+    forward = sum(shards.comm.sent.values())
+    cut = [shards.cut(a) for a in (q, k, v)]
+    outs, lses = [r.out for r in results], [r.lse for r in results]
+    shards.comm.sent.clear()
+    distributed.attention_backward(outs, *cut, outs, lses, enable_gqa=True, **shards.how)
+    gradient = sum(shards.comm.sent.values())
+    assert (forward, gradient) == (own.forward_bytes, own.backward_bytes)
+    keys = 2 * rows * heads_kv * D * 4  # of a rank, in float32 as their gradients
+    if method in ("all_gather", "ring"):
+        assert forward == size * (size - 1) * keys
+        home = size if method == "ring" else size - 1
+        assert gradient == forward + size * home * keys
+    if method == "ulysses":
+        sent = rows * D * 4 * (2 * heads + 2 * heads_kv) + rows * heads * 4
+        assert forward == (size - 1) * sent
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_zigzag_gives_all_ranks_equal_causal_work(size):
+    bounds = Bounds(None, 0, 0, alone=True)
+
+    def work(layout):
+        held = chunks_of(64 * size, size, layout)
+        return [sum(b.pairs for own in held for b in blocks_of(held[rank], own, bounds))
+                for rank in range(size)]  # fmt: skip
+
+    assert len(set(work("zigzag"))) == 1
+    contiguous = work("contiguous")
+    assert max(contiguous) / np.mean(contiguous) == pytest.approx(2 - 1 / size)
+    held = chunks_of(64 * size, size, "zigzag")
+    assert all(len(blocks_of(held[0], own, bounds)) == 1 for own in held)  # one launch a step
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [0, 1, 5, 64, 100, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_layouts_cover_every_row_once(size, length, layout):
+    held = chunks_of(length, size, layout)
+    found = np.concatenate(
+        [distributed.positions(length, rank, size, layout=layout) for rank in range(size)]
+    )
+    np.testing.assert_array_equal(np.sort(found), np.arange(length))
+    assert [rows_of(own) for own in held] == [
+        len(distributed.positions(length, rank, size, layout=layout)) for rank in range(size)
+    ]
+    if length >= 32 * size:
+        assert all(c.start % 16 == 0 for own in held for c in own)
+    x = np.random.default_rng(0).standard_normal((2, length))
+    comm = distributed.simulated(size)
+    parts = distributed.shard(x, comm=comm, layout=layout, axis=1)
+    for whole in distributed.unshard(parts, comm=comm, layout=layout, axis=1):
+        np.testing.assert_array_equal(whole, x)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ulysses", "usp"])
+def test_what_a_method_cannot_do_names_one_that_can(method):
+    rng, q, k, v, _ = drawn(0, 16, 16)
+    for name in ("pairs", "row of bias"):
+        options = OPTIONS[name](rng, 16, 16)
+        with pytest.raises(NotImplementedError, match="'all_gather' and 'ring' can"):
+            Shards(4, "zigzag", method).forward(q, k, v, enable_gqa=True, **options)
+    three = rng.standard_normal((3, 3, 16, 4))
+    with pytest.raises(NotImplementedError, match="3 query heads, which"):
+        Shards(4, "zigzag", method).forward(*three)
+
+
+def test_heads_that_ranks_cannot_share():
+    """Six ranks with two of twelve heads each: the third needs key/value heads 1 and 2 of 4."""
+    q, kv = np.ones((12, 16, 4)), np.ones((4, 16, 4))
+    with pytest.raises(NotImplementedError, match="4 key/value heads, which 6 ranks cannot share"):
+        Shards(6, "zigzag", "ulysses").forward(q, kv, kv, enable_gqa=True)
+    with pytest.raises(NotImplementedError, match="1 query heads"):
+        Shards(2, "zigzag", "ulysses").forward(*[np.ones((16, 4))] * 3)
+
+
+def test_ranks_that_make_different_calls():
+    comm, x = distributed.simulated(2), [np.ones((8, 4))] * 2
+    wrong = [np.ones((9, 4)), np.ones((7, 4))]
+    for call, message in (
+        (
+            {"options": [cuflash.Options(causal=True), cuflash.Options()]},
+            "causal: got False on rank 1",
+        ),
+        ({"scale": [0.5, 0.25]}, "scale: got 0.25 on rank 1, expected 0.5 as on rank 0"),
+        ({"kv_lengths": [np.array(3), np.array(4)]}, "kv_lengths: got"),
+        ({"layout": "striped"}, "layout: got 'striped', expected 'contiguous' or 'zigzag'"),
+        ({"method": 1}, "method: got 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            distributed.attention(x, x, x, comm=comm, **call)
+    with pytest.raises(
+        ValueError, match="q: got 9 rows on rank 0, expected 8, its part of 16 rows"
+    ):
+        distributed.attention(wrong, x, x, comm=comm)
+    with pytest.raises(TypeError, match="k: got ndarray, expected a list of 2 arrays"):
+        distributed.attention(x, np.ones((8, 4)), x, comm=comm)
+    with pytest.raises(ValueError, match="q_lengths: got 17, expected a length from 0 to 16"):
+        distributed.attention(x, x, x, comm=comm, q_lengths=17)
+    assert comm.sent == Counter()
+
+
+def racing(rank, size):
+    a, b = np.ones(4), np.empty(4)
+    ticket = yield Exchange((((rank + 1) % size, a),), (((rank - 1) % size, b),))
+    a += 1
+    yield Wait(ticket)
+
+
+def stale(rank, size):
+    b = np.empty(4)
+    sends = (((rank + 1) % size, np.ones(4)),)
+    ticket = yield Exchange(sends, (((rank - 1) % size, b),))
+    early = yield Compute(lambda: float(b.sum()))
+    yield Wait(ticket)
+    return early, float(b.sum())
+
+
+def uneven(rank, size):
+    if rank == 1:
+        return
+    yield Exchange((), ())
+
+
+def unanswered(rank, size):
+    receives = ((0, np.empty(2)),) if rank == 1 else ()
+    ticket = yield Exchange((), receives)
+    yield Wait(ticket)
+
+
+def test_the_simulator_notices_what_would_race_or_hang():
+    comm = distributed.simulated(3)
+
+    def run(schedule):
+        return drive(comm, {rank: schedule(rank, 3) for rank in comm.ranks})
+
+    with pytest.raises(distributed.CommunicationError, match="rank 0 changed what it was sending"):
+        run(racing)
+    assert all(np.isnan(early) and late == 4 for early, late in run(stale).values())
+    with pytest.raises(distributed.CommunicationError, match="rank 1 at the end") as found:
+        run(uneven)
+    assert "none can go on" in str(found.value)
+    with pytest.raises(distributed.CommunicationError, match="rank 1 waits for rank 0") as found:
+        run(unanswered)
+    assert found.value.rank == 0

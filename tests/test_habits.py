@@ -1,0 +1,199 @@
+"""Do words and arrays of other libraries work, or get an answer that does?
+
+PyTorch is not needed: :class:`Foreign` hands out memory by DLPack as a tensor does. Where PyTorch
+is installed its own tensors are taken too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash._problem.habits import WORDS
+from cuflash._problem.operand import broadcastable, index_with_new_axes
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+_CODES = {"i": 0, "u": 1, "f": 2}
+_new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+
+
+class Foreign:
+    """An array that is known by DLPack alone, as a tensor in host memory; it has no strides."""
+
+    def __init__(self, array: np.ndarray, device: tuple[int, int] = (1, 0)) -> None:
+        self.array, self.device, self.kept = array, device, []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        if keywords.get("max_version") is not None:
+            raise TypeError("an exporter of the time before versions")
+        a = self.array
+        extents = (ctypes.c_int64 * a.ndim)(*a.shape)
+        steps = (ctypes.c_int64 * a.ndim)(*(n // a.itemsize for n in a.strides))
+        code = 4 if a.dtype == ml_dtypes.bfloat16 else _CODES[a.dtype.kind]
+        tensor = _DLTensor(
+            a.ctypes.data, self.device, a.ndim, code, 8 * a.itemsize, 1, extents, steps
+        )
+        self.kept.append((tensor, extents, steps))
+        return _new_capsule(ctypes.addressof(tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_arrays_in_host_memory_are_taken(dtype):
+    arrays = np.random.default_rng(0).standard_normal((3, 2, 5, 8)).astype(dtype)
+    mask = np.tri(5, dtype=bool)
+    expected = cuflash.attention(*arrays, mask=mask)
+    out = cuflash.attention(*map(Foreign, arrays), mask=mask)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, expected)
+    mixed = cuflash.attention(Foreign(arrays[0]), *arrays[1:], mask=mask)
+    np.testing.assert_array_equal(mixed, expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_they_are_not_copied(dtype):
+    from cuflash._arrays import native
+
+    array = np.ones((4, 6), dtype)[::2, 1:]
+    taken = native("q", Foreign(array))
+    assert taken.dtype == dtype
+    assert taken.strides == array.strides
+    array[1, 2] = 7
+    np.testing.assert_array_equal(taken, array)
+
+
+def test_another_device_is_named_with_advice():
+    elsewhere = Foreign(np.ones((4, 6)), device=(8, 0))  # Metal
+    with pytest.raises(TypeError, match=r"^q: got .*Foreign, .* copy it to the host"):
+        cuflash.attention(elsewhere, elsewhere, elsewhere)
+
+
+def test_what_is_not_handed_out_says_why():
+    class Refuses(Foreign):
+        requires_grad = True
+
+        def __dlpack__(self, **_):
+            raise BufferError("Can't export tensors that require gradient")
+
+    with pytest.raises(TypeError, match=r"require gradient.*; write q\.detach\(\)$"):
+        cuflash.attention(*[Refuses(np.ones((4, 6)))] * 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_tensors_of_pytorch(dtype):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    q, k, v = torch.randn(3, 2, 5, 8).to(getattr(torch, dtype))
+    out = cuflash.attention(q, k, v, causal=True)
+    own = [np.asarray(a.double()).astype(out.dtype) for a in (q, k, v)]
+    assert out.dtype.name == dtype
+    np.testing.assert_array_equal(out, cuflash.attention(*own, causal=True))
+    with pytest.raises(TypeError, match=r"q\.detach\(\)"):
+        cuflash.attention(q.requires_grad_(), k, v)
+
+
+def test_lists_of_lengths_and_slopes():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 5, 8))
+    lists = {"q_lengths": [[5], [3]], "kv_lengths": [[4], [2]], "offset": [[0], [1]]}
+    lists["alibi_slopes"] = [1, 0.5, 0.25, 0.125]
+    arrays = {name: np.array(value) for name, value in lists.items()}
+    expected = cuflash.attention(q, k, v, causal=True, **arrays)
+    np.testing.assert_array_equal(cuflash.attention(q, k, v, causal=True, **lists), expected)
+    whole = cuflash.attention(q, k, v, alibi_slopes=[1, 2, 3, 4])
+    np.testing.assert_array_equal(
+        whole, cuflash.attention(q, k, v, alibi_slopes=np.array([1.0, 2, 3, 4]))
+    )
+
+
+def test_lists_of_ends():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 10, 8))
+    ends = np.array([0, 3, 10])
+    expected = cuflash.attention_varlen(q, k, v, ends, ends, return_lse=True)
+    out, lse = cuflash.attention_varlen(q, k, v, [0, 3, 10], [0, 3, 10], return_lse=True)
+    np.testing.assert_array_equal(out, expected.out)
+    grads = cuflash.attention_varlen_backward(out, q, k, v, out, lse, [0, 3, 10], [0, 3, 10])
+    again = cuflash.attention_varlen_backward(out, q, k, v, out, lse, ends, ends)
+    np.testing.assert_array_equal(grads.dq, again.dq)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_other_libraries_are_answered(word):
+    with pytest.raises(TypeError, match=rf"^{word}: got an unknown keyword, .*; \w"):
+        cuflash.Options(**{word: None})
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("softmax_scale", "scale="), ("return_softmax_lse", "return_lse=True"),
+        ("local_window_size", r"window=\(left, right\)"), ("is_causal", 'causal="top_left"'),
+        ("attn_mask", "mask=.* or bias="), ("dropout_p", "dropout=.* seed="),
+        ("window_size", "-1"), ("cu_seqlens_q", "attention_varlen"),
+    ],
+)  # fmt: skip
+def test_the_answer_names_what_serves(word, answer):
+    q = np.ones((4, 8))
+    with pytest.raises(TypeError, match=f"^{word}: .*{answer}"):
+        cuflash.attention(q, q, q, **{word: None})
+
+
+def test_no_word_is_an_option():
+    assert not set(WORDS) & set(cuflash.Options.__dataclass_fields__)
+
+
+EXTENTS = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+
+
+@given(EXTENTS, EXTENTS.filter(lambda core: len(core) <= 2), st.data())
+def test_an_index_that_is_advised_works(batch, core, data):
+    full = batch + core
+    assume(full)
+    kept = sorted(data.draw(st.sets(st.sampled_from(range(len(full))))))
+    shape = tuple(full[i] if data.draw(st.booleans()) else 1 for i in kept)
+    index = index_with_new_axes(shape, batch, core)
+    if index:
+        indexed = eval(f"array{index}", {"array": np.empty(shape)})
+        assert broadcastable(indexed.shape, full)
+    else:  # an axis of the core is missing
+        assert not set(range(len(batch), len(full))) <= set(kept)
+
+
+class TestGradientsAreUnpacked:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 8))
+
+    def test_in_the_order_of_wrt(self):
+        out, pullback = cuflash.attention_vjp(self.q, self.k, self.v)
+        whole = pullback(out, wrt=("scale", "v", "q"))
+        dscale, dv, dq = whole
+        assert dscale is whole.dscale
+        assert dv is whole.dv
+        assert dq is whole.dq
+        dq, dk, dv = pullback(out)
+        np.testing.assert_array_equal(dv, whole.dv)
+        assert dk.shape == self.k.shape
+
+    def test_those_that_are_there(self):
+        grads = cuflash.Gradients(dv=self.v, dq=self.q)
+        dq, dv = grads
+        assert dq is self.q
+        assert dv is self.v
+        assert [*cuflash.Gradients()] == []
