@@ -38,7 +38,7 @@ template <int out_tiles>
 CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
                            WarpSoftmax<slices>& softmax, Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
+  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
   const int warp_row = warp_index() * 16 * slices;
   const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
   const Range rows{work.first_row, work.first_row + Config::block_m};

@@ -107,9 +107,26 @@ struct ForwardParams {
   Layout out_layout;
   Layout lse_layout;  // one column
   BatchAxes batch;
-  Grid grid;
+  Grid grid;  // of split keys: owners times parts
   int32_t head_dim;
   int32_t head_dim_v;
+  int32_t num_splits;  // parts of the keys, used where Config::split_keys
+};
+
+// Results of parts of the keys, which become one.
+struct CombineParams {
+  const Real* out_parts;  // rows of (parts, head_dim_v)
+  const Real* lse_parts;  // rows of (parts,)
+  void* out;
+  Real* lse;  // may be null
+  Layout out_parts_layout;
+  Layout lse_parts_layout;
+  Layout out_layout;
+  Layout lse_layout;
+  BatchAxes batch;
+  Grid grid;
+  int32_t head_dim_v;
+  int32_t num_splits;
 };
 
 // What the backward passes need to know of a query: lse, +inf for a row that saw nothing (its

@@ -69,6 +69,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["backward_dkv_partners"](
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
+    KERNELS["forward_combine"](**COMMON),
 )  # fmt: skip
 
 

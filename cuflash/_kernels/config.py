@@ -105,6 +105,7 @@ class KernelConfig:
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
+    splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from cuflash._kernels import portable
+from cuflash._kernels import portable, split_keys
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import dtype_of, needs_score_math
@@ -70,6 +70,7 @@ class ForwardConfig(KernelConfig):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     tunables = (*portable.TUNABLES, "num_stages")
+    splits_keys = True
 
     def check(self) -> None:
         if self.num_stages not in (1, 2):
@@ -91,6 +92,10 @@ class ForwardConfig(KernelConfig):
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         held = portable.held(request)
         columns = held.out_general if general else held.out
+        if split_keys.wanted(request):
+            real = "float64" if own["dtype"] == "float64" else "float32"
+            own |= {"split_keys": True, "out_dtype": real}
+            general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:

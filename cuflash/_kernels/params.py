@@ -81,7 +81,8 @@ def _kernel(arrays: tuple[str, ...], *numbers: str, turns: bool = False) -> np.d
     )
 
 
-FORWARD = _kernel(("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v")
+FORWARD = _kernel(("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v", "num_splits")
+COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits")
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
     "seqlen_q", "head_dim_v", "num_turns", "recomputes_far_rows", turns=True,
@@ -133,6 +134,7 @@ BACKWARD_SM90 = _with_maps(BACKWARD, BACKWARD_MAPPED)
 STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardParams": FORWARD,
     "ForwardSm90Params": FORWARD_SM90,
+    "CombineParams": COMBINE,
     "SegmentBoundsParams": SEGMENT_BOUNDS,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,

@@ -29,6 +29,7 @@ from cuflash._kernels.backward_dq_sm80 import BackwardQConfig
 
 # steps on the way
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
+from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig

@@ -17,7 +17,7 @@ from cuflash._launch.grid import Grid, plan_grid
 from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._launch.sections import owners_per_section
 from cuflash._launch.tensor_map import Maps
-from cuflash._launch.workspace import dq_sums_layout
+from cuflash._launch.workspace import dq_sums_layout, parts_layouts
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 from cuflash._select.choose import LaunchStep
@@ -49,6 +49,8 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
     row = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
     summed, streamed = (False,) * len(problem.batch), 0  # axes walked inside a thread block
     match config.computes:
+        case "combine":
+            tiles = problem.seqlen_q
         case "delta" | "convert":
             tiles = -(-problem.seqlen_q // config.block_m)
         case "sums" if step.sums is not None:
@@ -62,6 +64,11 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
             tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
             summed = problem.q.summed if config.computes == "dq" else summed
             streamed = problem.seqlen_k * row
+    if getattr(config, "split_keys", False) or config.computes == "combine":
+        parts = parts_layouts(problem, step.splits)
+        layouts = {**layouts, **parts}
+        if config.computes == "out":
+            layouts |= {"out": parts["out_parts"], "lse": parts["lse_parts"]}
     if step.sums is not None:
         layouts = {**layouts, "sums": step.sums.layout()}
     elif config.computes in ("dqkv", "convert"):
@@ -90,7 +97,7 @@ def plan_steps(
 ) -> list[KernelLauncher]:
     """The launches of a call, in order."""
     launchers = []
-    if steps[-1].config.computes == "out":
+    if any(step.config.computes == "out" for step in steps):
         problem, layouts = with_shared_rows(problem, layouts)
     for step in steps:
         if step.config.computes == "bounds":
@@ -122,15 +129,18 @@ def plan_launch(
         if layouts[name].itemsize != problem.dtype.itemsize:
             raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
     filled = np.zeros(1, struct)[0]
-    section = owners_per_section(config, problem, tiles, grid.num_owners, streamed, hardware)
-    filled["grid"] = (tiles, grid.num_owners, section, grid.entries_per_owner)
+    owners = grid.num_owners * (step.splits if config.computes == "out" else 1)
+    section = owners_per_section(config, problem, tiles, owners, streamed, hardware)
+    filled["grid"] = (tiles, owners, section, grid.entries_per_owner)
     _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)
     filled["head_dim_v"] = problem.head_dim_v
-    blocks = tiles * grid.num_owners * getattr(config, "split_columns", 1)
+    if "num_splits" in (struct.names or ()):
+        filled["num_splits"] = step.splits
+    blocks = tiles * owners * getattr(config, "split_columns", 1)
     if "score" in (struct.names or ()):
         filled["head_dim"] = problem.head_dim
         score_params.fill(filled["score"], problem)
-    else:
+    elif config.computes == "delta":
         filled["seqlen_q"] = problem.seqlen_q
         filled["recomputes_far_rows"] = score_params.recomputes_far_rows(problem)
         filled["num_turns"] = num_turns
@@ -150,12 +160,21 @@ def plan_launch(
     return KernelLauncher(
         kernel=compile_kernel(config, device),
         grid=blocks,
-        names=tuple(sums_of(step.gradient) if n == "sums" and step.sums else n for n in operands),
+        names=tuple(_operand_of(step, name) for name in operands),
         params=filled.tobytes()[8 * len(operands) : end],
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
     )
+
+
+def _operand_of(step: LaunchStep, pointer: str) -> str:
+    """Which operand a pointer of a kernel is given."""
+    if pointer == "sums" and step.sums is not None:
+        return sums_of(step.gradient)
+    if getattr(step.config, "split_keys", False) and pointer in ("out", "lse"):
+        return f"{pointer}_parts"
+    return pointer
 
 
 def plan_bounds(config: Any, problem: Problem, device: int) -> list[KernelLauncher]:

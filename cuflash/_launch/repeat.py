@@ -20,7 +20,6 @@ New = tuple[str, tuple[int, ...], np.dtype[Any]]
 #: What picks the pointers of a launch, and the zeros behind them.
 Picking = tuple[Callable[[Any], tuple[int, ...]], tuple[int, ...]]
 _NOTHING = "nothing"  # the operand at address 0
-_SCRATCH = ("rows", "turns", "sums")  # parts of the workspace of a plain call
 
 
 class Plan(NamedTuple):
@@ -69,12 +68,12 @@ def repeat(
 
     It takes the addresses of the arrays called ``given``. In a capture nothing is allocated.
     """
-    parts = _SCRATCH if plan.workspace.num_turns else _SCRATCH[:1]
-    names = (*given, *(name for name, _, _ in results), *(parts if plan.workspace.size else ()))
+    parts = plan.workspace.addresses(0)  # of memory that the pool has aligned
+    names = (*given, *(name for name, _, _ in results), *parts)
     places = {name: place for place, name in enumerate(names)}
     steps = [(own.run, _picking(own.names, places, -1)) for own in plan.launchers]
     new = [(shape, dtype) for _, shape, dtype in results]
-    size, places_in = plan.workspace.size, plan.workspace.places_in
+    size, offsets = plan.workspace.size, tuple(parts.values())
 
     def again(*pointers: int) -> Any:
         if runtime.getDevice() != device:
@@ -90,7 +89,8 @@ def repeat(
             addresses.append(array.data.ptr)
         if size:
             memory = cupy.ndarray(size, np.uint8)
-            addresses += places_in(memory.data.ptr)
+            start = memory.data.ptr
+            addresses += [start + offset for offset in offsets]
         addresses.append(0)
         for run, (pick, zeros) in steps:
             run(pick(addresses) + zeros, stream)

@@ -173,7 +173,8 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
     device.
     """
     if pass_name == "forward":
-        return Workspace.of(problem, backward=False).size
+        steps = choose(problem, hardware.of_device(runtime.getDevice()))
+        return Workspace.of(problem, backward=False, splits=_splits_of(steps)).size
     steps = choose(
         problem, hardware.of_device(runtime.getDevice()), of_any_arrays(problem),
         wanted=Wanted.of("qkv"), deterministic=False,
@@ -184,6 +185,11 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
 def _fused_of(steps: tuple[LaunchStep, ...]) -> Any:
     """The configuration of the kernel of all gradients in one pass, or None."""
     return next((step.config for step in steps if step.config.computes == "dqkv"), None)
+
+
+def _splits_of(steps: tuple[LaunchStep, ...]) -> int:
+    """Into how many parts a forward splits its keys; 0 where it does not."""
+    return next((step.splits for step in steps if step.config.computes == "combine"), 0)
 
 
 def _addresses(held: Mapping[str, Array], **operands: Array | None) -> dict[str, int]:
@@ -227,7 +233,7 @@ def _prepared(
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic
     )
-    scratch = Workspace.of(problem, wanted is not None, _fused_of(steps))
+    scratch = Workspace.of(problem, wanted is not None, _fused_of(steps), _splits_of(steps))
     memory = _memory(scratch, workspace, addresses)  # before anything is compiled
     launchers = plan_steps(steps, problem, layouts, own, device, addresses, scratch.num_turns)
     return plan_cache.keep(key, Plan.of(launchers, scratch, layouts, addresses)), memory

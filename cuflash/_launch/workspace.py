@@ -1,7 +1,7 @@
 """What does a call keep in scratch memory, and where?
 
 In this order: lse and delta of each query row, bounds of segment ids, the semaphore ("turns") of
-the tiles that add to dq, and their float32 sums of dq.
+the tiles that add to dq, and their float32 sums of dq; or out and lse of every part of the keys.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ class Workspace(NamedTuple):
     sums: int
     alignment: int
     size: int  # of all parts, wherever the memory begins
+    out_parts: int = 0  # of split keys
+    lse_parts: int = 0
 
     @classmethod
-    def of(cls, problem: Problem, backward: bool, fused: Any = None) -> Workspace:
-        """Of one call; ``fused`` is the configuration of a kernel of all gradients."""
+    def of(cls, problem: Problem, backward: bool, fused: Any = None, splits: int = 0) -> Workspace:
+        """Of one call; ``fused`` is the configuration of a kernel of all gradients.
+
+        ``splits`` are the parts of the keys of a forward, 0 where they are not split.
+        """
         alignment, entries = statistics_bytes(problem), math.prod(problem.batch)
         statistics = alignment * entries * problem.seqlen_q if backward else 0
         bounds = keys = turns = sums = 0
@@ -46,7 +51,13 @@ class Workspace(NamedTuple):
             blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
             turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
         size = statistics + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
-        return cls(statistics, bounds, keys, turns, sums, alignment, size)
+        lse_parts = problem.lse_dtype.itemsize * splits * entries * problem.seqlen_q
+        out_parts = lse_parts * problem.head_dim_v
+        if splits:
+            size += _SUMS_ALIGNMENT + out_parts + lse_parts
+        return cls(
+            statistics, bounds, keys, turns, sums, alignment, size, out_parts, lse_parts
+        )  # fmt: skip
 
     def places_in(self, start: int) -> tuple[int, int, int]:
         """Where rows, turns and sums lie if there are no bounds of segments."""
@@ -62,7 +73,25 @@ class Workspace(NamedTuple):
             found |= {"segment_bounds_q": bounds, "segment_bounds_k": bounds + self.bounds_of_keys}
         if self.num_turns:  # a kernel of all gradients serves no segments
             _, found["turns"], found["sums"] = self.places_in(start)
+        if self.lse_parts:
+            first = -(-(bounds + self.bounds) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+            found |= {"out_parts": first, "lse_parts": first + self.out_parts}
         return found
+
+
+def parts_layouts(problem: Problem, splits: int) -> dict[str, Layout]:
+    """Rows of (parts, head_dim_v) and of (parts,), entries in C order."""
+    size = problem.lse_dtype.itemsize
+    found = {}
+    for name, row in (
+        ("out_parts", splits * problem.head_dim_v * size),
+        ("lse_parts", splits * size),
+    ):
+        steps = itertools.accumulate(
+            problem.batch[:0:-1], int.__mul__, initial=problem.seqlen_q * row
+        )
+        found[name] = Layout(size, tuple(steps)[::-1] if problem.batch else (), row, size)
+    return found
 
 
 def statistics_bytes(problem: Problem) -> int:

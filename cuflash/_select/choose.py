@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash._kernels import fused_backward
+from cuflash._kernels import fused_backward, split_keys
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.registry import that_compute
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
@@ -39,6 +40,7 @@ class LaunchStep(NamedTuple):
     config: KernelConfig
     gradient: str = ""  # the input, other than q, k and v, whose gradient it sums
     sums: ScoreSums | None = None  # what it writes for that
+    splits: int = 1  # parts of the keys, each of which leaves results for one step that combines
 
 
 class Wanted(NamedTuple):
@@ -97,7 +99,7 @@ def choose(
         access = access._replace(layouts=layouts)
         request = request_of(problem, hardware, access.copy_bytes(problem, "q", "k", "v"))
         call = _Call(request, hardware, access, only)
-        return (*steps, *map(LaunchStep, _chosen("out", call, override)))
+        return (*steps, *_forward(call, override))
     names = frozenset(wanted.shapes)
     if not problem.seqlen_k:
         names &= {"q"}  # zeros: there is nothing to sum
@@ -107,6 +109,17 @@ def choose(
     )  # fmt: skip
     call = _Call(request, hardware, access, only)
     return (*steps, *_backward(call, wanted, names, override or BackwardConfigs()))
+
+
+def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
+    config: Any
+    (config,) = _chosen("out", call, override)
+    if not getattr(config, "split_keys", False):
+        return [LaunchStep(config)]
+    problem = call.request.problem
+    parts = split_keys.parts_of(problem, config, call.request.num_sms)
+    combining = CombineConfig.after(config, problem.out.dtype.name)
+    return [LaunchStep(config, splits=parts), LaunchStep(combining, splits=parts)]
 
 
 def _backward(
@@ -160,9 +173,12 @@ def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ke
 def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     """The passes of the first kernel of a result that serves; none where none does."""
     request, hardware, access, only = call
+    splits = result == "out" and override is None and split_keys.wanted(request)
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
+            continue
+        if splits and kernel.for_sm90 and not kernel.splits_keys:
             continue
         if kernel.eligible(request):
             continue

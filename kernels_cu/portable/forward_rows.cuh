@@ -45,7 +45,8 @@ struct Work {
 
   CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
     const RowTile tile = RowTile::of_this_block(params);
-    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
+    const int owner = KeyPart::owner(params, tile.owner);
+    return {tile.first_row, BatchIndex(params.batch, owner, tile.sequence)};
   }
 };
 
@@ -55,11 +56,13 @@ template <int slices, int out_tiles>
 CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
                                const Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry);
+  const KeyPart part = KeyPart::of_this_block(params);
+  const Score score(params.score, work.entry, part.keys);
   const int first_q = score.seqlen.first_q;
-  const RowTarget out(params.out, params.out_layout, work.entry, first_q, params.head_dim_v,
+  const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
                       Config::head_dim_v);
-  const int64_t lse_offset = work.entry * params.lse_layout.batch + first_q * params.lse_layout.row;
+  const int64_t lse_offset =
+      work.entry * params.lse_layout.batch + first_q * params.lse_layout.row + part.index;
   softmax.finish();
   uint32_t unsure[slices];
 #pragma unroll

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "schedule/scheduler.cuh"
+#include "score/ranges.cuh"
 #include "score/traits.cuh"
 
 namespace cuflash {
@@ -29,6 +30,38 @@ struct RowTile : OwnedTile {
     return {{tile.owner, place.sequence}, place.block * Config::block_m};
   }
 };
+
+// The keys of a thread block, where those of a tile are dealt out to several: whole blocks, at
+// places that the extents of the arrays alone decide. All of them elsewhere.
+template <bool split>
+struct PartOfTile {
+  static constexpr int index = 0;
+  static constexpr Range keys{0, 1 << 30};
+
+  CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams&) { return {}; }
+  CUFLASH_DEVICE static int owner(const ForwardParams&, int owner) { return owner; }
+  CUFLASH_DEVICE static void* out(const ForwardParams& params) { return params.out; }
+};
+template <>
+struct PartOfTile<true> {
+  int index;
+  Range keys;
+
+  CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams& params) {
+    const int index = tile_of(params.grid, tile_index()).owner % params.num_splits;
+    const int blocks = (params.score.seqlen_k + Config::block_n - 1) / Config::block_n;
+    const int keys = (blocks + params.num_splits - 1) / params.num_splits * Config::block_n;
+    return {index, {index * keys, (index + 1) * keys}};
+  }
+  CUFLASH_DEVICE static int owner(const ForwardParams& params, int owner) {
+    return owner / params.num_splits;
+  }
+  // Of a row there are the results of all parts, one after the other.
+  CUFLASH_DEVICE void* out(const ForwardParams& params) const {
+    return static_cast<Real*>(params.out) + index * params.head_dim_v;
+  }
+};
+using KeyPart = PartOfTile<Config::split_keys>;
 
 struct KeyTile : OwnedTile {
   int first_key;

@@ -19,7 +19,21 @@
 
 namespace cuflash {
 
-struct Score : ScoreTraits {
+// The keys that a score is asked about: all, or a part where they are split.
+template <bool split>
+struct PartOfKeys {
+  CUFLASH_DEVICE explicit PartOfKeys(Range) {}
+  CUFLASH_DEVICE Range part() const { return {0, 1 << 30}; }
+};
+template <>
+struct PartOfKeys<true> {
+  const Range keys;
+
+  CUFLASH_DEVICE explicit PartOfKeys(Range part_of_keys) : keys(part_of_keys) {}
+  CUFLASH_DEVICE Range part() const { return keys; }
+};
+
+struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   const ScoreParams& params;
   const Seqlen seqlen;
   const Formulas formulas;
@@ -30,8 +44,10 @@ struct Score : ScoreTraits {
   Real far_offset;  // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
-  CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry)
-      : params(score_params),
+  CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry,
+                       Range part_of_keys = {0, 1 << 30})
+      : PartOfKeys(part_of_keys),
+        params(score_params),
         seqlen(score_params, entry),
         formulas(formulas_of(score_params, entry)) {
     // Sequences are shorter than 2^30: a bound clamped to that distance decides the same pairs, and
@@ -308,9 +324,12 @@ struct Score : ScoreTraits {
     return fma(reference, ln_2, fma(reference, factor, log(sum)));
   }
 
-  // One more score of every row of an entry, of a key without a value.
+  // One more score of every row of an entry, of a key without a value: the first part's.
   CUFLASH_DEVICE Real sink(const BatchIndex& entry) const {
     if constexpr (has_sink) {
+      if constexpr (Config::split_keys) {
+        if (part().begin > 0) return -infinity();
+      }
       return read_real<Config::sink>(params.sink, entry * params.sink_strides);
     } else {
       return -infinity();
@@ -340,6 +359,7 @@ struct Score : ScoreTraits {
   CUFLASH_DEVICE Range kv_range(int m_begin, int m_end) const {
     m_end = min(m_end, seqlen.q);
     Range keys{0, seqlen.k};
+    if constexpr (Config::split_keys) keys = {part().begin, min(part().end, seqlen.k)};
     if constexpr (Config::window_left) keys.begin = max(keys.begin, m_begin + diagonal_begin);
     if constexpr (Config::window_right) keys.end = min(keys.end, m_end - 1 + diagonal_end);
     return m_begin < m_end && diagonal_begin < diagonal_end && keys.begin < keys.end ? keys

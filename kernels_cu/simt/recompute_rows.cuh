@@ -9,6 +9,7 @@
 // its registers. Lanes hold the columns lane, lane + 32, ... of a row. (D56)
 #pragma once
 
+#include "schedule/tiles.cuh"
 #include "score/dropout.cuh"
 #include "score/softmax.cuh"
 #include "tile/load.cuh"
@@ -152,8 +153,8 @@ struct CallersRow {
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
                             const VColumns& o, Real factor) const {
     const Seqlen seqlen(params.score, entry);
-    o.store(RowTarget(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v,
-                      Config::head_dim_v),
+    o.store(RowTarget(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
+                      seqlen.first_q, params.head_dim_v, Config::head_dim_v),
             q_idx, factor);
   }
 };
@@ -162,7 +163,8 @@ struct CallersRow {
 template <typename Target = CallersRow>
 __device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
                                            int q_idx, bool writes_lse, const Target to = {}) {
-  const Score score(params.score, entry);
+  const KeyPart part = KeyPart::of_this_block(params);
+  const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
   const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
@@ -196,8 +198,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
   if (writes_lse && params.lse != nullptr && lane_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row] =
-        row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +
+               part.index] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   }
 }
 

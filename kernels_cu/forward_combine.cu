@@ -1,0 +1,87 @@
+// Results of parts of the keys become one:
+//
+//   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
+//
+//   for each row of each batch entry:                          one thread block
+//     m = max lse_i;  l = sum exp(lse_i - m)                   every thread, in the order of parts
+//     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
+//     out = sum o_w,  lse = m + log l                          through shared memory
+//
+// A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
+#include "tile/store.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  Real sums[Config::num_warps][Config::head_dim_v];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "CombineConfig.smem_bytes counts this struct");
+
+constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
+
+// The largest of a row's lse_i, and its sum of exp(lse_i - largest).
+struct Sums {
+  Real largest, total;
+
+  CUFLASH_DEVICE Sums(const Real* lse, int parts) : largest(-infinity()), total(0) {
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) largest = fmax(largest, lse[i]);
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) total += weight(lse[i]);
+  }
+
+  // NaN and +inf stay what they are.
+  CUFLASH_DEVICE Real weight(Real lse) const {
+    return lse == -infinity() ? 0 : power_of_two((lse - largest) * log2_e);
+  }
+};
+
+CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
+  const Tile tile = tile_of(params.grid, tile_index());
+  const BatchIndex entry(params.batch, tile.owner);
+  const int parts = params.num_splits, width = params.head_dim_v, row = tile.block;
+  const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
+  const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
+                    static_cast<int64_t>(row) * parts * width;
+  const Sums sums(lse, parts);
+  const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
+  Real acc[lane_columns] = {};
+#pragma unroll 4
+  for (int i = warp; i < parts; i += Config::num_warps) {
+    if (lse[i] == -infinity()) continue;
+    const Real share = sums.weight(lse[i]) / sums.total;  // large values: no sum of them overflows
+#pragma unroll
+    for (int c = 0; c < lane_columns; ++c) {
+      const int column = lane + 32 * c;
+      if (column < width) {
+        acc[c] = fma(share, out[static_cast<int64_t>(i) * width + column], acc[c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < lane_columns; ++c) {
+    if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
+  }
+  __syncthreads();  // every warp's sums are there
+  const bool hidden = sums.total == 0;
+  const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
+  for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
+    Real sum = 0;
+#pragma unroll
+    for (int w = 0; w < Config::num_warps; ++w) sum += smem.sums[w][column];
+    to.data[row * to.row_stride + column * to.column_stride] = RowTarget::rounded(sum);
+  }
+  if (params.lse != nullptr && ptx::thread_index() == 0) {
+    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] =
+        hidden ? -infinity() : sums.largest + log(sums.total);
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_forward_combine(const __grid_constant__ cuflash::CombineParams params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  cuflash::combine(params, *reinterpret_cast<cuflash::SharedMemory*>(smem_bytes));
+}
