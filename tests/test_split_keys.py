@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash._kernels import split_keys
+from cuflash._kernels.forward_sm80 import ForwardConfig
+from cuflash._kernels.request import Request
 from cuflash._problem.problem import describe
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.problems import Call, make_call
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuflash._launch import run
+from cuflash._launch import plan_cache, run
 from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -64,16 +68,128 @@ def arrays(rows: int, keys: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Splits the keys of every call into so many parts."""
+
+    def into(parts: int) -> None:
+        plan_cache.forget()
+        monkeypatch.setattr(split_keys, "wanted", lambda _: parts > 0)
+        monkeypatch.setattr(split_keys, "parts_of", lambda *_: parts)
+
+    return into
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", list(arrays(3, 700)))
-def test_parts_are_within_the_budget(
-    device: HostDevice, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_within_the_budget(device: HostDevice, splits: Any, kind: str) -> None:
     given = arrays(3, 700)[kind]
     shapes = (2, 2, 3, 20), (2, 1, 700, 20), (2, 1, 700, 28)
-    monkeypatch.setattr(split_keys, "wanted", lambda _: True)
-    monkeypatch.setattr(split_keys, "parts_of", lambda *_: 5)
+    splits(5)
     call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
-    options = cuflash.Options(**given)
-    found = forward(call, options)
-    Budget(call).check_forward(*found)
-    assert "cuflash_forward_combine" in device.launched
+    Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
+    assert device.launched[-2:] == ["cuflash_forward_sm80", "cuflash_forward_combine"]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.float16,
+        pytest.param(bfloat16, marks=pytest.mark.full),
+        pytest.param(np.float32, marks=pytest.mark.full),
+        pytest.param(np.float64, marks=pytest.mark.full),
+    ],
+)
+def test_any_number_of_parts_is_within_the_budget(
+    device: HostDevice, splits: Any, dtype: Any
+) -> None:
+    """And a call with a number of parts has the same bits, whatever memory held."""
+    options = {"enable_gqa": True, "kv_lengths": np.array([[10], [333]])}
+    shapes = (2, 4, 2, 24), (2, 2, 350, 24), (2, 2, 350, 24)
+    call = make_call("normal", 4, np.dtype(dtype), *shapes, options=options, wrt=())
+    for parts in (1, 2, 3):
+        splits(parts)
+        found = []
+        for device.unwritten in (0xFF, 0x45):
+            found.append(forward(call, cuflash.Options(**options)))
+        assert [a.tobytes() for a in found[0]] == [a.tobytes() for a in found[1]]
+        Budget(call).check_forward(*found[0])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("device")
+def test_what_is_not_finite_reaches_the_rows_that_see_it(splits: Any) -> None:
+    """NaN in a key of one part and in a value of another; rows before both do not see them."""
+    call = make_call("normal", 2, np.dtype(np.float16), (1, 8, 24), (1, 300, 24), (1, 300, 24),
+                     options={"causal": True, "offset": 100}, wrt=())  # fmt: skip
+    splits(3)
+    clean = forward(call, cuflash.Options(**call.options))
+    k, v = call.k.copy(), call.v.copy()
+    k[0, 105], v[0, 103, 3] = np.nan, np.inf
+    k[0, 290], v[0, 290] = np.nan, np.nan
+    out, lse = forward(call.but(k=k, v=v), cuflash.Options(**call.options))
+    np.testing.assert_array_equal(out[0, :3], clean[0][0, :3])
+    np.testing.assert_array_equal(lse[0, :5], clean[1][0, :5])
+    assert not np.isfinite(out[0, 3:, 3]).any()
+    assert np.isnan(out[0, 5:]).all()
+    assert np.isnan(lse[0, 5:]).all()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("size", [1e4, 6e4])
+def test_values_and_scores_that_are_large(splits: Any, size: float) -> None:
+    """The mean of values near the largest number, and rows far from 0."""
+    splits(3)
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 16)).astype(np.float32) for n in (4, 200))
+    v = np.full((1, 200, 16), 3e38, np.float32)
+    call = Call(q, k, v, np.zeros_like(q), options={}, wrt=())
+    out, _ = forward(call, cuflash.Options())
+    np.testing.assert_allclose(out, 3e38, rtol=1e-5)
+    far = {"scale": size}
+    call = Call(q, k, rng.standard_normal(v.shape).astype(np.float32), np.zeros_like(q),
+                options=far, wrt=())  # fmt: skip
+    Budget(call).check_forward(*forward(call, cuflash.Options(**far)))
+
+
+def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
+    def parts(batch: tuple[int, ...], rows: int, keys: int, sms: int = 132, **options: Any) -> int:
+        q, k = (np.broadcast_to(np.float16(0), (*batch, n, 64)) for n in (rows, keys))
+        problem = describe(np.empty_like(q), np.empty_like(k), k, cuflash.Options(**options))
+        request = Request(problem, num_sms=sms)
+        if not split_keys.wanted(request):
+            return 0
+        (config,) = ForwardConfig.chosen(request)
+        assert config.split_keys
+        return split_keys.parts_of(problem, config, sms)
+
+    lengths = np.array([[3], [100_000]])
+    assert parts((1, 8), 1, 500) == 0  # fewer keys than two parts have
+    assert parts((1, 8), 1, 512) == 2
+    assert parts((1, 8), 1, 65536) == 33  # 8 tiles, two on each of 132 SMs
+    assert parts((1, 8), 1, 65536, sms=66) == 16
+    assert parts((1, 8), 1, 65536, sms=0) == 0
+    assert parts((16, 8), 1, 8192) == 0  # tiles enough
+    assert parts((2, 64), 1, 100_000) == 0
+    assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # of 4096 keys at most
+    assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
+    assert parts((1, 8), 512, 50_000) == 8
+
+
+def test_a_workspace_has_room_for_every_part(
+    device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    q, k = (on_device(np.zeros((1, 1, n, 24), np.float16)) for n in (2, 1024))
+    problem = describe(q, k, k, cuflash.Options())
+    size, rows = run.workspace_size(problem, "forward"), 2
+    parts = 4  # of at least 256 keys
+    assert size == 128 + 4 * parts * rows * (24 + 1)
+    out = on_device(np.zeros(problem.out_shape, problem.dtype))
+    given = problem, q, k, k, cuflash.Options(), out, None
+    with pytest.raises(ValueError, match=f"workspace: got {size - 1} bytes .* at least {size}"):
+        run.forward(*given, workspace=on_device(np.zeros(size - 1, np.uint8)))
+    assert not device.launched
+    run.forward(*given, workspace=on_device(np.zeros(size + 16, np.uint8)))
+    assert device.launched == ["cuflash_forward_sm80", "cuflash_forward_combine"]
