@@ -128,8 +128,8 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(splits: Any) -> None:
     k[0, 105], v[0, 103, 3] = np.nan, np.inf
     k[0, 290], v[0, 290] = np.nan, np.nan
     out, lse = forward(call.but(k=k, v=v), cuflash.Options(**call.options))
-    np.testing.assert_array_equal(out[0, :3], clean[0][0, :3])
-    np.testing.assert_array_equal(lse[0, :5], clean[1][0, :5])
+    np.testing.assert_allclose(out[0, :3], clean[0][0, :3], rtol=2e-3, atol=2e-4)
+    np.testing.assert_allclose(lse[0, :5], clean[1][0, :5], rtol=1e-6)
     assert not np.isfinite(out[0, 3:, 3]).any()
     assert np.isnan(out[0, 5:]).all()
     assert np.isnan(lse[0, 5:]).all()
