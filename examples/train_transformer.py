@@ -323,7 +323,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     axes[1, 0].legend(framealpha=0.8, edgecolor="none", fontsize=8, loc="lower right")
     axes[0, 0].set_ylabel("loss in nats")
     axes[1, 0].set_ylabel("difference in nats")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
