@@ -31,24 +31,17 @@ def test_what_ncu_prints_is_read():
         "device memory read": 101_276_416, "device memory write": 25_978_880,
         "L2 to processors": 4_328_554_496, "processors to L2": 33_587_200,
     }  # fmt: skip
-    assert profiler.read_counters(NCU) == [("cuflash_forward_sm90", pytest.approx(expected))]
     assert profiler.read_counters(f"{NCU}{other}\n") == [
         ("cuflash_forward_sm90", pytest.approx(expected)),
         ("cuflash_backward_delta", pytest.approx(expected | {"device memory write": 1_500_000})),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    for text, message in (
         ("==ERROR== ERR_NVGPUCTRPERM - no permission\n", "ncu says: ERR_NVGPUCTRPERM"),
         ("", "ncu says: nothing"),
         (NCU.replace("dram__bytes_read.sum", "other"), "ncu does not know dram__bytes_read.sum"),
-    ],
-)
-def test_what_ncu_refuses_is_said(text, message):
-    with pytest.raises(profiler.NotProfiled, match=message):
-        profiler.read_counters(text)
+    ):
+        with pytest.raises(profiler.NotProfiled, match=message):
+            profiler.read_counters(text)
 
 
 WORK = Workload(1, 2, 2, 64, 64, 64, 64, "float16")
@@ -101,12 +94,8 @@ def test_ncu_is_asked_for_each_call_and_each_kernel_of_a_gradient(stand_in):
 
 
 def test_a_profiler_that_fails_is_said(stand_in, monkeypatch):
-    program = stand_in.with_name("ncu")
-    program.write_text(f"#!{sys.executable}\nprint('==ERROR== no counters')\n")
-    with pytest.raises(profiler.NotProfiled, match="ncu says: no counters"):
-        profiler.moved_bytes([(WORK, None)])
-    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
     monkeypatch.setattr(profiler, "_TIME_LIMIT", 0.3)
+    stand_in.with_name("ncu").write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
     with pytest.raises(profiler.NotProfiled, match=r"longer than 0\.3 s"):
         profiler.moved_bytes([(WORK, None)])
 
