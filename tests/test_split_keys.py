@@ -175,6 +175,7 @@ def test_the_number_of_parts_follows_from_shapes_and_device() -> None:
     assert parts((2, 64), 1, 100_000, kv_lengths=lengths) == 25  # of 4096 keys at most
     assert parts((2, 64), 1, 4096, kv_lengths=lengths // 100) == 0
     assert parts((1, 8), 512, 50_000) == 8
+    assert parts((1, 8), 512, 4095) == 0  # queries are not few
 
 
 def test_a_workspace_has_room_for_every_part(

@@ -16,7 +16,7 @@ from cuflash._cli.problem_arguments import add_problem, listed, positive, proble
 from cuflash._errors import wrong_value
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
-from cuflash._select.choose import why_portable
+from cuflash._select.choose import choose, why_portable
 from cuflash._select.hardware import Hardware
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import tile_of
@@ -36,6 +36,7 @@ examples:
 _STEPS = {
     "segment_bounds": "the least and the largest id of every 64, by which blocks are left out",
     "backward_delta": "rowsum(dout * out), which the gradients' kernels read",
+    "forward_combine": "makes one of the results that parts of the keys leave",
     "backward_convert": "scales and rounds the sums of dq, which tiles of keys add to",
 }
 
@@ -169,6 +170,9 @@ def _why(work: Workload, config: Any, hardware: Hardware) -> str:
     if config.kernel in _STEPS:
         return _STEPS[config.kernel]
     problem = work.problem()
+    if getattr(config, "split_keys", False):
+        parts = max(step.splits for step in choose(problem, hardware))
+        return f"few tiles of many keys: {parts} parts of the keys, each of a thread block"
     portable = why_portable(problem, hardware, config.computes)
     if getattr(config, "simt", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"

@@ -5,7 +5,8 @@ and of wide results a part of the columns. Rows of tables without a number of do
 what registers and shared memory hold, free of spills by NVRTC 12.9 and 13.5.
 
 ``block_n`` and the order of keys depend on head sizes and options alone, never on batch, heads or
-seqlen_q, so that the bits of a row do not depend on its neighbours.
+seqlen_q, so that the bits of a row do not depend on its neighbours; but where tiles are few, parts
+of the keys follow from the shapes of arrays (``split_keys.py``).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from cuflash._kernels.request import Request
 from cuflash._problem.problem import Problem
 
 FEW_ROWS = 64  # of a tile of one query each of a few heads
+_KEYS_OF_A_ROW = 8  # of fewer keys for each query, Hopper's kernels make more in the same time
 _LEAST = 256  # keys of a part
 _OF_RAGGED = 4096  # keys of a part at most, where entries may be shorter than the array
 _MOST = 256  # parts
@@ -27,7 +28,8 @@ def wanted(request: Request) -> bool:
     Packed sequences are not split.
     """
     problem = request.problem
-    if not request.num_sms or problem.cu_seqlens_q is not None or problem.seqlen_k < 2 * _LEAST:
+    fewest = max(2 * _LEAST, _KEYS_OF_A_ROW * problem.seqlen_q)
+    if not request.num_sms or problem.cu_seqlens_q is not None or problem.seqlen_k < fewest:
         return False
     rows = FEW_ROWS if problem.seqlen_q <= FEW_ROWS else 128
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // rows)

@@ -207,7 +207,7 @@ def default_configs(
         )
     problem = workload.problem()
     if kernel is None:
-        return (choose(problem, hardware)[-1].config,)
+        return tuple(s.config for s in choose(problem, hardware) if s.config.computes == "out")
     kernel_type(kernel)  # or the error that lists the kernels
     only = PORTABLE if kernel in PORTABLE else None
     asked: list[Wanted | None] = [None]

@@ -15,7 +15,8 @@ from cuflash._select.hardware import Hardware
 
 def forward_of(problem: Problem, hardware: Hardware, *, portable: bool = False) -> Any:
     """The forward; ``portable``: the kernel that every architecture has."""
-    return choose(problem, hardware, only=PORTABLE if portable else None)[-1].config
+    steps = choose(problem, hardware, only=PORTABLE if portable else None)
+    return next(step.config for step in steps if step.config.computes == "out")
 
 
 def backward_of(
