@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--dtype", type=names_of(("float32", "float64")), default=["float32"])
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    p.add_argument("--no-write", action="store_true", help="print only")
+    p.add_argument("--out", type=Path, help="folder of the result file (default: print only)")
     arguments = p.parse_args(argv)
     xp = (None if arguments.device == "cpu" else gpu_module()) or np
     if arguments.device == "gpu" and xp is np:
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     rows = [row for kind in arguments.dtype for row in measure(xp, clock, points, kind, notes)]
     result = {"meta": meta, "rows": rows, "notes": sorted(set(notes))}
-    if not arguments.no_write:
+    if arguments.out is not None:
         path = report.write_json(result, arguments.out, "points")
         path.with_suffix(".md").write_text(markdown(result))
     print(markdown(result), end="")

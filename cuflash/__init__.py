@@ -26,7 +26,7 @@ __all__ = [
     "attention", "attention_backward", "attention_paged", "attention_varlen",
     "attention_varlen_backward", "attention_vjp", "compile", "distributed", "dropout_mask",
     "logsumexp", "logsumexp_backward", "merge", "merge_backward", "reference", "rotary",
-    "show_config", "tuning", "weights", "workspace_size",
+    "show_config", "testing", "tuning", "weights", "workspace_size",
 ]  # fmt: skip
 
 
@@ -40,4 +40,8 @@ def __getattr__(name: str) -> object:
         import cuflash.distributed as distributed
 
         return distributed
+    if name == "testing":
+        import cuflash.testing as testing
+
+        return testing
     raise AttributeError(f"module 'cuflash' has no attribute {name!r}")

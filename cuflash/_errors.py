@@ -16,6 +16,13 @@ class CompileError(RuntimeError):
         The compiler's log.
     source : str or None
         Path of the dumped, self-contained source, if it could be written.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> error = cuflash.CompileError("it did not compile", config=None, log="line 3", source=None)
+    >>> isinstance(error, RuntimeError), error.log
+    (True, 'line 3')
     """
 
     def __init__(self, message: str, *, config: object, log: str, source: str | None) -> None:

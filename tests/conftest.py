@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cuflash._host import attention
+from cuflash._host import tiles
 from setup_env import NVRTC_FOLDER
 from support import guards, nvrtc
 from support.problems import HOST_TILE
@@ -112,9 +112,10 @@ def xp(request: pytest.FixtureRequest):
 def small_host_tiles():
     """Make the host's tiles small, so that small arrays have several, with tails."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_BLOCK_M", HOST_TILE)
-        patch.setattr(attention, "_BLOCK_N", HOST_TILE)
-        patch.setattr(attention, "_TILE_ELEMENTS", 2 * HOST_TILE**2)
+        patch.setattr(tiles, "BLOCK_M", HOST_TILE)
+        patch.setattr(tiles, "BLOCK_N", HOST_TILE)
+        patch.setattr(tiles, "TILE_ELEMENTS", 2 * HOST_TILE**2)
+        patch.setattr(tiles, "ALIGNMENT", HOST_TILE // 4)
         yield
 
 

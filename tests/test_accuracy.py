@@ -16,7 +16,7 @@ from benchmarks.command import open_run
 from benchmarks.machine import META_KEYS
 from benchmarks.peers import IMPLEMENTATIONS
 from benchmarks.shapes import square
-from support import families
+from cuflash.testing import _families as families
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,6 +1,6 @@
 """Is attention, forward and backward, what the definition says, and does it keep its promises?
 
-Every number goes through the one oracle, `support.budget`; every call runs on poisoned memory.
+Every number goes through the one oracle, `cuflash.testing`; every call runs on poisoned memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
+from cuflash.testing._budget import Budget
+from cuflash.testing._families import OF_EVERY_DTYPE
+from cuflash.testing._strategies import HALVES
 from support import memory, problems
-from support.budget import Budget
-from support.families import OF_EVERY_DTYPE
 from support.problems import (
     DTYPES,
     Call,
@@ -363,7 +364,7 @@ def test_out_is_returned_and_filled(xp: ModuleType) -> None:
     np.testing.assert_array_equal(memory.to_numpy(room), np.ones((2, 5, 64)))
 
 
-@pytest.mark.parametrize("dtype", problems.HALVES)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_float32_out_of_16_bit_inputs(xp: ModuleType, dtype: str) -> None:
     """Rounded, it is the 16-bit result; the backward takes either."""
     call = make_call("normal", 8, DTYPES[dtype], *[(2, 33, 64)] * 3, options={"causal": True})

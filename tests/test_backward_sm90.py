@@ -15,9 +15,10 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
+from cuflash.testing import _families as families
+from cuflash.testing._budget import Budget
 from cuflash.tuning import BackwardConfigs
-from support import chosen, families, problems
-from support.budget import Budget
+from support import chosen, problems
 from support.hopper import CASES, ROWS, SHAPES, in_every_shape, make
 from support.memory import to_device
 

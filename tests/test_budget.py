@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from support import budget, cut_sums, model_flash
-from support.budget import Budget, BudgetError
-from support.families import OF_EVERY_DTYPE
+from cuflash.testing import _bounds
+from cuflash.testing import _model_flash as model_flash
+from cuflash.testing._budget import Budget, BudgetError
+from cuflash.testing._families import OF_EVERY_DTYPE
+from support import cut_sums
 from support.problems import DTYPES, Call, make_call, probe
 
 BLOCK_N = 64
@@ -493,7 +495,7 @@ def test_entries_one_by_one_have_the_budget_of_all(monkeypatch, dtype, options) 
     dlse = np.random.default_rng(0).standard_normal((2, 3, 70)).astype(np.float32)
     together = Budget(call.but(dlse=dlse))
     given = together.truth.out.astype(np.float32), together.truth.lse.astype(np.float32)
-    monkeypatch.setattr(budget, "TOGETHER", 1)
+    monkeypatch.setattr(_bounds, "TOGETHER", 1)
     apart = Budget(call.but(dlse=dlse))
     assert len(apart.entries) == 6
     together.entries = ()
@@ -521,5 +523,5 @@ def test_entries_one_by_one_have_the_budget_of_all(monkeypatch, dtype, options) 
     ids=["one k", "dropout", "no batch", "mask"],
 )
 def test_entries_that_share_something_stay_together(monkeypatch, call) -> None:
-    monkeypatch.setattr(budget, "TOGETHER", 1)
+    monkeypatch.setattr(_bounds, "TOGETHER", 1)
     assert Budget(call).entries == ()

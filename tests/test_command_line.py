@@ -624,7 +624,7 @@ def test_a_bench_without_a_device_says_why(command, monkeypatch, cupy, why):
     found = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", found if cupy else None)
     told = f"bench: no NVIDIA device can be used {why}"
-    for option in ("--memory", "--io"):
+    for option in ("--memory", "--io", "--portable"):
         assert command(f"bench {option}") == (1, "", f"cuflash: {told}\n")
     status, _, _ = command("bench --device gpu")
     assert status == f"{told}; --device cpu measures NumPy arrays"

@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
+from cuflash.testing._budget import Budget
+from cuflash.testing._model_flash import final_scores
 from support import covering
-from support.budget import Budget
-from support.model_flash import final_scores
 from support.problems import Call, Results, run, unpacked
 
 ROWS = covering.rows()

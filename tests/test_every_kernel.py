@@ -16,7 +16,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from cuflash import reference
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.memory import Placement
 from support.problems import Call, Results, check_a_query_without_keys, make_call, run
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.budget import SAMPLE, Budget
-from support.families import OF_EVERY_DTYPE
+from cuflash.testing._budget import SAMPLE, Budget
+from cuflash.testing._families import OF_EVERY_DTYPE
 from support.memory import Placement
 from support.problems import Call, make_call, probe, run
 

@@ -17,8 +17,8 @@ from cuflash import reference
 from cuflash._jit.compilation import compile_static
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
+from cuflash.testing._budget import Budget
 from support import chosen
-from support.budget import Budget
 from support.chosen import forward_of
 from support.nvrtc import compiler_of
 from support.parts import kernels_of_part

@@ -16,8 +16,9 @@ import cuflash
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
-from support import chosen, families, problems
-from support.budget import Budget
+from cuflash.testing import _families as families
+from cuflash.testing._budget import Budget
+from support import chosen, problems
 from support.hopper import CASES, OPTIONS, ROWS, SHAPES, in_every_shape, make
 from support.memory import to_device
 

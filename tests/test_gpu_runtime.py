@@ -17,8 +17,8 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash._api import attention
+from cuflash.testing._budget import Budget
 from support import problems
-from support.budget import Budget
 from support.memory import to_device
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")

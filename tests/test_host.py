@@ -19,7 +19,7 @@ import cuflash
 from cuflash import reference
 from cuflash._host.scores import Scores, Tile
 from cuflash._problem.problem import describe
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.problems import FIELDS, Call
 
 

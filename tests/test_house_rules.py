@@ -321,6 +321,9 @@ OPTIONAL_IMPORTS = {
     "benchmarks/sweep_pictures.py": {"matplotlib"},
     "benchmarks/points.py": {"torch", "pykeops"},
     "cuflash/_cli/from_checkout.py": {"benchmarks"},
+    "cuflash/_host/cores.py": {"threadpoolctl"},  # a dependency, for this file alone
+    "benchmarks/cpu.py": {"threadpoolctl"},
+    "cuflash/testing/_strategies.py": {"hypothesis"},
     "cuflash/_results.py": {"typing_extensions"},  # read by type checkers, which bring it
     "cuflash/tuning/_strategies.py": {"kernel_tuner"},
 }
@@ -369,26 +372,26 @@ def files_answer_one_question(files: Files) -> Breaches:
             yield f"{path}: {length} lines of code, 450 are the limit"
 
 
-#: Lines of all tests that import a module of tools/, examples/ or benchmarks/. By this count, with
-#: the benchmarks as they lay in the package, there were 7,934 before the host was rebuilt.
-LINES_OF_TOOL_TESTS = 5_000
+#: Lines of all tests of scripts, which import one where they begin: 7,087 before the host was
+#: rebuilt (7,934 if tests of kernels count that borrow a function of one).
+LINES_OF_SCRIPT_TESTS = 4_500
 
 
-def few_lines_test_tools(files: Files) -> Breaches:
-    """A script that needs a longer test is too clever: make the script simpler."""
+def few_lines_test_scripts(files: Files) -> Breaches:
+    """A script of tools/, examples/ or benchmarks/ that needs a longer test is too clever."""
     scripts = [Path(path).stem for path in select(files, ("tools", "examples"), (".py",))]
     modules = {*scripts, "benchmarks", "gpu_report", "gpu_watchdog"}
     lines = {}
     for path, text in select(files, ("tests",), (".py",)).items():
         if path.startswith("tests/test_") and path != "tests/test_house_rules.py":
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.parse(text).body:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 if not modules.isdisjoint(name.split(".")[0] for name in names):
                     lines[path] = text.count("\n")
-    if sum(lines.values()) > LINES_OF_TOOL_TESTS:
+    if sum(lines.values()) > LINES_OF_SCRIPT_TESTS:
         longest = sorted(lines, key=lambda path: -lines[path])[:3]
-        yield f"{sum(lines.values())} lines, {LINES_OF_TOOL_TESTS} are the limit: {longest}"
+        yield f"{sum(lines.values())} lines, {LINES_OF_SCRIPT_TESTS} are the limit: {longest}"
 
 
 def documented_files_exist(files: Files) -> Breaches:
@@ -396,7 +399,7 @@ def documented_files_exist(files: Files) -> Breaches:
     name = r"(?<![\w/<>*{}.\-])((?:[\w.\-]+/)*[\w\-]+\.(?:py|cu|cuh|md|toml|json))(?![\w/*{}])"
     documents = select(files, ("", "docs", "kernels_cu", "benchmarks", "examples"), (".md",))
     for path, text in documents.items():
-        if path == "CHANGELOG.md":  # it also tells of files that were removed
+        if path.startswith(("CHANGELOG.md", "benchmarks/results/")):  # they tell of what was
             continue
         text = re.sub(r"\w+://\S+", "", text)
         for match in re.finditer(name, text):
@@ -678,12 +681,15 @@ RULES = [
         ),
     ),
     Rule(
-        few_lines_test_tools,
+        few_lines_test_scripts,
         bad=tuple(
             {"tools/a.py": "", "tests/test_a.py": f"{line}\n" + "x = 1\n" * 5_000}
-            for line in ("import a", "def f():\n    from a import x", "from benchmarks import x")
+            for line in ("import a", "from a import x", "from benchmarks import x")
         ),
-        good=({"tools/a.py": "", "tests/test_a.py": "from cuflash import a\n" * 6_000},),
+        good=(
+            {"tools/a.py": "", "tests/test_a.py": "from cuflash import a\n" * 6_000},
+            {"tools/a.py": "", "tests/test_a.py": "def f():\n    import a\n" + "x = 1\n" * 5_000},
+        ),
     ),
     Rule(plain_documents, bad=({"README.md": "fast \U0001f680"}, {"docs/a.md": "\u2705 done"})),
 ]

@@ -18,8 +18,8 @@ import pytest
 import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
+from cuflash.testing._budget import Budget
 from support import chosen, covering, problems
-from support.budget import Budget
 from support.problems import Call, make_call
 
 pytest.importorskip("cupy", reason="CuPy is not installed")

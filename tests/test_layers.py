@@ -19,7 +19,7 @@ ORDER = (
     ("_launch",),
     ("_api",),
     ("_timing",),
-    ("tuning", "distributed"),
+    ("tuning", "distributed", "testing"),
     ("_ahead",),
     ("__init__",),  # the public names
     ("_cli",),

@@ -19,8 +19,8 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
+from cuflash.testing._budget import Budget
 from support import derivatives, memory
-from support.budget import Budget
 from support.problems import (
     DTYPES,
     FEATURE_FIRST,
@@ -155,7 +155,7 @@ def test_axes(pair: tuple[int, int], pairs: int) -> None:
         )
 
 
-@given(call=logsumexp_calls(kinds=("normal", "uniform", "sparse_integers")).filter(fits))
+@given(call=logsumexp_calls(families=("normal", "uniform", "sparse_integers")).filter(fits))
 def test_gradients_are_derivatives(call: Call) -> None:
     """float64 against differences along random directions."""
     call = call.but(

@@ -27,8 +27,8 @@ from ml_dtypes import bfloat16, finfo
 
 import cuflash
 from cuflash import reference
+from cuflash.testing._bounds import sum_error
 from support import derivatives, memory
-from support.budget import sum_error
 from support.problems import DTYPES, FIELDS, make_call
 
 EXACT = np.longdouble

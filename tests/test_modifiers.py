@@ -15,8 +15,8 @@ from cuflash._jit.compilation import compile_static, source_of
 from cuflash._jit.source import kernels_dir
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
+from cuflash.testing._budget import Budget
 from support import memory
-from support.budget import Budget
 from support.chosen import portable
 from support.problems import Call
 

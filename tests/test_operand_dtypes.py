@@ -15,8 +15,8 @@ from ml_dtypes import bfloat16
 import cuflash
 from cuflash import _arrays
 from cuflash._arrays import write_rounded
+from cuflash.testing._budget import Budget
 from support import memory
-from support.budget import Budget
 from support.problems import FIELDS, calls, limits_of, make_call, run
 
 FLOATS = (np.float16, bfloat16, np.float32, np.float64)

@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 
 import cuflash
 from cuflash import reference
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.problems import Call
 
 HEADS, HEADS_KV = 4, 2

@@ -27,8 +27,8 @@ import cuflash
 from cuflash import reference
 from cuflash._kernels.portable import padded
 from cuflash._problem.option_table import of_stages
+from cuflash.testing._budget import Budget
 from support import derivatives, memory
-from support.budget import Budget
 from support.problems import (
     ALL_OPTIONS,
     EVERYWHERE,
@@ -280,7 +280,7 @@ def test_p6_keys_that_are_masked(xp: ModuleType, data: st.DataObject, by: str, f
 
 @given(data=st.data(), power=st.sampled_from((1, 4)))
 def test_p7_scaled_values(xp: ModuleType, data: st.DataObject, power: int) -> None:
-    base = data.draw(calls(limits_of(xp), kinds=("normal", "constant_rows", "sparse_integers")))
+    base = data.draw(calls(limits_of(xp), families=("normal", "constant_rows", "sparse_integers")))
     base = base.but(dlse=None)
     factor = 2**power
 
@@ -296,7 +296,7 @@ def test_p7_scaled_values(xp: ModuleType, data: st.DataObject, power: int) -> No
 
 @given(data=st.data(), shift=st.integers(-3, 3))
 def test_p7_shifted_values(xp: ModuleType, data: st.DataObject, shift: int) -> None:
-    base = data.draw(calls(limits_of(xp), options=WITHOUT_SINK, kinds=("sparse_integers",)))
+    base = data.draw(calls(limits_of(xp), options=WITHOUT_SINK, families=("sparse_integers",)))
     seen = ~np.isneginf(Budget(base).truth.lse)[..., None]
 
     def move(name: str, a: np.ndarray) -> np.ndarray:
@@ -321,7 +321,7 @@ def test_p8_shifted_rows_of_scores(xp: ModuleType, data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_p9_scale_moves_between_factors(xp: ModuleType, data: st.DataObject) -> None:
-    derived = data.draw(calls(limits_of(xp), kinds=("uniform", "normal", "one_hot")))
+    derived = data.draw(calls(limits_of(xp), families=("uniform", "normal", "one_hot")))
     scale = derived.options.get("scale", derived.q.shape[-1] ** -0.5)
     derived = derived.with_options(scale=scale)
     base = derived.but(q=derived.q * derived.q.dtype.type(0.25)).with_options(scale=4 * scale)
@@ -430,7 +430,7 @@ def test_p20_alibi_is_a_bias(xp: ModuleType, data: st.DataObject) -> None:
 def test_p20_sink_is_a_key_without_a_value(xp: ModuleType, data: st.DataObject) -> None:
     """One more key with a score given by the bias, and a value of 0."""
     allowed = ("scale", "softcap", "bias", "mask", "sink")
-    derived = data.draw(calls(limits_of(xp), options=allowed, kinds=("normal",)))
+    derived = data.draw(calls(limits_of(xp), options=allowed, families=("normal",)))
     assume("sink" in derived.options)
     rows, keys = derived.q.shape[-2], derived.k.shape[-2]
     sink = derived.options["sink"].astype(np.float64)[..., None, None]
@@ -570,7 +570,7 @@ def test_p15_merge_is_an_algebra(xp: ModuleType, data: st.DataObject) -> None:
 def test_p17_softcap_bounds_scores(xp: ModuleType, data: st.DataObject, cap: float) -> None:
     """With one key, lse is its score."""
     drawn = data.draw(
-        calls(limits_of(xp), options=("scale",), kinds=("one_hot", "lse_plus_200", "normal"))
+        calls(limits_of(xp), options=("scale",), families=("one_hot", "lse_plus_200", "normal"))
     )
     call = drawn.but(k=drawn.k[..., :1, :], v=drawn.v[..., :1, :]).with_options(softcap=cap)
     result = run(xp, call, backward=False)
@@ -598,7 +598,7 @@ def test_p18_p19_constant_values(xp: ModuleType, data: st.DataObject, ones: bool
     orders of at most n roundings each.
     """
     drawn = data.draw(
-        calls(limits_of(xp), options=WITHOUT_SINK, kinds=("normal", "one_hot", "lse_minus_120"))
+        calls(limits_of(xp), options=WITHOUT_SINK, families=("normal", "one_hot", "lse_minus_120"))
     )
     value = np.ones_like(drawn.v[..., :1, :]) if ones else drawn.v[..., :1, :]
     call = drawn.but(v=np.broadcast_to(value, drawn.v.shape).copy())
@@ -633,7 +633,9 @@ def test_p28_a_probability_of_0_drops_nothing(xp: ModuleType, data: st.DataObjec
 def test_p21_gradients_are_derivatives(data: st.DataObject) -> None:
     """float64 against differences along random directions, every option drawn."""
     limits = limits_of(np)
-    drawn = data.draw(calls(limits, kinds=("normal", "uniform", "sparse_integers"), gradients=True))
+    drawn = data.draw(
+        calls(limits, families=("normal", "uniform", "sparse_integers"), gradients=True)
+    )
     call = drawn.but(**{n: getattr(drawn, n).astype(np.float64) for n in ("q", "k", "v", "dout")})
     call = call.but(dlse=None if call.dlse is None else call.dlse.astype(np.float64))
     result = run(np, call)

@@ -31,7 +31,7 @@ API: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8")
 #: Pickles by older versions, in base64, and a file of tiles: they are never written anew.
 KEPT: dict[str, Any] = json.loads(SNAPSHOT.with_name("kept_objects.json").read_text("utf-8"))
 SIGNATURES = {n: found["signature"] for n, found in API.items() if "." not in n}
-MODULES = {"distributed", "reference", "tuning"}
+MODULES = {"distributed", "reference", "testing", "tuning"}
 
 
 def plain_signature(function: object) -> str:
@@ -65,9 +65,10 @@ def described(found: Any) -> dict[str, Any]:
 def snapshot() -> dict[str, Any]:
     """Describe every public object, by the name under which a user reaches it."""
     named = {n: getattr(cuflash, n) for n in cuflash.__all__ if n not in MODULES}
-    for package in (cuflash.distributed, cuflash.tuning):
+    for package in (cuflash.distributed, cuflash.testing, cuflash.tuning):
         own = package.__name__.removeprefix("cuflash.")
         named |= {f"{own}.{n}": getattr(package, n) for n in package.__all__}
+    del named["testing.FAMILIES"]  # a dictionary
     named |= {
         f"reference.{name}": found
         for name, found in vars(reference).items()
@@ -84,7 +85,7 @@ def test_names():
 def test_nothing_else_is_reachable():
     """Every public attribute of the package is meant to be one."""
     public = {name for name in vars(cuflash) if not name.startswith("_")}
-    lazy = {"distributed", "tuning"}  # imported when they are asked for
+    lazy = {"distributed", "testing", "tuning"}  # imported when they are asked for
     assert public | lazy == set(cuflash.__all__)
 
 

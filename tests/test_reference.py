@@ -381,7 +381,7 @@ def by_loops(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-@given(call=calls(limits_of(np), seqlens=(0, 1, 2, 5), kinds=("normal", "sparse_integers")))
+@given(call=calls(limits_of(np), seqlens=(0, 1, 2, 5), families=("normal", "sparse_integers")))
 def test_forward_by_loops(call: Call) -> None:
     out, lse = reference.attention(call.q, call.k, call.v, return_lse=True, **call.options)
     expected_out, expected_lse = by_loops(call)
@@ -412,7 +412,7 @@ def difference(f: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
 
 @given(
     call=calls(
-        limits_of(np), seqlens=(1, 3, 4), kinds=("normal",), batches=((), (2,), (1, 2)),
+        limits_of(np), seqlens=(1, 3, 4), families=("normal",), batches=((), (2,), (1, 2)),
         group_sizes=(1, 2), gradients=True,
     )
 )  # fmt: skip

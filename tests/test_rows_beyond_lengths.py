@@ -16,7 +16,7 @@ import pytest
 import cuflash
 from cuflash._problem.packed import describe_packed
 from cuflash._problem.problem import describe
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.memory import Placement
 from support.problems import DTYPES, Call, Results, make_call, packed, run, unpacked
 

@@ -15,11 +15,11 @@ import cuflash
 from cuflash import reference
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
+from cuflash.testing._budget import Budget
+from cuflash.testing._families import FAMILIES
 from cuflash.tuning import BackwardConfigs
 from support import chosen
-from support.budget import Budget
 from support.chosen import backward_of, forward_of
-from support.families import FAMILIES
 from support.problems import Call, check_a_query_without_keys, make_call, probe, run
 
 H100 = hardware.typical("sm_90")

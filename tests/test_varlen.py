@@ -12,8 +12,8 @@ import cuflash
 from cuflash import reference
 from cuflash._problem.options import OPTION_NAMES
 from cuflash._problem.packed import describe_packed
+from cuflash.testing._budget import Budget
 from support import memory
-from support.budget import Budget
 from support.problems import FIELDS, Call
 
 HEADS, HEADS_KV = 4, 2
@@ -384,7 +384,7 @@ def test_other_layouts_and_destinations():
 
 WRONG = {
     "floats": ({"ends_q": np.array([0.0, 5.0])}, TypeError, "cu_seqlens_q: .*float64"),
-    "a list": ({"ends_k": [0, 5]}, TypeError, "cu_seqlens_k: .*list"),
+    "a tuple": ({"ends_k": (0, 5)}, TypeError, "cu_seqlens_k: .*tuple"),
     "a matrix": ({"ends_q": np.zeros((2, 2), int)}, ValueError, r"cu_seqlens_q: .*\(2, 2\)"),
     "nothing": ({"ends_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q: "),
     "decreasing": ({"ends_q": np.array([0, 5, 3])}, ValueError, "cu_seqlens_q: .*decrease"),

@@ -8,7 +8,8 @@ import numpy as np
 
 from cuflash._arrays import Array, Triple, is_cupy
 from cuflash._errors import not_yet
-from cuflash._host import attention
+from cuflash._host.backward import backward
+from cuflash._host.forward import forward
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
 from cuflash._problem.philox import WHOLE, Origin
@@ -39,7 +40,7 @@ def run_forward(
     if is_cupy(out):
         _refuse_elsewhere(options, origin)
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
-    attention.forward(problem, qkv, options, out, lse, origin=origin)
+    forward(problem, qkv, options, out, lse, origin=origin)
     return None
 
 
@@ -65,7 +66,7 @@ def run_backward(
         _refuse_elsewhere(options, origin)
         dout, *results = saved
         return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
-    attention.backward(problem, qkv, options, saved, gradients, origin=origin)
+    backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
 
 

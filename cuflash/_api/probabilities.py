@@ -220,11 +220,11 @@ def weights(
     n = xp.arange(problem.seqlen_k)[_selection("cols", cols, problem.seqlen_k, xp)]
     dtype = arithmetic(problem.dtype)
     tile = Tile(m, n, m[:, None], n[None, :])
-    q_rows = canonical_view(q, problem.q, keep_summed=True)[..., m, :].astype(dtype)
+    q_rows = canonical_view(q, problem.q, keep_summed=True)[..., m, :]
     k_cols = canonical_view(k, problem.k, keep_summed=True)[..., n, :].astype(dtype)
     with np.errstate(all="ignore"):
         scores = Scores(problem, chosen, (), xp)
-        score, _, _ = scores.logits(q_rows, k_cols, tile)
+        score, _, _ = scores.logits(scores.queries(q_rows), k_cols, tile)
         lse_rows = lse.reshape(*problem.batch, problem.seqlen_q)[..., m, None].astype(dtype)
         seen = scores.visible(tile) & ~xp.isneginf(lse_rows)
         p = xp.where(seen, xp.exp(score - lse_rows), 0)

@@ -59,6 +59,7 @@ class Scores:
     ) -> None:
         self._xp, self._problem, self._options = xp, problem, options
         self._dtype = arithmetic(problem.dtype)
+        self._scales_queries = abs(problem.scale) <= 1
         self._arrays = {
             name: xp.asarray(canonical_view(array, getattr(problem, name))[entry])
             for name, array in options.arrays.items()
@@ -72,6 +73,8 @@ class Scores:
         self.q_length = integers("q_lengths", problem.q_length_value, problem.seqlen_q)
         self.kv_length = integers("kv_lengths", problem.kv_length_value, problem.seqlen_k)
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
+        structure = (self.q_length, self.kv_length, self.offset)
+        self.alike = all(isinstance(value, int) for value in structure)
         heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
         entries = xp.asarray(entry_indices(problem.batch, entry))
         self._origin = origin
@@ -89,11 +92,27 @@ class Scores:
         """The sink's score in each of ``rows``; -inf where there is no query, or no sink."""
         return self._xp.where(self.are_queries(rows), self._sink, -np.inf)
 
-    def logits(self, q: Array, k: Array, tile: Tile) -> tuple[Array, Array | None, Array | None]:
-        """Scores as if every key were visible; derivatives of softcap and score_mod or None."""
+    def queries(self, q: Array) -> Array:
+        """A copy of queries as ``logits`` takes them: times the scale, where that is at most 1.
+
+        Of a tile of scores this saves one pass. A larger factor could overflow.
+        """
+        q = q.astype(self._dtype)
+        if self._scales_queries:
+            q *= self._dtype.type(self._problem.scale)
+        return q
+
+    def logits(
+        self, q: Array, k: Array, tile: Tile, out: Array | None = None
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Scores as if every key were visible; derivatives of softcap and score_mod or None.
+
+        ``q`` comes from ``queries``; ``out`` is memory for the product.
+        """
         xp, problem = self._xp, self._problem
-        score = xp.matmul(q, xp.swapaxes(k, -1, -2))
-        score *= self._dtype.type(problem.scale)
+        score = xp.matmul(q, xp.swapaxes(k, -1, -2), out=out)
+        if not self._scales_queries:
+            score *= self._dtype.type(problem.scale)
         slope = None
         if problem.softcap is not None:
             # 0 / 0 and 0 * inf are no scores; no score is large enough to tell max from more.

@@ -14,12 +14,12 @@ import numpy as np
 
 from cuflash import MaskMod, ScoreMod
 from cuflash._problem.option_table import OPTIONS, Option
+from cuflash.testing._strategies import HALVES
 from support.memory import Placement
 from support.problems import (
     DTYPES,
     FEATURE_FIRST,
     FIELDS,
-    HALVES,
     MIXED,
     SEQUENCE_OUTSIDE_HEADS,
     Call,

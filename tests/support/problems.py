@@ -7,43 +7,32 @@ in which axes order the library gets them is part of the call, so that one drawn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from ml_dtypes import bfloat16
 
 import cuflash
-from support import families, memory
+from cuflash import testing
+from cuflash._problem.option_table import FIELDS
+from cuflash.testing._strategies import DTYPES
+from support import memory
 from support.memory import Placement
 
 Array = Any
 Pairs = tuple[tuple[int, int], ...]
-DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
-HALVES = ("float16", "bfloat16")
 _OPERANDS = ("q", "k", "v")
-#: Which field of Gradients belongs to which input.
-FIELDS = {
-    "q": "dq",
-    "k": "dk",
-    "v": "dv",
-    "bias": "dbias",
-    "alibi_slopes": "dslopes",
-    "sink": "dsink",
-    "scale": "dscale",
-}
 CANONICAL: Pairs = ((-2, -1),) * 4
 SEQUENCE_OUTSIDE_HEADS: Pairs = ((-3, -1),) * 4
 FEATURE_FIRST: Pairs = ((-1, -2),) * 4
 MIXED: Pairs = ((-2, -1), (-3, -1), (-1, -2), (-3, -2))
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """Everything about one forward and backward call.
+@dataclass(frozen=True, eq=False, repr=False)
+class Call(testing.Call):
+    """A call together with how its arrays lie in memory.
 
     ``options`` are keyword arguments with NumPy arrays; ``axes`` is None or the four pairs;
     ``placements`` says by name how inputs, array options and results lie in memory; all others are
@@ -51,93 +40,16 @@ class Call:
     length are packed, see :func:`packed`; ``tf32`` asks for products of TF32.
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    dout: np.ndarray
-    dlse: np.ndarray | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     axes: Pairs | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     lead: int = memory.BAND
-    wrt: tuple[str, ...] = _OPERANDS
     deterministic: bool = True
     sequences: int = 0
-    tf32: bool = False
-    origin: str = ""
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the result: what q, k and v promote to, of which the widest is one."""
-        return max((self.q.dtype, self.k.dtype, self.v.dtype), key=lambda own: own.itemsize)
-
-    @property
-    def lse_dtype(self) -> np.dtype:
-        return self.dtype if self.dtype == np.float64 else np.dtype(np.float32)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per key/value head."""
-        if not self.options.get("enable_gqa"):
-            return 1
-        return self.q.shape[-3] // self.k.shape[-3]
-
-    @cached_property
-    def batch(self) -> tuple[int, ...]:
-        k = self.k.shape[:-2]
-        if self.group_size > 1:
-            k = (*k[:-1], k[-1] * self.group_size)
-        v = self.v.shape[:-2]
-        if self.group_size > 1:
-            v = (*v[:-1], v[-1] * self.group_size)
-        return np.broadcast_shapes(self.q.shape[:-2], k, v)
-
-    def array(self, name: str) -> np.ndarray:
-        """The input called ``name``; scale as the array that its gradient is like."""
-        if name == "scale":
-            return np.zeros(())
-        return self.options[name] if name in self.options else getattr(self, name)
-
-    @cached_property
-    def option_arrays(self) -> dict[str, np.ndarray]:
-        """Options that are arrays, the two of segment_ids under names of their own."""
-        named = dict(self.options)
-        named |= dict(
-            zip(("segment_ids_q", "segment_ids_k"), named.pop("segment_ids", ()), strict=False)
-        )
-        return {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
-
-    def but(self, **changes: Any) -> Call:
-        """The same call with some fields replaced."""
-        return replace(self, **changes)
-
-    def with_options(self, **changes: Any) -> Call:
-        """The same call with some score options replaced; None removes one."""
-        merged = {**self.options, **changes}
-        return replace(self, options={n: v for n, v in merged.items() if v is not None})
-
-    def __repr__(self) -> str:
-        def text(value: Any) -> str:
-            if isinstance(value, np.ndarray):
-                return f"{value.dtype}{list(value.shape)}"
-            if isinstance(value, tuple):
-                return f"({', '.join(map(text, value))})"
-            return repr(value)
-
-        parts = [f"{name}={text(self.array(name))}" for name in (*_OPERANDS, "dout")]
-        parts += [f"{name}={text(value)}" for name, value in self.options.items()]
-        parts += [] if self.dlse is None else [f"dlse={text(self.dlse)}"]
-        parts += [] if self.axes is None else [f"axes={self.axes}"]
-        parts += [f"placements={dict(self.placements)}"] if self.placements else []
-        parts += [] if self.lead == memory.BAND else [f"lead={self.lead}"]
-        parts += [] if self.deterministic else ["deterministic=False"]
-        parts += [f"sequences={self.sequences}"] if self.sequences else []
-        parts += ["tf32=True"] if self.tf32 else []
-        return f"Call({', '.join(parts)}, wrt={self.wrt}, origin={self.origin!r})"
-
-    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
-        """What Hypothesis prints of a drawn call."""
-        printer.text(repr(self))
+    @classmethod
+    def of(cls, call: testing.Call) -> Call:
+        """A call of ``cuflash.testing``, dense in memory."""
+        return cls(**{own.name: getattr(call, own.name) for own in fields(testing.Call)})
 
 
 @dataclass(frozen=True)
@@ -208,25 +120,10 @@ class Results:
     gradients: dict[str, np.ndarray]
 
 
-def make_call(
-    family: str,
-    seed: int,
-    dtype: Any,
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
-    **fields: Any,
-) -> Call:
-    """A call with inputs of one family; dout, of the full batch shape, goes with it.
-
-    ``dtype`` is that of q, k and v, or a tuple of theirs; dout is of what they promote to.
-    """
-    rng = np.random.default_rng(seed)
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 3
-    arrays = families.make(family, rng, dtypes, tuple(q), tuple(k), tuple(v))
-    call = Call(*arrays, dout=arrays[0], origin=f"{family}, seed {seed}", **fields)
-    shape = (*call.batch, q[-2], v[-1])
-    return call.but(dout=families.make_dout(family, rng, call.dtype, shape))
+def make_call(*arguments: Any, **own: Any) -> Call:
+    """A call with inputs of one family; the fields of a Call may be given."""
+    general = {f.name: own.pop(f.name) for f in fields(testing.Call) if f.name in own}
+    return Call.of(testing.make_call(*arguments, **general)).but(**own)
 
 
 def packed(call: Call) -> Call:
@@ -429,7 +326,6 @@ def _canonical(array: Array, pair: tuple[int, int]) -> np.ndarray:
 
 # What may be drawn.
 
-_BATCHES = ((), (2,), (1,), (3,), (2, 3), (3, 2), (2, 1, 2), (1, 4), (0,), (2, 0))
 _ABSURD = 99_990_001  # a legal stride of an axis of one element
 
 
@@ -438,136 +334,33 @@ def calls(
     draw: st.DrawFn,
     limits: Limits,
     *,
-    options: Sequence[str] = ALL_OPTIONS,
-    kinds: Sequence[str] = families.OF_EVERY_DTYPE,
-    batches: Sequence[tuple[int, ...]] = _BATCHES,
-    broadcast: bool = True,
     layouts: bool = False,
     gradients: bool = False,
-    group_sizes: Sequence[int] = (1, 1, 2, 3),
     seqlens: Sequence[int] | None = None,
+    **drawn: Any,
 ) -> Call:
-    """Draw a whole call.
+    """Draw a whole call: arguments of ``cuflash.testing.calls`` within ``limits``, and layouts.
 
-    ``options`` may be set, each or none; ``broadcast`` lets operands lack batch axes or have one
-    element there; ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of
-    options too. Without ``layouts`` all arrays are aligned or none is: Hopper's kernels serve the
-    first, the portable ones the second.
+    ``layouts`` draws axes orders and strides too, ``gradients`` asks for those of options too.
+    Without ``layouts`` all arrays are aligned or none is: Hopper's kernels serve the first, the
+    portable ones the second.
     """
-    dtypes = _dtypes(draw, limits.dtypes)
-    lengths = st.sampled_from(tuple(limits.seqlens if seqlens is None else seqlens))
-    rows, keys = draw(lengths), draw(lengths)
-    head_dim = draw(st.sampled_from(limits.head_dims))
-    head_dim_v = draw(st.sampled_from(limits.values_dims))
-    batch = draw(st.sampled_from(tuple(batches)))
-    group = draw(st.sampled_from(tuple(group_sizes))) if batch and batch[-1] else 1
-    own = dict.fromkeys(_OPERANDS, batch)
-    if broadcast:
-        own = {name: _thinned(draw, batch, keep_last=group > 1) for name in _OPERANDS}
-    if group > 1:
-        own["q"] = (*own["q"][:-1], own["q"][-1] * group)
-    call = make_call(
-        draw(st.sampled_from(tuple(kinds))),
-        draw(st.integers(0, 2**16)),
-        dtypes,
-        (*own["q"], rows, head_dim),
-        (*own["k"], keys, head_dim),
-        (*own["v"], keys, head_dim_v),
-        options={"enable_gqa": True} if group > 1 else {},
+    call = Call.of(
+        draw(
+            testing.calls(
+                dtypes=limits.dtypes,
+                seqlens=limits.seqlens if seqlens is None else seqlens,
+                head_dims=limits.head_dims,
+                values_dims=limits.values_dims,
+                option_sets=limits.option_sets,
+                gradients=limits.gradients if gradients else (),
+                **drawn,
+            )
+        )
     )
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    if limits.option_sets is None:
-        names = [name for name in options if draw(st.booleans())]
-    else:
-        present = draw(st.sampled_from(limits.option_sets))
-        names = [name for name in options if name in present]
-    chosen = _options(draw, rng, call, names)
-    call = call.with_options(**chosen)
-    if draw(st.booleans()):
-        dlse = rng.standard_normal((*call.batch, rows)).astype(call.lse_dtype)
-        call = call.but(dlse=dlse)
-    if gradients:
-        names = [n for n in limits.gradients if n in (*call.option_arrays, "scale")]
-        call = call.but(wrt=(*_OPERANDS, *(n for n in names if draw(st.booleans()))))
     if layouts:
         return _laid_out(draw, call)
     return call.but(lead=draw(st.sampled_from((memory.ALIGNED, memory.BAND))))
-
-
-def _dtypes(draw: st.DrawFn, names: Sequence[str]) -> tuple[np.dtype, ...]:
-    """Those of q, k and v: in five of six draws one; float16 and bfloat16 do not promote."""
-    if draw(st.integers(0, 5)) < 5:
-        return (DTYPES[draw(st.sampled_from(names))],) * 3
-    other_half = draw(st.sampled_from(HALVES))
-    own = tuple(name for name in names if name != other_half) or names
-    return tuple(DTYPES[draw(st.sampled_from(own))] for _ in _OPERANDS)
-
-
-def _options(
-    draw: st.DrawFn, rng: np.random.Generator, call: Call, names: Sequence[str]
-) -> dict[str, Any]:
-    rows, keys = call.q.shape[-2], call.k.shape[-2]
-
-    def integers(low: int, high: int) -> Any:
-        if draw(st.booleans()):
-            return draw(st.integers(low, high))
-        kind = draw(st.sampled_from((np.int32, np.int64)))
-        return rng.integers(low, high + 1, _thinned(draw, call.batch)).astype(kind)
-
-    def core() -> tuple[int, ...]:
-        m, n = draw(st.sampled_from(((rows, keys), (1, keys), (rows, 1), (1, 1))))
-        return (*_thinned(draw, call.batch), m, n)
-
-    def bias() -> np.ndarray:
-        dtype = draw(st.sampled_from((np.dtype(np.float32), call.dtype)))
-        array = rng.standard_normal(core()).astype(dtype)
-        if draw(st.booleans()):
-            array[rng.random(array.shape) < 0.3] = -np.inf
-        return array
-
-    def per_head(spread: float) -> np.ndarray:
-        dtype = draw(st.sampled_from((np.dtype(np.float32), call.dtype)))
-        return np.asarray(spread * rng.standard_normal(_thinned(draw, call.batch))).astype(dtype)
-
-    def segment_ids() -> tuple[np.ndarray, np.ndarray]:
-        kind = draw(st.sampled_from((np.int32, np.int64)))
-        shapes = ((*_thinned(draw, call.batch), n) for n in (rows, keys))
-        return tuple(np.sort(rng.integers(-1, 3, shape)).astype(kind) for shape in shapes)
-
-    def mask() -> np.ndarray:
-        return rng.random(core()) < draw(st.sampled_from((0.1, 0.5, 0.95)))
-
-    words = ("top_left", "bottom_right") if "offset" not in names else ()
-    sides = st.sampled_from((None, 0, 1, 3, HOST_TILE, 100))
-    makers = {
-        "causal": lambda: draw(st.sampled_from((True, *words))),
-        "offset": lambda: integers(-rows - 2, keys + 2),
-        "window": lambda: (draw(sides), draw(sides)),
-        "q_lengths": lambda: integers(0, rows),
-        "kv_lengths": lambda: integers(0, keys),
-        "scale": lambda: draw(st.sampled_from((0.0, 0.125, 0.3, -0.25))),
-        "softcap": lambda: draw(st.sampled_from((0.5, 5.0, 30.0))),
-        "bias": bias,
-        "mask": mask,
-        "alibi_slopes": lambda: per_head(0.25),
-        "segment_ids": segment_ids,
-        "sink": lambda: per_head(2.0),
-        "dropout": lambda: draw(st.sampled_from((0.1, 0.5, 0.0, 0.9, 1.0))),
-        "seed": lambda: draw(st.integers(0, 2**64 - 1)),
-    }
-    seed = ("seed",) if "dropout" in names else ()
-    return {name: makers[name]() for name in (*names, *seed)}
-
-
-def _thinned(
-    draw: st.DrawFn, batch: tuple[int, ...], *, keep_last: bool = False
-) -> tuple[int, ...]:
-    """A shape that broadcasts to ``batch``: leading axes missing, or of one element."""
-    dropped = draw(st.integers(0, max(len(batch) - keep_last, 0)))
-    own = [n if draw(st.booleans()) else 1 for n in batch[dropped:]]
-    if keep_last and batch:
-        own[-1] = batch[-1]
-    return tuple(own)
 
 
 def _laid_out(draw: st.DrawFn, call: Call) -> Call:

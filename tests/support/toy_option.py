@@ -16,6 +16,7 @@ import pytest
 import cuflash
 from cuflash import Options, reference
 from cuflash._problem.problem import describe
+from cuflash.testing._strategies import HALVES
 from support import covering, problems
 
 SHIFT = np.array([0.5, -2.0, 1.0], np.float32)
@@ -55,7 +56,7 @@ def covered() -> None:
         assert beside == every - {(option, "none")}
     tried = 0
     for number, row in enumerate(rows):
-        halves = row["dtype"] in problems.HALVES
+        halves = row["dtype"] in HALVES
         halves = halves or (row["dtype"] == "float32" and row["operand dtypes"] != "same")
         if row["shift"] == row["lift"] == "none" or halves:
             continue

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from cuflash._arrays import Array
+
 Shape = tuple[int, ...]
 Generator = np.random.Generator
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
+Inputs = tuple[Array, Array, Array]
 
 #: Logits that the shifted families aim at: 16-bit kernels have failed where the logsumexp lies
 #: below -88, where exp(0 - lse) of a padded key overflows float32.
@@ -50,7 +52,7 @@ def constant_rows(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
 def sparse_integers(rng: Generator, q: Shape, k: Shape, v: Shape) -> Inputs:
     """Integers in {-2..2}, four fifths of them 0: products are exact, many scores tie."""
 
-    def draw(shape: Shape) -> np.ndarray:
+    def draw(shape: Shape) -> Array:
         return rng.integers(-2, 3, shape) * (rng.random(shape) < 0.2).astype(float)
 
     return draw(q), draw(k), draw(v)
@@ -87,7 +89,7 @@ def _one_sign(least: float, width: float) -> Callable[[Generator, Shape, Shape, 
     return draw
 
 
-def make_dout(name: str, rng: Generator, dtype: object, shape: Shape) -> np.ndarray:
+def make_dout(name: str, rng: Generator, dtype: Any, shape: Shape) -> Array:
     """The gradient of out that goes with a family: standard normal but where all has one sign."""
     if name not in ONE_SIGN:
         return rng.standard_normal(shape).astype(dtype)

@@ -13,14 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from ml_dtypes import finfo
 
-import cuflash
 from cuflash import reference
+from cuflash._api.probabilities import dropout_mask
+from cuflash._arrays import Array
+
+finfo: Any = ml_dtypes.finfo  # which has no types
 
 
-def accumulator(dtype: Any) -> np.dtype:
+def accumulator(dtype: Any) -> np.dtype[Any]:
     """The dtype in which sums are declared to be taken."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
@@ -38,24 +41,24 @@ class Expanded:
     """
 
     call: Any
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    dout: np.ndarray
-    dlse: np.ndarray
-    bias: np.ndarray
-    distance: np.ndarray
-    slopes: np.ndarray
-    sink: np.ndarray
-    visible: np.ndarray
-    kept: np.ndarray
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array
+    bias: Array
+    distance: Array
+    slopes: Array
+    sink: Array
+    visible: Array
+    kept: Array
     kept_scale: float
     scale: float
     softcap: float | None
-    sign: np.ndarray
-    shift: np.ndarray
+    sign: Array
+    shift: Array
 
-    def fold(self, name: str, gradient: np.ndarray) -> np.ndarray:
+    def fold(self, name: str, gradient: Array) -> Array:
         """Sum a written-out gradient over broadcast axes and head groups, to the input's shape."""
         shape = self.call.array(name).shape
         if name == "scale":
@@ -70,17 +73,20 @@ class Expanded:
 
     def fold_count(self, name: str) -> int:
         """How many written-out elements are summed into one element of the gradient."""
-        full = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}.get(name, self.visible)
-        return full.size // max(self.call.array(name).size, 1)
+        full: Array = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}.get(
+            name, self.visible
+        )
+        count: int = full.size // max(self.call.array(name).size, 1)
+        return count
 
 
 def expand(call: Any, dtype: Any) -> Expanded:
     """Write out every broadcast of ``call`` in ``dtype``."""
 
-    def arithmetic(array: np.ndarray) -> np.ndarray:
+    def arithmetic(array: Array) -> Array:
         return np.nan_to_num(array.astype(dtype), nan=0.0, posinf=0.0, neginf=0.0)
 
-    def heads(array: np.ndarray) -> np.ndarray:
+    def heads(array: Array) -> Array:
         return np.repeat(array, call.group_size, -3) if call.group_size > 1 else array
 
     q, k, v = arithmetic(call.q), heads(arithmetic(call.k)), heads(arithmetic(call.v))
@@ -110,7 +116,7 @@ def expand(call: Any, dtype: Any) -> Expanded:
     )
 
 
-def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array]:
     """The derivative of the caller's formula, 1 or -1, and its value at 0."""
     formula = call.options.get("score_mod")
     if formula is None:
@@ -120,13 +126,16 @@ def _formula(call: Any, shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray,
     zeros = np.zeros((b.size, heads, rows, keys), dtype)
     slope = formula.host_grad(zeros, b, h, q, k, **formula.arrays)
     sign = np.unique(slope)
-    assert sign.size == 1
-    assert abs(sign[0]) == 1
+    if sign.size != 1 or abs(sign[0]) != 1:
+        raise NotImplementedError(
+            "score_mod: got a formula whose derivative is not 1 everywhere, nor -1, expected one "
+            "that adds to the score or negates it; compare with cuflash.reference instead"
+        )
     shift = np.broadcast_to(formula.host(zeros, b, h, q, k, **formula.arrays), zeros.shape)
     return sign[0].astype(dtype), shift.reshape(shape).astype(dtype)
 
 
-def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """The sink of each query; -inf of rows beyond ``q_lengths``, which are none."""
     rows = shape[-2]
     sink = np.asarray(call.options.get("sink", -np.inf)).astype(dtype)[..., None, None]
@@ -135,17 +144,17 @@ def _sinks(call: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.broadcast_to(sinks, shape)
 
 
-def _dropout(call: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, float]:
+def _dropout(call: Any, shape: tuple[int, ...]) -> tuple[Array, float]:
     """Which weights are kept, batch + (m, n), and by what they are multiplied."""
     p = call.options.get("dropout", 0.0)
     dropped = round(65536 * p)
     if not dropped:
         return np.broadcast_to(True, shape), 1.0
-    kept = cuflash.dropout_mask(shape, p, call.options["seed"])
+    kept = dropout_mask(shape, p, call.options["seed"])
     return kept, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
 
-def _distance(call: Any, dtype: Any) -> np.ndarray:
+def _distance(call: Any, dtype: Any) -> Array:
     """|m + offset - n|, (batch, m, n)."""
     rows, keys = call.q.shape[-2], call.k.shape[-2]
     options = call.options
@@ -160,13 +169,13 @@ def _distance(call: Any, dtype: Any) -> np.ndarray:
     return np.abs(m + offset[..., None, None] - n).astype(dtype)
 
 
-def final_scores(call: Any) -> np.ndarray:
+def final_scores(call: Any) -> Array:
     """The definition's scores, batch + (m, n); batch axes that only v has are written out."""
     q = np.broadcast_to(call.q, (*call.batch, *call.q.shape[-2:]))
     return reference.scores(q, call.k, **call.options)
 
 
-def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[Array, Array]:
     """``out``, and ``lse`` in the accumulator's dtype; all in that without the ``rounding``s."""
     dtype = inputs.call.dtype if rounding else inputs.q.dtype
     scores, _ = _scores(inputs, rounding)
@@ -186,7 +195,7 @@ def forward(inputs: Expanded, *, rounding: bool = True) -> tuple[np.ndarray, np.
         return out.astype(dtype), lse[..., 0]
 
 
-def _reference_error(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _reference_error(largest: Array, dtype: np.dtype[Any]) -> Array:
     """What a row's reference may differ by from its largest score.
 
     Softmax is the same for every reference, and a kernel that holds scores in other units (log 2,
@@ -202,13 +211,13 @@ def _reference_error(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def backward(
-    inputs: Expanded, out: np.ndarray, lse: np.ndarray, *, rounding: bool = True
-) -> dict[str, np.ndarray]:
+    inputs: Expanded, out: Array, lse: Array, *, rounding: bool = True
+) -> dict[str, Array]:
     """Gradients by recomputation from the model's own ``out`` and ``lse``."""
     call = inputs.call
     dtype = call.dtype if rounding else inputs.q.dtype
 
-    def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def multiply(a: Array, b: Array) -> Array:
         return _product(inputs, a, b, rounding)
 
     scores, slope = _scores(inputs, rounding)
@@ -239,11 +248,11 @@ def backward(
         return {name: g.astype(call.array(name).dtype) for name, g in gradients.items()}
 
 
-def _scores(inputs: Expanded, rounding: bool) -> tuple[np.ndarray, np.ndarray | float]:
+def _scores(inputs: Expanded, rounding: bool) -> tuple[Array, Array | float]:
     """Final scores, -inf where invisible, and the derivative of softcap and formula."""
     products = _product(inputs, inputs.q, inputs.k.swapaxes(-1, -2), rounding)
     scores = products * inputs.q.dtype.type(inputs.scale)
-    slope: np.ndarray | float = inputs.q.dtype.type(1)
+    slope: Array | float = inputs.q.dtype.type(1)
     if inputs.softcap is not None:
         cap = inputs.q.dtype.type(inputs.softcap)
         tanh = np.tanh(scores / cap)
@@ -254,18 +263,18 @@ def _scores(inputs: Expanded, rounding: bool) -> tuple[np.ndarray, np.ndarray | 
     return np.where(inputs.visible, scores, -np.inf).astype(inputs.q.dtype), slope
 
 
-def _product(inputs: Expanded, a: np.ndarray, b: np.ndarray, rounding: bool) -> np.ndarray:
+def _product(inputs: Expanded, a: Array, b: Array, rounding: bool) -> Array:
     if inputs.call.tf32 and rounding:
         a, b = to_tf32(a), to_tf32(b)
     return a @ b
 
 
-def to_tf32(array: np.ndarray) -> np.ndarray:
+def to_tf32(array: Array) -> Array:
     """Cut off after 11 significant bits; a factor makes up for what is lost on average."""
     bits = (array.astype(np.float32) * np.float32(1 + 0.72 / 2048)).view(np.uint32)
     return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def _rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     with np.errstate(over="ignore"):
         return array.astype(dtype).astype(array.dtype)

@@ -1,0 +1,192 @@
+"""How is the gradient computed on NumPy arrays? Algorithm 2 of FlashAttention-2, on the CPU.
+
+Probabilities are recomputed from lse, tile by tile. One pass over query blocks: dq of a block is
+complete after its keys, dk and dv accumulate. Pieces of the batch, and of the queries of an entry,
+have sums of their own, which are added in the order of the pieces, whoever computed them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from cuflash._arrays import Array, Triple, write_rounded
+from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.scores import Entry, arithmetic
+from cuflash._host.tiles import (
+    Parts,
+    Piece,
+    Workspace,
+    blocks,
+    hide,
+    largest_tile,
+    operations,
+    pieces,
+    product,
+    rows_view,
+    slices,
+    tiles,
+    workspace,
+)
+from cuflash._problem.operand import canonical_view
+from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
+from cuflash._problem.problem import Problem, gradient_operand
+from cuflash._results import Saved
+
+#: Pieces of a batch with fewer entries. Not a matter of cores: the pieces decide the bits.
+_PIECES = 8
+_ALL = slice(None)
+
+
+@np.errstate(all="ignore")
+def backward(
+    problem: Problem,
+    qkv: Triple,
+    options: Options,
+    saved: Saved,
+    gradients: dict[str, Array],
+    *,
+    origin: Origin = WHOLE,
+) -> None:
+    """Fill ``gradients``, by input name."""
+    dtype = arithmetic(problem.dtype)
+    dout, out = (
+        canonical_view(a, gradient_operand(problem, "dout", a)) for a in (saved.dout, saved.out)
+    )
+    lse = rows_view(problem, saved.lse)
+    dlse = None if saved.dlse is None else rows_view(problem, saved.dlse)
+    results = {
+        name: a
+        if name == "scale"
+        else canonical_view(a, gradient_operand(problem, name, a), keep_summed=True)
+        for name, a in gradients.items()
+    }
+    sums = {name: np.zeros(view.shape, dtype) for name, view in results.items()}
+    block_m, _ = blocks(problem)
+    parts = Parts(problem, qkv, options, origin)
+
+    def places(entry: Entry, piece: slice) -> dict[str, Array]:
+        """Views of the sums to which a piece adds: of its entries, and of its rows."""
+        return {
+            name: _rows_of(array, piece) if name in ("q", "bias") else array
+            for name, array in ((name, _entries_of(problem, name, sums, entry)) for name in sums)
+        }
+
+    def add_up(entry: Entry, piece: slice, work: Workspace, own: dict[str, Array]) -> None:
+        """Add the gradients of a piece to ``own``, of the shape of its places."""
+        scores, q, k, v = parts.of(entry)
+        finite_k = bool(np.isfinite(k).all())
+        for rows in slices(piece.start, piece.stop, block_m):
+            # Rows of q and of a bias are counted from the start of the piece.
+            local = slice(rows.start - piece.start, rows.stop - piece.start)
+            q_block, dout_block, out_block = (
+                a[..., rows, :].astype(dtype, copy=False) for a in (q, dout[entry], out[entry])
+            )
+            lse_block = lse[entry][..., rows]
+            # Of a row that is no query nothing is read, whatever it holds.
+            empty = np.isneginf(lse_block) | ~scores.are_queries(rows)
+            # dout of a row that sees nothing is not read; with a sink only its out = 0 tells.
+            if empty.any():
+                dout_block, out_block = (
+                    np.where(empty[..., None], 0, a) for a in (dout_block, out_block)
+                )
+            delta = np.where(out_block == 0, 0, dout_block * out_block).sum(-1)
+            if dlse is not None:
+                delta -= np.where(empty, 0, dlse[entry][..., rows])
+            shift = np.where(empty, 0, lse_block)[..., None]
+            finite = finite_k and all(np.isfinite(a).all() for a in (q_block, dout_block))
+            queries = scores.queries(q_block)
+            dq = np.zeros_like(queries)
+            for tile, seen in tiles(problem, scores, rows):
+                k_block, v_block = (a[..., tile.cols, :] for a in (k, v))
+                shape = (*queries.shape[:-1], k_block.shape[-2])
+                score, slope, mod_slope = scores.logits(
+                    queries, k_block, tile, work("score", shape, dtype)
+                )
+                score -= shift
+                p = np.exp(score, out=score)
+                v_t = np.swapaxes(v_block, -1, -2)
+                dscore = np.matmul(dout_block, v_t, out=work("dscore", shape, dtype))
+                kept = scores.kept(tile)
+                if kept is not None:
+                    dscore *= kept
+                dscore -= delta[..., None]
+                dscore *= p
+                if kept is not None:
+                    p *= kept
+                hide(p, seen, 0)
+                hide(dscore, seen, 0)
+                if mod_slope is not None:
+                    dscore *= mod_slope if seen is None else np.where(seen, mod_slope, 0)
+                if "bias" in own:
+                    _add(own["bias"], dscore, local, tile.cols)
+                if "alibi_slopes" in own:
+                    _add(own["alibi_slopes"], -(dscore * scores.distance(tile)).sum((-1, -2)))
+                if slope is not None:
+                    dscore *= slope if seen is None else np.where(seen, slope, 0)
+                if "scale" in own:
+                    raw = np.matmul(q_block, np.swapaxes(k_block, -1, -2))
+                    own["scale"] += (dscore * raw).sum(where=True if seen is None else seen)
+                dscore *= dtype.type(problem.scale)
+                dq += product(dscore, k_block, seen, finite, work("dq", dq.shape, dtype))
+                seen_t = None if seen is None else np.swapaxes(seen, -1, -2)
+                for name, weights, other in (("k", dscore, q_block), ("v", p, dout_block)):
+                    if name in own:
+                        place = work(f"d{name}", (*shape[:-2], shape[-1], other.shape[-1]), dtype)
+                        weights_t = np.swapaxes(weights, -1, -2)
+                        part = product(weights_t, other, seen_t, finite, place)
+                        _add(own[name], part, tile.cols, _ALL)
+            if "q" in own:
+                _add(own["q"], dq, local, _ALL)
+            if "sink" in own:
+                share = np.where(empty, 0, np.exp(scores.sink(rows) - lse_block))
+                _add(own["sink"], -(share * delta).sum(-1))
+
+    def worker(items: Items[Piece]) -> None:
+        with workspace() as work:
+            for index, (entry, piece) in items:
+                targets = places(entry, piece)
+                own = {name: np.zeros(target.shape, dtype) for name, target in targets.items()}
+                add_up(entry, piece, work, own)
+                items.in_turn(index, partial(_add_all, targets, own))
+
+    with single_threaded_blas(*largest_tile(problem)) as threads:
+        # Formulas are functions of the caller, which need not bear several threads.
+        formulas = options.score_mod is not None or options.mask_mod is not None
+        threads = 1 if formulas else worth(threads, 2.5 * operations(problem))
+        Items(pieces(problem, _PIECES)).work(worker, threads)
+    for name, view in results.items():
+        write_rounded(view, sums[name])
+
+
+def _entries_of(problem: Problem, name: str, sums: dict[str, Array], entry: Entry) -> Array:
+    """The sum of some entries: a view, with extent 1 on axes over which the input repeats."""
+    if name == "scale":
+        return sums[name]
+    own = tuple(
+        i if not s else 0 if isinstance(i, int) else _ALL
+        for i, s in zip(entry, getattr(problem, name).summed, strict=False)
+    )
+    view: Array = sums[name][(*own, ...)]
+    return view
+
+
+def _rows_of(array: Array, rows: slice) -> Array:
+    return array if array.shape[-2] == 1 else array[..., rows, :]
+
+
+def _add(target: Array, part: Array, *core: slice) -> None:
+    """Add a part (carried batch axes, core) to ``core`` of what may have extent 1 on any axis."""
+    extents = target.shape[target.ndim - len(core) :]
+    selected = (_ALL if n == 1 else s for n, s in zip(extents, core, strict=True))
+    target = target[(..., *selected)]
+    pairs = zip(target.shape, part.shape, strict=True)
+    axes = tuple(i for i, (n, m) in enumerate(pairs) if n != m)
+    target += part.sum(axes, keepdims=True) if axes else part
+
+
+def _add_all(targets: dict[str, Array], own: dict[str, Array]) -> None:
+    for name, target in targets.items():
+        target += own[name]

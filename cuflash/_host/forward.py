@@ -1,0 +1,133 @@
+"""How does attention run on NumPy arrays? The tiled online-softmax algorithm on the CPU.
+
+FlashAttention-2, algorithm 1: query blocks are resident, key blocks stream past with a running
+maximum and sum. Nothing of size M x N exists. Blocks that no query of a block can see are skipped.
+Products go through BLAS; 16-bit operands are widened to float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cuflash._arrays import Array, Triple
+from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.scores import Entry, arithmetic
+from cuflash._host.tiles import (
+    Parts,
+    Piece,
+    Workspace,
+    blocks,
+    hide,
+    largest_tile,
+    operations,
+    pieces,
+    product,
+    row_maxima,
+    rows_view,
+    slices,
+    tiles,
+    workspace,
+)
+from cuflash._problem import philox
+from cuflash._problem.operand import canonical_view
+from cuflash._problem.options import Options
+from cuflash._problem.philox import WHOLE, Origin
+from cuflash._problem.problem import Problem
+
+_PIECES_A_THREAD = 4  # so that threads end together
+
+
+@np.errstate(all="ignore")
+def forward(
+    problem: Problem,
+    qkv: Triple,
+    options: Options,
+    out: Array,
+    lse: Array,
+    *,
+    origin: Origin = WHOLE,
+) -> None:
+    """Fill ``out`` and ``lse``; ``origin`` places a part of a call for dropout."""
+    dtype = arithmetic(problem.dtype)
+    destinations = out, lse = canonical_view(out, problem.out), rows_view(problem, lse)
+    formulas = options.score_mod is not None or options.mask_mod is not None
+    if formulas:
+        # A formula may raise at any tile, and then nothing has been written.
+        out, lse = np.empty_like(out), np.empty_like(lse)
+    block_m, block_n = blocks(problem)
+    parts = Parts(problem, qkv, options, origin)
+
+    ones = np.ones(block_n, dtype)
+
+    def fill(entry: Entry, piece: slice, work: Workspace) -> None:
+        scores, q, k, v = parts.of(entry)
+        v, unit, finite = _within_range(v, options.dropout)
+        for rows in slices(piece.start, piece.stop, block_m):
+            q_block = scores.queries(q[..., rows, :])
+            row_max = np.full(q_block.shape[:-1], scores.sink(rows), dtype)
+            row_sum = np.where(np.isneginf(row_max), dtype.type(0), dtype.type(1))
+            acc = None
+            for tile, seen in tiles(problem, scores, rows):
+                k_block = k[..., tile.cols, :]
+                place = work("score", (*row_max.shape, k_block.shape[-2]), dtype)
+                score, _, _ = scores.logits(q_block, k_block, tile, place)
+                hide(score, seen, -np.inf)
+                highest = np.maximum(row_max, row_maxima(score))
+                shift = np.where(np.isneginf(highest), 0, highest)
+                rescale = np.exp(row_max - shift)
+                score -= shift[..., None]
+                p = np.exp(score, out=score)
+                # BLAS adds the rows up in a third of the time of p.sum(-1).
+                row_sum = row_sum * rescale + np.matmul(p, ones[: p.shape[-1]])
+                kept = scores.kept(tile)
+                if kept is not None:
+                    p *= kept
+                name = "acc" if acc is None else "part"
+                place = work(name, (*row_max.shape, problem.head_dim_v), dtype)
+                part = product(p, v[..., tile.cols, :], seen, finite, place)
+                if acc is None:
+                    acc = part
+                else:
+                    acc *= rescale[..., None]
+                    acc += part
+                row_max = highest
+            empty = row_sum == 0
+            lse[entry][..., rows] = np.where(
+                empty, -np.inf, np.log(row_sum) + np.where(empty, 0, row_max)
+            )
+            if acc is None:
+                out[entry][..., rows, :] = 0
+            else:
+                divisor = np.where(empty, 1, row_sum)[..., None] * unit
+                np.divide(acc, divisor, out=out[entry][..., rows, :], casting="unsafe")
+
+    def worker(items: Items[Piece]) -> None:
+        with workspace() as work:
+            for _, (entry, piece) in items:
+                fill(entry, piece, work)
+
+    with single_threaded_blas(*largest_tile(problem)) as threads:
+        # Formulas are functions of the caller, which need not bear several threads.
+        threads = 1 if formulas else worth(threads, operations(problem))
+        items = Items(pieces(problem, 1 if threads == 1 else _PIECES_A_THREAD * threads))
+        items.work(worker, threads)
+    for destination, filled in zip(destinations, (out, lse), strict=True):
+        if destination is not filled:
+            destination[...] = filled
+
+
+def _within_range(v: Array, dropout: float) -> tuple[Array, Array, bool]:
+    """Values times powers of two, so that no sum over keys overflows; and the powers by column.
+
+    And whether all values are finite.
+    """
+    most = max(v.shape[-2], 1) * max(philox.kept_scale(dropout), 1.0)
+    limit = np.finfo(v.dtype).max / (2 * most)
+    if -v.min(initial=0) <= limit and v.max(initial=0) <= limit:
+        return v, v.dtype.type(1), True
+    largest = np.maximum(v.max(-2, keepdims=True, initial=0), -v.min(-2, keepdims=True, initial=0))
+    overflows = largest > limit
+    unit = np.where(overflows, 0.5 ** math.ceil(math.log2(2 * most)), 1).astype(v.dtype)
+    return v * unit if overflows.any() else v, unit, bool(np.isfinite(largest).all())

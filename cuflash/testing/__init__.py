@@ -1,0 +1,46 @@
+"""How is attention tested with properties? Calls that are drawn, families of inputs, one assertion.
+
+Strategies need Hypothesis, which the extra ``testing`` brings; the rest needs nothing.
+
+>>> from cuflash.testing import assert_attention_close, make_call
+>>> import cuflash
+>>> call = make_call("normal_times_3", 0, "bfloat16", (8, 32, 16), (8, 48, 16), (8, 48, 16))
+>>> result = cuflash.attention(*call.qkv, causal=True, return_lse=True)
+>>> assert_attention_close(result, *call.qkv, causal=True)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from cuflash.testing._call import Call, make_call
+from cuflash.testing._close import assert_attention_close
+from cuflash.testing._families import FAMILIES
+
+if TYPE_CHECKING:
+    from cuflash.testing._strategies import arrays, calls, options
+
+__all__ = [
+    "FAMILIES",
+    "Call",
+    "arrays",
+    "assert_attention_close",
+    "calls",
+    "make_call",
+    "options",
+]
+
+Call.__module__ = __name__  # errors and pickles name it
+
+
+def __getattr__(name: str) -> Any:
+    """Import the strategies where one is first asked for: the rest needs no Hypothesis."""
+    if name not in ("arrays", "calls", "options"):
+        raise AttributeError(f"module 'cuflash.testing' has no attribute {name!r}")
+    try:
+        from cuflash.testing import _strategies
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        raise ImportError(
+            f'cuflash.testing.{name}: needs Hypothesis; pip install "cuflash[testing]"'
+        ) from error
+    return getattr(_strategies, name)

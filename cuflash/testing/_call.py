@@ -1,0 +1,194 @@
+"""What is one call of attention, as a value? Arrays, options, and the gradients that are asked for.
+
+Arrays are canonical: batch axes, then sequence and feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cuflash._arrays import is_cupy
+from cuflash.testing import _families as families
+
+OwnCall = TypeVar("OwnCall", bound="Call")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Call:
+    """One forward and backward call.
+
+    Attributes
+    ----------
+    q : array, batch + (m, d)
+        Queries.
+    k : array, batch + (n, d)
+        Keys.
+    v : array, batch + (n, d_v)
+        Values.
+    dout : array, batch + (m, d_v)
+        Cotangent of the result; of the whole batch shape.
+    dlse : array, batch + (m,), or None
+        Cotangent of lse.
+    options : dict
+        Score options: the keywords of :class:`cuflash.Options`.
+    wrt : tuple of str
+        The inputs with respect to which a gradient is asked for.
+    tf32 : bool
+        Whether products of TF32 are permitted.
+    origin : str
+        The family and the seed of the arrays, for messages.
+
+    Examples
+    --------
+    >>> import cuflash, cuflash.testing
+    >>> call = cuflash.testing.make_call("normal", 0, "float32", (2, 5, 8), (2, 7, 8), (2, 7, 4))
+    >>> out = cuflash.attention(*call.qkv, **call.options)
+    >>> cuflash.testing.assert_attention_close(out, *call.qkv, **call.options)
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dlse: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    wrt: tuple[str, ...] = ("q", "k", "v")
+    tf32: bool = False
+    origin: str = ""
+
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the result: what q, k and v promote to, of which the widest is one."""
+        return max((a.dtype for a in self.qkv), key=lambda own: own.itemsize)
+
+    @property
+    def lse_dtype(self) -> np.dtype[Any]:
+        """float64 for float64, otherwise float32."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of each key/value head."""
+        if not self.options.get("enable_gqa"):
+            return 1
+        return int(self.q.shape[-3] // self.k.shape[-3])
+
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The batch shape of the result."""
+        own = [self.q.shape[:-2]]
+        for array in (self.k, self.v):
+            shape = array.shape[:-2]
+            own.append((*shape[:-1], shape[-1] * self.group_size) if shape else shape)
+        return np.broadcast_shapes(*own)
+
+    @cached_property
+    def option_arrays(self) -> dict[str, Any]:
+        """Options that are arrays, the two of segment_ids under names of their own."""
+        named = dict(self.options)
+        pair = named.pop("segment_ids", ())
+        named |= dict(zip(("segment_ids_q", "segment_ids_k"), pair, strict=False))
+        return {name: value for name, value in named.items() if hasattr(value, "strides")}
+
+    def array(self, name: str) -> Any:
+        """The input called ``name``; scale as the array that its gradient is like."""
+        if name == "scale":
+            return np.zeros(())
+        return self.options[name] if name in self.options else getattr(self, name)
+
+    def but(self: OwnCall, **changes: Any) -> OwnCall:
+        """The same call with some fields replaced."""
+        return replace(self, **changes)
+
+    def with_options(self: OwnCall, **changes: Any) -> OwnCall:
+        """The same call with some score options replaced; None removes one."""
+        merged = {**self.options, **changes}
+        return replace(self, options={n: v for n, v in merged.items() if v is not None})
+
+    def to(self: OwnCall, xp: ModuleType) -> OwnCall:
+        """The same call with arrays of ``xp``, NumPy or CuPy."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple) and any(hasattr(part, "strides") for part in value):
+                return tuple(map(moved, value))
+            if not hasattr(value, "strides"):
+                return value
+            return value.get() if xp is np and is_cupy(value) else xp.asarray(value)
+
+        arrays = {name: moved(getattr(self, name)) for name in ("q", "k", "v", "dout", "dlse")}
+        return self.but(**arrays, options={n: moved(v) for n, v in self.options.items()})
+
+    def __repr__(self) -> str:
+        def text(value: Any) -> str:
+            if hasattr(value, "strides"):
+                return f"{value.dtype}{list(value.shape)}"
+            if isinstance(value, tuple):
+                return f"({', '.join(map(text, value))})"
+            return repr(value)
+
+        parts = [f"{name}={text(self.array(name))}" for name in ("q", "k", "v", "dout")]
+        parts += [f"{name}={text(value)}" for name, value in self.options.items()]
+        others = [f for f in fields(self) if f.name not in ("q", "k", "v", "dout", "options")]
+        values = {f.name: (getattr(self, f.name), f.default) for f in others}
+        parts += [
+            f"{n}={text(value)}" for n, (value, usual) in values.items() if value is not usual
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """What Hypothesis prints of a drawn call."""
+        printer.text(repr(self))
+
+
+def make_call(
+    family: str,
+    seed: int,
+    dtype: Any,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    **fields: Any,
+) -> Call:
+    """Make a call with inputs of one family, the same for the same seed.
+
+    Parameters
+    ----------
+    family : str
+        A name of :data:`FAMILIES`.
+    seed : int
+        Of NumPy's generator.
+    dtype : dtype, or three
+        Of q, k and v; dout is of what they promote to.
+    q, k, v : tuple of int
+        Shapes, batch + (sequence, feature).
+    **fields
+        Other attributes of :class:`Call`.
+
+    Returns
+    -------
+    Call
+        Of NumPy arrays; dout has the whole batch shape.
+
+    Examples
+    --------
+    >>> import cuflash.testing
+    >>> cuflash.testing.make_call("normal", 3, "float16", (4, 8), (6, 8), (6, 2)).dout.shape
+    (4, 2)
+    """
+    rng = np.random.default_rng(seed)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 3
+    arrays = families.make(family, rng, dtypes, tuple(q), tuple(k), tuple(v))
+    call = Call(*arrays, dout=arrays[0], origin=f"{family}, seed {seed}", **fields)
+    shape = (*call.batch, q[-2], v[-1])
+    return call.but(dout=families.make_dout(family, rng, call.dtype, shape))

@@ -1,0 +1,156 @@
+"""Is attention by anybody as exact as its dtype allows? The error budget as one assertion."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._api.arguments import QKV
+from cuflash._arrays import is_cupy, native
+from cuflash._errors import wrong_type, wrong_value
+from cuflash._problem.operand import checked_axes
+from cuflash._problem.option_table import FIELDS
+from cuflash._problem.options import OPTION_NAMES, Options, ScoreOptions, resolve
+from cuflash._results import Gradients
+from cuflash.testing._budget import Budget
+from cuflash.testing._call import Call
+
+_DEFAULTS = Options()
+
+
+def assert_attention_close(
+    actual: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    gradients: Gradients | None = None,
+    dout: Any = None,
+    dlse: Any = None,
+    options: Options | None = None,
+    axes: Any = None,
+    precision: str | None = None,
+    **score_options: Unpack[ScoreOptions],
+) -> None:
+    """Raise unless a result of attention is within the error budget of its dtype.
+
+    The budget has no tolerance to choose: it follows from the roundings that the dtype declares,
+    on these inputs. So it holds for peaked and for flat rows, for scores near 0 and near 60,000.
+
+    Parameters
+    ----------
+    actual : array, batch + (m, d_v), or a pair (out, lse)
+        What is tested, by whatever implementation; with the natural logarithm of the sums, both.
+    q, k, v : array
+        The inputs, as :func:`cuflash.attention` takes them: NumPy or CuPy arrays, or what DLPack
+        hands out. They are read as they are stored.
+    gradients : Gradients, optional
+        Gradients by input; all of its fields that are not None are tested. They are those of
+        ``sum(dout * out) + sum(dlse * lse)``.
+    dout : array, batch + (m, d_v)
+        Cotangent of out; required with ``gradients``.
+    dlse : array, batch + (m,), optional
+        Cotangent of lse.
+    options, axes, **score_options
+        As in :func:`cuflash.attention`.
+    precision : {None, "ieee", "tf32"}
+        ``"tf32"`` allows for products of TF32.
+
+    Raises
+    ------
+    AssertionError
+        With the rule that is broken, the worst element, its error and what is allowed.
+    TypeError, ValueError
+        For inputs that are no legal call.
+    NotImplementedError
+        For a ``score_mod`` with a derivative other than 1 or -1.
+
+    Notes
+    -----
+    The definition is computed in float64 (``longdouble`` for float64), and arrays of batch +
+    (m, n) are held: sequences of some thousand rows at most.
+
+    Rules: an element errs at most twice as far as the worst of a flawless fused kernel does on the
+    same inputs, and never further than bounds that are proved; the error's root mean square is at
+    most 1.25 times (gradients: 1.5 times) that kernel's, as a whole and in each head; queries that
+    see no key give exactly 0 and -inf; results are finite exactly where the definition is. The
+    derivation stands in ``cuflash/testing/_budget.py``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash.testing import assert_attention_close
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 64, 16), dtype=np.float32)
+    >>> scores = q @ k.swapaxes(-1, -2) / 4
+    >>> p = np.exp(scores - scores.max(-1, keepdims=True))
+    >>> out = p @ v / p.sum(-1, keepdims=True)
+    >>> assert_attention_close(out, q, k, v)
+    >>> rounded = out.astype(np.float16).astype(np.float32)
+    >>> assert_attention_close(rounded, q, k, v)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    BudgetError: R6: ...
+    """
+    chosen = resolve(options, score_options)
+    pairs = checked_axes(axes)
+    wrt = () if gradients is None else _names(gradients)
+    if wrt and dout is None:
+        raise wrong_value("dout", "gradients without dout", "the cotangent of out")
+    out, lse = actual if isinstance(actual, tuple) else (actual, None)
+    out = _canonical("actual", out, pairs[3])
+    lse = None if lse is None else _on_the_host("actual", lse)
+    of = dict(zip(QKV, pairs, strict=False))
+    inputs = {n: _canonical(n, array, of[n]) for n, array in zip(QKV, (q, k, v), strict=True)}
+    call = Call(
+        **inputs,
+        dout=np.zeros_like(out) if dout is None else _canonical("dout", dout, pairs[3]),
+        dlse=None if dlse is None else _on_the_host("dlse", dlse),
+        options=_keywords(chosen),
+        wrt=wrt,
+        tf32=precision == "tf32" and all(a.dtype == np.float32 for a in inputs.values()),
+    )
+    budget = Budget(call)
+    budget.check_forward(out, lse)
+    if gradients is None:
+        return
+    arrays = {}
+    for name in wrt:
+        array = getattr(gradients, FIELDS[name])
+        arrays[name] = (
+            _canonical(name, array, of[name]) if name in of else _on_the_host(name, array)
+        )
+    budget.check_backward(arrays, given=None if lse is None else (out, lse))
+
+
+def _names(gradients: Gradients) -> tuple[str, ...]:
+    """The inputs with a gradient."""
+    if not isinstance(gradients, Gradients):
+        raise wrong_type("gradients", type(gradients).__name__, "a cuflash.Gradients")
+    return tuple(name for name, own in FIELDS.items() if getattr(gradients, own) is not None)
+
+
+def _keywords(options: Options) -> dict[str, Any]:
+    """The options that are given, with arrays on the host."""
+    given = {name: getattr(options, name) for name in OPTION_NAMES}
+    return {
+        name: _moved(name, value)
+        for name, value in given.items()
+        if value is not getattr(_DEFAULTS, name)
+    }
+
+
+def _moved(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(name, part) for part in value)
+    return _on_the_host(name, value) if hasattr(value, "strides") else value
+
+
+def _on_the_host(name: str, array: Any) -> Any:
+    """An array as NumPy's."""
+    own = native(name, array)
+    return own.get() if is_cupy(own) else own
+
+
+def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Any:
+    return np.moveaxis(_on_the_host(name, array), pair, (-2, -1))

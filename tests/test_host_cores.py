@@ -1,0 +1,236 @@
+"""Do results of the CPU path depend on threads, and does BLAS get back what it had?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from threadpoolctl import ThreadpoolController, threadpool_limits
+
+import cuflash
+from cuflash._host import cores, forward
+from cuflash._host.cores import Items
+from support.problems import FIELDS
+
+BLAS = ThreadpoolController().select(user_api="blas")
+needs_blas = pytest.mark.skipif(
+    not BLAS.lib_controllers, reason="threadpoolctl controls no BLAS of NumPy here"
+)
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+
+@pytest.fixture
+def worth_threads(monkeypatch):
+    """Make little work worth a thread."""
+    monkeypatch.setattr(cores, "WORTH_A_THREAD", 2**14)
+
+
+def numbers_of_threads():
+    return [blas.num_threads for blas in BLAS.lib_controllers]
+
+
+def results(shape_q, shape_k, dtype, wrt, options):
+    rng = np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, *shape_q)).astype(dtype)
+    k, v = rng.standard_normal((2, *shape_k)).astype(dtype)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=wrt, **options)
+    return [out, lse, *(getattr(gradients, FIELDS[name]) for name in wrt)]
+
+
+QKV = ("q", "k", "v")
+CASES = {
+    "one head": ((700, 24), (900, 24), np.float32, QKV, {}),
+    "heads": ((5, 300, 64), (5, 300, 64), np.float32, QKV, {"causal": True}),
+    "shared keys": ((6, 260, 40), (1, 520, 40), np.float32, QKV, {"window": (100, 50)}),
+    "groups of 16 bits": (
+        (2, 4, 300, 32), (2, 2, 300, 32), np.float16, QKV, {"enable_gqa": True},
+    ),
+    "float64": ((2, 600, 33), (2, 600, 33), np.float64, QKV, {"softcap": 5.0}),
+    "few queries": ((3, 7, 64), (3, 3000, 64), np.float32, QKV, {}),
+    "gradients of options": (
+        (3, 530, 16), (3, 530, 16), np.float32, (*QKV, "bias", "alibi_slopes", "sink", "scale"),
+        {
+            "bias": np.linspace(-1, 1, 530, dtype=np.float32)[None],
+            "alibi_slopes": np.array([0.1, 0.2, 0.3]), "sink": np.array(0.5),
+            "dropout": 0.25, "seed": 3,
+        },
+    ),
+}  # fmt: skip
+
+
+@needs_blas
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_the_number_of_threads(case, worth_threads):
+    found = []
+    for threads in (1, 2, 3, 3):
+        with threadpool_limits(threads):
+            found.append([np.asarray(array).tobytes() for array in results(*CASES[case])])
+    assert all(again == found[0] for again in found[1:])
+
+
+@needs_blas
+def test_bits_of_small_products_do_not_depend_on_threads_of_blas():
+    """They run without a limit: BLAS itself computes them on one thread."""
+    rng = np.random.default_rng(0)
+    for m, n, d in ((64, 64, 64), (90, 90, 32), (8192 // 256, 256, 32), (1, 128, 64)):
+        assert max(m * n, m * d, n * d) <= cores.SMALL_MATRIX
+        q, k, v = (rng.standard_normal((1, x, d), dtype=np.float32) for x in (m, n, n))
+        found = set()
+        for threads in (1, 2, 3):
+            with threadpool_limits(threads):
+                found.add(cuflash.attention(q, k, v).tobytes())
+        assert len(found) == 1
+
+
+def test_small_calls_do_not_look_for_blas():
+    code = (
+        "import sys, numpy as np, cuflash\n"
+        "q = np.ones((2, 64, 64), np.float32)\n"
+        "cuflash.attention(q, q, q)\n"
+        "assert 'threadpoolctl' not in sys.modules\n"
+        "q = np.ones((2, 200, 64), np.float32)\n"
+        "cuflash.attention(q, q, q)\n"
+        "assert 'threadpoolctl' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@needs_blas
+def test_limits_are_restored_when_a_call_raises():
+    def fails(*_):
+        assert numbers_of_threads() == [1] * len(BLAS.lib_controllers)
+        raise ArithmeticError("of the formula")
+
+    q = np.ones((200, 64), np.float32)
+    mod = cuflash.ScoreMod("score", grad="1.0f", host=fails, host_grad=fails)
+    with threadpool_limits(2):
+        before = numbers_of_threads()
+        with pytest.raises(ArithmeticError, match="of the formula"):
+            cuflash.attention(q, q, q, score_mod=mod)
+        assert numbers_of_threads() == before
+
+
+@needs_blas
+def test_the_last_of_concurrent_calls_restores_the_limits():
+    """And each of them has the bits of a call alone."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 600, 32), dtype=np.float32)
+    alone = cuflash.attention(q, k, v)
+    with threadpool_limits(2):
+        before = numbers_of_threads()
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(cuflash.attention, q, k, v) for _ in range(40)]
+        assert all(call.result().tobytes() == alone.tobytes() for call in calls)
+        assert numbers_of_threads() == before
+
+
+def in_a_fork(call):
+    """The exit status of ``call`` in a forked process; None if it hangs."""
+    child = os.fork()
+    if not child:
+        try:
+            call()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.05)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None
+
+
+@needs_blas
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_computes_with_threads_of_its_own(worth_threads):
+    """After a call, and while another thread is in one, of which the fork takes the limit away."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 600, 32), dtype=np.float32)
+    with threadpool_limits(2):
+        alone, before = cuflash.attention(q, k, v), numbers_of_threads()
+
+        def same():
+            assert numbers_of_threads() == before
+            assert cuflash.attention(q, k, v).tobytes() == alone.tobytes()
+            assert numbers_of_threads() == before
+
+        assert in_a_fork(same) == 0
+        inside, leave = threading.Event(), threading.Event()
+
+        def waits(score, *_):
+            inside.set()
+            leave.wait()
+            return score
+
+        mod = cuflash.ScoreMod("score", grad="1.0f", host=waits, host_grad=waits)
+        other = threading.Thread(
+            target=cuflash.attention, args=(q, k, v), kwargs={"score_mod": mod}
+        )
+        other.start()
+        inside.wait()
+        status = in_a_fork(same)
+        leave.set()
+        other.join()
+        assert status == 0
+        assert numbers_of_threads() == before
+
+
+@needs_blas
+def test_an_error_of_a_thread_is_the_error_of_the_call(monkeypatch, worth_threads):
+    """Whichever thread it is: the others end, and nothing waits for the missing result."""
+    q = np.ones((16, 300, 32), np.float32)
+    caller = threading.current_thread()
+    monkeypatch.setattr(forward, "product", lambda *_: raise_in(caller))
+    with threadpool_limits(3), pytest.raises(MemoryError, match="in a thread"):
+        cuflash.attention(q, q, q)
+    assert threading.active_count() == 1 or all(t.name != "cuflash" for t in threading.enumerate())
+
+
+def raise_in(caller):
+    if threading.current_thread() is caller:
+        time.sleep(0.01)  # another thread comes first
+    raise MemoryError("in a thread")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_are_added_in_the_order_of_the_items(threads):
+    added = []
+
+    def worker(items):
+        for index, item in items:
+            time.sleep(0.002 * (item % 3))
+            items.in_turn(index, lambda item=item: added.append(item))
+
+    Items(range(20)).work(worker, threads)
+    assert added == list(range(20))
+
+
+def test_nobody_waits_for_an_item_that_failed():
+    def worker(items):
+        for index, item in items:
+            if item == 3:
+                time.sleep(0.02)  # others wait for their turn meanwhile
+                raise ArithmeticError(f"item {item}")
+            items.in_turn(index, lambda: None)
+
+    with pytest.raises(ArithmeticError, match="item 3"):
+        Items(range(20)).work(worker, 4)
+
+
+def test_a_process_that_gets_no_thread_computes_alone(monkeypatch):
+    def refuses(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    done = []
+    Items(range(5)).work(lambda items: done.extend(items), 3)
+    assert [item for _, item in done] == list(range(5))

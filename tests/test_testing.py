@@ -1,0 +1,180 @@
+"""Does `cuflash.testing` notice what is wrong, accept what is right, and cost nothing otherwise?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.testing import (
+    FAMILIES,
+    Call,
+    arrays,
+    assert_attention_close,
+    calls,
+    make_call,
+    options,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = ((2, 3, 40, 8), (2, 3, 48, 8), (2, 3, 48, 6))
+
+
+def backward(call: Call) -> tuple[Any, cuflash.Gradients]:
+    """The library's result and gradients."""
+    result = cuflash.attention(*call.qkv, **call.options, return_lse=True)
+    gradients = cuflash.attention_backward(
+        call.dout, *call.qkv, *result, dlse=call.dlse, wrt=call.wrt, **call.options
+    )
+    return result, gradients
+
+
+def check(call: Call, result: Any, gradients: cuflash.Gradients | None = None) -> None:
+    assert_attention_close(
+        result, *call.qkv, gradients=gradients, dout=call.dout, dlse=call.dlse, **call.options
+    )
+
+
+@settings(max_examples=30)
+@given(calls(gradients=("bias", "alibi_slopes", "sink", "scale")))
+def test_the_library_is_close(call):
+    check(call, *backward(call))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_a_mistake_in_one_element_is_noticed(dtype):
+    call = make_call("normal", 0, dtype, *SHAPES)
+    (out, lse), gradients = backward(call)
+    check(call, (out, lse), gradients)
+    check(call, out)
+    wrong = out.copy()
+    wrong[1, 2, 3, 4] += 64 * ml_dtypes.finfo(dtype).eps
+    with pytest.raises(AssertionError, match=r"R6: out\[1, 2, 3, 4\]"):
+        check(call, wrong)
+    wrong = lse.copy()
+    wrong[0, 1, 2] += 1e-3
+    with pytest.raises(AssertionError, match=r"R4: lse\[0, 1, 2\]"):
+        check(call, (out, wrong))
+    gradients.dk[0, 0, 5, 1] += 0.5
+    with pytest.raises(AssertionError, match=r"R6: dk\[0, 0, 5, 1\]"):
+        check(call, (out, lse), gradients)
+
+
+def test_another_mask_is_noticed():
+    call = make_call("normal", 0, "float32", *SHAPES)
+    with pytest.raises(AssertionError, match="R6: out"):
+        assert_attention_close(cuflash.attention(*call.qkv), *call.qkv, causal=True)
+
+
+def test_axes_options_and_precision():
+    call = make_call("normal", 0, "float32", *SHAPES)
+    q, k, v = (np.moveaxis(a, -2, -3) for a in call.qkv)
+    axes = [(-3, -1)] * 4
+    given = cuflash.Options(causal=True, mask=np.tri(40, 48, 10, dtype=bool))
+    result, pullback = cuflash.attention_vjp(q, k, v, axes=axes, options=given, return_lse=True)
+    dout = np.ones_like(result.out)
+    same = {"axes": axes, "options": given}
+    assert_attention_close(result, q, k, v, gradients=pullback(dout), dout=dout, **same)
+    cut = [(a.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for a in (q, k, v)]
+    rounded = cuflash.attention(*cut, axes=axes, options=given)
+    assert_attention_close(rounded, q, k, v, precision="tf32", **same)
+    with pytest.raises(AssertionError):
+        assert_attention_close(rounded, q, k, v, **same)
+
+
+def test_wrong_arguments_are_named():
+    call = make_call("normal", 0, "float32", *SHAPES)
+    result, gradients = backward(call)
+    with pytest.raises(ValueError, match=r"^dout: got gradients without dout"):
+        assert_attention_close(result, *call.qkv, gradients=gradients)
+    with pytest.raises(TypeError, match=r"^gradients: got dict"):
+        assert_attention_close(result, *call.qkv, gradients={}, dout=call.dout)
+    with pytest.raises(TypeError, match=r"^casual: .*did you mean causal="):
+        assert_attention_close(result, *call.qkv, casual=True)
+    squared = cuflash.ScoreMod(
+        "score * score", grad="2 * score", host=lambda s, *_: s * s, host_grad=lambda s, *_: 2 * s
+    )
+    with pytest.raises(NotImplementedError, match="score_mod"):
+        assert_attention_close(result, *call.qkv, score_mod=squared)
+
+
+@pytest.mark.gpu
+def test_arrays_of_cupy():
+    import cupy
+
+    call = make_call("normal", 0, "float16", *SHAPES).to(cupy)
+    check(call, *backward(call))
+    assert type(call.to(np).q) is np.ndarray
+
+
+@given(arrays((2, 5, 8), (1, 7, 8), (7, 4), dtypes=("float16",), families=("one_hot",)))
+def test_drawn_arrays(qkv):
+    assert [a.shape for a in qkv] == [(2, 5, 8), (1, 7, 8), (7, 4)]
+    assert {a.dtype for a in qkv} == {np.dtype(np.float16)}
+
+
+@given(options((2, 3, 5, 8), (2, 3, 7, 8)), st.data())
+def test_drawn_options_fit(drawn, data):
+    q, k, v = data.draw(arrays((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), dtypes=("float32",)))
+    assert_attention_close(cuflash.attention(q, k, v, options=drawn), q, k, v, options=drawn)
+
+
+@given(calls(options=("causal", "sink"), option_sets=[("causal", "mask")], batches=[(2,)]))
+def test_only_what_is_named_is_drawn(call):
+    assert set(call.options) <= {"causal", "enable_gqa"}
+    assert "causal" in call.options
+    assert call.wrt == ("q", "k", "v")
+
+
+def test_calls_with_one_seed_are_one():
+    first, again = (make_call("uniform", 7, "bfloat16", *SHAPES) for _ in range(2))
+    np.testing.assert_array_equal(first.q, again.q)
+    assert (make_call("uniform", 8, "bfloat16", *SHAPES).q != first.q).any()
+    assert repr(first) == (
+        "Call(q=bfloat16[2, 3, 40, 8], k=bfloat16[2, 3, 48, 8], v=bfloat16[2, 3, 48, 6], "
+        "dout=bfloat16[2, 3, 40, 6], origin='uniform, seed 7')"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_finite_and_of_their_shapes(family):
+    call = make_call(family, 0, "float32", *SHAPES)
+    assert [a.shape for a in (*call.qkv, call.dout)] == [*SHAPES, (2, 3, 40, 6)]
+    assert all(np.isfinite(a).all() for a in call.qkv)
+
+
+PROGRAM = """
+import sys
+import cuflash
+assert not {"hypothesis", "cuflash.testing"} & set(sys.modules)
+sys.modules["hypothesis"] = None
+from cuflash.testing import FAMILIES, assert_attention_close, make_call
+call = make_call("normal", 0, "float32", (4, 8), (6, 8), (6, 8))
+assert_attention_close(cuflash.attention(*call.qkv), *call.qkv)
+try:
+    from cuflash.testing import calls
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_hypothesis_is_needed_for_strategies_alone():
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(
+        r'cuflash\.testing\.calls: needs Hypothesis; pip install "cuflash\[testing\]"\n', run.stdout
+    )
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'cuflash\.testing' has no attribute 'cals'"):
+        cuflash.testing.cals  # noqa: B018
