@@ -134,8 +134,8 @@ def run_part(name: str, out: Path, jobs: int) -> bool:
 
 def visible_devices() -> list[str]:
     """Name the devices that programs may use; none where there is no driver."""
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name]
     program = shutil.which("nvidia-smi")
     command = [program or "", "--query-gpu=index", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True) if program else None
