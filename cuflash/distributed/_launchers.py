@@ -83,10 +83,11 @@ def connect(
             raise wrong_value(name, shown(value), f"an int from {low}, a rank below size")
     if transport not in TRANSPORTS:
         raise wrong_value("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
+    place, known = _place(address), _secret(secret)
     if transport == "nccl":
         _require_nccl()
     limits = {"op_timeout": op_timeout, "liveness_timeout": liveness_timeout}
-    links = joined(rank, size, _place(address), _secret(secret), init_timeout)
+    links = joined(rank, size, place, known, init_timeout)
     control = Processes(rank, size, links, **limits)
     if transport == "host":
         return control
