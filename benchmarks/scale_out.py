@@ -214,7 +214,8 @@ def measured(ranks: Ranks, cell: Cell, longest_seconds: float) -> dict[str, Any]
 
 def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
     """Double the sequence until a call takes too long or memory ends."""
-    total, found = cell.tokens, {}
+    total = cell.tokens
+    found: dict[str, Any] = {}
     while True:
         call = None
         error = ""

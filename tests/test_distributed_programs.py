@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ import train_on_ranks
 
 from benchmarks import scale_out
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def test_training_on_two_processes_follows_the_curve_of_one(capfd):
+
+def test_training_on_two_processes_follows_the_curve_of_one(capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # processes take this checkout
     assert train_on_ranks.main(["--ranks", "2", "--steps", "12", "--tokens", "60"]) == 0
     assert "the curves agree" in capfd.readouterr().out
 
