@@ -3,12 +3,11 @@
     python benchmarks/accuracy.py                                  # what fits this machine
     python benchmarks/accuracy.py --dtype bfloat16 --impl cuflash,fa2,cudnn
     python benchmarks/accuracy.py --widths --impl cuflash,naive,eff  # float32 by head size
-    python benchmarks/accuracy.py --render benchmarks/results/h100-accuracy-2026-11-24.json
     python benchmarks/accuracy.py --draw RESULT.json... --picture docs/accuracy.png
 
 An error is the Frobenius norm of the difference to the exact result, relative to that of the exact
 result, for out and the gradients. Exact is dense attention of the same rounded inputs in float64,
-for float64 in 80-bit long double. A result is benchmarks/results/<device>-accuracy-<date>.json; the
+for float64 in 80-bit long double. A result file is <device>-accuracy-<date>.json; the
 tables of docs/accuracy.md are made from it by tools/readme_tables.py.
 """
 
@@ -347,14 +346,7 @@ def parser() -> argparse.ArgumentParser:
         "--widths", action="store_true", help="float32: every family by head size, nothing else"
     )
     p.add_argument("--longest", type=int, help="seqlen (default: 8192, on a CPU 512)")
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "benchmarks" / "results",
-        help="folder of the result file",
-    )
-    p.add_argument("--no-write", action="store_true", help="print only")
-    p.add_argument("--render", type=Path, metavar="JSON", help="print the tables of a result file")
+    p.add_argument("--out", type=Path, help="folder of the result file (default: print only)")
     p.add_argument("--draw", type=Path, metavar="JSON", nargs="+", help="draw result files")
     p.add_argument("--picture", type=Path, help="where --draw writes")
     p.set_defaults(passes=list(PASSES), head_dim=None, budget_ms=0.0, json=False)
@@ -364,9 +356,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     arguments = parser().parse_args(argv)
-    if arguments.render:
-        print(markdown(json.loads(arguments.render.read_text())))
-        return 0
     if arguments.draw:
         draw([json.loads(path.read_text()) for path in arguments.draw], arguments.picture)
         return 0
@@ -389,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure(run, work, cell)
             free_memory(run.xp)
     result = {"meta": meta, "rows": run.rows, "notes": run.notes}
-    if not arguments.no_write:
+    if arguments.out is not None:
         write_json(result, arguments.out, "widths" if arguments.widths else "accuracy")
     print(markdown(result))
     return 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import wrong_value
 from cuflash._kernels.config import HEAD_DIMS
+from cuflash._select import hardware
 from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock
 from cuflash._timing.machine import read_clocks
 from cuflash.tuning._workload import (
@@ -147,8 +148,8 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> None:
-    """Describe the command line; ``results`` is the folder that is written to unasked."""
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Describe the command line."""
     sets = "\n".join(f"  {name:9} {text}" for name, (text, _) in SETS.items())
     p.description = __doc__.split("\n", maxsplit=1)[0]
     p.epilog = f"{EXAMPLES}\nsets:\n{sets}"
@@ -183,16 +184,16 @@ def add_arguments(p: argparse.ArgumentParser, results: Path | None = None) -> No
     )  # fmt: skip
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
+        "--portable", action="store_true", help="by the kernels of GPUs without tensor maps"
+    )
+    p.add_argument(
         "--budget-ms", type=positive_number, default=120.0,
         help=f"ms given to each implementation of a cell, within {WITHIN_ROUNDS} (default: 120)",
     )  # fmt: skip
-    p.add_argument(
-        "--out", type=Path, default=results, help="folder of the result files (default: none)"
-    )
+    p.add_argument("--out", type=Path, help="folder of the result files (default: print only)")
     p.add_argument(
         "--json", action="store_true", help="print the result as JSON, remarks to stderr"
     )
-    p.add_argument("--no-write", action="store_true", help="print only")
 
 
 def open_run(arguments: argparse.Namespace) -> Run:
@@ -220,16 +221,7 @@ def open_run(arguments: argparse.Namespace) -> Run:
     return run
 
 
-def main(argv: Sequence[str] | None = None, results: Path | None = None) -> int:
-    """Measure, print, write to ``results``."""
-    p = argparse.ArgumentParser()
-    add_arguments(p, results)
-    arguments = p.parse_args(argv)
-    shown = " ".join(sys.argv[1:] if argv is None else argv)
-    return measure(arguments, f"python benchmarks/bench.py {shown}".strip())
-
-
-def measure_levels(arguments: argparse.Namespace, command: str) -> int:
+def measure_levels(arguments: argparse.Namespace) -> int:
     """Levels of memory, or bytes that forwards move."""
     if arguments.device == "cpu":
         raise wrong_value("--device", "cpu", "gpu, of which --memory and --io are")
@@ -237,14 +229,14 @@ def measure_levels(arguments: argparse.Namespace, command: str) -> int:
     if cupy is None:
         raise RuntimeError(f"bench: {no_device()}")
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    meta = describe_machine(cupy, name, command)
+    meta = describe_machine(cupy, name, command_line())
     topic = arguments.topic or ("memory" if arguments.memory else "io")
     if arguments.memory:
         rows = [level._asdict() for level in memory.measure()]
     else:
         rows = io_grid.rows()
     result = {"meta": meta, "rows": rows, "notes": []}
-    if arguments.out is not None and not arguments.no_write:
+    if arguments.out is not None:
         write_json(result, arguments.out, topic)
     print(json.dumps(result) if arguments.json else rendered(result), end="")
     return 0
@@ -267,28 +259,39 @@ def rendered(result: dict[str, Any]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, as ``python -m cuflash bench``."""
-    return measure(arguments, f"python -m cuflash {' '.join(sys.argv[1:])}")
-
-
-def measure(arguments: argparse.Namespace, command: str) -> int:
-    """Do what the arguments ask for; ``command`` is what the result says was run."""
-    if arguments.memory or arguments.io:
-        return measure_levels(arguments, command)
+    """Measure, or show what was measured."""
     if arguments.render:
         result = read_result(arguments.render)
         print(json.dumps(result) if arguments.json else rendered(result), end="")
         return 0
+    if arguments.memory or arguments.io:
+        return measure_levels(arguments)
+    if not arguments.portable:
+        return measure_sets(arguments)
+    device = hardware.present() if gpu_module() else None
+    if device is None:
+        raise RuntimeError(f"bench: {no_device()}")
+    with hardware.assumed(device._replace(tensor_maps=False)):
+        return measure_sets(arguments)
+
+
+def command_line() -> str:
+    """What a result says was run."""
+    return f"python -m cuflash {' '.join(sys.argv[1:])}"
+
+
+def measure_sets(arguments: argparse.Namespace) -> int:
+    """Measure sets of shapes; print what was found, and write it where asked."""
     run = open_run(arguments)
     sets = arguments.set or ["cpu" if run.xp is np else "portable"]
-    meta = describe_machine(run.xp, run.clock.device_name, command)
+    meta = describe_machine(run.xp, run.clock.device_name, command_line())
     result = {"meta": meta, "rows": run.rows, "notes": run.notes, "memory": run.memory}
     topic = arguments.topic or "-".join(sets)
     for name in sets:
         SETS[name][1](run)
         if run.xp is not np:
             meta["clocks"] = read_clocks()
-        if arguments.out is not None and not arguments.no_write:
+        if arguments.out is not None:
             write(result, arguments.out, topic)
     if arguments.json:
         print(json.dumps(result))

@@ -44,15 +44,8 @@ def main(dtype: str, pass_: str) -> dict[str, float]:
     def backward(out: Any, lse: Any) -> Any:
         return cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
 
-    if pass_ == "fwd":
-        call = forward
-    elif pass_ == "bwd":
-        call = functools.partial(backward, *forward())
-    else:
-
-        def call() -> Any:
-            return backward(*forward())
-
+    calls = {"fwd": forward, "fwd+bwd": lambda: backward(*forward())}
+    call = calls.get(pass_) or functools.partial(backward, *forward())
     return {"first": synchronized(call), "second": synchronized(call)}
 
 

@@ -152,7 +152,7 @@ def _memory(axes: Any, held: Mapping[str, Any], heads: int) -> None:
         _label(axes, lengths, counted, name, colour, (-8, 4), "right", 2)
     axes.axhline(CARD_BYTES, color="black", linestyle=":")
     ends = end_of_card(held["memory"], heads)
-    axes.text(600, CARD_BYTES * 1.15, f"24 GB: unfused ends at {ends:,.0f}", fontsize=9)
+    axes.text(540, CARD_BYTES * 1.2, f"24 GB: unfused ends at {ends:,.0f}", fontsize=8)
     axes.set_title("memory of forward and gradient")
 
 

@@ -62,22 +62,15 @@ def host_calls(
 
     options = cuflash.Options(**work.score_options())
 
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
-        return cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
-
-    calls: list[Callable[[], Any]] = []
-    for q, k, v, dout in inputs:
+    def call_of(q: Any, k: Any, v: Any, dout: Any) -> Callable[[], Any]:
+        forward = functools.partial(cuflash.attention, q, k, v, options=options)
         if pass_ == "fwd":
-            calls.append(functools.partial(cuflash.attention, q, k, v, options=options))
-            continue
-        if pass_ == "fwd+bwd":
-            calls.append(functools.partial(both, q, k, v, dout))
-            continue
-        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
-        given = (dout, q, k, v, out, lse)
-        calls.append(functools.partial(cuflash.attention_backward, *given, options=options))
-    return calls
+            return forward
+        pair = functools.partial(forward, return_lse=True)
+        backward = functools.partial(cuflash.attention_backward, dout, q, k, v, options=options)
+        return functools.partial(backward, *pair()) if pass_ == "bwd" else lambda: backward(*pair())
+
+    return [call_of(*arrays) for arrays in inputs]
 
 
 def measure_first_calls(run: Run) -> None:

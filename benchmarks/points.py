@@ -28,6 +28,7 @@ from benchmarks.command import names_of  # noqa: E402
 from benchmarks.host_clock import HostClock  # noqa: E402
 from benchmarks.machine import describe_machine, gpu_module  # noqa: E402
 from benchmarks.overhead import peak_bytes  # noqa: E402
+from cuflash._cli.problem_arguments import positive  # noqa: E402
 from cuflash._timing.clock import DeviceClock  # noqa: E402
 
 Array = Any
@@ -95,37 +96,24 @@ def measure(
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One table, below what any result of a benchmark begins with."""
-    head, _, notes = report.markdown(result | {"rows": []}).partition("\n## Notes")
-    header = ("implementation", "dtype", "pairs", "ms", "error of lse", "memory beside the result")
-    table = [header]
+    """One table, between what any result of a benchmark begins and ends with."""
+    table = [("implementation", "dtype", "pairs", "ms", "error of lse", "memory beside the result")]
     for row in result["rows"]:
         held = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.1f} MB"
         pairs = f"{row['points']:,} x {row['points']:,}"
         values = pairs, f"{row['ms']:.3g}", f"{row['error']:.1e}", held
         table.append((row["impl"], row["dtype"], *values))
-    lines = [head, *report.grid(*table)]
-    return "\n".join([*lines, *([f"\n## Notes{notes.rstrip()}"] if notes else [])]) + "\n"
-
-
-def number_of_points(text: str) -> int:
-    """An argparse type: an int above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
-    return value
+    head, notes, rest = report.markdown(result | {"rows": []}).partition("\n## Notes")
+    return "\n".join([head, *report.grid(*table), notes + rest])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     p = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    p.add_argument(
-        "--points", type=number_of_points, help="of each cloud (default: 262144, on a CPU 4096)"
-    )
+    p.add_argument("--points", type=positive, help="of each cloud (default: 262144, on a CPU 4096)")
     p.add_argument("--dtype", type=names_of(("float32", "float64")), default=["float32"])
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    p.add_argument("--no-write", action="store_true", help="print only")
+    p.add_argument("--out", type=Path, help="folder of the result file (default: print only)")
     arguments = p.parse_args(argv)
     xp = (None if arguments.device == "cpu" else gpu_module()) or np
     if arguments.device == "gpu" and xp is np:
@@ -133,13 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = HostClock() if xp is np else DeviceClock()
     shown = " ".join(sys.argv[1:] if argv is None else argv)
     meta = describe_machine(xp, clock.device_name, f"python benchmarks/points.py {shown}".strip())
-    points = arguments.points
-    if points is None:
-        points = 4096 if xp is np else 262_144
+    points = arguments.points or (4096 if xp is np else 262_144)
     notes: list[str] = []
     rows = [row for kind in arguments.dtype for row in measure(xp, clock, points, kind, notes)]
     result = {"meta": meta, "rows": rows, "notes": sorted(set(notes))}
-    if not arguments.no_write:
+    if arguments.out is not None:
         path = report.write_json(result, arguments.out, "points")
         path.with_suffix(".md").write_text(markdown(result))
     print(markdown(result), end="")

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuflash._cupy import import_cupy
 from cuflash._dlpack import from_dlpack
-from cuflash._errors import wrong_type, wrong_value
+from cuflash._errors import pip_install, wrong_type, wrong_value
 
 Array = Any
 Triple = tuple[Array, Array, Array]  # q, k and v, or dout, out and lse
@@ -221,7 +221,7 @@ def _cupy(name: str) -> ModuleType:
         return imported_cupy()
     except ImportError as error:
         raise ImportError(
-            f"{name}: an array on a GPU needs CuPy; install cuflash[cuda12] or cuflash[cuda13]"
+            f"{name}: an array on a GPU needs CuPy; {pip_install('cuda12', 'cuda13')}"
         ) from error
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _SHOWN = 200  # characters of a value in a message
+_ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or where packages are installed
 
 
 class CompileError(RuntimeError):
@@ -16,6 +19,13 @@ class CompileError(RuntimeError):
         The compiler's log.
     source : str or None
         Path of the dumped, self-contained source, if it could be written.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> error = cuflash.CompileError("it did not compile", config=None, log="line 3", source=None)
+    >>> isinstance(error, RuntimeError), error.log
+    (True, 'line 3')
     """
 
     def __init__(self, message: str, *, config: object, log: str, source: str | None) -> None:
@@ -51,6 +61,12 @@ def shown(value: object) -> str:
     except ValueError:  # an int of more digits than Python writes
         return f"a {type(value).__name__} too long to show"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+
+
+def pip_install(*extras: str) -> str:
+    """Commands of which one brings what is missing, in this checkout or for the package."""
+    source = f'-e "{_ROOT}' if (_ROOT / "pyproject.toml").is_file() else '"cuflash'
+    return " or ".join(f'pip install {source}[{extra}]"' for extra in extras)
 
 
 def not_yet(argument: str, when: str, instead: str = "") -> NotImplementedError:

@@ -31,6 +31,14 @@ class AttentionResult(NamedTuple, Generic[ArrayT]):
     lse : array, batch + (m,)
         Natural logarithm of the sum of exp of the final scores; float32 (float64 for float64).
         For a query that sees no key -inf, or the sink; -inf in rows beyond ``q_lengths``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.ones((2, 4)), np.ones((3, 4)), np.ones((3, 1))
+    >>> out, lse = cuflash.attention(q, k, v, return_lse=True)
+    >>> lse - np.log(3)  # the scores are all 2
+    array([2., 2.])
     """
 
     out: ArrayT
@@ -43,6 +51,14 @@ class Gradients(Generic[ArrayT, OptionT]):
 
     Each has exactly the shape and dtype of its input. Iterating yields the gradients that ``wrt``
     names, in its order: ``dq, dk, dv = pullback(dout)``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> out, pullback = cuflash.attention_vjp(np.ones((2, 4)), np.ones((3, 4)), np.ones((3, 1)))
+    >>> gradients = pullback(np.ones_like(out), wrt=("v",))
+    >>> gradients.dv.shape, gradients.dq is None
+    ((3, 1), True)
     """
 
     dq: ArrayT = _ABSENT

@@ -72,7 +72,7 @@ def load_photographs() -> Photographs:
     try:
         from sklearn.datasets import load_sample_image
     except ImportError as error:
-        text = "the photographs are scikit-learn's: pip install 'cuflash[examples]'"
+        text = "the photographs are scikit-learn's: pip install '.[examples]'"
         raise ImportError(text) from error
     first, second = (load_sample_image(f"{name}.jpg") / 255 for name in PHOTOGRAPHS)
     middle = (first.mean(axis=(0, 1)) + second.mean(axis=(0, 1))) / 2
@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         write_pictures(photographs, painted, arguments.folder)
     except ImportError:
-        print("  skipped   pictures, which are Matplotlib's: pip install 'cuflash[examples]'")
+        print("  skipped   pictures, which are Matplotlib's: pip install '.[examples]'")
     return 0 if agreed else 1
 
 

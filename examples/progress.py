@@ -13,7 +13,7 @@ QUIET_SECONDS = 2.0
 
 @contextmanager
 def sign_of_life(label: str, quiet_seconds: float = QUIET_SECONDS) -> Iterator[None]:
-    """Show on stderr that ``label`` goes on, with tqdm's clock where tqdm can be imported."""
+    """Show on a terminal that ``label`` goes on, with tqdm's clock where tqdm can be imported."""
     done = threading.Event()
     clock = threading.Thread(target=_tick, args=(label, done, quiet_seconds), daemon=True)
     clock.start()
@@ -26,7 +26,7 @@ def sign_of_life(label: str, quiet_seconds: float = QUIET_SECONDS) -> Iterator[N
 
 def _tick(label: str, done: threading.Event, quiet_seconds: float) -> None:
     start = time.perf_counter()
-    if done.wait(quiet_seconds):
+    if done.wait(quiet_seconds) or not sys.stderr.isatty():
         return
     try:
         from tqdm import tqdm

@@ -97,9 +97,7 @@ def load_digits(xp: Any, num_tests: int = 360) -> Digits:
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
-        raise ImportError(
-            "the digits are scikit-learn's: pip install 'cuflash[examples]'"
-        ) from error
+        raise ImportError("the digits are scikit-learn's: pip install '.[examples]'") from error
     found = load()
     order = np.random.default_rng(0).permutation(len(found.target))
     images, labels = xp.asarray(found.data[order] / 16), xp.asarray(found.target[order])
@@ -325,7 +323,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     axes[1, 0].legend(framealpha=0.8, edgecolor="none", fontsize=8, loc="lower right")
     axes[0, 0].set_ylabel("loss in nats")
     axes[1, 0].set_ylabel("difference in nats")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 
 import approximate
+import approximate_trained
 import numpy as np
 import pytest
+import rxnmapper_weights
+from albert import Albert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,3 +111,38 @@ def test_longformers_pattern_is_attention_with_its_mask(n, reach, num_global):
     mask = (abs(rows - columns) <= reach) | (rows < num_global) | (columns < num_global)
     found = approximate.longformer(q, k, v, reach, num_global)
     np.testing.assert_allclose(found, reference.attention(q, k, v, mask=mask), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_methods_take_arrays_of_cupy():
+    cupy = pytest.importorskip("cupy")
+    q, k, v = (x.astype(np.float32) for x in arrays(0, 40, 40, 16))
+    directions = approximate.orthogonal_directions(np.random.default_rng(0), 64, 16)
+    means = np.kron(np.eye(8), np.full((1, 5), 1 / 5)).astype(np.float32)
+    for method, *more in (
+        (approximate.linear_attention,),
+        (approximate.performer, directions.astype(np.float32)),
+        (approximate.linformer, means, means),
+        (approximate.longformer, 5, 2),
+    ):
+        given = [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v, *more)]
+        found = method(*given).get()
+        np.testing.assert_allclose(found, method(q, k, v, *more), rtol=1e-4, atol=1e-5)
+
+
+def test_the_watched_model_is_the_model():
+    """Each head by itself, by exact attention: nothing but roundings differ."""
+    try:
+        wheel = rxnmapper_weights.obtain_wheel()
+    except rxnmapper_weights.WheelUnavailableError as problem:
+        pytest.skip(f"the wheel of rxnmapper is not to be had: {problem}")
+    checkpoint = rxnmapper_weights.read_checkpoint(wheel)
+    ids = approximate_trained.token_ids(checkpoint.vocabulary)[:, :40]
+    found, wanted = (
+        kind(
+            checkpoint.config, checkpoint.tensors, dtype=np.float64, attention_dtype=np.float64
+        ).encode(ids, np.array([40]), 0)[0]
+        for kind in (approximate_trained.Watched, Albert)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-10)
+    assert approximate_trained.error(wanted[0], wanted[0]) == 0

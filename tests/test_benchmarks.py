@@ -29,7 +29,7 @@ from benchmarks import (
     shapes,
 )
 from benchmarks.machine import META_KEYS
-from cuflash import reference, tuning
+from cuflash import _cli, reference, tuning
 from cuflash._timing import clock as timing
 from cuflash._timing.machine import device_slug
 
@@ -184,7 +184,7 @@ def test_head_sizes_narrow_a_set(monkeypatch, capsys):
     shapes = [replace(TINY, head_dim=d, head_dim_v=d) for d in (64, 96, 128)]
     monkeypatch.setitem(command.SETS, "cpu", ("", cells.measure_shapes(shapes)))
     given = ["--set", "cpu", "--device", "cpu", "--impl", "cuflash", "--pass", "fwd"]
-    assert command.main([*given, "--budget-ms", "1", "--json", "--head-dim", "64,128"]) == 0
+    assert _cli.main(["bench", *given, "--budget-ms", "1", "--json", "--head-dim", "64,128"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["head_dim"] for row in rows] == [64, 128]
 
@@ -202,7 +202,7 @@ def test_products_of_tf32_are_measured_beside_others(run, monkeypatch):
 
 def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     cells.measure_shapes([TINY, replace(TINY, causal=True, heads_kv=2)])(run)
-    meta = machine.describe_machine(np, "cpu", "python benchmarks/bench.py")
+    meta = machine.describe_machine(np, "cpu", "python -m cuflash bench")
     path = report.write({"meta": meta, "rows": run.rows, "notes": run.notes}, tmp_path, "test")
     result = json.loads(path.read_text())
     assert path.name == f"cpu-test-{meta['date']}.json"
@@ -217,7 +217,7 @@ def test_result_file_holds_exactly_the_schema(run, tmp_path, capsys):
     assert table == report.markdown(result)
     assert table.count("| b2 h4 33x33 d16 full |") == 2
     assert table.count("| b2 h4/2 33x33 d16 causal |") == 2
-    assert command.main(["--render", str(path)]) == 0
+    assert _cli.main(["bench", "--render", str(path)]) == 0
     assert capsys.readouterr().out.endswith(table)
 
 
@@ -363,11 +363,11 @@ def test_first_calls_are_one_cold_and_seven_warm(run, monkeypatch):
 @pytest.mark.full
 def test_command_on_a_machine_without_a_gpu(tmp_path):
     """The real command, in a process of its own."""
-    script = ROOT / "benchmarks" / "bench.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--budget-ms", "1", "--pass", "fwd"]
+    command = [sys.executable, "-m", "cuflash", "bench", "--device", "cpu", "--pass", "fwd"]
     done = subprocess.run(
-        [*command, "--set", "cpu", "--impl", "cuflash,fa2", "--topic", "try", "--out", tmp_path],
-        capture_output=True, text=True, check=True,
+        [*command, "--set", "cpu", "--impl", "cuflash,fa2", "--topic", "try", "--out", tmp_path,
+         "--budget-ms", "1"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     assert "note: absent: fa2: it needs a GPU" in done.stdout
     assert "| b1 h8 2048x2048 d64 causal |" in done.stdout

@@ -24,6 +24,7 @@ from cuflash import _cli, tuning
 from cuflash._ahead import kernels_of
 from cuflash._cli import explain as explaining
 from cuflash._cli import from_checkout, info
+from cuflash._errors import pip_install
 from cuflash._jit import cubin_cache
 from cuflash._problem.problem import describe
 from cuflash._select import hardware as select_hardware
@@ -570,8 +571,8 @@ def no_compiler(request, monkeypatch):
     if request.param == "CuPy":
         monkeypatch.setitem(sys.modules, "cupy", None)
     return (
-        "compiling needs CuPy and NVRTC; install cuflash[compile12] on a machine without a GPU, "
-        "cuflash[cuda12] or cuflash[cuda13] on one with a GPU"
+        f"compiling needs CuPy and NVRTC; {pip_install('compile12')} on a machine without a GPU, "
+        f"{pip_install('cuda12', 'cuda13')} on one with a GPU"
     )
 
 
@@ -612,7 +613,7 @@ def test_nothing_is_warmed_without_a_compiler(command, tmp_path, no_compiler):
 @pytest.mark.parametrize(
     ("cupy", "why"),
     [
-        (None, '(cupy not installed (pip install "cuflash[cuda12]" or "cuflash[cuda13]"))'),
+        (None, f"(cupy not installed ({pip_install('cuda12', 'cuda13')}))"),
         ("too old a driver", "(device unavailable: too old a driver)"),
     ],
 )
@@ -624,7 +625,7 @@ def test_a_bench_without_a_device_says_why(command, monkeypatch, cupy, why):
     found = SimpleNamespace(__version__="14", cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", found if cupy else None)
     told = f"bench: no NVIDIA device can be used {why}"
-    for option in ("--memory", "--io"):
+    for option in ("--memory", "--io", "--portable"):
         assert command(f"bench {option}") == (1, "", f"cuflash: {told}\n")
     status, _, _ = command("bench --device gpu")
     assert status == f"{told}; --device cpu measures NumPy arrays"

@@ -460,7 +460,9 @@ def test_the_long_sequence_on_a_gpu():
 def test_a_sign_of_life_comes_when_it_takes_long(tqdm, monkeypatch, capsys):
     if tqdm != "tqdm":
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    for quiet_seconds, said in ((60, False), (0.01, True)):
+    cases = [(60, True, False), (0.01, True, True), (0.01, False, False)]
+    for quiet_seconds, terminal, said in cases:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         with progress.sign_of_life("waiting", quiet_seconds):
-            time.sleep(0.3 * said)
+            time.sleep(0.3 * (quiet_seconds < 1))
         assert ("waiting" in capsys.readouterr().err) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import gpu_evidence
@@ -10,6 +11,7 @@ import pytest
 
 import gpu_digest
 import gpu_report
+from cuflash import _cli
 
 FORKS = """
 import subprocess, sys, time
@@ -31,9 +33,9 @@ def parts(monkeypatch):
 
 
 def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
-    parts["fails"] = 60, ("-c", "raise SystemExit(2)")
-    parts["hangs"] = 1, ("-c", "import time; time.sleep(60)")
-    parts["runs"] = 60, ("-c", "open('{out}/made', 'w').write('{jobs}')")
+    parts["fails"] = 60, "-c 'raise SystemExit(2)'"
+    parts["hangs"] = 1, "-c 'import time; time.sleep(60)'"
+    parts["runs"] = 60, """-c 'open("{out}/made", "w").write("{jobs}")'"""
     assert gpu_evidence.run(parts, tmp_path, jobs=3) == 1
     verdicts = [line.partition(" [")[0] for line in capsys.readouterr().out.splitlines()]
     assert verdicts == ["fails: FAILED", "hangs: FAILED", "runs: ran"]
@@ -44,8 +46,8 @@ def test_a_part_that_fails_or_hangs_hinders_no_other(parts, tmp_path, capsys):
 @pytest.mark.full
 def test_what_a_part_started_ends_with_it(parts, tmp_path):
     late, began = tmp_path / "late", tmp_path / "began"
-    parts["hangs"] = 8, ("-c", FORKS.format(str(late), str(began)))
-    parts["waits"] = 60, ("-c", "import time; time.sleep(4)")
+    parts["hangs"] = 8, f"-c {shlex.quote(FORKS.format(str(late), str(began)))}"
+    parts["waits"] = 60, "-c 'import time; time.sleep(4)'"
     gpu_evidence.run(parts, tmp_path, jobs=1)
     assert began.exists()
     assert not late.exists()
@@ -143,7 +145,7 @@ def folders(tmp_path):
 @pytest.mark.parametrize("commit", [None, "f" * 40])
 def test_results_know_their_commit_and_not_their_folder(folders, commit):
     out, root = folders
-    command = "python benchmarks/bench.py --out /somewhere/out --set short"
+    command = "python -m cuflash bench --out /somewhere/out --set short"
     result = {"meta": META | {"command": command}, "rows": [], "notes": []}
     (out / "h100-short.json").write_text(json.dumps(result))
     (out / "h100-short.md").write_text("as it was")
@@ -151,7 +153,7 @@ def test_results_know_their_commit_and_not_their_folder(folders, commit):
     assert gpu_evidence.take_results(out, root, commit) == ["h100-short.json"]
     kept = root / "benchmarks" / "results" / "h100-short.json"
     meta, text = json.loads(kept.read_text())["meta"], kept.with_suffix(".md").read_text()
-    assert meta["command"] == "python benchmarks/bench.py --set short"
+    assert meta["command"] == "python -m cuflash bench --set short"
     assert meta["commit"] == (commit or META["commit"])
     assert meta["commit"] in text
     assert "somewhere" not in text
@@ -174,7 +176,11 @@ def test_a_report_of_other_sources_stays(folders, digest, name):
     assert gpu_evidence.take_results(out, root) == []
 
 
-def test_parts_write_the_reports_that_are_taken():
-    programs = " ".join(word for _, program in gpu_evidence.PARTS.values() for word in program)
+def test_parts_ask_for_what_there_is_and_write_the_reports_that_are_taken():
+    for _, program in gpu_evidence.PARTS.values():
+        _, found, words = program.partition("-m cuflash ")
+        if found:
+            _cli.parser().parse_args(words.split())
+    programs = " ".join(program for _, program in gpu_evidence.PARTS.values())
     written = [name for name in gpu_evidence.REPORTS if f"{{out}}/{name}" in programs]
     assert written == ["mutants_report.json", "sanitizer_report.json"]

@@ -28,13 +28,6 @@ def test_a_run_writes_a_row_for_each_dtype(tmp_path, capsys):
     assert ("absent: keops" in text) == (len(result["rows"]) == 2)
 
 
-@pytest.mark.parametrize("text", ["0", "-5", "2.5"])
-def test_what_is_no_number_of_points_is_refused(text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        points.main(["--device", "cpu", "--points", text])
-    assert "--points" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_an_error_is_seen():
     x, y, bias = points.clouds(np, 200, "float64")
     found = cuflash.logsumexp(x, y, scale=points.SCALE, bias=bias)

@@ -213,7 +213,7 @@ cuflash.show_config()
 
 def test_everything_but_kernels_works_without_cupy():
     rows = in_fresh_interpreter(WITHOUT_CUPY)
-    assert re.search(r"^cupy +not installed .*cuflash\[cuda12\]", rows, flags=re.MULTILINE)
+    assert re.search(r"^cupy +not installed .*pip install .*\[cuda12\]", rows, flags=re.MULTILINE)
     assert re.search(r"^device +unknown without CuPy$", rows, flags=re.MULTILINE)
 
 

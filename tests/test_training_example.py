@@ -145,7 +145,7 @@ def test_the_program(tmp_path, monkeypatch, capsys):
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert train_transformer.main(["--device", "cpu"]) == 2
-    assert "cuflash[examples]" in capsys.readouterr().err
+    assert "pip install '.[examples]'" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -160,11 +160,11 @@ def test_pictures_are_optional_and_photographs_are_not(tmp_path, monkeypatch, ca
     """Both tell which extra brings them."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert colour_transfer.main(FEW) == 2
-    assert "cuflash[examples]" in capsys.readouterr().err
+    assert "pip install '.[examples]'" in capsys.readouterr().err
     monkeypatch.setattr(colour_transfer, "load_photographs", made_up_photographs)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert colour_transfer.main([*FEW, "--folder", str(tmp_path)]) == 0
-    assert "cuflash[examples]" in capsys.readouterr().out
+    assert "pip install '.[examples]'" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
     assert colour_transfer.main([*FEW, "--pixels", "1201"]) == 2
     for option, text in (("--pixels", "0"), ("--epsilon", "nan"), ("--tolerance", "-1")):

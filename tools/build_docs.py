@@ -11,6 +11,7 @@ line there.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,9 @@ def main() -> int:
     sphinx = [sys.executable, "-m", "sphinx", "--builder", "html", "--quiet"]
     pack_inventories(source / "_inventories")
     strict = ["--fail-on-warning", "--keep-going"]
-    status = subprocess.call([*sphinx, *strict, *sys.argv[1:], str(source), str(html)])
+    command = [*sphinx, *strict, *sys.argv[1:], str(source), str(html)]
+    # One thread: on busy cores OpenBLAS's threads wait for each other, and examples take minutes.
+    status = subprocess.call(command, env={"OPENBLAS_NUM_THREADS": "1"} | os.environ)
     verdict = "FAILED" if status else f"{len(list(html.rglob('*.html')))} pages"
     print(f"docs: {verdict} in {time.perf_counter() - start:.0f} s: {html}/index.html", flush=True)
     return status

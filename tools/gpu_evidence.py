@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -36,72 +37,62 @@ import gpu_digest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-BENCH = ("benchmarks/bench.py", "--out", "{out}", "--dtype", "bfloat16")
-PEERS = ("--impl", "cuflash,fa2,cudnn,fa4")
-GRADIENTS = ("--impl", "cuflash,cuflash-unordered,fa2,cudnn,fa4")
-#: The portable kernels on a device that has better ones.
-PORTABLE = """
-import argparse, sys
-sys.path.insert(0, ".")
-from benchmarks import command
-from cuflash._select import hardware
-parser = argparse.ArgumentParser()
-command.add_arguments(parser, None)
-shown = " ".join(["python benchmarks/bench.py", *sys.argv[1:]])
-shown += ", in cuflash._select.hardware.assumed(present()._replace(tensor_maps=False))"
-with hardware.assumed(hardware.present()._replace(tensor_maps=False)):
-    sys.exit(command.measure(parser.parse_args(), shown))
-"""
+BENCH = "-m cuflash bench --out {out}"
+PEERS, ALL_PEERS = "cuflash,fa2,cudnn,fa4", "cuflash,cuflash-unordered,fa2,cudnn,fa4"
 #: Seconds that a part may take, and its program; {out} is the folder, {jobs} the processes.
-PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "sanitizer": (
-        500, ("tools/sanitize.py", "--jobs", "{jobs}", "--json", "{out}/sanitizer_report.json"),
-    ),
-    "mutants": (500, ("tools/mutants.py", "--json", "{out}/mutants_report.json")),
+PARTS: dict[str, tuple[int, str]] = {
+    "sanitizer": (500, "tools/sanitize.py --jobs {jobs} --json {out}/sanitizer_report.json"),
+    "mutants": (500, "tools/mutants.py --json {out}/mutants_report.json"),
     "forward": (
-        300, (*BENCH, *PEERS, "--pass", "fwd", "--budget-ms", "8", "--topic", "forward",
-              "--set", "training,shapes,short,window,packed"),
+        300,
+        f"{BENCH} --topic forward --set training,shapes,short,window,packed --dtype bfloat16 "
+        f"--pass fwd --impl {PEERS} --budget-ms 8",
     ),
     "float16": (
-        200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", *GRADIENTS, "--pass",
-              "fwd,bwd", "--set", "training", "--head-dim", "64,128,256", "--budget-ms", "8",
-              "--topic", "float16"),
+        200,
+        f"{BENCH} --topic float16 --set training --head-dim 64,128,256 --dtype float16 "
+        f"--pass fwd,bwd --impl {ALL_PEERS} --budget-ms 8",
     ),
     "backward": (
-        300, (*BENCH, *GRADIENTS, "--pass", "bwd,fwd+bwd", "--set", "training,shapes",
-              "--budget-ms", "12", "--topic", "backward"),
+        300,
+        f"{BENCH} --topic backward --set training,shapes --dtype bfloat16 --pass bwd,fwd+bwd "
+        f"--impl {ALL_PEERS} --budget-ms 12",
     ),
     "portable": (
-        120, ("-c", PORTABLE, "--out", "{out}", "--dtype", "bfloat16", "--set", "portable",
-              "--impl", "cuflash,fa2", "--budget-ms", "10", "--topic", "portable"),
+        120,
+        f"{BENCH} --topic portable --set portable --portable --dtype bfloat16 --impl cuflash,fa2 "
+        "--budget-ms 10",
     ),
     "overhead": (
-        120, (*BENCH, "--set", "host,compile", "--impl", "cuflash", "--topic", "overhead"),
+        120,
+        f"{BENCH} --topic overhead --set host,compile --dtype bfloat16 --impl cuflash",
     ),
     "options": (
-        120, (*BENCH, "--set", "options", "--impl", "cuflash", "--budget-ms", "60",
-              "--topic", "options"),
+        120,
+        f"{BENCH} --topic options --set options --dtype bfloat16 --impl cuflash --budget-ms 60",
     ),
     "precise": (
-        300, ("benchmarks/bench.py", "--out", "{out}", "--set", "precise", "--impl",
-              "cuflash,eff,math", "--budget-ms", "15", "--topic", "precise"),
+        300,
+        f"{BENCH} --topic precise --set precise --impl cuflash,eff,math --budget-ms 15",
     ),
     "naive": (
-        200, ("benchmarks/bench.py", "--out", "{out}", "--dtype", "float16", "--set", "naive",
-              "--impl", "cuflash,naive", "--budget-ms", "10", "--topic", "naive"),
+        200,
+        f"{BENCH} --topic naive --set naive --dtype float16 --impl cuflash,naive --budget-ms 10",
     ),
-    "points": (120, ("benchmarks/points.py", "--dtype", "float32,float64", "--out", "{out}")),
+    "points": (120, "benchmarks/points.py --dtype float32,float64 --out {out}"),
     "accuracy": (
-        200, ("benchmarks/accuracy.py", "--device", "gpu", "--longest", "4096", "--impl",
-              "cuflash,naive,fa2,cudnn,eff", "--out", "{out}"),
+        200,
+        "benchmarks/accuracy.py --device gpu --longest 4096 --impl cuflash,naive,fa2,cudnn,eff "
+        "--out {out}",
     ),
-    "memory": (120, ("benchmarks/bench.py", "--memory", "--out", "{out}")),
+    "memory": (120, f"{BENCH} --memory"),
     "allocations": (
-        200, (*BENCH, "--set", "memory", "--impl", "cuflash,naive,fa2,cudnn,fa4", "--topic",
-              "allocations"),
+        200,
+        f"{BENCH} --topic allocations --set memory --dtype bfloat16 "
+        "--impl cuflash,naive,fa2,cudnn,fa4",
     ),
-    "io": (500, ("benchmarks/bench.py", "--io", "--out", "{out}")),
-}  # fmt: skip
+    "io": (500, f"{BENCH} --io"),
+}
 SUITE_SECONDS = 3600.0
 SHARD_TESTS = 12  # of one process, at most
 #: A property or a row of options has many kernels that no other test compiles.
@@ -137,14 +128,14 @@ def run_program(
 def run_part(name: str, out: Path, jobs: int) -> bool:
     """One program, its output in a file beside its results."""
     seconds, program = PARTS[name]
-    arguments = [a.replace("{out}", str(out)).replace("{jobs}", str(jobs)) for a in program]
+    arguments = [word.format(out=out, jobs=jobs) for word in shlex.split(program)]
     return run_program(arguments, out / f"{name}.log", seconds)
 
 
 def visible_devices() -> list[str]:
     """Name the devices that programs may use; none where there is no driver."""
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in named.split(",") if name]
     program = shutil.which("nvidia-smi")
     command = [program or "", "--query-gpu=index", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True) if program else None

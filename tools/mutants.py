@@ -38,7 +38,7 @@ CASES = "tests/test_every_kernel.py::test_{}[{}]"
 LEAST = 0.95
 #: A copy compiles its kernels and runs them in less; one that takes longer waits for ever. So much
 #: on a GPU, and so much without, where a compiler may have to share its cores.
-TIMEOUT, HOST_TIMEOUT = 40.0, 240.0
+TIMEOUTS = {"gpu": 40.0, "host": 240.0}
 #: The tables of mistakes, and the folders that their files are counted from.
 TABLES = {"gpu": ("mutants.toml", "kernels_cu"), "host": ("host_mutants.toml", "")}
 #: What says of a test that fails that the mistake is no program.
@@ -158,11 +158,6 @@ def run_tests(
     return status, said.read_text(errors="replace") if said.exists() else ""
 
 
-def timeout_of(kind: str) -> float:
-    """Seconds that a copy may take."""
-    return HOST_TIMEOUT if kind == "host" else TIMEOUT
-
-
 def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     """Try one mistake, if it is not too late."""
     start = time.perf_counter()
@@ -170,7 +165,7 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
         return Outcome(mutant.name, "not run", 0.0, mutant.survives, "")
     with tempfile.TemporaryDirectory() as name:
         copy = copy_project(Path(name), mutant)
-        status, said = run_tests(copy, mutant.tests, kernels, timeout_of(mutant.kind))
+        status, said = run_tests(copy, mutant.tests, kernels, TIMEOUTS[mutant.kind])
     outcome = {0: "survived", FAILED: "killed", HUNG: "killed", None: "killed"}.get(
         status, "broken"
     )
@@ -182,7 +177,7 @@ def judge(mutant: Mutant, kernels: Path, deadline: float) -> Outcome:
     return Outcome(mutant.name, outcome, time.perf_counter() - start, mutant.survives, last[:200])
 
 
-def without_mistake(test: str, kernels: Path, timeout: float = TIMEOUT) -> str:
+def without_mistake(test: str, kernels: Path, timeout: float) -> str:
     """What is wrong with a test of the project as it is; nothing, if it passes."""
     with tempfile.TemporaryDirectory() as name:
         status, said = run_tests(copy_project(Path(name), None), [test], kernels, timeout)
@@ -250,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tests = sorted({test for mutant in left for test in mutant.tests})
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:
         kernels = Path(name)
-        limit = timeout_of(arguments.kind)
+        limit = TIMEOUTS[arguments.kind]
         healthy = pool.map(lambda test: without_mistake(test, kernels, limit), tests)
         found = pool.map(lambda mutant: judge(mutant, kernels, deadline), left)
         known |= {outcome.name: outcome for outcome in found}

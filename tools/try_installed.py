@@ -32,6 +32,10 @@ def main() -> int:
     )  # fmt: skip
     if said.returncode != 1 or "in a checkout" not in said.stderr or said.stderr.count("\n") != 1:
         return fail(f"bench says {said.stderr!r}, expected where the benchmarks are, in one line")
+    script = Path(sys.executable).with_name("cuflash")
+    said = subprocess.run([script, "--version"], capture_output=True, text=True)
+    if said.stdout != f"cuflash {cuflash.__version__}\n":
+        return fail(f"the command cuflash says {said.stdout!r} and {said.stderr!r}")
     return 0
 
 

@@ -261,8 +261,8 @@ class KVCache:
         """Which pages are free, and how many sequences name each."""
         table, size = self.page_table, self.k_pages.shape[2]
         used = xp.arange(table.shape[1]) * size < self.lengths[:, None]
-        names = xp.zeros(len(self._k), np.int64)
-        xp.add.at(names, table.ravel(), used.ravel().astype(np.int64))
+        names = xp.zeros(len(self._k), np.int32)  # of which CuPy has atomic sums
+        xp.add.at(names, table.ravel(), used.ravel().astype(np.int32))
         return names[:-1] == 0, names
 
     def _with_new_pages(self, xp: Any, start: Array, wanted: Array) -> tuple[Array, Array, Array]:
@@ -273,7 +273,7 @@ class KVCache:
         """
         size, pages, columns = self.k_pages.shape[2], len(self.k_pages), self.page_table.shape[1]
         free, names = self._free(xp)
-        number = xp.where(free, xp.cumsum(free) - 1, pages)  # among the free ones
+        number = xp.where(free, xp.cumsum(free, dtype=np.int64) - 1, pages)  # among the free ones
         numbers = xp.full(pages + 1, pages)
         numbers[number] = xp.arange(pages)  # the last element takes what is not free
         numbers[pages] = pages
@@ -284,7 +284,7 @@ class KVCache:
         column = xp.arange(columns)
         needed = (column >= -(-start // size)[:, None]) & (column < -(-end // size)[:, None])
         needed |= copied[:, None] & (column == first[:, None])
-        rank = xp.cumsum(needed.ravel()).reshape(needed.shape) - 1
+        rank = xp.cumsum(needed.ravel(), dtype=np.int64).reshape(needed.shape) - 1
         new = numbers[xp.where(needed, xp.minimum(rank, pages), pages)]
         missing = needed & (new == pages)
         end = xp.minimum(end, xp.where(missing, xp.maximum(column * size, start[:, None]),

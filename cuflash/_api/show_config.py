@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash._cupy import folder
-from cuflash._errors import shown, wrong_value
+from cuflash._errors import pip_install, shown, wrong_value
 
 
 @overload
@@ -74,7 +74,7 @@ def _gpu_rows() -> dict[str, str]:
         import cupy
     except (ImportError, OSError) as error:  # its folder of kernels may not be to be made
         reason = "not installed" if isinstance(error, ModuleNotFoundError) else f"broken: {error}"
-        fix = 'pip install "cuflash[cuda12]" or "cuflash[cuda13]"'
+        fix = pip_install("cuda12", "cuda13")
         absent = dict.fromkeys(("nvrtc", "driver", "device"), "unknown without CuPy")
         return {"cupy": f"{reason} ({fix})", **absent}
     return {

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cuflash import __version__
@@ -28,7 +29,7 @@ _COMMANDS: dict[str, Any] = {
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="python -m cuflash",
+        prog="cuflash" if Path(sys.argv[0]).stem == "cuflash" else "python -m cuflash",
         description="Exact attention on arrays: what is here, how fast it is, which tiles to take.",
         epilog="exit status: 0 done, 1 something was found wrong, 2 a wrong argument or file, "
         "130 interrupted",

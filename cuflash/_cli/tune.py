@@ -35,8 +35,8 @@ examples:
   python -m cuflash tune --save                                   # into the table of this user
 
 Interrupt it with Ctrl-C; the same command goes on where its file ends. Without a GPU the space is
-listed and compiled, without CuPy or NVRTC listed. The strategies of kernel-tuner come with
-pip install "cuflash[tune]".
+listed and compiled, without CuPy or NVRTC listed. The strategies of kernel-tuner come with the
+extra tune.
 
 exit status: 0 done, 1 nothing was timed, no configuration is right, or one that is listed does not
 or cannot be made to compile, 2 a wrong argument or file, 130 interrupted

@@ -14,6 +14,7 @@ import os
 import site
 from typing import Any
 
+from cuflash._errors import pip_install
 from cuflash._jit import cubin_cache
 
 #: Where wheels put the library, and variables that name other places.
@@ -29,8 +30,8 @@ def version() -> tuple[int, int]:
         found: tuple[int, int] = nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            "compiling needs CuPy and NVRTC; install cuflash[compile12] on a machine without a "
-            "GPU, cuflash[cuda12] or cuflash[cuda13] on one with a GPU"
+            f"compiling needs CuPy and NVRTC; {pip_install('compile12')} on a machine without a "
+            f"GPU, {pip_install('cuda12', 'cuda13')} on one with a GPU"
         ) from error
     return found
 

@@ -29,6 +29,12 @@ class CommunicationError(RuntimeError):
     ----------
     rank : int or None
         The rank that failed, the same on all survivors; None where none can be named.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> cuflash.distributed.CommunicationError("rank 2 is gone", rank=2).rank
+    2
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:

@@ -34,7 +34,16 @@ def scores(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
-    """Final scores, batch + (m, n), with -inf where a key is invisible to a query."""
+    """Final scores, batch + (m, n), with -inf where a key is invisible to a query.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.ones((2, 4)), np.ones((3, 4))
+    >>> cuflash.reference.scores(q, k, causal=True)
+    array([[  2.,   2., -inf],
+           [  2.,   2.,   2.]])
+    """
     options = resolve(options, score_options)
     q, k, _ = operands(q, k, k, options, axes, dtype)
     return score_and_slopes(q, k, options, dtype)[0]
@@ -53,7 +62,16 @@ def attention(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Any:
-    """Dense attention; see :func:`cuflash.attention` for parameters."""
+    """Dense attention; see :func:`cuflash.attention` for parameters.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> exact = cuflash.reference.attention(q, k, v, causal=True)
+    >>> np.allclose(cuflash.attention(q, k, v, causal=True), exact, rtol=1e-12)
+    True
+    """
     options = resolve(options, score_options)
     q, k, v = operands(q, k, v, options, axes, dtype)
     score, seen, *_ = score_and_slopes(q, k, options, dtype)
@@ -90,6 +108,14 @@ def attention_backward(
         dq = scale * draw k,   dk = scale * draw^T q,   dscale = sum(draw * q.k)
         dbias = dscore,   dslope = -sum(dscore * |m + offset - n|)
         dsink = -sum over rows of exp(sink - lse) * delta
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> grads = cuflash.reference.attention_backward(np.ones((5, 4)), q, k, v)
+    >>> grads.dv.sum(axis=0)  # each of the 5 queries gives its weight away
+    array([5., 5., 5., 5.])
     """
     del out, lse
     options = resolve(options, score_options)
@@ -147,7 +173,17 @@ def attention_vjp(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> tuple[Any, Any]:
-    """Attention and its pullback; see :func:`cuflash.attention_vjp`."""
+    """Attention and its pullback; see :func:`cuflash.attention_vjp`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> out, pullback = cuflash.reference.attention_vjp(q, k, v)
+    >>> _, fast = cuflash.attention_vjp(q, k, v)
+    >>> np.allclose(fast(out).dq, pullback(out).dq, rtol=1e-12)
+    True
+    """
     common: dict[str, Any] = {"options": resolve(options, score_options), "axes": axes}
     common["dtype"] = dtype
 
@@ -160,7 +196,14 @@ def attention_vjp(
 
 
 def logsumexp(q: Array, k: Array, /, **rest: Any) -> Array:
-    """Logarithm of each row's sum of exponentials; see :func:`cuflash.logsumexp`."""
+    """Logarithm of each row's sum of exponentials; see :func:`cuflash.logsumexp`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> cuflash.reference.logsumexp(np.zeros((1, 4)), np.zeros((8, 4))) == np.log(8)
+    array([ True])
+    """
     return attention(q, k, k, return_lse=True, **_without_values(rest)).lse
 
 
@@ -174,7 +217,15 @@ def logsumexp_backward(
     wrt: tuple[str, ...] = ("q", "k"),
     **rest: Any,
 ) -> Gradients:
-    """Gradient of ``sum(dlse * logsumexp(q, k))``; ``lse`` is recomputed."""
+    """Gradient of ``sum(dlse * logsumexp(q, k))``; ``lse`` is recomputed.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> cuflash.reference.logsumexp_backward(np.ones(5), q, k).dk.shape
+    (5, 4)
+    """
     del lse
     rest = _without_values(rest)
     nothing = np.zeros_like(attention(q, k, k, **rest))
@@ -195,7 +246,15 @@ def weights(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Array:
-    """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed."""
+    """Probabilities exp(score - lse) of the selected rows and columns; ``lse`` is recomputed.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> cuflash.reference.weights(q, k, rows=slice(None)).sum(axis=-1)
+    array([1., 1., 1., 1., 1.])
+    """
     del lse
     options = resolve(options, score_options)
     q, k, _ = operands(q, k, k, options, axes, dtype)
@@ -212,6 +271,13 @@ def merge(outs: Any, lses: Any, axis: int = 0, *, dtype: Any = np.float64) -> At
 
     ``lse = log(sum_i exp(lse_i))``, ``out = sum_i exp(lse_i - lse) out_i``; a part with
     lse = -inf is neutral, its out is not read. Any other part counts, however small its weight.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> outs, lses = np.array([[[1.0]], [[3.0]]]), np.zeros((2, 1))
+    >>> cuflash.reference.merge(outs, lses).out
+    array([[2.]])
     """
     outs, lses = (np.moveaxis(np.asarray(a).astype(dtype), axis, 0) for a in (outs, lses))
     weight, lse = softmax(np.moveaxis(lses, 0, -1), True, -np.inf)
@@ -237,6 +303,14 @@ def merge_backward(
         douts_i = w_i dout,   dlses_i = w_i (dlse + rowsum(dout * (out_i - out)))
 
     and exactly 0 where lse_i = -inf.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> outs, lses = np.array([[[1.0]], [[3.0]]]), np.zeros((2, 1))
+    >>> cuflash.reference.merge_backward(np.ones((1, 1)), outs, lses).lse
+    array([[-0.5],
+           [ 0.5]])
     """
     out, lse = merge(outs, lses, axis, dtype=dtype)
     outs, lses = (np.moveaxis(np.asarray(a).astype(dtype), axis, 0) for a in (outs, lses))

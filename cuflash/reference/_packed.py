@@ -33,6 +33,15 @@ def attention_varlen(
 
     The ``b`` of formulas counts the entries of this batch without heads; where batch has no axis
     before heads, it counts sequences. Without a heads axis ``h`` is 0.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> ends = np.array([0, 2, 5])
+    >>> out = cuflash.reference.attention_varlen(q, k, v, ends, ends)
+    >>> np.allclose(out[2:], cuflash.attention(q[2:], k[2:], v[2:]))
+    True
     """
     pairs = axes or NO_AXES
     batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, resolve(options, score_options), pairs)
@@ -60,7 +69,19 @@ def attention_varlen_backward(
     dtype: Any = np.float64,
     **score_options: Unpack[ScoreOptions],
 ) -> Gradients:
-    """Gradient of :func:`attention_varlen`, through the same padding."""
+    """Gradient of :func:`attention_varlen`, through the same padding.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))
+    >>> ends = np.array([0, 2, 5])
+    >>> grads = cuflash.reference.attention_varlen_backward(
+    ...     np.ones((5, 4)), q, k, v, None, None, ends, ends
+    ... )
+    >>> grads.dv[2:].sum(axis=0)
+    array([3., 3., 3., 3.])
+    """
     del out, lse
     pairs, chosen = axes or NO_AXES, resolve(options, score_options)
     batch = _Batch((q, k, v), cu_seqlens_q, cu_seqlens_k, chosen, pairs)

@@ -30,6 +30,13 @@ def attention_paged(
 
     Key n of sequence s is row ``n % page_size`` of page ``page_table[s, n // page_size]``; numbers
     below the first page or beyond the last are those of the first and the last.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> pages, table = np.ones((2, 1, 4, 8)), np.array([[1, 0]])  # 2 pages of 4 rows, 1 head
+    >>> cuflash.reference.attention_paged(np.ones((1, 1, 3, 8)), pages, pages, table, [6]).shape
+    (1, 1, 3, 8)
     """
     pairs, options = axes or NO_AXES, resolve(options, score_options)
     numbers = np.clip(page_table, 0, len(k_pages) - 1)
@@ -61,7 +68,15 @@ def rotary(
     inverse: bool = False,
     dtype: Any = np.float64,
 ) -> Array:
-    """Each pair of features as a complex number, times ``exp(i * position * frequency)``."""
+    """Each pair of features as a complex number, times ``exp(i * position * frequency)``.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> turned = cuflash.reference.rotary(np.array([[1.0, 0.0]]), np.array([np.pi / 2]))
+    >>> np.allclose(turned, [[0, 1]])
+    True
+    """
     x = np.asarray(x).astype(dtype)
     if frequencies is None:
         frequencies = 10000.0 ** -(np.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))

@@ -18,7 +18,16 @@ NO_AXES = ((-2, -1),) * 4
 
 
 def visible(options: Options, batch: tuple[int, ...], seqlen_q: int, seqlen_k: int) -> Array:
-    """Which keys each query may see by lengths, causality, window and mask: batch + (m, n)."""
+    """Which keys each query may see by lengths, causality, window and mask: batch + (m, n).
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> options = cuflash.Options(causal=True, window=(1, None))
+    >>> cuflash.reference.visible(options, (), 2, 4).astype(int)
+    array([[0, 1, 1, 0],
+           [0, 0, 1, 1]])
+    """
     m = np.arange(seqlen_q)[:, None]
     n = np.arange(seqlen_k)[None, :]
     offset = _offset(options, batch, seqlen_q, seqlen_k)
@@ -64,7 +73,15 @@ def distance(options: Options, shape: tuple[int, ...]) -> Array:
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, seed: Any) -> Array:
-    """Which scores dropout keeps, batch + (m, n), by the bits of `cuflash._problem.philox`."""
+    """Which scores dropout keeps, batch + (m, n), by the bits of `cuflash._problem.philox`.
+
+    Examples
+    --------
+    >>> import cuflash
+    >>> kept = cuflash.reference.dropout_mask((4, 50, 50), 0.1, seed=7)
+    >>> f"{kept.mean():.1f}"
+    '0.9'
+    """
     *batch, seqlen_q, seqlen_k = shape
     entries = np.arange(math.prod(batch)).reshape(batch)
     return philox.kept(entries, slice(0, seqlen_q), slice(0, seqlen_k), p, seed, np)

@@ -11,6 +11,7 @@ Strategies need Hypothesis, which the extra ``testing`` brings; the rest needs n
 
 from typing import TYPE_CHECKING, Any
 
+from cuflash._errors import pip_install
 from cuflash.testing._call import Call, make_call
 from cuflash.testing._close import assert_attention_close
 from cuflash.testing._families import FAMILIES
@@ -41,6 +42,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "hypothesis":
             raise
         raise ImportError(
-            f'cuflash.testing.{name}: needs Hypothesis; pip install "cuflash[testing]"'
+            f"cuflash.testing.{name}: needs Hypothesis; {pip_install('testing')}"
         ) from error
     return getattr(_strategies, name)

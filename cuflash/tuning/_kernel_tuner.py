@@ -35,6 +35,11 @@ def write_cache(found: Sweep, path: str | os.PathLike[str]) -> None:
 
     Illegal combinations are members as well, as invalid ones, as far as the space lists them: a
     simulation may meet any combination of the parameters that was swept.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> tuning.write_cache(tuning.load("h100.jsonl"), "h100-cache.json")  # doctest: +SKIP
     """
     work, parameters = found.header["workload"], found.header["parameters"]
     names, entries = list(parameters), {}
@@ -77,6 +82,12 @@ def read_cache(path: str | os.PathLike[str]) -> Sweep:
     """Read a cache file of kernel-tuner, of our kernels or of any other; also one cut off.
 
     A ValueError that names the place for any other file.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> len(tuning.read_cache("h100-cache.json").rows)  # doctest: +SKIP
+    1512
     """
     path = Path(path)
     try:

@@ -129,7 +129,14 @@ class Sweep:
 
 
 def load(path: str | os.PathLike[str]) -> Sweep:
-    """Read the file of a sweep; a cut-off last line is left out, anything else is an error."""
+    """Read the file of a sweep; a cut-off last line is left out, anything else is an error.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> tuning.load("h100.jsonl").best["values"]  # doctest: +SKIP
+    {'block_m': 128, 'block_n': 128, 'num_stages': 2, 'num_q_stages': 2, 'overlap_quarters': 1}
+    """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

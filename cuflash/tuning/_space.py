@@ -31,7 +31,16 @@ _FEW = 20_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination of parameters: a configuration, or why there is none."""
+    """One combination of parameters: a configuration, or why there is none.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> found = tuning.space(work, arch="sm_90a").candidate("128,128,2,2,1")
+    >>> found.config.tile.block_m, found.refusal
+    (128, '')
+    """
 
     values: tuple[int, ...]
     config: KernelConfig | None
@@ -48,6 +57,14 @@ class Space:
     """Combinations of the parameters of one kernel for one problem on one device, all legal ones.
 
     Iterating yields the legal ones. ``default`` is the configuration that is shipped.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> space = tuning.space(work, arch="sm_90a")
+    >>> space.kernel, sorted(space.parameters)[:2]
+    ('forward_sm90', ['block_m', 'block_n'])
     """
 
     workload: Workload

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._errors import problem_with
+from cuflash._errors import pip_install, problem_with
 from cuflash.tuning._rows import Row
 from cuflash.tuning._space import Candidate, Space
 
@@ -67,7 +67,7 @@ def strategy_of(name: str) -> Strategy:
     raise problem_with(
         "strategy", ValueError, got=repr(name),
         expected=f"one of {', '.join((*_BUILT_IN, *searches))}",
-        fix="" if searches else 'pip install "cuflash[tune]" brings others',
+        fix="" if searches else f"{pip_install('tune')} brings others",
     )  # fmt: skip
 
 

@@ -361,7 +361,15 @@ def _said(now: Progress) -> str:
 
 
 def default_file(chosen: Space, folder: str | os.PathLike[str] = ".") -> Path:
-    """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask."""
+    """Where a sweep of a space goes unless asked otherwise: device, kernel, head sizes, mask.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16")
+    >>> tuning.default_file(tuning.space(work, arch="sm_90a")).suffix
+    '.jsonl'
+    """
     work = chosen.workload
     dims = [work.head_dim] + [work.head_dim_v] * (work.head_dim_v != work.head_dim)
     words = [device_slug(chosen.hardware.name), chosen.kernel, f"d{'-'.join(map(str, dims))}"]

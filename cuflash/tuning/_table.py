@@ -132,7 +132,14 @@ def _check(row: select_measured.Row, where: str) -> None:
 
 
 def user_table() -> Path:
-    """Path of this user's table, which CUFLASH_TILES=user puts to use; it need not exist."""
+    """Path of this user's table, which CUFLASH_TILES=user puts to use; it need not exist.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> tuning.user_table().suffix
+    '.json'
+    """
     return select_measured.user_file()
 
 
@@ -141,6 +148,12 @@ def save(found: Sweep, file: str | os.PathLike[str] | None = None) -> Path:
 
     Rows of other keys stay, also rows that other threads and processes save meanwhile. A ValueError
     for a tile that is not legal.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> tuning.save(tuning.load("h100.jsonl"), "tiles.json")  # doctest: +SKIP
+    PosixPath('tiles.json')
     """
     path = user_table() if file is None else Path(file)
     own = {row.key: row for row in best_rows(found)}
