@@ -4,9 +4,10 @@
     python benchmarks/cpu.py --threads 1 --head-dim 64 --seqlen 2048
 
 Batch 1, 8 heads, float32. Dense NumPy and a product of two matrices of 1024 x 1024 (sgemm) run in
-turns with cuflash, each five times in a row, and have their best times. One thread is timed by its own clock, which stands still
-while others have the core; several by the clock on the wall. The dense gradient is given the
-probabilities that its forward kept. The result is benchmarks/results/cpu-dense-<date>.json.
+turns with cuflash, each five times in a row, and have their best times. One thread is timed by its
+own clock, which stands still while others have the core; several by the clock on the wall. The
+dense gradient is given the probabilities that its forward kept. The result is
+benchmarks/results/cpu-dense-<date>.json.
 """
 
 from __future__ import annotations
