@@ -286,10 +286,9 @@ def test_small_reader_agrees_with_rdkit():
 def test_canonical_reactions():
     pytest.importorskip("rdkit", reason="RDKit is not installed")
     assert reactions.canonical("OCC.C(C)[Br:3]>[Na+]~[H-]>CCOCC") == "CCBr.CCO.[H-]~[Na+]>>CCOCC"
-    with pytest.raises(ValueError, match="impossible"):
-        reactions.canonical("C(C)(C)(C)(C)C>>C")
-    with pytest.raises(ValueError, match="not a reaction"):
-        reactions.canonical("CCO")
+    for wrong, why in (("C(C)(C)(C)(C)C>>C", "impossible"), ("CCO", "not a reaction")):
+        with pytest.raises(ValueError, match=why):
+            reactions.canonical(wrong)
 
 
 def test_pairs_by_hand():
@@ -357,14 +356,6 @@ def test_a_wrong_diagonal_is_noticed(monkeypatch, capsys):
 
     monkeypatch.setattr(long_sequence, "fused", shifted)
     assert not long_sequence.show_on_cpu(quick=True)
-
-
-def test_peak_memory_counts_arrays():
-    def compute(x):
-        return {"out": np.concatenate([x, x])[::2].copy()}
-
-    run = long_sequence.measure_on_cpu(compute, np.zeros(2**20, np.uint8))
-    assert 3 * 2**20 <= run.peak_bytes < 3.1 * 2**20
 
 
 # --- the command -------------------------------------------------------------------------------
