@@ -180,15 +180,6 @@ def run():
     return cells.Run(np, host_clock.HostClock(), chosen, ["float32"], ["fwd", "bwd"], 1.0)
 
 
-def test_head_sizes_narrow_a_set(monkeypatch, capsys):
-    shapes = [replace(TINY, head_dim=d, head_dim_v=d) for d in (64, 96, 128)]
-    monkeypatch.setitem(command.SETS, "cpu", ("", cells.measure_shapes(shapes)))
-    given = ["--set", "cpu", "--device", "cpu", "--impl", "cuflash", "--pass", "fwd"]
-    assert _cli.main(["bench", *given, "--budget-ms", "1", "--json", "--head-dim", "64,128"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["head_dim"] for row in rows] == [64, 128]
-
-
 def test_products_of_tf32_are_measured_beside_others(run, monkeypatch):
     monkeypatch.setattr(command, "training", lambda *_: [TINY])
     command.SETS["precise"][1](run)

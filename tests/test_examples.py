@@ -358,6 +358,14 @@ def test_a_wrong_diagonal_is_noticed(monkeypatch, capsys):
     assert not long_sequence.show_on_cpu(quick=True)
 
 
+def test_peak_memory_counts_arrays():
+    def compute(x):
+        return {"out": np.concatenate([x, x])[::2].copy()}
+
+    run = long_sequence.measure_on_cpu(compute, np.zeros(2**20, np.uint8))
+    assert 3 * 2**20 <= run.peak_bytes < 3.1 * 2**20
+
+
 # --- the command -------------------------------------------------------------------------------
 
 
