@@ -33,8 +33,8 @@ figure, axes = plt.subplots(2, 4, figsize=(11, 5.8), layout="constrained")
 for axis, (title, options) in zip(axes.flat, panels.items(), strict=True):
     lse = cuflash.logsumexp(q, k, **options)
     shown = cuflash.weights(q, k, lse, rows=slice(None), **options)
-    axis.imshow(np.where(shown > 0, shown, np.nan), cmap="viridis_r", vmin=0, vmax=0.4)
-    axis.set_facecolor("0.92")  # what a query does not see
+    axis.imshow(np.where(shown > 0, shown, np.nan), cmap="Blues", vmin=0, vmax=0.4)
+    axis.set_facecolor("0.88")  # what a query does not see
     axis.set_title(title, fontsize=10)
     axis.set_xticks([])
     axis.set_yticks([])

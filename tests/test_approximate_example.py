@@ -113,6 +113,23 @@ def test_longformers_pattern_is_attention_with_its_mask(n, reach, num_global):
     np.testing.assert_allclose(found, reference.attention(q, k, v, mask=mask), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.gpu
+def test_methods_take_arrays_of_cupy():
+    cupy = pytest.importorskip("cupy")
+    q, k, v = (x.astype(np.float32) for x in arrays(0, 40, 40, 16))
+    directions = approximate.orthogonal_directions(np.random.default_rng(0), 64, 16)
+    means = np.kron(np.eye(8), np.full((1, 5), 1 / 5)).astype(np.float32)
+    for method, *more in (
+        (approximate.linear_attention,),
+        (approximate.performer, directions.astype(np.float32)),
+        (approximate.linformer, means, means),
+        (approximate.longformer, 5, 2),
+    ):
+        given = [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v, *more)]
+        found = method(*given).get()
+        np.testing.assert_allclose(found, method(q, k, v, *more), rtol=1e-4, atol=1e-5)
+
+
 def test_the_watched_model_is_the_model():
     """Each head by itself, by exact attention: nothing but roundings differ."""
     try:

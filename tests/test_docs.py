@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,20 @@ def test_the_reference_lists_every_public_name():
 def test_the_readme_is_short():
     """A stranger has two minutes: details are pages of docs/."""
     assert len((ROOT / "README.md").read_bytes()) <= 6_000
+
+
+def test_links_of_the_readme_work_where_it_is_shown():
+    """A package index shows it without files beside it: links are absolute, given a base.
+
+    Without an address of the repository in pyproject.toml they lead to files of the checkout.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    base = project.get("urls", {}).get("Repository", "")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) >= 6
+    for target in targets:
+        assert target.startswith(base) if base else (ROOT / target).exists(), target
 
 
 def says(function: object, *texts: str) -> None:

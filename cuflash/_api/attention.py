@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash._api import arguments
-from cuflash._api.arguments import QKV, CallKeywords, SharedKeywords
+from cuflash._api.arguments import QKV, CallKeywords, VjpKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
@@ -329,7 +329,7 @@ def attention_vjp(
     /,
     *,
     return_lse: Literal[False] = ...,
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[NativeT, Pullback[NativeT]]: ...
 @overload
 def attention_vjp(
@@ -339,7 +339,7 @@ def attention_vjp(
     /,
     *,
     return_lse: Literal[True],
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...
 @overload
 def attention_vjp(
@@ -349,7 +349,7 @@ def attention_vjp(
     /,
     *,
     return_lse: bool = ...,
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[Any, Pullback]: ...
 @arguments.answering
 def attention_vjp(
