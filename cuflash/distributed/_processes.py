@@ -138,7 +138,7 @@ class Processes:
             self._changed.notify_all()
         message = json.dumps({"rank": rank, "text": text}).encode()
         for other in self._links:
-            if tell and other != rank:
+            if tell:
                 self._tell(other, _FAILED, 0, message)
         if rank in self._links:
             with contextlib.suppress(OSError):  # a send to it may be waiting
