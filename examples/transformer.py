@@ -129,7 +129,7 @@ def evaluate(
     x = images[..., None] * parameters["pixel"] + parameters["position"]
     pullbacks = []
     for layer in range(shape.num_layers):
-        for enter in (_attention, _hidden):
+        for enter in (add_attention, add_hidden):
             added, pullback = enter(xp, shape, parameters, f"{layer}.", x, attend)
             x = x + added
             pullbacks.append(pullback)
@@ -151,7 +151,7 @@ def evaluate(
     return Evaluation(float(loss), float(accuracy), gradient)
 
 
-def _attention(
+def add_attention(
     xp: Any, shape: Shape, parameters: Parameters, layer: str, x: Array, attend: Attend
 ) -> tuple[Array, Pullback]:
     """What attention adds to x (batch, seqlen, width)."""
@@ -173,7 +173,7 @@ def _attention(
     return y, pullback
 
 
-def _hidden(
+def add_hidden(
     xp: Any, shape: Shape, parameters: Parameters, layer: str, x: Array, attend: Attend
 ) -> tuple[Array, Pullback]:
     """What the hidden features of each token add to x (batch, seqlen, width)."""

@@ -173,6 +173,9 @@ WRONG = {
         r"for example \(2, 1, 5, 7\); write mask\[None, None, None, :\]"),
     "mask of (batch, keys)": (
         call(mask=np.ones((2, 7), bool)), ValueError, "mask", r"write mask\[:, None, None, :\]"),
+    "mask of (batch, keys), as many as queries": (
+        lambda a: cuflash.attention(a.q, a.q, a.q, mask=np.ones((2, 5), bool)),
+        ValueError, "mask", r"write mask\[:, None, None, :\]"),
     "mask of (batch, queries, keys)": (
         call(mask=np.ones((2, 5, 7), bool)), ValueError, "mask", r"write mask\[:, None, :, :\]"),
     "mask of (batch, queries)": (

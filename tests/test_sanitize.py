@@ -11,25 +11,27 @@ import numpy as np
 import pytest
 import sanitize
 
+import sanitizer_cases
 from cuflash import Options
 from cuflash._kernels.score_config import score_config
 from cuflash._problem.problem import describe
 from gpu_digest import digest
+from sanitizer_cases import CASES
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels_cu"
 PORTABLE = ("forward_sm80.cu", "backward_dq_sm80.cu", "backward_dkv_sm80.cu")
 SUMS = "backward_dscore_sm80.cu"
 
 
-@pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_is_a_legal_call(case):
-    sanitize.run(np, case)
-    assert [own.name for own in sanitize.CASES].count(case.name) == 1
+    sanitizer_cases.run(np, case)
+    assert [own.name for own in CASES].count(case.name) == 1
 
 
 def test_misaligned_case_is_misaligned():
-    case = next(case for case in sanitize.CASES if case.lead)
-    view = sanitize.placed(np, np.ones((4, 4), np.float16), case)
+    case = next(case for case in CASES if case.lead)
+    view = sanitizer_cases.placed(np, np.ones((4, 4), np.float16), case)
     assert view.__array_interface__["data"][0] % 4 != 0
 
 
@@ -40,9 +42,9 @@ def launched():
     from support.recorded_launches import recorded_launches
 
     found = {}
-    for case in sanitize.CASES:
+    for case in CASES:
         with recorded_launches() as (xp, found[case.name]):
-            sanitize.run(xp, case)
+            sanitizer_cases.run(xp, case)
     return found
 
 
@@ -50,7 +52,7 @@ def test_the_cases_reach_every_kernel(launched):
     """Kernels of `kernels_cu/memory` are none of a call."""
     configs = [config for found in launched.values() for config in found]
     assert {config.source for config in configs} == {path.name for path in KERNELS.glob("*.cu")}
-    on_cores = [c for case in sanitize.CASES if case.arch for c in launched[case.name]]
+    on_cores = [c for case in CASES if case.arch for c in launched[case.name]]
     assert {c.source for c in on_cores if getattr(c, "simt", False)} == {*PORTABLE, SUMS}
     sums = {(c.grad_of, c.sums_to) for c in configs if c.source == SUMS}
     assert sums >= {
@@ -64,7 +66,7 @@ def test_every_score_option_meets_the_portable_kernels(launched, source):
     q = np.zeros((2, 129, 64), np.float16)
     plain = score_config(describe(q, q, q, Options()))._asdict()
     own = {"sink": "none"} if source == "forward_sm80.cu" else {}
-    cases = [case for case in sanitize.CASES if case.portable]
+    cases = [case for case in CASES if case.portable]
     configs = [c for case in cases for c in launched[case.name] if c.source == source]
     met = {name: {getattr(c, name) for c in configs} for name in plain | own}
     missed = [name for name, value in (plain | own).items() if not met[name] - {value}]
@@ -79,7 +81,7 @@ def test_other_kernels_than_those_of_a_case_are_no_success(changes):
     from support.recorded_launches import recorded_launches
 
     with recorded_launches() as (xp, _), pytest.raises(SystemExit, match="kernels of other"):
-        sanitize.run(xp, replace(sanitize.PLAIN, **changes))
+        sanitizer_cases.run(xp, replace(sanitizer_cases.PLAIN, **changes))
 
 
 @pytest.fixture
@@ -117,10 +119,10 @@ def test_report_says_what_each_tool_came_to(program, tmp_path):
     assert (report["digest"], report["sanitizer"]) == (digest(), "2026.1.0.0")
     assert {"device", "driver", "cupy", "nvrtc", "date"} < set(report)
     assert (report["findings"], report["clean"]) == (0, True)
-    assert report["names"] == [case.name for case in sanitize.CASES]
+    assert report["names"] == [case.name for case in CASES]
     assert list(report["tools"]) == ["none", *sanitize.TOOLS]
     for said in report["tools"].values():
-        assert (said["ran"], said["findings"], said["clean"]) == (len(sanitize.CASES), 0, True)
+        assert (said["ran"], said["findings"], said["clean"]) == (len(CASES), 0, True)
 
 
 @pytest.mark.parametrize(
