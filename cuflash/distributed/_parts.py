@@ -7,6 +7,7 @@ and key, and the place from which dropout and formulas count.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,12 @@ from cuflash.distributed._blocks import Block, Bounds
 
 #: Options without positions: with these and bounds alone, blocks may be joined.
 _WITHOUT_POSITIONS = {"sink"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _replaced(options: Options, changes: tuple[tuple[str, Any], ...]) -> Options:
+    """Options without arrays, with other values: the blocks of a repeated call are the same."""
+    return replace(options, **dict(changes))
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,9 @@ class Parts:
             changes |= {"causal": bool(options.causal), "window": options.window}
         if block.bounded or options.alibi_slopes is not None:
             changes["offset"] = self._offset(block) + block.first_query - block.first_key
-        return replace(options, **changes)
+        if options.arrays or options.score_mod or options.mask_mod:
+            return replace(options, **changes)
+        return _replaced(options, tuple(changes.items()))
 
     def _offset(self, block: Block | None = None) -> Any:
         """Of the whole call: an int, or an array of entries (of own heads, for a block)."""
