@@ -73,7 +73,8 @@ def attention(
     Parameters
     ----------
     q : array, batch + (m, d)
-        Queries; float16, bfloat16, float32 or float64. Any strides.
+        Queries; float16, bfloat16, float32 or float64. Any strides. NumPy or CuPy arrays, or
+        tensors that DLPack hands out, which are not copied.
     k : array, batch + (n, d)
         Keys.
     v : array, batch + (n, d_v)
