@@ -29,8 +29,6 @@ extensions = [
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 nitpicky = True  # a name that no page and no inventory has is an error
-# Communicators that are not public yet.
-nitpick_ignore_regex = [("py:func", "connect|explain|from_(devices|environment|mpi)")]
 default_role = "code"
 myst_heading_anchors = 4
 

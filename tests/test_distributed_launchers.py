@@ -174,7 +174,7 @@ class FakeCuda:
         class Stream:
             ptr = 7
 
-            def __init__(self, non_blocking=False):
+            def __init__(self, non_blocking=False, priority=0):
                 self.name = "own" if non_blocking else "current"
 
             def record(self):

@@ -50,7 +50,7 @@ class _Gpu:
         self._cupy = imported_cupy()
         self.device, self.nccl = device, nccl
         with self.on():
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
 
     def on(self) -> Any:
         """Context in which the GPU is current."""

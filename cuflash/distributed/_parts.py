@@ -95,7 +95,11 @@ class Parts:
         dtype = arithmetic(problem.dtype)
         shapes = {name: a.shape for name, a in options.arrays.items()} | {"scale": ()}
         shapes |= {name: a.shape for name, a in zip("qkv", qkv, strict=True)}
-        gradients = {n: xp.empty(shapes[n], dtype) for n in wanted if n in shapes}
+        gradients = {
+            n: xp.empty(shapes[n], np.float64 if n == "scale" else dtype)
+            for n in wanted
+            if n in shapes
+        }
         rows = block.rows
         of_rows = Saved(
             saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows],
