@@ -19,7 +19,7 @@ from cuflash.distributed._blocks import Bounds, blocks_of
 from cuflash.distributed._communicator import Compute, Exchange, Wait, drive
 from cuflash.distributed._layout import LAYOUTS, chunks_of, rows_of
 from cuflash.distributed._traffic import Extents, candidates
-from support.budget import Budget
+from cuflash.testing._budget import Budget
 from support.problems import Call
 
 METHODS = ("all_gather", "ring", "ulysses", "usp")

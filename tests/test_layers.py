@@ -30,6 +30,7 @@ UPWARD = {"cuflash.__version__"}  # a constant, where the package's build reads 
 #: Where CuPy is imported.
 CUPY = {
     "_cupy", "_jit", "_launch", "_select/hardware", "_timing", "tuning", "_cli", "_api/show_config",
+    "distributed/_nccl",
 }  # fmt: skip
 
 

@@ -35,7 +35,8 @@ from cuflash._problem.philox import WHOLE, Origin
 from cuflash._problem.problem import Problem, gradient_operand
 from cuflash._results import Saved
 
-#: Pieces of a batch with fewer entries. Not a matter of cores: the pieces decide the bits.
+#: Pieces of a batch with fewer entries, if there is work for as many. Not a matter of cores: the
+#: pieces decide the bits.
 _PIECES = 8
 _ALL = slice(None)
 
@@ -155,8 +156,9 @@ def backward(
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which need not bear several threads.
         formulas = options.score_mod is not None or options.mask_mod is not None
-        threads = 1 if formulas else worth(threads, 2.5 * operations(problem))
-        Items(pieces(problem, _PIECES)).work(worker, threads)
+        work = 2.5 * operations(problem)
+        threads = 1 if formulas else worth(threads, work)
+        Items(pieces(problem, worth(_PIECES, work))).work(worker, threads)
     for name, view in results.items():
         write_rounded(view, sums[name])
 

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Floating-point operations that are worth a thread: 0.3 ms, several times the start of one.
-WORTH_A_THREAD = 2**25
+#: Floating-point operations that are worth a thread: 0.2 ms, twice the start of one.
+WORTH_A_THREAD = 2**24
 #: OpenBLAS computes smaller products (multiply-adds, elements of a matrix) on one thread anyway.
 SMALL_PRODUCT, SMALL_MATRIX = 2**18, 2**13
 
@@ -30,18 +30,20 @@ class _Limit:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = 0
+        self._threads = 1
         self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> int:
         """Return the number of threads that BLAS would have used, divided by the calls that run."""
         with self._lock:
             if not self._calls:
-                self._before = [(blas, blas.get_num_threads()) for blas in _libraries()]
+                found = [(blas, blas.get_num_threads()) for blas in _libraries()]
+                self._threads = min((n for _, n in found), default=available())
+                self._before = [(b, n) for b, n in found if n > 1 or _of_each_thread(b)]
             self._calls += 1
             for blas, _ in self._before:
                 blas.set_num_threads(1)
-            threads = min((n for _, n in self._before), default=available())
-            return max(threads // self._calls, 1)
+            return max(self._threads // self._calls, 1)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -51,8 +53,13 @@ class _Limit:
     def restore(self, *, every: bool) -> None:
         """Give back the numbers of all threads, or what OpenMP keeps for this thread."""
         for blas, threads in self._before:
-            if every or blas.threading_layer == "openmp":
+            if every or _of_each_thread(blas):
                 blas.set_num_threads(threads)
+
+
+def _of_each_thread(blas: Any) -> bool:
+    """Whether each thread has a number of its own."""
+    return bool(blas.threading_layer == "openmp")
 
 
 @functools.cache
@@ -158,6 +165,6 @@ class Items(Generic[T]):
             raise self._error
 
 
-def worth(threads: int, operations: float) -> int:
-    """So many threads that each has enough to do."""
-    return max(1, min(threads, int(operations / WORTH_A_THREAD)))
+def worth(most: int, operations: float) -> int:
+    """So many threads, or pieces of work, that each has enough to do."""
+    return max(1, min(most, int(operations / WORTH_A_THREAD)))

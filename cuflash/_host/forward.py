@@ -110,9 +110,10 @@ def forward(
 
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which need not bear several threads.
-        threads = 1 if formulas else worth(threads, operations(problem))
-        items = Items(pieces(problem, 1 if threads == 1 else _PIECES_A_THREAD * threads))
-        items.work(worker, threads)
+        work = operations(problem)
+        threads = 1 if formulas else worth(threads, work)
+        count = 1 if threads == 1 else worth(_PIECES_A_THREAD * threads, work)
+        Items(pieces(problem, count)).work(worker, threads)
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
             destination[...] = filled

@@ -8,6 +8,7 @@ blocks of keys contain anything visible.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -75,21 +76,27 @@ class Scores:
         self.offset = integers("offset", problem.offset_value, self.kv_length - self.q_length)
         structure = (self.q_length, self.kv_length, self.offset)
         self.alike = all(isinstance(value, int) for value in structure)
-        heads = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
-        entries = xp.asarray(entry_indices(problem.batch, entry))
-        self._origin = origin
-        self._entries = origin.entry + entries + entries // heads * origin.heads_elsewhere
-        all_heads = heads + origin.heads_elsewhere
-        self._place = tuple(i[..., None, None] for i in xp.divmod(self._entries, all_heads))
+        self._entry, self._origin = entry, origin
         sink = self._arrays.get("sink")
-        self._sink = -np.inf if sink is None else self._narrowed(sink)[..., None]
+        self._sink = None if sink is None else self._narrowed(sink)[..., None]
+
+    @cached_property
+    def _places(self) -> tuple[Array, Array, Array]:
+        """Entries as dropout counts them, within the whole call; their batch and their head."""
+        xp, batch_shape, origin = self._xp, self._problem.batch_shape, self._origin
+        heads = max(batch_shape[-1], 1) if batch_shape else 1
+        entries = xp.asarray(entry_indices(self._problem.batch, self._entry))
+        entries = origin.entry + entries + entries // heads * origin.heads_elsewhere
+        return entries, *xp.divmod(entries, heads + origin.heads_elsewhere)
 
     def are_queries(self, rows: slice) -> Array:
         """Which of ``rows`` lie before the length: (carried batch axes, rows) or fewer axes."""
         return (self._xp.arange(rows.start, rows.stop)[:, None] < self.q_length)[..., 0]
 
-    def sink(self, rows: slice) -> Array:
+    def sink(self, rows: slice) -> Any:
         """The sink's score in each of ``rows``; -inf where there is no query, or no sink."""
+        if self._sink is None:
+            return -np.inf
         return self._xp.where(self.are_queries(rows), self._sink, -np.inf)
 
     def queries(self, q: Array) -> Array:
@@ -148,7 +155,7 @@ class Scores:
     def _names(self, tile: Tile) -> tuple[Array, ...]:
         """Entry, head, query and key as formulas get them: copies, which they may overwrite."""
         m, n = tile.m + self._origin.query, tile.n + self._origin.key
-        return (*(a.copy() for a in self._place), m, n)
+        return (*(a[..., None, None].copy() for a in self._places[1:]), m, n)
 
     def distance(self, tile: Tile) -> Array:
         """``|m + offset - n|`` of each pair, what ALiBi multiplies."""
@@ -185,7 +192,7 @@ class Scores:
             slice(first + s.start, first + s.stop) if first else s
             for first, s in ((self._origin.query, tile.rows), (self._origin.key, tile.cols))
         )
-        kept = philox.kept(self._entries, rows, cols, p, seed, self._xp)
+        kept = philox.kept(self._places[0], rows, cols, p, seed, self._xp)
         return kept * self._dtype.type(philox.kept_scale(p))
 
     def key_range(self, rows: slice) -> tuple[slice, slice]:

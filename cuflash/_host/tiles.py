@@ -23,7 +23,7 @@ from cuflash._problem.problem import Problem
 
 #: Most queries and keys of a tile: its scores, and what multiplies them, stay in cache. (D128)
 BLOCK_M = BLOCK_N = 512
-TILE_ELEMENTS = 256 * 512  # of several entries together
+TILE_ELEMENTS = BLOCK_M * BLOCK_N  # of several entries together
 _BESIDE_WINDOWS = 256  # most queries, if they see a window: fewer keys that most of them do not see
 ALIGNMENT = 64  # of the first and last key of a window
 
@@ -89,7 +89,10 @@ class Parts:
 
 def pieces(problem: Problem, at_least: int) -> list[Piece]:
     """Pieces of the batch, and of queries where the batch has fewer entries than ``at_least``."""
-    entries = list(_entries(problem))
+    if 0 in problem.k.strides[: len(problem.batch)]:
+        # Each piece widens the keys that the batch shares, which many queries must pay for. (D77)
+        at_least = min(at_least, max(1, math.prod(problem.batch) * problem.seqlen_q // 128))
+    entries = list(_entries(problem, at_least))
     block_m, _ = blocks(problem)
     each = max(1, -(-problem.seqlen_q // block_m) // -(-at_least // len(entries)))
     rows = list(slices(0, problem.seqlen_q, each * block_m))
@@ -182,17 +185,18 @@ def slices(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, stop))
 
 
-def _entries(problem: Problem) -> Iterator[Entry]:
+def _entries(problem: Problem, at_least: int) -> Iterator[Entry]:
     """Indices of the batch: integers, then one slice, so that a tile stays small."""
     batch = problem.batch
     if not batch:
         yield ()
         return
     tile = min(problem.seqlen_q, BLOCK_M) * max(1, min(problem.seqlen_k, BLOCK_N))
+    most = min(TILE_ELEMENTS // tile, math.prod(batch) // at_least)
     axis = len(batch) - 1
-    while axis and tile * math.prod(batch[axis:]) <= TILE_ELEMENTS:
+    while axis and math.prod(batch[axis:]) <= most:
         axis -= 1
-    chunk = max(1, TILE_ELEMENTS // (tile * math.prod(batch[axis + 1 :])))
+    chunk = max(1, most // math.prod(batch[axis + 1 :]))
     for leading in itertools.product(*(range(n) for n in batch[:axis])):
         for part in slices(0, batch[axis], chunk):
             yield (*leading, part)
@@ -200,5 +204,4 @@ def _entries(problem: Problem) -> Iterator[Entry]:
 
 def _unrepeated(array: Array) -> Array:
     """View with extent 1 on batch axes of stride 0, so that what they repeat is widened once."""
-    # D77.
     return array[tuple(slice(None) if stride else slice(1) for stride in array.strides[:-2])]

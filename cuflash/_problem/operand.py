@@ -104,6 +104,8 @@ def canonical_view(array: Array, operand: Operand, *, keep_summed: bool = False)
     if keep_summed:
         batch = zip(shape, operand.summed, strict=False)
         shape = (*(1 if s else n for n, s in batch), *shape[len(operand.summed) :])
+    if array.shape == shape and array.strides == operand.strides:
+        return array
     as_strided = array_module(array).lib.stride_tricks.as_strided
     return as_strided(array, shape=shape, strides=operand.strides)
 

@@ -1,0 +1,303 @@
+"""How does attention scale over GPUs? Weak and strong scaling, and the longest sequence.
+
+    python benchmarks/scale_out.py --devices 0 1                  # one process drives both
+    torchrun --nproc-per-node 2 benchmarks/scale_out.py           # a process for each
+    python benchmarks/scale_out.py --simulate 2 --tokens 128      # no GPU: do all cells run?
+
+Weak scaling: each GPU has ``--tokens`` tokens, and its speed is compared with a call of so many
+queries and keys on one GPU, both in turns in one run. Strong scaling: one sequence of ``--total``
+tokens on one GPU and on all. Efficiency and speed-up are medians of rounds. The longest sequence
+doubles until memory or ``--longest-seconds`` ends it.
+
+A run takes at most ``--seconds``; cells that are in the file already are not run again, so that the
+same command goes on where it ended. Exit status 0: all cells are there, 3: run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import cuflash  # noqa: E402
+from benchmarks.machine import describe_machine  # noqa: E402
+from cuflash import distributed  # noqa: E402
+
+Array = Any
+ROUNDS = 5
+LEAST_MS = 20.0  # of a round, in repeated calls
+HEAD_DIM = 128
+HEADS = {"GQA 32/8": (32, 8), "MHA 32": (32, 32)}
+AGAIN = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: what scales, and how it is computed."""
+
+    kind: str  # weak, strong or longest
+    heads: str
+    causal: bool
+    gradient: bool
+    method: str
+    tokens: int  # of each GPU if weak, of all if strong; of the first try if longest
+
+    @property
+    def name(self) -> str:
+        """As it is called in the file."""
+        mask = "causal" if self.causal else "full"
+        what = "gradient" if self.gradient else "forward"
+        return f"{self.kind} {self.heads} {mask} {what} {self.method} {self.tokens}"
+
+
+def cells(tokens: int, total: int, methods: Sequence[str]) -> Iterator[Cell]:
+    """Every cell, the bar's first."""
+    for heads, causal, gradient in itertools.product(HEADS, (True, False), (False, True)):
+        for method in methods:
+            yield Cell("weak", heads, causal, gradient, method, tokens)
+    for gradient, method in itertools.product((False, True), methods):
+        yield Cell("strong", "GQA 32/8", True, gradient, method, total)
+    for gradient in (False, True):
+        yield Cell("longest", "GQA 32/8", True, gradient, "ring", total)
+
+
+class Ranks:
+    """The ranks of this process: one on each GPU, or all; arrays come in lists."""
+
+    def __init__(self, comm: Any, xp: Any) -> None:
+        self.comm, self.xp = comm, xp
+
+    def each(self, make: Callable[[int], Any]) -> list[Any]:
+        """What ``make`` gives on the device of each rank."""
+        found = []
+        for rank in self.comm.ranks:
+            with self.comm.on(rank):
+                found.append(make(rank))
+        return found
+
+    def arrays(self, heads: int, rows: int, seed: int) -> list[Array]:
+        """Random numbers (heads, rows, 128) of each rank."""
+
+        def make(rank: int) -> Array:
+            if self.xp is np:
+                rng = np.random.default_rng(seed + rank)
+                return rng.standard_normal((heads, rows, HEAD_DIM), dtype=np.float32)
+            rng = self.xp.random.default_rng(seed + rank)
+            drawn = rng.standard_normal((heads, rows, HEAD_DIM), dtype=np.float32)
+            return drawn.astype(ml_dtypes.bfloat16)
+
+        return self.each(make)
+
+    def given(self, arrays: list[Any]) -> Any:
+        """As the functions of the communicator take it."""
+        return arrays if self.comm.in_lists else arrays[0]
+
+    def listed(self, found: Any) -> list[Any]:
+        """What they return, as a list."""
+        return found if self.comm.in_lists else [found]
+
+    def synchronize(self) -> None:
+        """Until every device of this process is done, and every process is here."""
+        if self.xp is not np:
+            self.each(lambda _: self.xp.cuda.get_current_stream().synchronize())
+        self.comm.agree(dict.fromkeys(self.comm.ranks, b""))
+
+    def slowest(self, seconds: float) -> float:
+        """The most that any process took."""
+        told = self.comm.agree({rank: repr(seconds).encode() for rank in self.comm.ranks})
+        return max(float(text) for text in told)
+
+    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+        """Of one call, of so many in a row."""
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if self.xp is not np:
+            self.each(lambda _: self.xp.cuda.get_current_stream().synchronize())
+        return self.slowest(time.perf_counter() - begin) / repeats
+
+    def compared(self, ours: Callable[[], Any], one: Callable[[], Any]) -> tuple[float, float]:
+        """Median seconds of both, in turns."""
+        repeats = []
+        for call in (ours, one):
+            call()
+            once = self.seconds(call, 1)
+            repeats.append(1 if self.xp is np else max(1, round(LEAST_MS * 1e-3 / once)))
+        samples = [
+            (self.seconds(ours, repeats[0]), self.seconds(one, repeats[1])) for _ in range(ROUNDS)
+        ]
+        first, second = zip(*samples, strict=True)
+        return statistics.median(first), statistics.median(second)
+
+
+def call_on_all(ranks: Ranks, cell: Cell, rows: int) -> Callable[[], Any]:
+    """Attention, or its gradient, of ``rows`` tokens on each rank."""
+    heads, heads_kv = HEADS[cell.heads]
+    q, k, v, dout = (
+        ranks.given(ranks.arrays(n, rows, seed))
+        for seed, n in enumerate((heads, heads_kv, heads_kv, heads))
+    )
+    options = cuflash.Options(causal=cell.causal, enable_gqa=True)
+    how = {"comm": ranks.comm, "method": cell.method, "options": options}
+    if not cell.gradient:
+        return lambda: distributed.attention(q, k, v, **how)
+    found = ranks.listed(distributed.attention(q, k, v, return_lse=True, **how))
+    out, lse = (ranks.given([r[i] for r in found]) for i in range(2))
+    return lambda: distributed.attention_backward(dout, q, k, v, out, lse, **how)
+
+
+def call_on_one(ranks: Ranks, cell: Cell, rows: int, only_first: bool) -> Callable[[], Any]:
+    """The same of ``rows`` tokens on one GPU, on each rank or on rank 0 alone."""
+    heads, heads_kv = HEADS[cell.heads]
+    options = cuflash.Options(causal=cell.causal, enable_gqa=True)
+
+    def prepare(rank: int) -> Callable[[], Any]:
+        if only_first and rank > 0:
+            return lambda: None
+        own = Ranks(distributed.simulated(1), ranks.xp)
+        q, k, v, dout = (
+            own.arrays(n, rows, seed)[0]
+            for seed, n in enumerate((heads, heads_kv, heads_kv, heads))
+        )
+        if not cell.gradient:
+            return lambda: cuflash.attention(q, k, v, options=options)
+        out, lse = cuflash.attention(q, k, v, options=options, return_lse=True)
+        return lambda: cuflash.attention_backward(dout, q, k, v, out, lse, options=options)
+
+    calls = ranks.each(prepare)
+
+    def run() -> None:
+        for rank, call in zip(ranks.comm.ranks, calls, strict=True):
+            with ranks.comm.on(rank):
+                call()
+
+    return run
+
+
+def measured(ranks: Ranks, cell: Cell, longest_seconds: float) -> dict[str, Any]:
+    """Figures of a cell: its efficiency, speed-up or longest sequence."""
+    size = ranks.comm.size
+    try:
+        if cell.kind == "weak":
+            ours, one = ranks.compared(
+                call_on_all(ranks, cell, cell.tokens),
+                call_on_one(ranks, cell, cell.tokens, only_first=False),
+            )
+            # Each rank has `size` times the scores of the block.
+            return {"ms": 1e3 * ours, "block_ms": 1e3 * one, "efficiency": size * one / ours}
+        if cell.kind == "strong":
+            ours, one = ranks.compared(
+                call_on_all(ranks, cell, cell.tokens // size),
+                call_on_one(ranks, cell, cell.tokens, only_first=True),
+            )
+            return {"ms": 1e3 * ours, "one_ms": 1e3 * one, "speed_up": one / ours}
+        return longest(ranks, cell, longest_seconds)
+    except NotImplementedError as error:
+        return {"refused": str(error)}
+
+
+def longest(ranks: Ranks, cell: Cell, most_seconds: float) -> dict[str, Any]:
+    """Double the sequence until a call takes too long or memory ends."""
+    total = cell.tokens
+    found: dict[str, Any] = {}
+    while True:
+        call = None
+        error = ""
+        try:
+            call = call_on_all(ranks, cell, total // ranks.comm.size)
+            call()
+            seconds = ranks.seconds(call, 1)
+        except MemoryError as raised:
+            error = type(raised).__name__
+        del call  # and its arrays, before larger ones
+        if error:
+            return found | {"ended_by": f"{error} at {total} tokens"}
+        found = {"tokens": total, "seconds": seconds}
+        if 4.5 * seconds > most_seconds:
+            return found | {"ended_by": f"the limit of {most_seconds:g} s"}
+        total *= 2
+
+
+def joined(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """A communicator and the array library."""
+    if arguments.simulate:
+        return distributed.simulated(arguments.simulate), np
+    import cupy
+
+    if arguments.devices:
+        return distributed.from_devices(arguments.devices), cupy
+    return distributed.from_environment(), cupy
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Scaling of attention over GPUs.")
+    parser.add_argument("--devices", type=int, nargs="+", help="GPUs that this process drives")
+    parser.add_argument("--simulate", type=int, metavar="RANKS", help="on the CPU, over NumPy")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each GPU, weak scaling")
+    parser.add_argument("--total", type=int, help="of all, strong scaling (default: 65536)")
+    parser.add_argument(
+        "--methods", nargs="+", default=["ring", "all_gather", "ulysses"],
+        choices=("auto", "all_gather", "ring", "ulysses", "usp"),
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=520.0, help="of this run")
+    parser.add_argument("--longest-seconds", type=float, default=60.0, help="of one longest call")
+    parser.add_argument("--file", type=Path, default=Path("scale-out.json"))
+    parser.add_argument("--only", default="", help="cells with this text in their names")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run cells until time is over; 0: all are there, 3: run it again."""
+    begin, arguments = time.monotonic(), parse(argv)
+    comm, xp = joined(arguments)
+    with contextlib.closing(comm):
+        ranks, first = Ranks(comm, xp), 0 in comm.ranks
+        total = arguments.total or (65536 if xp is not np else 2 * arguments.tokens)
+        wanted = [
+            c for c in cells(arguments.tokens, total, arguments.methods) if arguments.only in c.name
+        ]
+        told = arguments.file.read_text() if first and arguments.file.is_file() else "{}"
+        state = json.loads(comm.agree(dict.fromkeys(comm.ranks, told.encode()))[0])
+        name = "a CPU" if xp is np else xp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        state.setdefault("machine", describe_machine(xp, name, " ".join(sys.argv)))
+        state.setdefault("ranks", comm.size)
+        done = state.setdefault("cells", {})
+        for cell in wanted:
+            if cell.name in done:
+                continue
+            if ranks.slowest(time.monotonic() - begin) > arguments.seconds:
+                break
+            limit = 0.0 if xp is np else arguments.longest_seconds
+            done[cell.name] = asdict(cell) | measured(ranks, cell, limit)
+            if first:
+                save(state, arguments.file)
+                figures = {k: v for k, v in done[cell.name].items() if k not in asdict(cell)}
+                print(cell.name, json.dumps(figures), flush=True)
+    return 0 if all(c.name in done for c in wanted) else AGAIN
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write the file as a whole, or not."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

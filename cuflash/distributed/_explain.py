@@ -1,0 +1,90 @@
+"""Which method would a call take, what would it move, and why? In words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Unpack
+
+import numpy as np
+
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import integer_value, is_integer
+from cuflash._problem.operand import axes_without_values, core_axes
+from cuflash._problem.options import Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe
+from cuflash.distributed._traffic import Extents, candidates, checked_method, chosen, table
+
+
+def explain(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...] | None = None,
+    /,
+    *,
+    size: int,
+    dtype: Any = "bfloat16",
+    method: str = "auto",
+    memory: int | None = None,
+    ranks_per_host: int | None = None,
+    options: Options | None = None,
+    axes: Any = None,
+    **score_options: Unpack[ScoreOptions],
+) -> str:
+    """Bytes and memory of each method for a call of these shapes, and which one is taken.
+
+    Parameters
+    ----------
+    q, k, v : tuple of int
+        Shapes of the whole arrays; v is like k unless it is given.
+    size : int
+        How many ranks.
+    dtype : dtype
+        Of the arrays.
+    method : {"auto", "all_gather", "ring", "ulysses", "usp"}
+        As in :func:`attention`.
+    memory : int, optional
+        Bytes that each rank can give beside inputs and results.
+    ranks_per_host : int, optional
+        Where ranks are on several hosts.
+    options, axes, **score_options
+        As in :func:`cuflash.attention`.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`attention`.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> text = distributed.explain((32, 65536, 128), (8, 65536, 128), size=2, enable_gqa=True)
+    >>> print(text.splitlines()[-1])
+    auto: all_gather, the fewest bytes of the methods that fit into memory
+    """
+    if not is_integer(size):
+        raise wrong_type("size", shown(size), "a positive int")
+    if integer_value("size", size, "a positive int") < 1:
+        raise wrong_value("size", shown(size), "a positive int")
+    found = resolve(options, score_options)
+    pairs = axes_without_values(axes)
+    arrays = []
+    for name, shape, pair in zip("qkv", (q, k, v or k), pairs, strict=False):
+        if not isinstance(shape, tuple) or not all(map(is_integer, shape)):
+            raise wrong_type(name, shown(shape), "a shape")
+        core = core_axes(name, shape, pair)
+        rest = [n for i, n in enumerate(shape) if i not in core]
+        element = np.empty((1,) * len(shape), np.dtype(dtype))
+        arrays.append(np.broadcast_to(element, (*rest, *(shape[i] for i in core))))
+    first, second, third = arrays
+    problem = describe(first, second, third, found)
+    extents = Extents.of(problem, problem.seqlen_q, *(a.shape for a in arrays))
+    own, why = chosen(checked_method(method), extents, size, memory, ranks_per_host)
+    rows = math.ceil(problem.seqlen_q / size)
+    lines = [f"{size} ranks, up to {rows} queries each, {problem.dtype}"]
+    lines += table(candidates(extents, size, ranks_per_host), size)
+    across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""
+    return "\n".join([*lines, f"{method}: {own.method}{across}, {why}"])

@@ -1,0 +1,288 @@
+"""Who am I among how many, and where do we meet? Ranks of mpirun, torchrun, Slurm, or by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from cuflash._arrays import imported_cupy
+from cuflash._errors import shown, wrong_type, wrong_value
+from cuflash._problem.checks import integer_value, is_integer
+from cuflash.distributed._communicator import Communicator
+from cuflash.distributed._links import joined
+from cuflash.distributed._nccl import Devices, Nccl, devices_of, nccl_module
+from cuflash.distributed._processes import Processes
+
+SECRET = "CUFLASH_SECRET"
+TRANSPORTS = ("nccl", "host")
+_SLURM_PORTS = range(20000, 30000)
+_LEAST_SECRET = 8
+#: How variables of Open MPI and of MPICH begin, and which one is the local rank.
+_MPI = {"OMPI_COMM_WORLD": "OMPI_COMM_WORLD_LOCAL_RANK", "PMI": "MPI_LOCALRANKID"}
+
+
+def connect(
+    rank: int,
+    size: int,
+    *,
+    address: str = "127.0.0.1:29400",
+    secret: str | bytes | None = None,
+    transport: str = "nccl",
+    device: int | None = None,
+    init_timeout: float = 120.0,
+    op_timeout: float = 300.0,
+    liveness_timeout: float = 10.0,
+) -> Communicator:
+    """Join processes; each calls this with its own rank.
+
+    Parameters
+    ----------
+    rank, size : int
+        Of how many processes which one.
+    address : str
+        ``"host:port"`` where rank 0 listens. Nothing beyond the machine reaches the default.
+    secret : str or bytes
+        At least 8 characters that all ranks know and nobody else; default: the environment's
+        ``CUFLASH_SECRET``.
+    transport : {"nccl", "host"}
+        ``"nccl"`` for CuPy arrays, ``"host"`` for NumPy arrays.
+    device : int, optional
+        The GPU; default: the rank modulo the number of GPUs that this process sees.
+    init_timeout, op_timeout, liveness_timeout : float
+        Seconds in which all ranks have to come, in which an operation has to end, and in which a
+        rank has to give a sign of life.
+
+    Returns
+    -------
+    communicator
+        ``close()`` leaves; so does ``with contextlib.closing(communicator):``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a rank that is none, an address without a port, or no secret.
+    CommunicationError
+        Where a rank does not come in time, has another secret, or shares a GPU with another.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> comm = distributed.connect(0, 1, secret="a secret", transport="host")
+    >>> comm.size
+    1
+    >>> comm.close()
+    """
+    for name, value, low in (("rank", rank, 0), ("size", size, 1)):
+        if not is_integer(value):
+            raise wrong_type(name, shown(value), "an int")
+        if integer_value(name, value, "an int") < low or (name == "rank" and value >= size):
+            raise wrong_value(name, shown(value), f"an int from {low}, a rank below size")
+    if transport not in TRANSPORTS:
+        raise wrong_value("transport", shown(transport), " or ".join(map(repr, TRANSPORTS)))
+    place, known = _place(address), _secret(secret)
+    if transport == "nccl":
+        _require_nccl()
+    limits = {"op_timeout": op_timeout, "liveness_timeout": liveness_timeout}
+    links = joined(rank, size, place, known, init_timeout)
+    control = Processes(rank, size, links, **limits)
+    if transport == "host":
+        return control
+    try:
+        return _over_nccl(control, rank if device is None else device, init_timeout)
+    except BaseException:
+        control.close()
+        raise
+
+
+def from_environment(
+    environment: Mapping[str, str] | None = None, /, **options: Any
+) -> Communicator:
+    """Join the processes that torchrun, Slurm's srun or mpirun has started.
+
+    Parameters
+    ----------
+    environment : mapping of str to str, optional
+        Default: ``os.environ``. Of torchrun RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+        MASTER_PORT, above which is the port; of Slurm SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID,
+        SLURM_JOB_NODELIST, and a port that follows from SLURM_JOB_ID; of Open MPI and MPICH their
+        ranks and sizes, with CUFLASH_ADDRESS. CUFLASH_ADDRESS goes before all other addresses.
+    **options
+        As in :func:`connect`; ``device`` is the local rank unless it is given.
+
+    Returns
+    -------
+    communicator
+
+    Raises
+    ------
+    RuntimeError
+        Where no launcher has left its variables.
+    TypeError, ValueError, CommunicationError
+        As :func:`connect`.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29400"}
+    >>> comm = distributed.from_environment(alone, secret="a secret", transport="host")
+    >>> comm.rank, comm.size
+    (0, 1)
+    >>> comm.close()
+    """
+    found = os.environ if environment is None else environment
+    rank, size, local, address = _launched(found)
+    options.setdefault("address", found.get("CUFLASH_ADDRESS", address))
+    if options.get("transport", "nccl") == "nccl":
+        options.setdefault("device", local)
+    if options.get("secret") is None:
+        options["secret"] = found.get(SECRET)
+    return connect(rank, size, **options)
+
+
+def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Communicator:
+    """Join the processes of a communicator of mpi4py, which makes the secret and tells the port.
+
+    Parameters
+    ----------
+    mpi : mpi4py.MPI.Comm
+        As ``MPI.COMM_WORLD``. It is used to join only.
+    address : str, optional
+        Default: a free port of 127.0.0.1, which reaches the ranks of one machine. For several,
+        ``"host:port"`` of rank 0.
+    **options
+        As in :func:`connect`.
+
+    Returns
+    -------
+    communicator
+
+    Raises
+    ------
+    TypeError, ValueError, CommunicationError
+        As :func:`connect`.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> class Alone:  # as MPI.COMM_SELF
+    ...     Get_rank, Get_size = lambda self: 0, lambda self: 1
+    ...     bcast = lambda self, value, root: value
+    >>> comm = distributed.from_mpi(Alone(), transport="host")
+    >>> comm.close()
+    """
+    rank, size = mpi.Get_rank(), mpi.Get_size()
+    made = (secrets.token_hex(), address or f"127.0.0.1:{free_port()}") if rank == 0 else None
+    secret, place = mpi.bcast(made, root=0)
+    return connect(rank, size, address=place, secret=secret, **options)
+
+
+def from_devices(devices: Any, /) -> Communicator:
+    """Ranks on several GPUs of this process; functions take and return lists then.
+
+    Parameters
+    ----------
+    devices : list of int
+        Numbers of GPUs.
+
+    Returns
+    -------
+    communicator
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no list of different GPUs.
+    ImportError
+        Where CuPy, or NCCL, is not installed.
+
+    Examples
+    --------
+    >>> from cuflash import distributed
+    >>> comm = distributed.from_devices([0, 1])  # doctest: +SKIP
+    >>> q = distributed.shard(q, comm=comm)  # doctest: +SKIP
+    """
+    _require_nccl()
+    return Devices(devices_of(devices))
+
+
+def _over_nccl(control: Processes, device: int, init_timeout: float) -> Communicator:
+    cupy = _require_nccl()
+    return Nccl(control, device % cupy.cuda.runtime.getDeviceCount(), init_timeout)
+
+
+def _require_nccl() -> Any:
+    """CuPy with NCCL."""
+    fix = "install cuflash[cuda12,nccl12] or cuflash[cuda13,nccl13]"
+    try:
+        nccl = nccl_module()
+    except ImportError as error:
+        raise ImportError(f'transport="nccl" needs CuPy; {fix}') from error
+    if not nccl.available:
+        raise ImportError(f'transport="nccl": CuPy finds no NCCL; {fix}')
+    return imported_cupy()
+
+
+def _launched(found: Mapping[str, str]) -> tuple[int, int, int, str]:
+    """Rank, size, local rank and address, of the first launcher that left its variables."""
+    if "RANK" in found and "WORLD_SIZE" in found:
+        host, port = found.get("MASTER_ADDR", "127.0.0.1"), int(found.get("MASTER_PORT", "29399"))
+        rank = int(found["RANK"])
+        local = int(found.get("LOCAL_RANK", rank))
+        return rank, int(found["WORLD_SIZE"]), local, f"{host}:{port + 1}"
+    if "SLURM_PROCID" in found and "SLURM_NTASKS" in found:
+        rank = int(found["SLURM_PROCID"])
+        port = _SLURM_PORTS[int(found.get("SLURM_JOB_ID", 0)) % len(_SLURM_PORTS)]
+        several = int(found.get("SLURM_NNODES", 1)) > 1
+        host = first_host(found.get("SLURM_JOB_NODELIST", "")) if several else "127.0.0.1"
+        local = int(found.get("SLURM_LOCALID", rank))
+        return rank, int(found["SLURM_NTASKS"]), local, f"{host}:{port}"
+    for prefix, local_name in _MPI.items():
+        if f"{prefix}_RANK" in found and f"{prefix}_SIZE" in found:
+            rank = int(found[f"{prefix}_RANK"])
+            local = int(found.get(local_name, rank))
+            return rank, int(found[f"{prefix}_SIZE"]), local, "127.0.0.1:29400"
+    raise RuntimeError(
+        "no launcher has set RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK or PMI_RANK; "
+        "start with torchrun, srun or mpirun, or call cuflash.distributed.connect(rank, size)"
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts, as ``gpu[03-05,9],login1``."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    if not found:
+        raise wrong_value("SLURM_JOB_NODELIST", shown(nodes), "a list of hosts")
+    return found[1] + (found[2] or "") + found[3]
+
+
+def _place(address: Any) -> tuple[str, int]:
+    expected = '"host:port" where rank 0 listens'
+    if not isinstance(address, str):
+        raise wrong_type("address", shown(address), expected)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not int(port) < 65536:
+        raise wrong_value("address", shown(address), expected)
+    return host.strip("[]"), int(port)
+
+
+def _secret(secret: Any) -> bytes:
+    found = os.environ.get(SECRET) if secret is None else secret
+    fix = f"export {SECRET}=$(openssl rand -hex 16) before all ranks start"
+    if found is None:
+        raise wrong_value("secret", "none", "what all ranks know and nobody else", fix)
+    if not isinstance(found, str | bytes):
+        raise wrong_type("secret", type(found).__name__, "a str or bytes", fix)
+    if len(found) < _LEAST_SECRET:
+        raise wrong_value("secret", f"{len(found)} characters", f"at least {_LEAST_SECRET}", fix)
+    return found.encode() if isinstance(found, str) else found
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,292 @@
+"""How do ranks meet that are processes, over sockets, and how do they learn that one has failed?
+
+One thread for each other rank reads, so that no send waits for long; one more sends a sign of life
+and looks for ranks without one. A rank fails when its connection ends, when it gives no sign of
+life for ``liveness_timeout``, or when an operation takes longer than ``op_timeout``: then the one
+that has begun least is to blame. Who finds it tells the others, so that all raise one error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuflash._arrays import Array, is_cupy
+from cuflash._errors import wrong_type
+from cuflash.distributed._communicator import CommunicationError, Exchange
+
+_FRAME = struct.Struct("!BQQ")  # kind, a number, bytes that follow
+_LIFE, _DATA, _FACTS, _FAILED, _LEAVING = range(5)
+_MOST_FACTS = 1 << 24
+_GRACE = 0.25  # seconds in which others may tell who failed first
+_NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+
+
+class Processes:
+    """One rank of several processes, over NumPy arrays.
+
+    Attributes
+    ----------
+    rank, size : int
+        This one, of how many.
+    sent : int
+        Bytes of arrays sent so far.
+    """
+
+    in_lists = False
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        links: dict[int, socket.socket],
+        *,
+        op_timeout: float,
+        liveness_timeout: float,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.ranks: tuple[int, ...] = (rank,)
+        self.sent = 0
+        self.op_timeout, self._liveness = op_timeout, liveness_timeout
+        #: Called once where a rank has failed, by any thread.
+        self.on_failure: Callable[[], None] = lambda: None
+        #: Operations that this rank has begun.
+        self.progress = 0
+        self._links = links
+        self._locks = {other: threading.Lock() for other in links}
+        self._changed = threading.Condition()
+        self._inbox: dict[tuple[int, int], deque[bytearray]] = defaultdict(deque)
+        self._seen = dict.fromkeys(links, time.monotonic())
+        self._progress_of = dict.fromkeys(links, 0)
+        self._left: set[int] = set()
+        self._failure: CommunicationError | None = None
+        self._closed = False
+        names = {other: f"cuflash rank {rank} reads rank {other}" for other in links}
+        self._threads = [
+            threading.Thread(target=self._read, args=(other,), name=name, daemon=True)
+            for other, name in names.items()
+        ]
+        self._threads.append(
+            threading.Thread(target=self._pulse, name=f"cuflash rank {rank} lives", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:
+        """What every rank says."""
+        own = facts[self.rank]
+        self.progress += 1
+        for other in self._links:
+            self._send(other, _FACTS, own)
+        return [
+            own if other == self.rank else bytes(self._received(other, _FACTS))
+            for other in range(self.size)
+        ]
+
+    def start(self, exchanges: Mapping[int, Exchange]) -> Any:
+        """Send; what is received is taken in the meantime, and handed over by :meth:`wait`."""
+        exchange = exchanges[self.rank]
+        self.progress += 1
+        for other, array in exchange.sends:
+            payload = _bytes_of(array)
+            self.sent += len(payload)
+            self._send(other, _DATA, payload)
+        return exchange
+
+    def wait(self, ticket: Exchange) -> None:
+        """Fill the arrays that receive."""
+        for other, array in ticket.receives:
+            payload = self._received(other, _DATA)
+            if len(payload) != array.nbytes:
+                text = f"rank {other} sent {len(payload)} bytes, expected {array.nbytes}"
+                self.fail(other, text)
+                self.check()
+            array.reshape(-1).view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
+
+    def on(self, rank: int) -> contextlib.AbstractContextManager[Any]:
+        """Nothing has to be current."""
+        del rank
+        return contextlib.nullcontext()
+
+    def free_memory(self, rank: int) -> int | None:
+        """Nobody has to ask."""
+        del rank
+        return None
+
+    def check(self) -> None:
+        """Raise where a rank has failed."""
+        if self._failure is not None:
+            raise CommunicationError(str(self._failure), self._failure.rank)
+        if self._closed:
+            raise CommunicationError("the communicator is closed")
+
+    def fail(self, rank: int | None, text: str, *, tell: bool = True) -> None:
+        """Note that a rank has failed, tell the others, and let go of whoever waits."""
+        with self._changed:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = CommunicationError(text, rank)
+            self._changed.notify_all()
+        message = json.dumps({"rank": rank, "text": text}).encode()
+        for other in self._links:
+            if tell:
+                self._tell(other, _FAILED, 0, message)
+        if rank in self._links:
+            with contextlib.suppress(OSError):  # a send to it may be waiting
+                self._links[rank].shutdown(socket.SHUT_RDWR)
+        self.on_failure()
+
+    def blame(self, waited_for: int, what: str) -> None:
+        """Fail the rank that has begun least; of several, the one that was waited for.
+
+        Where this rank has not begun more than that one, no rank can be named.
+        """
+        with self._changed:
+            begun = dict(self._progress_of)
+        who = min(begun, key=lambda other: (begun[other], other != waited_for), default=None)
+        if who is None or begun[who] >= self.progress:
+            self.fail(None, f"no rank is behind the others, but {what}")
+        else:
+            self.fail(who, f"rank {who} is stuck: {what}")
+
+    def close(self) -> None:
+        """Leave; who still waits for this rank gets a CommunicationError."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for other in self._links:
+            self._tell(other, _LEAVING, 0, b"")
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_WR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=_GRACE)
+        for link in self._links.values():
+            link.close()
+
+    def _send(self, other: int, kind: int, payload: Any) -> None:
+        self.check()
+        try:
+            with self._locks[other]:
+                self._links[other].sendall(_FRAME.pack(kind, 0, len(payload)))
+                self._links[other].sendall(payload)
+        except OSError as error:
+            self._ended(other)
+            self.check()
+            raise CommunicationError(f"rank {other} cannot be reached", other) from error
+
+    def _tell(self, other: int, kind: int, number: int, payload: bytes) -> None:
+        """Send a small frame if nothing else is being sent, and without waiting."""
+        frame = _FRAME.pack(kind, number, len(payload)) + payload
+        if not self._locks[other].acquire(blocking=False):
+            return  # data is a sign of life, too
+        try:
+            sent = self._links[other].send(frame, _NO_WAIT)
+            if 0 < sent < len(frame):
+                self._links[other].shutdown(socket.SHUT_RDWR)  # it does not read any more
+        except OSError:
+            pass  # full: its own silence will tell; or gone: the reader finds out
+        finally:
+            self._locks[other].release()
+
+    def _received(self, other: int, kind: int) -> bytearray:
+        """The next message of a kind from a rank."""
+        deadline = time.monotonic() + self.op_timeout
+        with self._changed:
+            box = self._inbox[other, kind]
+            while not box:
+                self.check()
+                left = deadline - time.monotonic()
+                if other in self._left or left <= 0:
+                    break
+                self._changed.wait(min(left, 1.0))
+            if box:
+                return box.popleft()
+            gone = other in self._left
+        if gone:
+            self.fail(other, f"rank {other} has left, and rank {self.rank} waits for it")
+        else:
+            what = f"rank {self.rank} waited {self.op_timeout:g} s for rank {other}"
+            self.blame(other, what)
+        self.check()
+        raise CommunicationError(f"rank {other} sent nothing", other)
+
+    def _read(self, other: int) -> None:
+        link = self._links[other]
+        try:
+            while True:
+                kind, number, length = _FRAME.unpack(self._exactly(link, other, _FRAME.size))
+                if kind != _DATA and length > _MOST_FACTS:
+                    raise ConnectionError(f"a message of {length} bytes")
+                payload = self._exactly(link, other, length)
+                if kind == _LIFE:
+                    with self._changed:
+                        self._progress_of[other] = number
+                elif kind == _FAILED:
+                    found = json.loads(payload)
+                    rank = None if found["rank"] is None else int(found["rank"])
+                    self.fail(rank, str(found["text"]), tell=False)
+                elif kind == _LEAVING:
+                    break
+                else:
+                    with self._changed:
+                        self._inbox[other, kind].append(payload)
+                        self._changed.notify_all()
+        except (OSError, ValueError, KeyError):
+            self._ended(other)
+        with self._changed:
+            self._left.add(other)
+            self._changed.notify_all()
+
+    def _exactly(self, link: socket.socket, other: int, number: int) -> bytearray:
+        found = bytearray(number)
+        view, start = memoryview(found), 0
+        while start < number:
+            part = link.recv_into(view[start:])
+            if not part:
+                raise ConnectionError("the connection ended")
+            start += part
+            self._seen[other] = time.monotonic()
+        return found
+
+    def _ended(self, other: int) -> None:
+        """A connection ended without a word; another rank may have had a reason that it tells."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._closed, timeout=_GRACE)
+        self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
+
+    def _pulse(self) -> None:
+        every = min(2.0, self._liveness / 5, self.op_timeout / 4)
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._failure or self._closed, timeout=every):
+                    return
+                here = [other for other in self._links if other not in self._left]
+            now = time.monotonic()
+            for other in here:
+                if now - self._seen[other] > self._liveness:
+                    text = f"rank {other} gave no sign of life for {self._liveness:g} s"
+                    self.fail(other, text)
+                self._tell(other, _LIFE, self.progress, b"")
+
+
+def _bytes_of(array: Array) -> memoryview:
+    """Of a contiguous NumPy array of any dtype."""
+    if is_cupy(array):
+        raise wrong_type(
+            "q", "a CuPy array", "NumPy arrays over a communicator of the host",
+            'connect with transport="nccl" for CuPy arrays',
+        )  # fmt: skip
+    return memoryview(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,127 @@
+"""Do real processes meet over sockets, compute the same, and name the rank that fails in time?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("distributed_rank.py")
+ROOT = PROGRAM.parents[1]
+
+
+def free_address():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def started(case, size, ranks=None):
+    """Processes by rank."""
+    address = free_address()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    return {
+        rank: subprocess.Popen(
+            [sys.executable, str(PROGRAM), case, str(rank), str(size), address],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in (range(size) if ranks is None else ranks)
+    }  # fmt: skip
+
+
+def told(processes, timeout=40.0):
+    """What each process printed, in lines; all have ended."""
+    lines = {}
+    try:
+        for rank, process in processes.items():
+            out, err = process.communicate(timeout=timeout)
+            lines[rank] = out.splitlines()
+            assert process.returncode == 0, err
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return lines
+
+
+def raised(lines):
+    """Kind, rank and text of the error, and after how many seconds it came."""
+    (error,) = (line for line in lines if "|" in line)
+    kind, rank, text = error.split("|", 2)
+    return kind, rank, text, float(lines[-1].split()[1])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_compute_attention(size):
+    """By three methods; every rank sends as much."""
+    lines = told(started("shares", size))
+    sent = {found[0] for found in lines.values()}
+    assert len(sent) == 1
+    assert int(sent.pop().removeprefix("sent ")) > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "within", "word"),
+    [
+        ("killed", 5.0, "died"),
+        ("stopped", 5.0, "no sign of life for 1.5 s"),
+        ("stuck", 6.0, "rank 1 is stuck"),
+        ("leaves", 5.0, "has left"),
+    ],
+)
+def test_a_rank_that_fails_is_named_on_all_survivors(case, within, word):
+    processes = started(case, 3)
+    failing = processes.pop(1)
+    try:
+        for lines in told(processes).values():
+            kind, rank, text, seconds = raised(lines)
+            assert (kind, rank) == ("CommunicationError", "1"), text
+            assert word in text
+            assert seconds < within
+    finally:
+        failing.send_signal(signal.SIGKILL)
+        failing.communicate()
+
+
+def test_an_error_of_one_rank_reaches_the_others():
+    lines = told(started("raises", 3))
+    assert raised(lines[1])[0] == "TypeError"
+    for rank in (0, 2):
+        kind, who, text, seconds = raised(lines[rank])
+        assert (kind, who) == ("CommunicationError", "1")
+        assert "rank 1 refused the call: TypeError: q: got dtype int64" in text
+        assert seconds < 1
+
+
+def test_different_calls_raise_alike():
+    for lines in told(started("disagrees", 3)).values():
+        kind, _, text, seconds = raised(lines)
+        assert kind == "ValueError"
+        assert "causal: got True on rank 1, expected False as on rank 0" in text
+        assert seconds < 1
+
+
+def test_a_missing_rank_is_named():
+    began = time.monotonic()
+    lines = told(started("missing", 3, ranks=[0, 2]))
+    kind, rank, text, seconds = raised(lines[0])
+    assert (kind, rank) == ("CommunicationError", "1")
+    assert "ranks that did not come in time: 1" in text
+    assert seconds < 4
+    assert raised(lines[2])[0] == "CommunicationError"
+    assert time.monotonic() - began < 20
+
+
+def test_a_wrong_secret_is_refused():
+    lines = told(started("wrong secret", 2))
+    kind, _, text, _ = raised(lines[1])
+    assert kind == "WrongSecretError"
+    assert "its secret is another one" in text
+    assert "ranks that did not come in time: 1; 1 connections were refused" in raised(lines[0])[2]
