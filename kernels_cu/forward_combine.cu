@@ -82,6 +82,6 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
     cuflash_forward_combine(const __grid_constant__ cuflash::CombineParams params) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  cuflash::combine(params, *reinterpret_cast<cuflash::SharedMemory*>(smem_bytes));
+  using namespace cuflash;
+  combine(params, shared_memory<SharedMemory>());
 }
