@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -183,6 +185,18 @@ def test_arrays_keep_their_addresses() -> None:
     )
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
+    cache, rng = full_cache(pages=8), np.random.default_rng(2)
+    before, other, new = in_order(cache), copied(cache), tokens(rng, 2)
+    other.append(*new)
+    for (old, _), (k, _), (kept, _), added in zip(
+        before, in_order(other), in_order(cache), new[0], strict=True
+    ):
+        np.testing.assert_array_equal(k, np.concatenate([old, added], axis=1))
+        np.testing.assert_array_equal(kept, old)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -191,6 +205,7 @@ def test_arrays_keep_their_addresses() -> None:
         (lambda c, k, v: c.append(k.astype(np.float64), v), TypeError, "k: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [2, 0, 0]), ValueError, "counts: got numbers from 0 to 2"),
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
+        (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),

@@ -211,6 +211,7 @@ def test_a_formula_that_raises_leaves_out_as_it_was() -> None:
         ({3: np.full((3, 3), -1)}, ValueError, "page_table: got numbers from -1 to -1"),
         ({4: [1, 2]}, ValueError, r"kv_lengths: got shape \(2,\), expected shape \(3,\)"),
         ({4: [1, 2, 13]}, ValueError, "kv_lengths: got values from 1 to 13"),
+        ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that is no number"),
         ({4: 2.5}, TypeError, "kv_lengths: got 2.5"),
         ({4: None}, TypeError, "kv_lengths: got None"),
     ],

@@ -219,8 +219,8 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
 def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
     """The keys of each sequence, (sequences,)."""
     sequences = given["q"].shape[0]
-    if isinstance(kv_lengths, list | tuple):
-        kv_lengths = np.asarray(kv_lengths)
+    if isinstance(kv_lengths, tuple):
+        kv_lengths = list(kv_lengths)
     if kv_lengths is None:
         raise wrong_type("kv_lengths", "None", "an int or an integer array")
     value = integers("kv_lengths", kv_lengths)
