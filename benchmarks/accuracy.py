@@ -349,7 +349,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, help="folder of the result file (default: print only)")
     p.add_argument("--draw", type=Path, metavar="JSON", nargs="+", help="draw result files")
     p.add_argument("--picture", type=Path, help="where --draw writes")
-    p.set_defaults(passes=list(PASSES), head_dim=None, budget_ms=0.0, json=False)
+    p.set_defaults(passes=list(PASSES), budget_ms=0.0, json=False)
     return p
 
 

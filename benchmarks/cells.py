@@ -32,7 +32,6 @@ class Run:
     dtypes: list[str]
     passes: list[str]
     budget_ms: float
-    head_dims: list[int] | None = None  # of sets of shapes; None: all
     notes: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)  # peaks: see overhead.py
@@ -73,8 +72,6 @@ class Run:
         """Every shape in every dtype and pass that was asked for."""
         for dtype in self.dtypes:
             for shape in shapes:
-                if self.head_dims is not None and shape.head_dim not in self.head_dims:
-                    continue
                 for pass_ in self.passes:
                     yield replace(shape, dtype=dtype), pass_
 

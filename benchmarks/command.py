@@ -39,7 +39,6 @@ from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import wrong_value
-from cuflash._kernels.config import HEAD_DIMS
 from cuflash._select import hardware
 from cuflash._timing.clock import WITHIN_ROUNDS, DeviceClock
 from cuflash._timing.machine import read_clocks
@@ -178,10 +177,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--impl", type=names_of(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
         help=f"default: all of {', '.join(IMPLEMENTATIONS)} that can be imported",
     )  # fmt: skip
-    p.add_argument(
-        "--head-dim", type=names_of(map(str, HEAD_DIMS)), metavar="D,...",
-        help="the shapes of a set that have one of these (default: all)",
-    )  # fmt: skip
     p.add_argument("--device", choices=("gpu", "cpu"), help="default: gpu where there is one")
     p.add_argument(
         "--portable", action="store_true", help="by the kernels of GPUs without tensor maps"
@@ -209,7 +204,6 @@ def open_run(arguments: argparse.Namespace) -> Run:
         dtypes=arguments.dtype or ["float32" if cupy is None else "bfloat16"],
         passes=arguments.passes,
         budget_ms=arguments.budget_ms,
-        head_dims=arguments.head_dim and [int(width) for width in arguments.head_dim],
         progress=sys.stderr if arguments.json else None,
     )
     for name in arguments.impl:

@@ -399,27 +399,6 @@ class ScaledDotProduct(Torch):
         )[0]
 
 
-class Flex(Torch):
-    """FlexAttention, compiled by torch."""
-
-    name = "flex"
-    needs = ("torch", "torch.nn.attention.flex_attention", "triton")
-    dtypes = ("float16", "bfloat16", "float32")
-
-    def function(self, work: Workload) -> Callable[..., Any]:
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        compiled = torch.compile(flex_attention, dynamic=False)
-        mask = None
-        if work.causal:
-            mask = create_block_mask(
-                lambda _b, _h, i, j: i >= j, None, None, work.seqlen_q, work.seqlen_k, device="cuda"
-            )
-        grouped = work.heads_q != work.heads_kv
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
-
-
 class FlashAttention4(Torch):
     """The CuTe kernels of the package flash-attn-4, layout (batch, seqlen, heads, dim)."""
 
@@ -462,7 +441,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ScaledDotProduct("cudnn", "CUDNN_ATTENTION", HALVES),
         ScaledDotProduct("eff", "EFFICIENT_ATTENTION", (*HALVES, "float32")),
         ScaledDotProduct("math", "MATH", ("float32", "float64")),
-        Flex(),
         FlashAttention4(),
     )
 }

@@ -15,12 +15,12 @@ from benchmarks.sweep_pictures import LEVELS, Figure, new_figure, without
 #: Of implementations.
 COLOURS = {
     "cuflash": "#0072B2", "cuflash-unordered": "#000000", "fa2": "#E69F00", "cudnn": "#009E73",
-    "fa4": "#CC79A7", "flex": "#56B4E9", "eff": "#D55E00", "naive": "#999999",
+    "fa4": "#CC79A7", "eff": "#D55E00", "naive": "#999999",
     "math": "#F0E442",
 }  # fmt: skip
 NAMES = {
     "cuflash-unordered": "cuflash, deterministic=False", "fa2": "FlashAttention-2 (torch)",
-    "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4", "flex": "FlexAttention",
+    "cudnn": "cuDNN (torch)", "fa4": "FlashAttention-4",
     "eff": "memory-efficient (torch)", "naive": "unfused",
     "math": "unfused (torch)",
 }  # fmt: skip

@@ -13,10 +13,13 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
+_NEWEST = (1, 0)  # of DLPack: from 1.0 on a capsule says whether its array can be written
+#: Bytes before the DLTensor in what a capsule points to: none, or version, manager, deleter, flags.
+_OFFSET = {b"dltensor": 0, b"dltensor_versioned": 32}
 
 
 class _Tensor(ctypes.Structure):
-    """The first fields of DLTensor, with which the DLManagedTensor of a capsule begins."""
+    """The first fields of DLTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
@@ -38,6 +41,9 @@ class _Capsule:
         return self.device
 
 
+_name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+    ("PyCapsule_GetName", ctypes.pythonapi)
+)
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -48,8 +54,12 @@ def from_dlpack(array: Any) -> np.ndarray[Any, Any]:
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError):
-        capsule = array.__dlpack__()
-        tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+        try:
+            capsule = array.__dlpack__(max_version=_NEWEST)
+        except TypeError:  # an exporter of the time before versions
+            capsule = array.__dlpack__()
+        name = _name_of(capsule)
+        tensor = _Tensor.from_address(_pointer_of(capsule, name) + _OFFSET[name])
         if (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, 16, 1):
             raise
         tensor.code = _UINT

@@ -29,15 +29,12 @@ extensions = [
 exclude_patterns = ["_templates"]
 templates_path = ["_templates"]
 nitpicky = True  # a name that no page and no inventory has is an error
-# Communicators that are not public yet.
-nitpick_ignore_regex = [("py:func", "connect|explain|from_(devices|environment|mpi)")]
 default_role = "code"
 myst_heading_anchors = 4
 
 intersphinx_mapping = {
     name: (address, f"_inventories/{name}.inv")
     for name, address in {
-        "python": "https://docs.python.org/3/",
         "numpy": "https://numpy.org/doc/stable/",
         "scipy": "https://docs.scipy.org/doc/scipy/",
         "cupy": "https://docs.cupy.dev/en/stable/",
@@ -84,14 +81,24 @@ html_theme_options = {
 
 
 def adapt_markdown(_app: Any, page: str, source: list[str]) -> None:
-    """Link names of the library, and offer documents outside docs/ as other files are offered.
+    """Link names of this library and of others, and offer documents outside docs/ as files.
 
     The pages are plain Markdown, which reads as well where no Sphinx has been.
     """
+    others = {
+        line.split()[0]
+        for file in (ROOT / "docs" / "_inventories").glob("*.txt")
+        for line in file.read_text(encoding="utf-8").splitlines()[4:]
+    }
+
+    def linked(match: re.Match[str]) -> str:
+        ours = match[1].startswith("cuflash")
+        return f"{{py:obj}}`{match[1]}`" if ours or match[1] in others else match[0]
+
     outside = r"\]\(((?:\.\./)+(?:benchmarks|examples|kernels_cu|tests)/[^)\s]+\.md)"
     text = re.sub(outside, r"](path:\1", source[0])
     if not page.startswith(("api/", "gallery/")):
-        text = re.sub(r"(?<![`}\w])`(cuflash(?:\.[A-Za-z]\w*)+)`", r"{py:obj}`\1`", text)
+        text = re.sub(r"(?<![`}\w])`([a-z]+(?:\.[A-Za-z]\w*)+)`", linked, text)
     source[0] = text
 
 

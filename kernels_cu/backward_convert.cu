@@ -19,11 +19,9 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   if (slice >= sums.slices(block, part)) return 0;
   float acc[tiles][4] = {};
   if (sees) sums.slice<tiles>(block, part, slice).read(acc, lane_index());
-#pragma unroll
-  for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc[t][i] += 0.0f;  // what no key contributes to is +0
-  }
+  unrolled<tiles, 4>([&](int t, int i) {
+    acc[t][i] += 0.0f;  // what no key contributes to is +0
+  });
   const int first_column = part / DqAccum::row_parts * 64;
   const int first_row = block * Config::block_m + part % DqAccum::row_parts * 64 + slice * 16;
   RowTarget target(params.dq, params.dq_layout, entry, 0, params.head_dim, Config::head_dim);

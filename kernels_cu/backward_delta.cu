@@ -22,7 +22,7 @@ static_assert(steps % rows_at_once == 0, "whole groups of rows");
 // Eight columns of a lane, of every row of an entry.
 template <Dtype dtype, bool once>
 struct LaneColumns {
-  using Value = typename Storage<dtype>::type;
+  using Value = Storage<dtype>;
   static constexpr int columns_at_once = Config::copy_bytes == 16 ? 16 / sizeof(Value) : 1;
   struct alignas(16) Row {
     Value value[8];

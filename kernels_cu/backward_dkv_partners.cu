@@ -45,24 +45,9 @@ struct SharedMemory {
   LeftOperand<slices, steps> ds[Config::num_warps];
   RowStatistics rows[2][Config::block_m];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardKVPartnersConfig.smem_bytes counts this struct");
 
 static_assert(!Config::grad_k || dk_columns % SharedMemory::QTile::panel_columns == 0, "panels");
 static_assert(!Config::grad_v || dv_columns % SharedMemory::DoutTile::panel_columns == 0, "panels");
-
-// Starts the copy of the tile's keys and values.
-CUFLASH_DEVICE void load_keys(const BackwardParams& params, SharedMemory& smem,
-                              const BatchIndex& entry, int first_key) {
-  const Seqlen seqlen(params.score, entry);
-  const Range keys{0, seqlen.rows_k};
-  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
-  load_tile(smem.k, k, first_key, keys);
-  if constexpr (Config::grad_k) {
-    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
-    load_tile(smem.v, v, first_key, keys);
-  }
-}
 
 // Adds the queries of the owner's `index`-th batch entry.
 CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem, int index,
@@ -166,8 +151,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_backward_dkv_partners(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   Gradients<slices> acc;
   clear(acc.dk);
   clear(acc.dv);

@@ -39,8 +39,6 @@ struct SharedMemory {
   CUFLASH_DEVICE QTile& q_of(int stage) { return q[stages == 1 ? 0 : stage]; }
   CUFLASH_DEVICE DoutTile& dout_of(int stage) { return dout[stages == 1 ? 0 : stage]; }
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardKVConfig.smem_bytes counts this struct");
 
 constexpr int slices = Config::block_n / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_n, "every warp owns whole slices");
@@ -48,19 +46,6 @@ static_assert(Config::block_m <= Config::num_threads, "a thread copies the stati
 
 static_assert(!Config::grad_k || dk_columns % QTile::panel_columns == 0, "panels");
 static_assert(!Config::grad_v || dv_columns % DoutTile::panel_columns == 0, "panels");
-
-// Starts the copy of the tile's keys and values.
-CUFLASH_DEVICE void load_keys(const BackwardParams& params, SharedMemory& smem,
-                              const BatchIndex& entry, int first_key) {
-  const Seqlen seqlen(params.score, entry);
-  const Range keys{0, seqlen.rows_k};
-  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
-  load_tile(smem.k, k, first_key, keys);
-  if constexpr (Config::grad_k) {
-    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
-    load_tile(smem.v, v, first_key, keys);
-  }
-}
 
 // Adds the queries of the owner's `index`-th batch entry; `stage` alternates from one block of
 // queries to the next.
@@ -167,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_backward_dkv_sm80(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   Gradients<slices> acc;
   clear(acc.dk);
   clear(acc.dv);

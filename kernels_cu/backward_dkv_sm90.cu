@@ -21,8 +21,6 @@
 namespace cuflash {
 
 using SharedMemory = DkvSharedMemory;
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardKVSm90Config.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
@@ -144,7 +142,6 @@ struct Consumer : DkvWarpgroup<Config::block_m> {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dkv_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
-  run_roles<Producer, Consumer>(params, *reinterpret_cast<SharedMemory*>(smem_bytes));
+  run_roles<Producer, Consumer>(params, shared_memory<SharedMemory>());
 }

@@ -60,40 +60,6 @@ static_assert(!Score::may_hide_rows || Config::block_m == 32, "a bit for each ro
 // Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = 136, consumer_registers = 184;
 
-// The queries that see a tile's keys, of one batch entry, in the order in which both sides walk
-// them.
-struct TileWalk {
-  Work work;
-  BatchIndex entry;
-  Score score;
-  Range keys, rows;
-  BlockRanges blocks;
-
-  CUFLASH_DEVICE TileWalk(const BackwardParams& params, int index)
-      : work(Work::of_this_block(params)),
-        entry(work.entry(params, index)),
-        score(params.score, entry),
-        keys{work.first_key, work.first_key + Config::block_n},
-        rows(score.q_range(keys.begin, keys.end)),
-        blocks(score.q_blocks(keys.begin, keys.end)) {}
-};
-
-// By all threads: the keys and values of the tile are there after the next barrier.
-template <typename Shared>
-CUFLASH_DEVICE void load_keys(const BackwardParams& params, Shared& smem) {
-  const Work work = Work::of_this_block(params);
-  const BatchIndex entry = work.entry(params, 0);
-  const Seqlen seqlen(params.score, entry);
-  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
-  load_tile(smem.k, k, work.first_key, {0, seqlen.rows_k});
-  if constexpr (Config::grad_k) {
-    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
-    load_tile(smem.v, v, work.first_key, {0, seqlen.rows_k});
-  }
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-}
-
 // The statistics of a block; rows outside `valid` lie in masked blocks, where nothing is visible to
 // them.
 CUFLASH_DEVICE void store_statistics(RowStatistics (&to)[Config::block_m],
@@ -137,27 +103,19 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, Shared& smem, int inde
     const int stage = ring.stage();
     next = visited.next_after(block);
     load(q_column, q, block);
-    smem.q_ring.wait_empty(ring);
-    q_column.store_rows(smem.q[stage]);
-    smem.q_ring.publish(ring);
-    smem.rows_ring.wait_empty(ring);
-    store_statistics(smem.rows[stage], statistics, block * Config::block_m, tile.rows);
-    smem.rows_ring.publish(ring);
+    smem.q_ring.fill(ring, [&] { q_column.store_rows(smem.q[stage]); });
+    smem.rows_ring.fill(ring, [&] {
+      store_statistics(smem.rows[stage], statistics, block * Config::block_m, tile.rows);
+    });
     if constexpr (Config::grad_k) {
-      smem.dout_ring.wait_empty(ring);
-      dout_column.store_rows(smem.dout[stage]);
-      smem.dout_ring.publish(ring);
+      smem.dout_ring.fill(ring, [&] { dout_column.store_rows(smem.dout[stage]); });
     }
     if constexpr (Config::grad_v) {
-      smem.summed_dout_ring.wait_empty(ring);
-      dout_column.store_columns(smem.summed_dout[stage]);
-      smem.summed_dout_ring.publish(ring);
+      smem.summed_dout_ring.fill(ring, [&] { dout_column.store_columns(smem.summed_dout[stage]); });
     }
     if (next < tile.blocks.end) load(dout_column, dout, next);
     if constexpr (Config::grad_k) {
-      smem.summed_q_ring.wait_empty(ring);
-      q_column.store_columns(smem.summed_q[stage]);
-      smem.summed_q_ring.publish(ring);
+      smem.summed_q_ring.fill(ring, [&] { q_column.store_columns(smem.summed_q[stage]); });
     }
     ring.advance();
   }
@@ -175,15 +133,15 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_row = block * Config::block_m;
     float s_acc[1][Config::block_m / 8][4], dp_acc[1][Config::block_m / 8][4];
-    smem.q_ring.wait_full(ring);
-    multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(smem.k, 16 * warp),
-                                                             SharedOperand<QTile>(smem.q[stage]));
-    smem.q_ring.release(ring);
+    smem.q_ring.read(ring, [&] {
+      multiply_transposed<columns_of_a_score, Score::is_light>(s_acc, read_rows(smem.k, 16 * warp),
+                                                               SharedOperand<QTile>(smem.q[stage]));
+    });
     if constexpr (Config::grad_k) {
-      smem.dout_ring.wait_full(ring);
-      multiply_transposed<columns_of_dp, Score::is_light>(
-          dp_acc, read_rows(smem.v, 16 * warp), SharedOperand<DoutTile>(smem.dout[stage]));
-      smem.dout_ring.release(ring);
+      smem.dout_ring.read(ring, [&] {
+        multiply_transposed<columns_of_dp, Score::is_light>(
+            dp_acc, read_rows(smem.v, 16 * warp), SharedOperand<DoutTile>(smem.dout[stage]));
+      });
     }
     smem.rows_ring.wait_full(ring);
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
@@ -193,14 +151,11 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
     }
     smem.rows_ring.release_as_reader(ring);
     if constexpr (Config::grad_v) {
-      smem.summed_dout_ring.wait_full(ring);
-      multiply_sums(acc.dv, s_acc, smem.summed_dout[stage]);
-      smem.summed_dout_ring.release(ring);
+      smem.summed_dout_ring.read(ring,
+                                 [&] { multiply_sums(acc.dv, s_acc, smem.summed_dout[stage]); });
     }
     if constexpr (Config::grad_k) {
-      smem.summed_q_ring.wait_full(ring);
-      multiply_sums(acc.dk, dp_acc, smem.summed_q[stage]);
-      smem.summed_q_ring.release(ring);
+      smem.summed_q_ring.read(ring, [&] { multiply_sums(acc.dk, dp_acc, smem.summed_q[stage]); });
     }
     ring.advance();
   }
@@ -211,6 +166,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, Shared& smem, int w
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dkv_tf32_sm90(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
+  // Not by shared_memory(): stores to tiles of a base class would not be known to stay in it.
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
   if (threadIdx.x == 0) {
@@ -220,7 +176,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     smem.summed_q_ring.init();
     smem.summed_dout_ring.init();
   }
-  load_keys(params, smem);
+  const Work work = Work::of_this_block(params);
+  load_keys(params, smem, work.entry(params, 0), work.first_key);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
   __syncthreads();  // keys, values and the barriers are there
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Ring<Config::num_stages> ring;

@@ -40,8 +40,6 @@ struct SharedMemory {
   VTile v[2];
   LeftOperand<slices, steps> ds[Config::num_warps];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardQPartnersConfig.smem_bytes counts this struct");
 
 constexpr int own_columns = Config::head_dim / own_parts;
 static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
@@ -126,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_backward_dq_partners(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   Real dq_acc[slices][own_columns / 8][4];
   clear(dq_acc);
 #pragma unroll 1

@@ -31,8 +31,6 @@ struct SharedMemory {
   KTile k[stages];
   VTile v[stages];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardQConfig.smem_bytes counts this struct");
 
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
@@ -129,8 +127,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_backward_dq_sm80(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   constexpr int own_columns = Config::head_dim / Config::split_columns;
   static_assert(own_columns % SharedMemory::KTile::panel_columns == 0, "parts are whole panels");
   Real dq_acc[slices][own_columns / 8][4];

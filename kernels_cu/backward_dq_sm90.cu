@@ -42,8 +42,6 @@ struct SharedMemory {
   uint64_t full[Config::num_stages], empty[Config::num_stages];
   uint64_t rows_full, raw, never;
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardQSm90Config.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {
@@ -214,11 +212,7 @@ struct Consumer {
 
   // ds from p, and dq += ds k.
   CUFLASH_DEVICE void start_dq(float (&p)[1][tiles][4], const float (&dp_acc)[1][tiles][4]) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta;
-    }
+    unrolled<tiles, 4>([&](int t, int i) { p[0][t][i] *= dp_acc[0][t][i] - rows[i / 2].delta; });
     to_operand(frag, p);
     start_product<SharedMemory::KTile>(dq_acc, frag, smem.k[ring.stage()].mn_major());
   }
@@ -271,15 +265,11 @@ struct Consumer {
   CUFLASH_DEVICE void compute_p(float (&p)[1][tiles][4], const float (&products)[1][tiles][4],
                                 const Score& score, int first_row, int first_key) const {
     const LaneIndices lane(first_row, first_key);
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float logit =
-            score.apply(products[0][t][i], lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
-        p[0][t][i] = ptx::exp2_approx(score.probability_exponent(logit, rows[i / 2].lse));
-      }
-    }
+    unrolled<tiles, 4>([&](int t, int i) {
+      const float logit =
+          score.apply(products[0][t][i], lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
+      p[0][t][i] = ptx::exp2_approx(score.probability_exponent(logit, rows[i / 2].lse));
+    });
   }
 
   // The branch also keeps all exponentials above it, and so before the wait for dp: nothing else
@@ -291,13 +281,9 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range keys = score.kv_range_from(lane.key, lane.row + 8 * half);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (!keys.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
-        }
-      }
+      unrolled<tiles, 2>([&](int t, int i) {
+        if (!keys.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
+      });
     }
   }
 
@@ -350,7 +336,6 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dq_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
-  run_roles<Producer, Consumer>(params, *reinterpret_cast<SharedMemory*>(smem_bytes));
+  run_roles<Producer, Consumer>(params, shared_memory<SharedMemory>());
 }

@@ -31,29 +31,10 @@ struct alignas(1024) SharedMemory {
   TransposedK summed_k[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring, summed_k_ring;
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardQTf32Sm90Config.smem_bytes counts this struct");
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
 // Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = 136, consumer_registers = 184;
-
-// Keys of a tile, in the order in which both sides walk them.
-struct TileWalk {
-  Work work;
-  BatchIndex entry;
-  Score score;
-  Range rows, keys;
-  BlockRanges blocks;
-
-  CUFLASH_DEVICE explicit TileWalk(const BackwardParams& params)
-      : work(Work::of_this_block(params)),
-        entry(work.entry(params, 0)),
-        score(params.score, entry),
-        rows{work.first_row, work.first_row + Config::block_m},
-        keys(score.kv_range(rows.begin, rows.end)),
-        blocks(score.kv_blocks(rows.begin, rows.end)) {}
-};
 
 // By all threads: the rows of the tile are there after the next barrier.
 CUFLASH_DEVICE void load_rows(const BackwardParams& params, SharedMemory& smem) {
@@ -88,16 +69,10 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, SharedMemory& smem) {
     const int stage = ring.stage();
     next = visited.next_after(block);
     k_column.load(k, block * Config::block_n, tile.keys);
-    smem.k_ring.wait_empty(ring);
-    k_column.store_rows(smem.k[stage]);
-    smem.k_ring.publish(ring);
-    smem.v_ring.wait_empty(ring);
-    v_column.store_rows(smem.v[stage]);
-    smem.v_ring.publish(ring);
+    smem.k_ring.fill(ring, [&] { k_column.store_rows(smem.k[stage]); });
+    smem.v_ring.fill(ring, [&] { v_column.store_rows(smem.v[stage]); });
     if (next < tile.blocks.end) v_column.load(v, next * Config::block_n, tile.keys);
-    smem.summed_k_ring.wait_empty(ring);
-    k_column.store_columns(smem.summed_k[stage]);
-    smem.summed_k_ring.publish(ring);
+    smem.summed_k_ring.fill(ring, [&] { k_column.store_columns(smem.summed_k[stage]); });
     ring.advance();
   }
 }
@@ -117,23 +92,22 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
        block = visited.next_after(block)) {
     const int stage = ring.stage(), first_key = block * Config::block_n;
     float s_acc[1][Config::block_n / 8][4], dp_acc[1][Config::block_n / 8][4];
-    smem.k_ring.wait_full(ring);
-    multiply_transposed<columns_of_a_score, Score::is_light>(
-        s_acc, read_rows(smem.q, 16 * warp), SharedOperand<SharedMemory::KTile>(smem.k[stage]));
-    smem.k_ring.release(ring);
-    smem.v_ring.wait_full(ring);
-    multiply_transposed<columns_of_dp, Score::is_light>(
-        dp_acc, read_rows(smem.dout, 16 * warp), SharedOperand<SharedMemory::VTile>(smem.v[stage]));
-    smem.v_ring.release(ring);
+    smem.k_ring.read(ring, [&] {
+      multiply_transposed<columns_of_a_score, Score::is_light>(
+          s_acc, read_rows(smem.q, 16 * warp), SharedOperand<SharedMemory::KTile>(smem.k[stage]));
+    });
+    smem.v_ring.read(ring, [&] {
+      multiply_transposed<columns_of_dp, Score::is_light>(
+          dp_acc, read_rows(smem.dout, 16 * warp),
+          SharedOperand<SharedMemory::VTile>(smem.v[stage]));
+    });
     drop_gradients(dp_acc, tile.score, first_row, first_key);
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
       compute_ds<true>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
     } else {
       compute_ds<false>(s_acc, dp_acc, statistics, tile.score, first_row, first_key);
     }
-    smem.summed_k_ring.wait_full(ring);
-    multiply_sums(dq_acc, s_acc, smem.summed_k[stage]);
-    smem.summed_k_ring.release(ring);
+    smem.summed_k_ring.read(ring, [&] { multiply_sums(dq_acc, s_acc, smem.summed_k[stage]); });
     ring.advance();
   }
 }
@@ -143,8 +117,7 @@ CUFLASH_DEVICE void accumulate(const BackwardParams& params, SharedMemory& smem,
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_dq_tf32_sm90(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     smem.k_ring.init();
     smem.v_ring.init();

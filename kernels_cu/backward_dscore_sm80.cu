@@ -29,8 +29,6 @@ struct SharedMemory {
   VTile v;
   Real column_sums[Config::num_warps][Config::block_n];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardScoreConfig.smem_bytes counts this struct");
 
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
@@ -293,20 +291,16 @@ CUFLASH_DEVICE void store_queries(const BackwardParams& params, Real* sums, cons
 
 CUFLASH_DEVICE void store_keys(const BackwardParams& params, SharedMemory& smem, Real* sums,
                                const Work& work, const Real (&acc)[slices][tiles][4]) {
+  unrolled<tiles, 2>([&](int t, int i) {
+    Real sum = 0;
 #pragma unroll
-  for (int t = 0; t < tiles; ++t) {
+    for (int s = 0; s < slices; ++s) sum += acc[s][t][i] + acc[s][t][i + 2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Real sum = 0;
-#pragma unroll
-      for (int s = 0; s < slices; ++s) sum += acc[s][t][i] + acc[s][t][i + 2];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(0xffffffff, sum, distance);
-      }
-      if (lane_index() < 4) smem.column_sums[warp_index()][fragment_column(t, i)] = sum;
+    for (int distance = 4; distance < 32; distance *= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
     }
-  }
+    if (lane_index() < 4) smem.column_sums[warp_index()][fragment_column(t, i)] = sum;
+  });
   __syncthreads();  // the sums of every warp are there
   for (int column = threadIdx.x; column < Config::block_n; column += Config::num_threads) {
     Real sum = 0;
@@ -323,8 +317,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_backward_dscore_sm80(const __grid_constant__ cuflash::BackwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   const Work work = Work::of_this_block(params);
   Real acc[slices][tiles][4];
   clear(acc);

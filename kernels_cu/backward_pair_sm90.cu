@@ -311,9 +311,8 @@ struct QueryGradient {
 extern "C" __global__ void __cluster_dims__(2, 1, 1)
     __launch_bounds__(cuflash::Config::num_threads, 1)
         cuflash_backward_pair_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     init_barriers(smem);
     // Drawn, so that a tile runs only when all before it do.

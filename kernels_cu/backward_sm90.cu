@@ -58,8 +58,6 @@ struct SharedMemory : DkvSharedMemory {
   uint64_t tile_full[2], tile_empty[2];
   int tile[2];  // negative: none is left
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardOnePassConfig.smem_bytes counts this struct");
 
 static_assert(Score::is_plain, "others take registers");
 static_assert(consumers == 2, "two warpgroups that take turns");
@@ -379,9 +377,8 @@ struct Consumer : DkvWarpgroup<64> {
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_backward_sm90(const __grid_constant__ cuflash::BackwardSm90Params params) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   using namespace cuflash;
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();  // the barriers are there
   // Registers of a thread; their sum over all warpgroups is what the block was given at its start.

@@ -19,6 +19,18 @@ using uint64_t = unsigned long long;
 using int32_t = int;
 using int64_t = long long;
 
+// A or, where the condition does not hold, B.
+template <bool condition, typename A, typename B>
+struct Either {
+  using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+  using type = B;
+};
+template <bool condition, typename A, typename B>
+using If = typename Either<condition, A, B>::type;
+
 enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
 
 // Of float32 products: that of float32, or that of TF32.
@@ -106,5 +118,14 @@ struct Config : Defaults {
                     (!softcap && bias == Dtype::none && alibi_slopes == Dtype::none && !score_mod),
                 "a capped or biased score is not a multiple of q.k");
 };
+
+// The dynamic shared memory of a thread block, as the struct that its kernel makes of it.
+template <typename SharedMemory>
+CUFLASH_DEVICE SharedMemory& shared_memory() {
+  static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+                "smem_bytes of the kernel in cuflash/_kernels counts this struct");
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  return *reinterpret_cast<SharedMemory*>(smem_bytes);
+}
 
 }  // namespace cuflash

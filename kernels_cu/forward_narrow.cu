@@ -14,9 +14,7 @@
 // its last place: 5e-5 of it where they differ as those of points in space do. Of sums of blocks,
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
 // what takes longest. All threads read the same key at a time, for all their rows. (D61)
-#include "simt/recompute_rows.cuh"
-#include "schedule/tiles.cuh"
-#include "schedule/segments.cuh"
+#include "portable/forward_rows.cuh"
 
 namespace cuflash {
 
@@ -39,22 +37,9 @@ struct alignas(16) Key {
 struct SharedMemory {
   Key keys[Config::block_n];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "ForwardNarrowConfig.smem_bytes counts this struct");
 
 // Does a block's masked form look at bias in global memory, at masks, at formulas?
 constexpr bool looks_up = !Config::key_bias && Score::hides_pairs;
-
-// The tile of this thread block.
-struct Work {
-  int first_row;
-  BatchIndex entry;
-
-  CUFLASH_DEVICE static Work of_this_block(const ForwardParams& params) {
-    const RowTile tile = RowTile::of_this_block(params);
-    return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
-  }
-};
 
 // Exponentials under a maximum of scores, and values by their weight, summed.
 struct Sums {
@@ -63,8 +48,7 @@ struct Sums {
 
   CUFLASH_DEVICE void clear() {
     weights = 0;
-#pragma unroll
-    for (int i = 0; i < width_v; ++i) o[i] = 0;
+    unrolled<width_v>([&](int i) { o[i] = 0; });
   }
 
   // What turns sums under this maximum into sums under another; 0 where there are none.
@@ -81,10 +65,7 @@ struct Row {
   Sums block, all;
 
   CUFLASH_DEVICE void begin(const RowSource& from, int q_idx, bool exists) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      q[i] = exists ? from.number(q_idx, i) : Real(0);
-    }
+    unrolled<width>([&](int i) { q[i] = exists ? from.number(q_idx, i) : Real(0); });
     block.maximum = all.maximum = -infinity();
     block.clear();
     all.clear();
@@ -92,28 +73,24 @@ struct Row {
 
   CUFLASH_DEVICE Real dot(const Key& key) const {
     Real product = 0;
-#pragma unroll
-    for (int i = 0; i < width; ++i) product = fma(q[i], key.k(i), product);
+    unrolled<width>([&](int i) { product = fma(q[i], key.k(i), product); });
     return product;
   }
 
   // Scores of a run become weights; what was summed under the old maximum is rescaled.
   CUFLASH_DEVICE void online_softmax(Real (&s)[run], const Score& score, const WarpPowers& power) {
     Real maximum = block.maximum;
-#pragma unroll
-    for (int j = 0; j < run; ++j) maximum = fmax(maximum, s[j]);
+    unrolled<run>([&](int j) { maximum = fmax(maximum, s[j]); });
     const Real shift = maximum == -infinity() ? 0 : score.reference(maximum);
     const Real rescale = block.rescale_to(maximum, score, power);
     block.maximum = maximum;
     Real added = 0;
-#pragma unroll
-    for (int j = 0; j < run; ++j) {
+    unrolled<run>([&](int j) {
       s[j] = power(score.exponent(s[j], shift));
       added += s[j];
-    }
+    });
     block.weights = fma(block.weights, rescale, added);
-#pragma unroll
-    for (int i = 0; i < width_v; ++i) block.o[i] *= rescale;
+    unrolled<width_v>([&](int i) { block.o[i] *= rescale; });
   }
 
   // The sums of a block join those before; the next one goes on with its maximum.
@@ -121,8 +98,7 @@ struct Row {
     const Real rescale = all.rescale_to(block.maximum, score, power);
     all.maximum = block.maximum;
     all.weights = fma(all.weights, rescale, block.weights);
-#pragma unroll
-    for (int i = 0; i < width_v; ++i) all.o[i] = fma(all.o[i], rescale, block.o[i]);
+    unrolled<width_v>([&](int i) { all.o[i] = fma(all.o[i], rescale, block.o[i]); });
     block.clear();
   }
 };
@@ -137,14 +113,9 @@ CUFLASH_DEVICE bool load_keys(SharedMemory& smem, const RowSource& k, const RowS
     const int kv_idx = first_key + i;
     const bool exists = valid.contains(kv_idx);
     Key& key = smem.keys[i];
-#pragma unroll
-    for (int c = 0; c < width; ++c) {
-      key.element[c] = exists ? k.number(kv_idx, c) : Real(0);
-    }
-#pragma unroll
-    for (int c = 0; c < width_v; ++c) {
-      key.element[width + c] = exists ? v.number(kv_idx, c) : Real(0);
-    }
+    unrolled<width>([&](int c) { key.element[c] = exists ? k.number(kv_idx, c) : Real(0); });
+    unrolled<width_v>(
+        [&](int c) { key.element[width + c] = exists ? v.number(kv_idx, c) : Real(0); });
     if constexpr (Config::key_bias) {
       const Real bias = exists ? score.bias(0, kv_idx) : 0;
       key.element[width + width_v] = bias;
@@ -199,12 +170,11 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
             counts = counts &&
                      keeps_pair(score, first_row + r * Config::num_threads, first_key + begin + j);
           }
-#pragma unroll
-          for (int i = 0; i < width_v; ++i) {
+          unrolled<width_v>([&](int i) {
             // Nothing that an invisible or dropped key holds may reach a sum, NaN included.
             Real& o = own[r].block.o[i];
             o = counts ? fma(s[r][j], key.v(i), o) : o;
-          }
+          });
         }
       }
     }
@@ -244,8 +214,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_forward_narrow(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   const Work work = Work::of_this_block(params);
   const Score score(params.score, work.entry);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
@@ -274,8 +243,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
     } else {
       add_block<false>(own, smem, score, first_row, first_key, power);
     }
-#pragma unroll
-    for (int r = 0; r < rows; ++r) own[r].end_block(score, power);
+    unrolled<rows>([&](int r) { own[r].end_block(score, power); });
   }
 #pragma unroll
   for (int r = 0; r < rows; ++r) {

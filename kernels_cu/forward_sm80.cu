@@ -27,8 +27,6 @@ struct SharedMemory {
   KTile k[Config::num_stages];
   VTile v[Config::num_stages];
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "ForwardConfig.smem_bytes counts this struct");
 
 constexpr int slices = Config::block_m / (16 * Config::num_warps);
 static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
@@ -107,10 +105,9 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)
     cuflash_forward_sm80(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   WarpSoftmax<slices> softmax;
   Real o_acc[slices][own_columns / 8][4];
   clear(o_acc);
-  attend(params, *reinterpret_cast<SharedMemory*>(smem_bytes), softmax, o_acc);
+  attend(params, shared_memory<SharedMemory>(), softmax, o_acc);
   store_rows(params, warp_index(), softmax, o_acc);
 }

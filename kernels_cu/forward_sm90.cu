@@ -30,8 +30,7 @@ constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_sm90(const __grid_constant__ cuflash::ForwardSm90Params params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   const int warp = __shfl_sync(0xffffffff, warp_index(), 0);
   Producer producer{params, smem};
   if (warp == 0) producer.find_first_tile();

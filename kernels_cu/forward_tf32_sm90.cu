@@ -27,8 +27,6 @@ struct alignas(1024) SharedMemory {
   TransposedV v[Config::num_stages][operand_parts];
   TileBarriers k_ring, v_ring;
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "ForwardTf32Sm90Config.smem_bytes counts this struct");
 static_assert(Config::block_m == 64 * consumers, "a consumer has 64 rows");
 
 // A warpgroup that produces holds as many rows of its operand, in as many pieces, loaded ahead:
@@ -38,21 +36,6 @@ constexpr int piece_rows = loads_far_ahead ? 32 : 16, pieces_ahead = 2;
 // Of a thread; their sum over all warpgroups is what the thread block was given at its start.
 constexpr int producer_registers = loads_far_ahead ? 96 : 64;
 constexpr int consumer_registers = 256 - producer_registers;
-
-// Keys of a tile, in the order in which both sides walk them.
-struct TileWalk {
-  Work work;
-  Score score;
-  Range rows, keys;
-  BlockRanges blocks;
-
-  CUFLASH_DEVICE explicit TileWalk(const ForwardParams& params)
-      : work(Work::of_this_block(params)),
-        score(params.score, work.entry),
-        rows{work.first_row, work.first_row + Config::block_m},
-        keys(score.kv_range(rows.begin, rows.end)),
-        blocks(score.kv_blocks(rows.begin, rows.end)) {}
-};
 
 // By all threads: the queries of the tile are there after the next barrier.
 CUFLASH_DEVICE void load_queries(const ForwardParams& params, SharedMemory& smem) {
@@ -109,22 +92,22 @@ CUFLASH_DEVICE void produce(const ForwardParams& params,
   for (int next; block < tile.blocks.end; block = next) {
     next = visited.next_after(block);
     auto& to = tiles[ring.stage()];
-    barriers.wait_empty(ring);
+    barriers.fill(ring, [&] {
 #pragma unroll
-    for (int i = 0; i < pieces; ++i) {
-      if constexpr (of_keys) {
-        held[i % pieces_ahead].store_rows(to, i * piece_rows);
-      } else {
-        held[i % pieces_ahead].store_columns(to, i * piece_rows);
+      for (int i = 0; i < pieces; ++i) {
+        if constexpr (of_keys) {
+          held[i % pieces_ahead].store_rows(to, i * piece_rows);
+        } else {
+          held[i % pieces_ahead].store_columns(to, i * piece_rows);
+        }
+        const bool in_block = i + pieces_ahead < pieces;
+        if (in_block) {
+          load(block, i + pieces_ahead);
+        } else if (next < tile.blocks.end) {
+          load(next, i + pieces_ahead - pieces);
+        }
       }
-      const bool in_block = i + pieces_ahead < pieces;
-      if (in_block) {
-        load(block, i + pieces_ahead);
-      } else if (next < tile.blocks.end) {
-        load(next, i + pieces_ahead - pieces);
-      }
-    }
-    barriers.publish(ring);
+    });
     ring.advance();
   }
 }
@@ -145,17 +128,15 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
     const int stage = ring.stage(), first_key = block * Config::block_n;
     const bool sees = first_key < group_keys.end && group_keys.begin < first_key + Config::block_n;
     if (!warp_agrees(sees)) {  // the other warpgroup does (D125)
-      smem.k_ring.wait_full(ring);
-      smem.k_ring.release(ring);
-      smem.v_ring.wait_full(ring);
-      smem.v_ring.release(ring);
+      smem.k_ring.skip(ring);
+      smem.v_ring.skip(ring);
       ring.advance();
       continue;
     }
     float s_acc[1][Config::block_n / 8][4];
-    smem.k_ring.wait_full(ring);
-    multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
-    smem.k_ring.release(ring);
+    smem.k_ring.read(ring, [&] {
+      multiply_queries(s_acc, smem.q, SharedOperand<SharedMemory::KTile>(smem.k[stage]), warp);
+    });
 
     if (warp_agrees(tile.blocks.masked(block) || !visited.of_one_segment(block))) {
       apply_score<true>(s_acc, tile.score, first_row, first_key);
@@ -164,9 +145,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
     }
     softmax.update<true>(s_acc, o_acc, tile.score);
     drop_weights(s_acc, tile.score, first_row, first_key);
-    smem.v_ring.wait_full(ring);
-    multiply_sums<rows_of_out>(o_acc, s_acc, smem.v[stage]);
-    smem.v_ring.release(ring);
+    smem.v_ring.read(ring, [&] { multiply_sums<rows_of_out>(o_acc, s_acc, smem.v[stage]); });
     ring.advance();
   }
 }
@@ -176,8 +155,7 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem, int 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
     cuflash_forward_tf32_sm90(const __grid_constant__ cuflash::ForwardParams params) {
   using namespace cuflash;
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  SharedMemory& smem = *reinterpret_cast<SharedMemory*>(smem_bytes);
+  SharedMemory& smem = shared_memory<SharedMemory>();
   if (threadIdx.x == 0) {
     smem.k_ring.init();
     smem.v_ring.init();

@@ -6,37 +6,19 @@
 
 namespace cuflash {
 
+// What holds a number in memory; float32 also where an array is absent and never read.
 template <Dtype dtype>
-struct Storage {
-  using type = float;
-};  // of float32, and of an absent array, which is never read
-template <>
-struct Storage<Dtype::float16> {
-  using type = uint16_t;
-};
-template <>
-struct Storage<Dtype::bfloat16> {
-  using type = uint16_t;
-};
-template <>
-struct Storage<Dtype::float64> {
-  using type = double;
-};
-template <>
-struct Storage<Dtype::int32> {
-  using type = int32_t;
-};
-template <>
-struct Storage<Dtype::int64> {
-  using type = int64_t;
-};
+using Storage =
+    If<dtype == Dtype::float16 || dtype == Dtype::bfloat16, uint16_t,
+       If<dtype == Dtype::float64, double,
+          If<dtype == Dtype::int32, int32_t, If<dtype == Dtype::int64, int64_t, float>>>>;
 
 // Of q, k and v: 16-bit elements are bits that Config::dtype says how to read.
-using Element = Storage<Config::dtype>::type;
+using Element = Storage<Config::dtype>;
 
 // Of scores, statistics and sums: float32, for float64 inputs float64.
 constexpr bool is_double = Config::dtype == Dtype::float64;
-using Real = Storage<is_double ? Dtype::float64 : Dtype::float32>::type;
+using Real = If<is_double, double, float>;
 
 constexpr Real log2_e = static_cast<Real>(1.4426950408889634);
 constexpr Real ln_2 = static_cast<Real>(0.6931471805599453);
@@ -76,18 +58,10 @@ struct DoublePowers {
   }
 };
 
-template <bool of_doubles>
-struct PowersOf {
-  using type = FloatPowers;
-};
-template <>
-struct PowersOf<true> {
-  using type = DoublePowers;
-};
-using WarpPowers = PowersOf<is_double>::type;
+using WarpPowers = If<is_double, DoublePowers, FloatPowers>;
 
 template <Dtype dtype>
-CUFLASH_DEVICE Real to_real(typename Storage<dtype>::type x) {
+CUFLASH_DEVICE Real to_real(Storage<dtype> x) {
   if constexpr (dtype == Dtype::float16) {
     return ptx::float16_to_float(x);
   } else if constexpr (dtype == Dtype::bfloat16) {
@@ -99,7 +73,7 @@ CUFLASH_DEVICE Real to_real(typename Storage<dtype>::type x) {
 
 // One number of an option's array. What is finite stays so.
 template <Dtype dtype>
-CUFLASH_DEVICE Real finite_real(typename Storage<dtype>::type x) {
+CUFLASH_DEVICE Real finite_real(Storage<dtype> x) {
   const Real rounded = to_real<dtype>(x);
   if constexpr (dtype == Dtype::float64 && !is_double) {
     const bool overflowed = fabsf(rounded) == infinity() && fabs(x) != infinity();
@@ -111,7 +85,7 @@ CUFLASH_DEVICE Real finite_real(typename Storage<dtype>::type x) {
 
 template <Dtype dtype>
 CUFLASH_DEVICE Real read_real(const void* array, int64_t index) {
-  return finite_real<dtype>(static_cast<const typename Storage<dtype>::type*>(array)[index]);
+  return finite_real<dtype>(static_cast<const Storage<dtype>*>(array)[index]);
 }
 
 // Two neighbouring 16-bit elements in one register, `low` at the lower address.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+import time
 import types
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -114,36 +116,41 @@ class FakeCuda:
 
     def __init__(self):
         self.memory = {}
-        self.mail = defaultdict(deque)
-        self.posted = []
+        self.mail = defaultdict(queue.Queue)
+        self.own = threading.local()
         self.log = []
-        self.depth = 0
+        self.frozen = False
 
     def array(self, array):
         pointer = id(array)
         self.memory[pointer] = array
         return types.SimpleNamespace(data=types.SimpleNamespace(ptr=pointer), nbytes=array.nbytes)
 
+    @property
+    def depth(self):
+        return getattr(self.own, "depth", 0)
+
     def group_start(self):
-        self.depth += 1
+        self.own.depth, self.own.posted = self.depth + 1, []
 
     def group_end(self):
-        self.depth -= 1
-        for kind, rank, other, pointer, number in sorted(self.posted, key=lambda p: p[0] != "send"):
+        self.own.depth -= 1
+        for kind, rank, other, pointer, number in sorted(
+            self.own.posted, key=lambda p: p[0] != "send"
+        ):
             flat = self.memory[pointer].reshape(-1).view(np.uint8)
             assert flat.size == number
             if kind == "send":
-                self.mail[rank, other].append(flat.copy())
+                self.mail[rank, other].put(flat.copy())
             else:
-                flat[:] = self.mail[other, rank].popleft()
-        self.posted.clear()
+                flat[:] = self.mail[other, rank].get(timeout=5)
 
     def communicator(self, rank):
         def post(kind):
             def call(pointer, number, dtype, other, stream):
                 assert self.depth == 1, "outside of a group"
                 assert (dtype, stream) == ("byte", 7)
-                self.posted.append((kind, rank, other, pointer, number))
+                self.own.posted.append((kind, rank, other, pointer, number))
 
             return call
 
@@ -151,43 +158,75 @@ class FakeCuda:
             send=post("send"), recv=post("recv"), abort=lambda: self.log.append(("abort", rank))
         )
 
+    def zeros(self, shape, dtype):
+        return [[self.array(np.zeros(shape[2], dtype)) for _ in range(shape[1])]
+                for _ in range(shape[0])]  # fmt: skip
+
     @property
     def cupy(self):
         fake = self
 
+        class Event(str):
+            @property
+            def done(self):
+                return not fake.frozen
+
         class Stream:
             ptr = 7
 
-            def __init__(self, non_blocking=False):
+            def __init__(self, non_blocking=False, priority=0):
                 self.name = "own" if non_blocking else "current"
 
             def record(self):
                 fake.log.append(("record", self.name))
-                return self.name
+                return Event(self.name)
 
             def wait_event(self, event):
                 fake.log.append((self.name, "waits for", event))
 
-        device = lambda number: contextlib.nullcontext()  # noqa: E731
-        runtime = types.SimpleNamespace(getDeviceCount=lambda: 4, memGetInfo=lambda: (1000, 2000))
+            def synchronize(self):
+                fake.log.append((self.name, "synchronized"))
+
+        class Device(contextlib.nullcontext):
+            def use(self):
+                pass
+
+        runtime = types.SimpleNamespace(
+            getDeviceCount=lambda: 4, memGetInfo=lambda: (1000, 2000),
+            deviceGetPCIBusId=lambda number: f"bus {number}",
+        )  # fmt: skip
         cuda = types.SimpleNamespace(
-            Device=device, Stream=Stream, get_current_stream=Stream, runtime=runtime
+            Device=Device, Stream=Stream, get_current_stream=Stream, runtime=runtime
         )
         pool = types.SimpleNamespace(free_bytes=lambda: 24)
-        return types.SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool)
+        return types.SimpleNamespace(
+            cuda=cuda, zeros=self.zeros, get_default_memory_pool=lambda: pool
+        )
 
     @property
     def nccl(self):
-        made = types.SimpleNamespace(initAll=lambda ds: [*map(self.communicator, range(len(ds)))])
+        fake = self
+
+        class NcclCommunicator:
+            def __new__(cls, size, identity, rank):
+                assert (size, identity) == (2, b"identity")
+                return fake.communicator(rank)
+
+            @staticmethod
+            def initAll(devices):
+                return [fake.communicator(rank) for rank in range(len(devices))]
+
         return types.SimpleNamespace(
             NCCL_UINT8="byte", groupStart=self.group_start, groupEnd=self.group_end,
-            NcclCommunicator=made, available=True,
+            NcclCommunicator=NcclCommunicator, get_unique_id=lambda: b"identity", available=True,
         )  # fmt: skip
 
 
 @pytest.fixture
 def fake(monkeypatch):
     found = FakeCuda()
+    monkeypatch.setattr(_launchers, "imported_cupy", lambda: found.cupy)
+    monkeypatch.setattr(_launchers, "nccl_module", lambda: found.nccl)
     monkeypatch.setattr(_nccl, "imported_cupy", lambda: found.cupy)
     monkeypatch.setattr(_nccl, "nccl_module", lambda: found.nccl)
     monkeypatch.setattr(_nccl, "is_cupy", lambda array: not isinstance(array, np.ndarray))
@@ -222,6 +261,79 @@ def test_arrays_of_the_host_over_nccl_are_refused_and_the_group_is_left(fake):
     with pytest.raises(TypeError, match="got a NumPy array, expected CuPy arrays over NCCL"):
         devices.start({0: exchange, 1: Exchange((), ())})
     assert fake.depth == 0
+
+
+def of_two_ranks(run, devices=(0, 1), op_timeout=5.0):
+    """What ``run(rank, communicator)`` returns, or the error, of two ranks in threads."""
+    address = f"127.0.0.1:{_launchers.free_port()}"
+    found = {}
+
+    def rank_of(rank):
+        try:
+            comm = distributed.connect(
+                rank, 2, address=address, secret="long enough", device=devices[rank],
+                op_timeout=op_timeout, init_timeout=5.0,
+            )  # fmt: skip
+            with contextlib.closing(comm):
+                found[rank] = run(rank, comm)
+        except distributed.CommunicationError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(found) == {0, 1}
+    return found
+
+
+def swapped(fake, rank, comm):
+    """An exchange of one array with the other rank."""
+    sent, got = np.full(3, float(rank)), np.zeros(3)
+    exchange = Exchange(((1 - rank, fake.array(sent)),), ((1 - rank, fake.array(got)),))
+    comm.wait(comm.start({rank: exchange}))
+    return got[0]
+
+
+def test_processes_exchange_over_nccl(fake):
+    """After a warm-up of all pairs."""
+
+    def run(rank, comm):
+        before = comm.control.progress
+        return swapped(fake, rank, comm), comm.control.progress - before
+
+    assert of_two_ranks(run) == {0: (1.0, 1), 1: (0.0, 1)}
+    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
+
+
+def test_two_ranks_on_one_gpu(fake):
+    for error in of_two_ranks(swapped, devices=(3, 3)).values():
+        assert "ranks 0 and 1 have one GPU, bus 3" in str(error)
+
+
+@pytest.mark.parametrize("late", [None, 1])
+def test_an_exchange_that_does_not_end_is_aborted_on_all_ranks(fake, late):
+    """The rank that has not begun it is named, if there is one."""
+
+    both = threading.Barrier(2)
+
+    def run(rank, comm):
+        time.sleep(0.3)  # the warm-up has been seen to end
+        both.wait()
+        fake.frozen = True
+        if rank != late:
+            comm.start({rank: Exchange(((1 - rank, fake.array(np.zeros(3))),), ())})
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            comm.check()
+            time.sleep(0.02)
+
+    found = of_two_ranks(run, op_timeout=0.6)
+    word = "no rank is behind" if late is None else "rank 1 is stuck: an exchange of rank 0"
+    assert [word in str(error) for error in found.values()] == [True, True], found
+    assert [found[rank].rank for rank in range(2)] == [late, late]
+    assert sorted(e for e in fake.log if e[0] == "abort") == [("abort", 0), ("abort", 1)]
 
 
 @pytest.mark.parametrize("devices", [[], [0, 0], [4], "01", [True], 2])

@@ -18,10 +18,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def digest_of(checkout: Path) -> str:
-    return digest(checkout)
-
-
 def edited(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -30,7 +26,7 @@ def edited(path: Path, old: str, new: str) -> None:
 
 def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     """So do its imports, its comments and its docstrings."""
-    before = digest_of(checkout)
+    before = digest(checkout)
     assert before == digest()
     moved = checkout / "cuflash" / "_launch" / "elsewhere"
     moved.mkdir()
@@ -44,7 +40,7 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
     kernels = checkout / "kernels_cu"
     shutil.move(kernels / "score" / "philox.cuh", kernels / "philox.cuh")
     edited(kernels / "score/dropout.cuh", '#include "score/philox.cuh"', '#include "philox.cuh"')
-    assert digest_of(checkout) == before
+    assert digest(checkout) == before
 
 
 @pytest.mark.parametrize(
@@ -59,12 +55,12 @@ def test_a_file_that_moves_leaves_results_valid(checkout: Path) -> None:
 def test_a_token_of_a_kernel_or_a_launch_does_not(
     checkout: Path, name: str, old: str, new: str
 ) -> None:
-    before = digest_of(checkout)
+    before = digest(checkout)
     edited(checkout / name, old, new)
-    assert digest_of(checkout) != before
+    assert digest(checkout) != before
 
 
 def test_what_no_launch_goes_through_is_apart(checkout: Path) -> None:
-    before = digest_of(checkout)
+    before = digest(checkout)
     edited(checkout / "cuflash" / "tuning" / "_space.py", "20_000", "30_000")
-    assert digest_of(checkout) == before
+    assert digest(checkout) == before

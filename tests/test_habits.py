@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash._arrays import native
 from cuflash._problem.habits import WORDS
 from cuflash._problem.operand import broadcastable, index_with_new_axes
 
@@ -29,6 +30,14 @@ class _DLTensor(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2), ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _DLTensor),
+    )  # fmt: skip
+
+
+_KEPT: list[Any] = []  # what capsules point to, read when the last view of an array dies
 _CODES = {"i": 0, "u": 1, "f": 2}
 _new_capsule = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
@@ -38,14 +47,16 @@ _new_capsule = ctypes.PYFUNCTYPE(
 class Foreign:
     """An array that is known by DLPack alone, as a tensor in host memory; it has no strides."""
 
+    versioned = False
+
     def __init__(self, array: np.ndarray, device: tuple[int, int] = (1, 0)) -> None:
-        self.array, self.device, self.kept = array, device, []
+        self.array, self.device = array, device
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
     def __dlpack__(self, **keywords: Any) -> Any:
-        if keywords.get("max_version") is not None:
+        if "max_version" in keywords and not self.versioned:
             raise TypeError("an exporter of the time before versions")
         a = self.array
         extents = (ctypes.c_int64 * a.ndim)(*a.shape)
@@ -54,7 +65,11 @@ class Foreign:
         tensor = _DLTensor(
             a.ctypes.data, self.device, a.ndim, code, 8 * a.itemsize, 1, extents, steps
         )
-        self.kept.append((tensor, extents, steps))
+        _KEPT.append((a, tensor, extents, steps))
+        if self.versioned:
+            managed = _Versioned((1, 0), None, None, 0, tensor)
+            _KEPT.append(managed)
+            return _new_capsule(ctypes.addressof(managed), b"dltensor_versioned", None)
         return _new_capsule(ctypes.addressof(tensor), b"dltensor", None)
 
 
@@ -70,12 +85,27 @@ def test_arrays_in_host_memory_are_taken(dtype):
     np.testing.assert_array_equal(mixed, expected)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
-def test_they_are_not_copied(dtype):
-    from cuflash._arrays import native
+class Writable(Foreign):
+    """The same by an exporter that says that its array can be written."""
 
+    versioned = True
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_what_can_be_written_takes_results(dtype):
+    arrays = np.random.default_rng(0).standard_normal((3, 2, 5, 8)).astype(dtype)
+    out = np.zeros((2, 5, 8), dtype)
+    cuflash.attention(*map(Writable, arrays), out=Writable(out))
+    np.testing.assert_array_equal(out, cuflash.attention(*arrays))
+    with pytest.raises(ValueError, match=r"^out: got a read-only array"):
+        cuflash.attention(*arrays, out=Foreign(out))
+
+
+@pytest.mark.parametrize("exporter", [Foreign, Writable])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_they_are_not_copied(dtype, exporter):
     array = np.ones((4, 6), dtype)[::2, 1:]
-    taken = native("q", Foreign(array))
+    taken = native("q", exporter(array))
     assert taken.dtype == dtype
     assert taken.strides == array.strides
     array[1, 2] = 7

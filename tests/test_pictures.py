@@ -242,13 +242,11 @@ def test_wrong_arguments_are_named(found, tmp_path, monkeypatch, capsys, words, 
 @pytest.mark.full
 def test_committed_pictures_are_drawn_from_committed_results(tmp_path):
     """Byte for byte, where this is the matplotlib that drew them; tools/draw_pictures.py does."""
-    committed = sorted(draw_pictures.PICTURES.glob("*.svg"))
-    drawn = draw_pictures.pictures()
-    assert [path.stem for path in committed] == sorted(drawn)
+    committed = {path.name: path for path in draw_pictures.PICTURES.glob("*.svg")}
+    draw_pictures.draw(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(committed)
     made_by = f"Matplotlib v{matplotlib.__version__},"
-    for path in committed:
+    for name, path in committed.items():
         if made_by not in path.read_text(encoding="utf-8"):
-            pytest.skip(f"{path.name} was drawn by another matplotlib than {made_by}")
-        own = tmp_path / path.name
-        assert _cli.main(["plot", *drawn[path.stem], "--out", str(own.with_suffix(""))]) == 0
-        assert own.read_bytes() == path.read_bytes(), path.name
+            pytest.skip(f"{name} was drawn by another matplotlib than {made_by}")
+        assert (tmp_path / name).read_bytes() == path.read_bytes(), name

@@ -85,31 +85,26 @@ def test_tensors_come_back_as_views_of_their_storages():
     assert all(array.dtype == np.float32 for array in read.values())
 
 
-# Each makes a folder when the standard unpickler loads it.
-def by_reduce(folder):
-    return b"cos\nmkdir\n(" + text(folder) + b"tR" + END
+#: Each makes a folder when the standard unpickler loads it.
+ATTACKS = {
+    "reduce": lambda folder: b"cos\nmkdir\n(" + text(folder) + b"tR.",
+    "stack_global": lambda folder: (
+        b"\x80\x04" + text("os") + text("mkdir") + b"\x93(" + text(folder) + b"tR."
+    ),
+    "inst": lambda folder: b"(" + text(folder) + b"ios\nmkdir\n.",
+    "obj": lambda folder: b"(cos\nmkdir\n" + text(folder) + b"o.",
+}
 
 
-def by_stack_global(folder):
-    return b"\x80\x04" + text("os") + text("mkdir") + b"\x93(" + text(folder) + b"tR" + END
-
-
-def by_inst(folder):
-    return b"(" + text(folder) + b"ios\nmkdir\n" + END
-
-
-def by_obj(folder):
-    return b"(cos\nmkdir\n" + text(folder) + b"o" + END
-
-
-@pytest.mark.parametrize("attack", [by_reduce, by_stack_global, by_inst, by_obj])
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_runs(attack, tmp_path):
     folder = tmp_path / "made"
+    data = ATTACKS[attack](str(folder))
     for place in PLACES:
         with pytest.raises(pickle.UnpicklingError, match="refused"):
-            read_legacy_torch(checkpoint(**{place: attack(str(folder))}))
+            read_legacy_torch(checkpoint(**{place: data}))
         assert not folder.exists()
-    pickle.loads(attack(str(folder)))
+    pickle.loads(data)
     assert folder.is_dir()
 
 

@@ -100,6 +100,16 @@ def test_wrong_arguments_are_named():
         assert_attention_close(result, *call.qkv, gradients={}, dout=call.dout)
     with pytest.raises(TypeError, match=r"^casual: .*did you mean causal="):
         assert_attention_close(result, *call.qkv, casual=True)
+    with pytest.raises(ValueError, match=r"^k: got head_dim 7"):
+        assert_attention_close(result, call.q, call.k[..., :7], call.v)
+    with pytest.raises(TypeError, match=r"^q: got dtype int64"):
+        assert_attention_close(result, call.q.astype(int), call.k, call.v)
+    with pytest.raises(ValueError, match=r"^mask: .* write mask\[:, None, :, :\]"):
+        assert_attention_close(result, *call.qkv, mask=np.ones((2, 40, 48), bool))
+    with pytest.raises(ValueError, match=r"^dout: got shape"):
+        assert_attention_close(result, *call.qkv, gradients=gradients, dout=call.dout[0])
+    with pytest.raises(AssertionError, match=r"^actual: got shape \(40, 6\)"):
+        assert_attention_close(result.out[0, 0], *call.qkv)
     squared = cuflash.ScoreMod(
         "score * score", grad="2 * score", host=lambda s, *_: s * s, host_grad=lambda s, *_: 2 * s
     )

@@ -283,8 +283,7 @@ def test_how_near_the_roof_of_l2_tiles_are():
         if values["block_m"] == 128:
             own = values["block_m"], values["block_n"], row["facts"]["smem_bytes"]
             moved = io_model.forward(found.workload, *own, boxes=True).fused
-            seconds = found.workload.kernel_flops(found.kernel) / found.tflops(row) / 1e12
-            shares.append(moved / seconds / 1e9 / levels()["L2 read"])
+            shares.append(moved / found.steady_ms(row) / 1e6 / levels()["L2 read"])
     says(f"tiles of 128 rows reach {max(shares):.2f} of its roof at head size 128")
 
 
@@ -339,12 +338,8 @@ def test_bytes_that_forwards_move():
         if (row["kernel"], row["seqlen"], row["block_m"]) == ("forward_sm90", 4096, 128)
     )  # fmt: skip
     moved = []
-    for name in (
-        "device memory read",
-        "L2 to processors",
-        "processors to L2",
-        "device memory write",
-    ):
+    ways = ("device memory read", "L2 to processors", "processors to L2", "device memory write")
+    for name in ways:
         size = row["measured"][name]
         moved.append(f"{size / 1e6:.2f} MB, {size / row[io_model.PREDICTED[name]]:.3f}")
     says(

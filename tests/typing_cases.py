@@ -21,6 +21,8 @@ def arrays_keep_their_type(q: Floats, k: Floats, v: Floats, mask: npt.NDArray[np
     assert_type(cuflash.attention(q, k, v, causal=True, mask=mask), Floats)
     assert_type(cuflash.attention(q, k, v, options=Options(window=(3, None))), Floats)
     assert_type(cuflash.attention_varlen(q, k, v, [0, 3], [0, 3]), Floats)
+    assert_type(cuflash.attention_paged(q, k, v, [[0]], [3]), Floats)
+    assert_type(cuflash.rotary(q, 3), Floats)
 
 
 def with_lse_the_result_is_a_pair(q: Floats, k: Floats, v: Floats) -> None:

@@ -58,11 +58,16 @@ def of_the_method() -> dict[str, sweep_pictures.Figure]:
     }
 
 
-if __name__ == "__main__":
+def draw(folder: Path) -> None:
+    """Draw every picture, as an SVG: documents show no other."""
     for name, arguments in pictures().items():
-        if status := _cli.main(["plot", *arguments, "--out", str(PICTURES / name)]):
+        if status := _cli.main(["plot", *arguments, "--out", str(folder / name)]):
             raise SystemExit(status)
-    for name, figure in of_the_method().items():
-        sweep_pictures.save(figure, PICTURES / name)
-    for path in PICTURES.glob("*.png"):  # documents show the SVG
-        path.unlink()
+    for name, figure in (method := of_the_method()).items():
+        sweep_pictures.save(figure, folder / name)
+    for name in (*pictures(), *method):
+        (folder / f"{name}.png").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    draw(PICTURES)

@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[int, str]] = {
     ),
     "float16": (
         200,
-        f"{BENCH} --topic float16 --set training --head-dim 64,128,256 --dtype float16 "
+        f"{BENCH} --topic float16 --set training --dtype float16 "
         f"--pass fwd,bwd --impl {ALL_PEERS} --budget-ms 8",
     ),
     "backward": (

@@ -53,7 +53,7 @@ TASKS = {
         compiles_kernels=True,
     ),
     "check": Task(extras=("dev",), command=("tools/check.py",)),
-    "docs": Task(extras=("docs", "examples"), command=("tools/build_docs.py",)),
+    "docs": Task(extras=("docs", "examples", "testing"), command=("tools/build_docs.py",)),
 }
 
 # Distributions that a task can do without, and what it then leaves out.

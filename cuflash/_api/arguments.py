@@ -30,14 +30,23 @@ class SharedKeywords(ScoreOptions, total=False):
     options: Options | None
     axes: Any
     precision: str | None
+
+
+class VjpKeywords(SharedKeywords, total=False):
+    """The same of a call and its gradient."""
+
     deterministic: bool
 
 
-class CallKeywords(SharedKeywords, total=False):
-    """The same, of functions that take memory and a kernel."""
+class PagedKeywords(SharedKeywords, total=False):
+    """The same of a call that takes memory and a kernel."""
 
     workspace: Array | None
     config: Any
+
+
+class CallKeywords(VjpKeywords, PagedKeywords, total=False):
+    """The same of a call that takes all of them."""
 
 
 def answering(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from cuflash._api import arguments
-from cuflash._api.arguments import QKV, CallKeywords, SharedKeywords
+from cuflash._api.arguments import QKV, CallKeywords, VjpKeywords
 from cuflash._api.dispatch import launch, run_backward, run_forward
 from cuflash._arrays import Array, NativeT, on_device_of
 from cuflash._launch.plan_cache import may_be_known, recall, remember
@@ -73,7 +73,8 @@ def attention(
     Parameters
     ----------
     q : array, batch + (m, d)
-        Queries; float16, bfloat16, float32 or float64. Any strides.
+        Queries; float16, bfloat16, float32 or float64. Any strides. NumPy or CuPy arrays, or
+        tensors that DLPack hands out, which are not copied.
     k : array, batch + (n, d)
         Keys.
     v : array, batch + (n, d_v)
@@ -329,7 +330,7 @@ def attention_vjp(
     /,
     *,
     return_lse: Literal[False] = ...,
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[NativeT, Pullback[NativeT]]: ...
 @overload
 def attention_vjp(
@@ -339,7 +340,7 @@ def attention_vjp(
     /,
     *,
     return_lse: Literal[True],
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[AttentionResult[NativeT], Pullback[NativeT]]: ...
 @overload
 def attention_vjp(
@@ -349,7 +350,7 @@ def attention_vjp(
     /,
     *,
     return_lse: bool = ...,
-    **others: Unpack[SharedKeywords],
+    **others: Unpack[VjpKeywords],
 ) -> tuple[Any, Pullback]: ...
 @arguments.answering
 def attention_vjp(

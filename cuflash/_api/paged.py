@@ -6,18 +6,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
 from cuflash._api import arguments
+from cuflash._api.arguments import PagedKeywords
 from cuflash._api.dispatch import run_forward
-from cuflash._arrays import Array, native, on_own_device, refuse_captured, same_module
+from cuflash._arrays import Array, NativeT, native, on_own_device, refuse_captured, same_module
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
+from cuflash._problem.philox import Origin
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult
 from cuflash._select import override
@@ -42,7 +44,47 @@ class _Paged(NamedTuple):
         return int(self.page_table.shape[1] * self.k_pages.shape[-2])
 
 
+@overload
+def attention_paged(
+    q: NativeT,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    kv_lengths: Any,
+    /,
+    *,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    **others: Unpack[PagedKeywords],
+) -> NativeT: ...
+@overload
+def attention_paged(
+    q: NativeT,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    kv_lengths: Any,
+    /,
+    *,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    **others: Unpack[PagedKeywords],
+) -> AttentionResult[NativeT]: ...
+@overload
+def attention_paged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    kv_lengths: Any,
+    /,
+    *,
+    return_lse: bool = ...,
+    out: Any = ...,
+    **others: Unpack[PagedKeywords],
+) -> Any: ...
 @on_own_device
+@arguments.answering
 def attention_paged(
     q: Array,
     k_pages: Array,
@@ -254,7 +296,7 @@ def _on_the_host(problem: Problem, paged: _Paged, options: Options, out: Array, 
     for s, (q, k, v, own) in enumerate(_sequences(problem, paged, options)):
         part = describe(q, k, v, own, precision=problem.precision, out=rows[s])
         first = s * math.prod(problem.batch_shape[1:])
-        run_forward(part, (q, k, v), own, rows[s], lse[s], first_entry=first)
+        run_forward(part, (q, k, v), own, rows[s], lse[s], origin=Origin(first))
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:
             destination[...] = filled

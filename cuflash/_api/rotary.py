@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from cuflash._arrays import (
     Array,
+    NativeT,
     allocate,
     native,
     on_own_device,
@@ -21,6 +22,28 @@ from cuflash._problem.checks import flag, integers, require_float, require_shape
 from cuflash._problem.destinations import check_destination
 
 
+@overload
+def rotary(
+    x: NativeT,
+    positions: Any,
+    /,
+    *,
+    frequencies: Array | None = ...,
+    interleaved: bool = ...,
+    inverse: bool = ...,
+    out: Array | None = ...,
+) -> NativeT: ...
+@overload
+def rotary(
+    x: Array,
+    positions: Any,
+    /,
+    *,
+    frequencies: Array | None = ...,
+    interleaved: bool = ...,
+    inverse: bool = ...,
+    out: Array | None = ...,
+) -> Array: ...
 @on_own_device
 def rotary(
     x: Array,

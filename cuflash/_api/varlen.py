@@ -111,7 +111,7 @@ def attention_varlen(
         Keys.
     v : array, batch + (total_k, d_v)
         Values.
-    cu_seqlens_q, cu_seqlens_k : integer array, (sequences + 1,)
+    cu_seqlens_q, cu_seqlens_k : integer array or list, (sequences + 1,)
         Sequence ``i`` has the queries ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``, and keys
         likewise. Empty sequences are legal. On a GPU the host does not read these numbers: rows
         beyond an array are left out, and decreasing numbers are undefined.

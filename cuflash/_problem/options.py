@@ -53,7 +53,7 @@ class Options:
     causal : bool or {"top_left", "bottom_right"}
         Key ``n`` is visible to query ``m`` iff ``n <= m + offset``. ``True`` and
         ``"bottom_right"`` leave the offset at its default, ``"top_left"`` sets it to 0.
-    offset : int or integer array, core shape (), optional
+    offset : int, or integer array or list, core shape (), optional
         Position of query 0 among the keys, from -2^59 to 2^59. Default: kv_length - q_length of
         the batch entry. ``alibi_slopes`` lose digits where queries are far from the keys.
     window : (left, right), optional
@@ -68,12 +68,12 @@ class Options:
         such as -1e9 does not: a row of such scores has no digits left for a gradient.
     mask : bool array, core shape (m, n), optional
         ``True`` where the query may attend to the key.
-    q_lengths, kv_lengths : int or integer array, core shape (), optional
+    q_lengths, kv_lengths : int, or integer array or list, core shape (), optional
         Number of valid queries and keys of each batch entry; the rest is invisible. Rows beyond
         ``q_lengths`` are no queries, whatever they hold: out is 0, lse -inf, and every gradient 0.
     enable_gqa : bool
         Query heads (the last batch axis) come in consecutive groups that share a key/value head.
-    alibi_slopes : floating array, core shape (), optional
+    alibi_slopes : floating array or, for NumPy, list of numbers, core shape (), optional
         ``- slope * |m + offset - n|`` is added to the score, usually with a slope for each head.
         The distance is float32 (float64 for float64): from 2^24 (2^53) on, neighbouring keys have
         the same distance: for example under an offset of 2^40 in bfloat16.

@@ -67,12 +67,10 @@ def _operand(whole: Problem, sequences: int, name: str, layout: Any) -> Operand:
     shape, core = layout[0], ARRAYS[name][1]
     full = (sequences, *whole.batch_shape)
     split = len(shape) - len(core)
-    if not 0 <= split <= len(full):
-        count = f"{len(core)} to" if core else "at most"
-        expected = f"{count} {len(full) + len(core)} axes, sequences first"
-        raise wrong_value(name, f"shape {shape}", expected)
-    if not broadcastable(shape[:split], full):
-        expected = f"{full} or 1 in each axis before the core: {sequences} or 1 sequences first"
+    if not 0 <= split <= len(full) or not broadcastable(shape[:split], full):
+        axes = ", ".join((str(sequences), *("1" for _ in full[1:]), *core))
+        example = f"({axes}{',' * (len(full) + len(core) == 1)})"
+        expected = f"{sequences} or 1 sequences first, and then the batch: for example {example}"
         raise wrong_value(name, f"shape {shape}", expected)
     totals = {"m": whole.seqlen_q, "n": whole.seqlen_k}
     own = zip(core, shape[split:], strict=True)

@@ -359,13 +359,16 @@ def _problem(call: _Call, seqlen_q: int, seqlen_k: int, precision: str | None) -
     Lengths of queries are of the whole call: they are checked with all queries, and without the
     options that have local rows.
     """
-    options = call.options
-    without_rows = replace(options, bias=None, mask=None, segment_ids=None)
+    options = without_rows = call.options
+    if options.arrays.keys() & {"bias", "mask", "segment_ids_q"}:
+        without_rows = replace(options, bias=None, mask=None, segment_ids=None)
+    if options.q_lengths is not None:
+        options = replace(options, q_lengths=None)
     q, k, v = (
         _extended(a, n) for a, n in zip(call.qkv, (seqlen_q, seqlen_k, seqlen_k), strict=True)
     )
     describe(q, k, v, without_rows, precision=precision)
-    return describe(call.qkv[0], k, v, replace(options, q_lengths=None), precision=precision)
+    return describe(call.qkv[0], k, v, options, precision=precision)
 
 
 def _extended(array: Array, rows: int) -> Array:

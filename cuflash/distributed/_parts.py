@@ -7,6 +7,7 @@ and key, and the place from which dropout and formulas count.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,12 @@ from cuflash.distributed._blocks import Block, Bounds
 
 #: Options without positions: with these and bounds alone, blocks may be joined.
 _WITHOUT_POSITIONS = {"sink"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _replaced(options: Options, changes: tuple[tuple[str, Any], ...]) -> Options:
+    """Options without arrays, with other values: the blocks of a repeated call are the same."""
+    return replace(options, **dict(changes))
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,11 @@ class Parts:
         dtype = arithmetic(problem.dtype)
         shapes = {name: a.shape for name, a in options.arrays.items()} | {"scale": ()}
         shapes |= {name: a.shape for name, a in zip("qkv", qkv, strict=True)}
-        gradients = {n: xp.empty(shapes[n], dtype) for n in wanted if n in shapes}
+        gradients = {
+            n: xp.empty(shapes[n], np.float64 if n == "scale" else dtype)
+            for n in wanted
+            if n in shapes
+        }
         rows = block.rows
         of_rows = Saved(
             saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows],
@@ -141,7 +152,9 @@ class Parts:
             changes |= {"causal": bool(options.causal), "window": options.window}
         if block.bounded or options.alibi_slopes is not None:
             changes["offset"] = self._offset(block) + block.first_query - block.first_key
-        return replace(options, **changes)
+        if options.arrays or options.score_mod or options.mask_mod:
+            return replace(options, **changes)
+        return _replaced(options, tuple(changes.items()))
 
     def _offset(self, block: Block | None = None) -> Any:
         """Of the whole call: an int, or an array of entries (of own heads, for a block)."""

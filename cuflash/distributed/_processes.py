@@ -3,7 +3,7 @@
 One thread for each other rank reads, so that no send waits for long; one more sends a sign of life
 and looks for ranks without one. A rank fails when its connection ends, when it gives no sign of
 life for ``liveness_timeout``, or when an operation takes longer than ``op_timeout``: then the one
-that has done least is to blame. Who finds it tells the others, so that all raise one error.
+that has begun least is to blame. Who finds it tells the others, so that all raise one error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Processes:
         self.op_timeout, self._liveness = op_timeout, liveness_timeout
         #: Called once where a rank has failed, by any thread.
         self.on_failure: Callable[[], None] = lambda: None
-        #: Operations that this rank has begun or, over NCCL, ended.
+        #: Operations that this rank has begun.
         self.progress = 0
         self._links = links
         self._locks = {other: threading.Lock() for other in links}
@@ -129,7 +129,7 @@ class Processes:
         if self._closed:
             raise CommunicationError("the communicator is closed")
 
-    def fail(self, rank: int, text: str, *, tell: bool = True) -> None:
+    def fail(self, rank: int | None, text: str, *, tell: bool = True) -> None:
         """Note that a rank has failed, tell the others, and let go of whoever waits."""
         with self._changed:
             if self._failure is not None or self._closed:
@@ -138,17 +138,25 @@ class Processes:
             self._changed.notify_all()
         message = json.dumps({"rank": rank, "text": text}).encode()
         for other in self._links:
-            if tell and other != rank:
+            if tell:
                 self._tell(other, _FAILED, 0, message)
-        with contextlib.suppress(OSError, KeyError):  # a send to it may be waiting
-            self._links[rank].shutdown(socket.SHUT_RDWR)
+        if rank in self._links:
+            with contextlib.suppress(OSError):  # a send to it may be waiting
+                self._links[rank].shutdown(socket.SHUT_RDWR)
         self.on_failure()
 
-    def slowest(self, waited_for: int) -> int:
-        """The rank that has done least, of others that are equal the one that was waited for."""
+    def blame(self, waited_for: int, what: str) -> None:
+        """Fail the rank that has begun least; of several, the one that was waited for.
+
+        Where this rank has not begun more than that one, no rank can be named.
+        """
         with self._changed:
-            done = dict(self._progress_of)
-        return min(done, key=lambda other: (done[other], other != waited_for))
+            begun = dict(self._progress_of)
+        who = min(begun, key=lambda other: (begun[other], other != waited_for), default=None)
+        if who is None or begun[who] >= self.progress:
+            self.fail(None, f"no rank is behind the others, but {what}")
+        else:
+            self.fail(who, f"rank {who} is stuck: {what}")
 
     def close(self) -> None:
         """Leave; who still waits for this rank gets a CommunicationError."""
@@ -210,9 +218,8 @@ class Processes:
         if gone:
             self.fail(other, f"rank {other} has left, and rank {self.rank} waits for it")
         else:
-            who = self.slowest(other)
-            text = f"rank {who} is stuck: rank {self.rank} waited {self.op_timeout:g} s"
-            self.fail(who, f"{text} for rank {other}")
+            what = f"rank {self.rank} waited {self.op_timeout:g} s for rank {other}"
+            self.blame(other, what)
         self.check()
         raise CommunicationError(f"rank {other} sent nothing", other)
 
@@ -229,7 +236,8 @@ class Processes:
                         self._progress_of[other] = number
                 elif kind == _FAILED:
                     found = json.loads(payload)
-                    self.fail(int(found["rank"]), str(found["text"]), tell=False)
+                    rank = None if found["rank"] is None else int(found["rank"])
+                    self.fail(rank, str(found["text"]), tell=False)
                 elif kind == _LEAVING:
                     break
                 else:
@@ -260,7 +268,7 @@ class Processes:
         self.fail(other, f"rank {other} died: its connection to rank {self.rank} ended")
 
     def _pulse(self) -> None:
-        every = min(2.0, self._liveness / 5)
+        every = min(2.0, self._liveness / 5, self.op_timeout / 4)
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._failure or self._closed, timeout=every):

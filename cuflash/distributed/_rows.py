@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module, native
+from cuflash._arrays import Array, array_module, native, on_device_of
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
 from cuflash.distributed._communicator import Communicator, Schedule, Wait, drive
@@ -54,13 +54,14 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
     array([0, 1, 6, 7])
     """
     layout, array = checked_layout(layout), native("x", x)
-    axis = _checked_axis(axis, array)
+    axis, xp = _checked_axis(axis, array), array_module(array)
     parts = {}
     for rank in comm.ranks:
         own = positions(array.shape[axis], rank, comm.size, layout=layout)
+        with on_device_of(array):
+            part = xp.take(array, xp.asarray(own), axis=axis)
         with comm.on(rank):
-            xp = array_module(array)
-            parts[rank] = xp.take(array, xp.asarray(own), axis=axis)
+            parts[rank] = xp.array(part)  # which copies to the current device
     return list(parts.values()) if comm.in_lists else parts[comm.ranks[0]]
 
 

@@ -186,7 +186,8 @@ class OptionGradients:
     def __init__(self, share: Share, wanted: tuple[str, ...]) -> None:
         self._share = share
         shapes = {name: a.shape for name, a in share.options.arrays.items()} | {"scale": ()}
-        self._sums = {n: share.xp.zeros(shapes[n], share.sums_dtype) for n in wanted if n in shapes}
+        dtypes = dict.fromkeys(shapes, share.sums_dtype) | {"scale": np.dtype(np.float64)}
+        self._sums = {n: share.xp.zeros(shapes[n], dtypes[n]) for n in wanted if n in shapes}
 
     def add(self, parts: Parts, block: Any, gradients: dict[str, Array]) -> None:
         """Add what a block gave."""

@@ -22,12 +22,16 @@ class Merged:
         lse_shape: tuple[int, ...],
         dtype: np.dtype,
     ) -> None:
-        self._xp = xp
+        self._xp, self._first = xp, True
         self.out = xp.zeros(out_shape, dtype)
         self.lse = xp.full(lse_shape, -np.inf, dtype)
 
     def add(self, rows: slice, out: Array, lse: Array) -> None:
-        """Merge the part that ``rows`` saw of other keys."""
+        """Merge the part that ``rows`` saw of other keys; ``out`` is taken over or overwritten."""
+        first, self._first = self._first, False
+        if first and out.shape == self.out.shape:
+            self.out, self.lse = out, lse
+            return
         xp, so_far = self._xp, self.lse[..., rows]
         with np.errstate(all="ignore"):
             highest = xp.maximum(so_far, lse)

@@ -86,14 +86,16 @@ class _Grid:
 
     def collected(self, *arrays: Array, like: str = "q") -> Schedule:
         """Rows of the group for own heads, rows first; of arrays like q (out, dout), k or lse."""
-        axis = -1 if like == "lse" else -2
+        axis, xp = -1 if like == "lse" else -2, self.share.xp
+        if self.across == 1 and like != "k":  # stays here
+            return tuple(xp.moveaxis(a, axis, 0) for a in arrays)
         wires = [rows_first(a, axis) for a in arrays]
 
         def part_for(other: int) -> tuple[Array, ...]:
             if self.across == 1:
                 return tuple(wires)
             index = self.own_heads(other, like)
-            return tuple(self.share.xp.ascontiguousarray(w[index]) for w in wires)
+            return tuple(xp.ascontiguousarray(w[index]) for w in wires)
 
         chunks = self.share.keys if like == "k" else self.share.queries
         holder = self.rows(chunks, self.number)
@@ -184,10 +186,10 @@ def forward(share: Share, across: int) -> Schedule:
         if ticket is not None:
             yield Wait(ticket)
             kv = coming
-    out = rows_first(rounded(merged.out, problem.dtype))
+    out = xp.moveaxis(rounded(merged.out, problem.dtype), -2, 0)
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = yield from grid.distributed(out, (*shape, problem.head_dim_v))
-    lse = yield from grid.distributed(rows_first(merged.lse, -1), shape, "lse")
+    lse = yield from grid.distributed(xp.moveaxis(merged.lse, -1, 0), shape, "lse")
     return out, lse
 
 
@@ -236,7 +238,7 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
         yield Wait(travelling)
     result = {}
     if "q" in wanted:
-        dq = rows_first(rounded(dq, share.q.dtype))
+        dq = xp.moveaxis(rounded(dq, share.q.dtype), -2, 0)
         result["q"] = yield from grid.distributed(dq, share.q.shape)
     for name, array in zip(names, sent, strict=True):
         like = getattr(share, name)

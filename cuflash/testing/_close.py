@@ -9,11 +9,13 @@ import numpy as np
 from cuflash._api.arguments import QKV
 from cuflash._arrays import is_cupy, native
 from cuflash._errors import wrong_type, wrong_value
+from cuflash._problem.checks import require_shape
 from cuflash._problem.operand import checked_axes
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import OPTION_NAMES, Options, ScoreOptions, resolve
+from cuflash._problem.problem import describe
 from cuflash._results import Gradients
-from cuflash.testing._budget import Budget
+from cuflash.testing._budget import Budget, BudgetError
 from cuflash.testing._call import Call
 
 _DEFAULTS = Options()
@@ -97,16 +99,29 @@ def assert_attention_close(
     wrt = () if gradients is None else _names(gradients)
     if wrt and dout is None:
         raise wrong_value("dout", "gradients without dout", "the cotangent of out")
+    given = {n: _on_the_host(n, array) for n, array in zip(QKV, (q, k, v), strict=True)}
+    keywords = _keywords(chosen)
+    problem = describe(
+        given["q"], given["k"], given["v"], Options(**keywords), axes=axes, precision=precision
+    )
     out, lse = actual if isinstance(actual, tuple) else (actual, None)
-    out = _canonical("actual", out, pairs[3])
+    out = _on_the_host("actual", out)
     lse = None if lse is None else _on_the_host("actual", lse)
+    if out.shape != problem.out_shape:
+        raise BudgetError(f"actual: got shape {out.shape}, expected {problem.out_shape}")
+    dout = np.zeros_like(out) if dout is None else _on_the_host("dout", dout)
+    require_shape("dout", dout, problem.out_shape, "actual")
+    if dlse is not None:
+        dlse = _on_the_host("dlse", dlse)
+        require_shape("dlse", dlse, problem.lse_shape, "lse")
     of = dict(zip(QKV, pairs, strict=False))
-    inputs = {n: _canonical(n, array, of[n]) for n, array in zip(QKV, (q, k, v), strict=True)}
+    out, dout = (np.moveaxis(array, pairs[3], (-2, -1)) for array in (out, dout))
+    inputs = {n: np.moveaxis(array, of[n], (-2, -1)) for n, array in given.items()}
     call = Call(
         **inputs,
-        dout=np.zeros_like(out) if dout is None else _canonical("dout", dout, pairs[3]),
-        dlse=None if dlse is None else _on_the_host("dlse", dlse),
-        options=_keywords(chosen),
+        dout=dout,
+        dlse=dlse,
+        options=keywords,
         wrt=wrt,
         tf32=precision == "tf32" and all(a.dtype == np.float32 for a in inputs.values()),
     )
@@ -116,10 +131,8 @@ def assert_attention_close(
         return
     arrays = {}
     for name in wrt:
-        array = getattr(gradients, FIELDS[name])
-        arrays[name] = (
-            _canonical(name, array, of[name]) if name in of else _on_the_host(name, array)
-        )
+        array = _on_the_host(FIELDS[name], getattr(gradients, FIELDS[name]))
+        arrays[name] = np.moveaxis(array, of[name], (-2, -1)) if name in of else array
     budget.check_backward(arrays, given=None if lse is None else (out, lse))
 
 
@@ -150,7 +163,3 @@ def _on_the_host(name: str, array: Any) -> Any:
     """An array as NumPy's."""
     own = native(name, array)
     return own.get() if is_cupy(own) else own
-
-
-def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Any:
-    return np.moveaxis(_on_the_host(name, array), pair, (-2, -1))

@@ -20,6 +20,37 @@ struct Gradients {
 
 using Work = KeyTile;
 
+// The queries that see a tile's keys, of the owner's `index`-th batch entry: what all warps walk.
+struct TileWalk {
+  Work work;
+  BatchIndex entry;
+  Score score;
+  Range keys, rows;
+  BlockRanges blocks;
+
+  CUFLASH_DEVICE TileWalk(const BackwardParams& params, int index)
+      : work(Work::of_this_block(params)),
+        entry(work.entry(params, index)),
+        score(params.score, entry),
+        keys{work.first_key, work.first_key + Config::block_n},
+        rows(score.q_range(keys.begin, keys.end)),
+        blocks(score.q_blocks(keys.begin, keys.end)) {}
+};
+
+// Starts the copy of a tile's keys and, where dk asks for them, values.
+template <typename Shared>
+CUFLASH_DEVICE void load_keys(const BackwardParams& params, Shared& smem, const BatchIndex& entry,
+                              int first_key) {
+  const Seqlen seqlen(params.score, entry);
+  const Range keys{0, seqlen.rows_k};
+  const RowSource k(params.k, params.k_layout, entry, seqlen.first_k, params.head_dim);
+  load_tile(smem.k, k, first_key, keys);
+  if constexpr (Config::grad_k) {
+    const RowSource v(params.v, params.v_layout, entry, seqlen.first_k, params.head_dim_v);
+    load_tile(smem.v, v, first_key, keys);
+  }
+}
+
 // Of two neighbouring columns, read at once.
 struct alignas(16) TwoRows {
   Real first_lse, first_delta, second_lse, second_delta;

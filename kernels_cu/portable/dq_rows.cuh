@@ -9,6 +9,23 @@ namespace cuflash {
 
 using Work = RowTile;
 
+// The keys that a tile's rows see, of the owner's `index`-th batch entry: what all warps walk.
+struct TileWalk {
+  Work work;
+  BatchIndex entry;
+  Score score;
+  Range rows, keys;
+  BlockRanges blocks;
+
+  CUFLASH_DEVICE explicit TileWalk(const BackwardParams& params, int index = 0)
+      : work(Work::of_this_block(params)),
+        entry(work.entry(params, index)),
+        score(params.score, entry),
+        rows{work.first_row, work.first_row + Config::block_m},
+        keys(score.kv_range(rows.begin, rows.end)),
+        blocks(score.kv_blocks(rows.begin, rows.end)) {}
+};
+
 // The statistics of this lane's rows.
 template <int slices>
 CUFLASH_DEVICE void read_statistics(RowStatistics (&rows)[slices][2], const BackwardParams& params,

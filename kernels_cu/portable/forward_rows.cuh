@@ -14,28 +14,24 @@ CUFLASH_DEVICE void apply_score(Real (&s_acc)[slices][tiles][4], const Score& sc
   const int lane = ptx::thread_index() % 32;
   const int lane_row = first_row + fragment_row(0, 0, lane);
   const int lane_key = first_key + fragment_column(0, 0, lane);
+  unrolled<slices, 2>([&](int s, int half) {
+    const int q_idx = lane_row + 16 * s + 8 * half;
+    // Relative to this lane's first column, so that columns are compared as constants.
+    const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
+    ColumnBits seen;
+    if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
 #pragma unroll
-  for (int s = 0; s < slices; ++s) {
+    for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int q_idx = lane_row + 16 * s + 8 * half;
-      // Relative to this lane's first column, so that columns are compared as constants.
-      const Range keys = score.kv_range(q_idx, q_idx + 1).relative_to(lane_key);
-      ColumnBits seen;
-      if constexpr (masked) seen = score.seen_of_row<tiles>(q_idx, lane_key, keys);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Real& value = s_acc[s][t][2 * half + i];
-          const int kv_idx = lane_key + 8 * t + i;
-          const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
-                                           score.formula_shows(q_idx, kv_idx));
-          value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
-        }
+      for (int i = 0; i < 2; ++i) {
+        Real& value = s_acc[s][t][2 * half + i];
+        const int kv_idx = lane_key + 8 * t + i;
+        const bool visible = !masked || (keys.contains(8 * t + i) && seen.contains(t, i) &&
+                                         score.formula_shows(q_idx, kv_idx));
+        value = visible ? score.apply(value, q_idx, kv_idx) : -infinity();
       }
     }
-  }
+  });
 }
 
 // The tile of this thread block, as often as it is asked for.
@@ -47,6 +43,21 @@ struct Work {
     const RowTile tile = RowTile::of_this_block(params);
     return {tile.first_row, BatchIndex(params.batch, tile.owner, tile.sequence)};
   }
+};
+
+// The keys that a tile's rows see: what all warps walk.
+struct TileWalk {
+  Work work;
+  Score score;
+  Range rows, keys;
+  BlockRanges blocks;
+
+  CUFLASH_DEVICE explicit TileWalk(const ForwardParams& params)
+      : work(Work::of_this_block(params)),
+        score(params.score, work.entry),
+        rows{work.first_row, work.first_row + Config::block_m},
+        keys(score.kv_range(rows.begin, rows.end)),
+        blocks(score.kv_blocks(rows.begin, rows.end)) {}
 };
 
 // out and lse of the rows of the `warp`th warp; rows that saw nothing become +0 and

@@ -40,6 +40,16 @@ CUFLASH_DEVICE void pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+// Starts products that add to the registers of `sums`.
+template <int n, typename Products>
+CUFLASH_DEVICE void wgmma_group(float (&sums)[n], Products products) {
+  pin(sums);
+  wgmma_fence();
+  products();
+  wgmma_commit();
+  pin(sums);
+}
+
 // Describes a matrix in shared memory with the 128-byte swizzle. Offsets count 16 bytes: adding n
 // to a descriptor moves it by 16 n bytes.
 //   bits 0-13 address, 16-29 leading offset, 32-45 stride offset (the next 8 rows of a panel, 1024

@@ -59,7 +59,7 @@ struct Tile {
 
 template <Dtype dtype>
 CUFLASH_DEVICE int64_t read_integer(const void* array, int64_t index) {
-  return static_cast<const typename Storage<dtype>::type*>(array)[index];
+  return static_cast<const Storage<dtype>*>(array)[index];
 }
 
 CUFLASH_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {

@@ -201,16 +201,12 @@ struct KeptBits {
   CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4],
                                      const ScoreParams& params) const {
     if constexpr (Config::dropout) {
+      unrolled<slices, tiles>([&](int s, int t) {
 #pragma unroll
-      for (int s = 0; s < slices; ++s) {
-#pragma unroll
-        for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            dp_acc[s][t][i] = contains(s, t, i) ? dp_acc[s][t][i] * params.kept_scale : 0;
-          }
+        for (int i = 0; i < 4; ++i) {
+          dp_acc[s][t][i] = contains(s, t, i) ? dp_acc[s][t][i] * params.kept_scale : 0;
         }
-      }
+      });
     }
   }
 };

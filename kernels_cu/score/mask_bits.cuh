@@ -126,16 +126,12 @@ struct ByteMatrix {
         const int row_idx = min(first_row + 32 * w + lane, num_rows - 1);
         word[w] = nonzero_bytes(data + row_idx * row + first_column, num_columns - first_column);
       }
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int from = 8 * (t % 4) + 2 * (lane % 4) + i;
-          const uint32_t found = __shfl_sync(0xffffffff, word[t / 4], from, 32) >> (lane / 4);
-          bits[0] |= (found & 1) << (2 * t + i);
-          bits[1] |= (found >> 8 & 1) << (2 * t + i);
-        }
-      }
+      unrolled<tiles, 2>([&](int t, int i) {
+        const int from = 8 * (t % 4) + 2 * (lane % 4) + i;
+        const uint32_t found = __shfl_sync(0xffffffff, word[t / 4], from, 32) >> (lane / 4);
+        bits[0] |= (found & 1) << (2 * t + i);
+        bits[1] |= (found >> 8 & 1) << (2 * t + i);
+      });
     } else {
 #pragma unroll 4
       for (int t = 0; t < tiles; ++t) {

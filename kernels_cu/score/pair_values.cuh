@@ -9,7 +9,7 @@ namespace cuflash {
 // Of one row or, transposed, of one key; none of an absent matrix.
 template <Dtype dtype, int tiles>
 struct PairValues {
-  using Value = typename Storage<dtype>::type;
+  using Value = Storage<dtype>;
   struct alignas(2 * sizeof(Value)) Pair {
     Value of[2];
   };

@@ -386,7 +386,7 @@ struct Score : ScoreTraits {
 
  private:
   CUFLASH_DEVICE const void* first_bias() const {
-    return static_cast<const typename Storage<Config::bias>::type*>(params.bias) + bias_offset;
+    return static_cast<const Storage<Config::bias>*>(params.bias) + bias_offset;
   }
 
   CUFLASH_DEVICE Real before_formula(Real score, Real bias, int q_idx, int kv_idx) const {

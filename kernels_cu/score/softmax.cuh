@@ -70,49 +70,36 @@ struct OnlineSoftmax {
   template <bool skips_one = is_double, int tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&s_acc)[slices][tiles][4], Real (&o_acc)[slices][out_tiles][4],
                              const Score& score) {
+    unrolled<slices, 2>([&](int s, int half) {
+      const Real block_max = quad_max(lane_maximum(s_acc[s], half, row_max[s][half]));
+      // A row that has seen nothing yet: -inf minus -inf would be NaN.
+      const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
+      // Most blocks of keys leave every maximum as it was, whose factor is 1.
+      if (!skips_one || warp_agrees(block_max != row_max[s][half])) {
+        const Real rescale =
+            power(score.exponent_between(score.reference(row_max[s][half]), shift));
+        row_max[s][half] = block_max;
+        row_sum[s][half] *= rescale;
+        if constexpr (keeps_loss) row_loss[s][half] *= rescale;
+        scale_row(o_acc[s], half, rescale);
+      }
+      Real sum = keeps_loss ? -row_loss[s][half] : row_sum[s][half];
 #pragma unroll
-    for (int s = 0; s < slices; ++s) {
+      for (int t = 0; t < tiles; ++t) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Real block_max = row_max[s][half];
-#pragma unroll
-        for (int t = 0; t < tiles; ++t) {
-          block_max = fmax(block_max, fmax(s_acc[s][t][2 * half], s_acc[s][t][2 * half + 1]));
-        }
-        block_max = quad_max(block_max);
-        // A row that has seen nothing yet: -inf minus -inf would be NaN.
-        const Real shift = block_max == -infinity() ? 0 : score.reference(block_max);
-        // Most blocks of keys leave every maximum as it was, whose factor is 1.
-        if (!skips_one || warp_agrees(block_max != row_max[s][half])) {
-          const Real rescale =
-              power(score.exponent_between(score.reference(row_max[s][half]), shift));
-          row_max[s][half] = block_max;
-          row_sum[s][half] *= rescale;
-          if constexpr (keeps_loss) row_loss[s][half] *= rescale;
-#pragma unroll
-          for (int t = 0; t < out_tiles; ++t) {
-            o_acc[s][t][2 * half] *= rescale;
-            o_acc[s][t][2 * half + 1] *= rescale;
-          }
-        }
-        Real sum = keeps_loss ? -row_loss[s][half] : row_sum[s][half];
-#pragma unroll
-        for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s_acc[s][t][i] = power(score.exponent(s_acc[s][t][i], shift));
-            sum += s_acc[s][t][i];
-          }
-        }
-        if constexpr (keeps_loss) {
-          const Real total = row_sum[s][half] + sum;
-          row_loss[s][half] = (total - row_sum[s][half]) - sum;
-          row_sum[s][half] = total;
-        } else {
-          row_sum[s][half] = sum;
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          s_acc[s][t][i] = power(score.exponent(s_acc[s][t][i], shift));
+          sum += s_acc[s][t][i];
         }
       }
-    }
+      if constexpr (keeps_loss) {
+        const Real total = row_sum[s][half] + sum;
+        row_loss[s][half] = (total - row_sum[s][half]) - sum;
+        row_sum[s][half] = total;
+      } else {
+        row_sum[s][half] = sum;
+      }
+    });
   }
 
   // What the sum of a row is relative to; -inf where nothing was seen.
@@ -122,27 +109,15 @@ struct OnlineSoftmax {
 
   // Completes the sums; afterwards every lane of a row holds them.
   CUFLASH_DEVICE void finish() {
-#pragma unroll
-    for (int s = 0; s < slices; ++s) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (keeps_loss) row_sum[s][half] -= row_loss[s][half];
-        row_sum[s][half] = quad_sum(row_sum[s][half]);
-      }
-    }
+    unrolled<slices, 2>([&](int s, int half) {
+      if constexpr (keeps_loss) row_sum[s][half] -= row_loss[s][half];
+      row_sum[s][half] = quad_sum(row_sum[s][half]);
+    });
   }
 };
 
-template <int slices, bool holds>
-struct SoftmaxOf {
-  using type = OnlineSoftmax<slices>;
-};
 template <int slices>
-struct SoftmaxOf<slices, true> {
-  using type = HeldSoftmax<slices>;
-};
-template <int slices>
-using WarpSoftmax =
-    typename SoftmaxOf<slices, is_double && Config::scale_in_exponent && !Config::simt>::type;
+using WarpSoftmax = If<is_double && Config::scale_in_exponent && !Config::simt, HeldSoftmax<slices>,
+                       OnlineSoftmax<slices>>;
 
 }  // namespace cuflash

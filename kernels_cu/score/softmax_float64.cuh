@@ -67,7 +67,7 @@ struct HeldSoftmax {
         for (int half = 0; half < 2; ++half) {
           bool is_far = false;
           if (any_odd) {
-            const Real exact = score.reference(row_maximum(s_acc[s], half));
+            const Real exact = score.reference(quad_max(lane_maximum(s_acc[s], half, -infinity())));
             is_far = is_odd(maxima[s][half]);
             maxima[s][half] = is_far ? exact : maxima[s][half];
           }
@@ -131,17 +131,6 @@ struct HeldSoftmax {
     return __hiloint2double(__float_as_int(upper[0]), 0);
   }
 
-  // The largest score of a row as float64.
-  template <int tiles>
-  CUFLASH_DEVICE static Real row_maximum(const Real (&s_acc)[tiles][4], int half) {
-    Real maximum = -infinity();
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      maximum = fmax(maximum, fmax(s_acc[t][2 * half], s_acc[t][2 * half + 1]));
-    }
-    return quad_max(maximum);
-  }
-
   // Makes the maximum of a block the reference of its row if that is too small.
   template <int out_tiles>
   CUFLASH_DEVICE void hold(Real maximum, int s, int half, Real (&o_acc)[slices][out_tiles][4],
@@ -150,11 +139,7 @@ struct HeldSoftmax {
     if (exceeds(maximum - before, most)) held[s][half] = (maximum + to_32nds) - to_32nds;
     const Real rescale = power(score.exponent_between(before, held[s][half]));
     row_sum[s][half] *= rescale;
-#pragma unroll
-    for (int t = 0; t < out_tiles; ++t) {
-      o_acc[s][t][2 * half] *= rescale;
-      o_acc[s][t][2 * half + 1] *= rescale;
-    }
+    scale_row(o_acc[s], half, rescale);
   }
 
   // Scores of rows that are far from 0 become exponents; a NaN gets the sign that `of_product`

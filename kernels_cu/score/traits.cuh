@@ -11,7 +11,7 @@ struct ScoreTraits {
   static constexpr bool last_rows_see_most = Config::window_right;
 
   static constexpr bool has_segments = Config::segment_ids != Dtype::none;
-  using Id = typename Storage<Config::segment_ids>::type;
+  using Id = Storage<Config::segment_ids>;
 
   // Is visibility looked up pair by pair, whichever the block?
   static constexpr bool hides_pairs =

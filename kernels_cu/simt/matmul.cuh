@@ -129,14 +129,9 @@ CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Real a[slices][2];
-#pragma unroll
-        for (int s = 0; s < slices; ++s) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            a[s][half] =
-                __shfl_sync(0xffffffff, a_frag[s][k / 2][k % 2 * 4 + 2 * i + half], lane, 4);
-          }
-        }
+        unrolled<slices, 2>([&](int s, int half) {
+          a[s][half] = __shfl_sync(0xffffffff, a_frag[s][k / 2][k % 2 * 4 + 2 * i + half], lane, 4);
+        });
         const Element* row = b.tile.row(8 * k + 2 * lane + i);
 #pragma unroll
         for (int t = 0; t < tiles; ++t) {
@@ -149,13 +144,8 @@ CUFLASH_DEVICE void multiply(Real (&acc)[slices][tiles][4],
 #pragma unroll
             for (int j = 0; j < at_once; ++j) pair[c + j] = read[j];
           }
-#pragma unroll
-          for (int s = 0; s < slices; ++s) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              acc[s][t][j] = fma(a[s][j / 2], pair[j % 2], acc[s][t][j]);
-            }
-          }
+          unrolled<slices, 4>(
+              [&](int s, int j) { acc[s][t][j] = fma(a[s][j / 2], pair[j % 2], acc[s][t][j]); });
         }
       }
     }

@@ -210,26 +210,23 @@ struct Consumer {
       maximum[0] = fmaxf(maximum[0], fmaxf(s[0], s[1]));
       maximum[1] = fmaxf(maximum[1], fmaxf(s[2], s[3]));
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    unrolled<2>([&](int half) {
       maximum[half] = quad_max(maximum[half]);
       softmax.raise_reference(half, lost[half] ? maximum[half] : -infinity(), score);
       if (lost[half]) softmax.block_sum[half] = 0.0f;
-    }
+    });
     softmax.rescale_rows(o_acc);
 #pragma unroll 1
     for (int t = 0; t < s_tiles; ++t) {
       raw.of_keys(s, first_key + 8 * t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      unrolled<4>([&](int i) {
         const float weight = ptx::exp2_approx(score.exponent(s[i], softmax.shift[i / 2]));
         if (lost[i / 2]) softmax.block_sum[i / 2] += weight;
-#pragma unroll
-        for (int own = 0; own < s_tiles; ++own) {
+        unrolled<s_tiles>([&](int own) {
           float& value = s_acc[0][own][i];
           value = own == t && lost[i / 2] ? weight : value;
-        }
-      }
+        });
+      });
     }
   }
 
@@ -337,11 +334,9 @@ struct Consumer {
   template <Keys keys, int tiles>
   CUFLASH_DEVICE void pack_p(const float (&s_acc)[1][tiles][4],
                              const DroppedPairs<1, tiles>& dropped) {
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t) {
+    unrolled<s_tiles>([&](int t) {
       const int own = t - first_of(keys);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      unrolled<2>([&](int half) {
         uint32_t& pair = p_frag[0][t / 2][t % 2 * 2 + half];
         if (own >= 0 && own < tiles) {
           pair = pack<Config::dtype>(s_acc[0][own][2 * half], s_acc[0][own][2 * half + 1]);
@@ -349,8 +344,8 @@ struct Consumer {
         } else {
           pair = 0;
         }
-      }
-    }
+      });
+    });
   }
 
   template <Keys keys, int tiles>
@@ -385,15 +380,14 @@ struct Consumer {
     softmax.finish();
     bool hidden[2], unsure[2];
     float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    unrolled<2>([&](int half) {
       const float sum = softmax.row_sum[0][half];
       unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
       factor[half] =
           hidden[half] ? 0.0f : __fdividef(kept_scale(params.score) * end.weight, end.sum);
-    }
+    });
     const uint32_t existing = (1u << num_rows) - 1;
     const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;
     const uint32_t broken = non_finite & existing | without_lse;

@@ -99,16 +99,12 @@ struct DkvWarpgroup {
                                 const float2 (&lse)[tiles], const Score& score, int first_row,
                                 int first_key, int first = 0) const {
     const LaneIndices lane(first_row + first, first_key);
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float logit =
-            score.apply(products[0][t][i], lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
-        p[0][t][i] =
-            ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? lse[t].x : lse[t].y));
-      }
-    }
+    unrolled<tiles, 4>([&](int t, int i) {
+      const float logit =
+          score.apply(products[0][t][i], lane.row + 8 * t + i % 2, lane.key + 8 * (i / 2));
+      p[0][t][i] =
+          ptx::exp2_approx(score.probability_exponent(logit, i % 2 == 0 ? lse[t].x : lse[t].y));
+    });
   }
 
   CUFLASH_DEVICE void hide_pairs(float (&p)[1][tiles][4], const Score& score, int first_row,
@@ -118,13 +114,9 @@ struct DkvWarpgroup {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Range seeing = lane.seeing(score, half);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
-        }
-      }
+      unrolled<tiles, 2>([&](int t, int i) {
+        if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
+      });
     }
   }
 
@@ -177,13 +169,9 @@ struct DkvWarpgroup {
   // The weights of dp^T - delta become ds^T.
   CUFLASH_DEVICE void compute_ds(float (&weight)[1][tiles][4], const float (&dp_acc)[1][tiles][4],
                                  const float2 (&delta)[tiles]) const {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        weight[0][t][i] *= dp_acc[0][t][i] - (i % 2 == 0 ? delta[t].x : delta[t].y);
-      }
-    }
+    unrolled<tiles, 4>([&](int t, int i) {
+      weight[0][t][i] *= dp_acc[0][t][i] - (i % 2 == 0 ? delta[t].x : delta[t].y);
+    });
   }
 
   CUFLASH_DEVICE void store(const KeyTile& work) const {

@@ -53,27 +53,24 @@ CUFLASH_DEVICE float (&flat(float (&acc)[1][tiles][4]))[4 * tiles] {
 template <int tiles, typename Multiply>
 CUFLASH_DEVICE void for_columns(float (&acc)[1][tiles][4], Multiply multiply) {
   constexpr int parts = Config::num_warps > 12 && tiles == 32 ? 2 : 1;
-#pragma unroll
-  for (int i = 0; i < parts; ++i) {
+  unrolled<parts>([&](int i) {
     multiply(reinterpret_cast<float (&)[4 * tiles / parts]>(acc[0][i * (tiles / parts)]),
              i * (tiles / parts / 8));
-  }
+  });
 }
 
 // Starts acc = A . B^T, of as many rows of B as acc has columns.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(tiles <= BTile::rows / 8 && ATile::columns == BTile::columns, "shapes");
-  ptx::pin(flat(acc));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ATile::columns / 16; ++k) {
-    // 16 columns are 32 bytes of a panel's row.
-    ptx::wgmma_ss<Major::k, Major::k>(flat(acc), a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
-                                      b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
-  }
-  ptx::wgmma_commit();
-  ptx::pin(flat(acc));
+  ptx::wgmma_group(flat(acc), [&] {
+    unrolled<ATile::columns / 16>([&](int k) {
+      // 16 columns are 32 bytes of a panel's row.
+      ptx::wgmma_ss<Major::k, Major::k>(flat(acc),
+                                        a + k % 4 * 2 + k / 4 * (ATile::panel_bytes / 16),
+                                        b + k % 4 * 2 + k / 4 * (BTile::panel_bytes / 16), k > 0);
+    });
+  });
 }
 
 // The same with A in registers.
@@ -83,15 +80,12 @@ CUFLASH_DEVICE void start_transposed_product(float (&acc)[1][tiles][4],
   static_assert(tiles <= BTile::rows / 8 && steps == BTile::columns / 16, "shapes");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
-  ptx::pin(flat(acc));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
-    ptx::wgmma_rs<Major::k>(flat(acc), a_frag[0][k],
-                            b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
-  }
-  ptx::wgmma_commit();
-  ptx::pin(flat(acc));
+  ptx::wgmma_group(flat(acc), [&] {
+    unrolled<steps>([&](int k) {
+      ptx::wgmma_rs<Major::k>(flat(acc), a_frag[0][k],
+                              b + k / 4 * (BTile::panel_bytes / 16) + k % 4 * 2, k > 0);
+    });
+  });
   ptx::pin(a_registers);
 }
 
@@ -113,31 +107,26 @@ template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_panel_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b,
                                         bool accumulates = false) {
   static_assert(ATile::rows == BTile::rows && tiles <= BTile::columns / 8, "shapes");
-  ptx::pin(flat(acc));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ATile::rows / 16; ++k) {
-    ptx::wgmma_ss<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128, k > 0 || accumulates);
-  }
-  ptx::wgmma_commit();
-  ptx::pin(flat(acc));
+  ptx::wgmma_group(flat(acc), [&] {
+    unrolled<ATile::rows / 16>([&](int k) {
+      ptx::wgmma_ss<Major::mn, Major::mn>(flat(acc), a + k * 128, b + k * 128,
+                                          k > 0 || accumulates);
+    });
+  });
 }
 
 // Starts acc += A . B, of one panel of A, whose columns are summed, and rows of B.
 template <typename ATile, typename BTile, int tiles>
 CUFLASH_DEVICE void start_shared_product(float (&acc)[1][tiles][4], uint64_t a, uint64_t b) {
   static_assert(ATile::columns == 64 && BTile::rows == 64 && tiles == BTile::columns / 8, "shapes");
-  ptx::pin(flat(acc));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_ss<Major::k, Major::mn>(columns, a + k * 2,
-                                         b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+  ptx::wgmma_group(flat(acc), [&] {
+    unrolled<4>([&](int k) {
+      for_columns(acc, [&](auto& columns, int panel) {
+        ptx::wgmma_ss<Major::k, Major::mn>(columns, a + k * 2,
+                                           b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      });
     });
-  }
-  ptx::wgmma_commit();
-  ptx::pin(flat(acc));
+  });
 }
 
 // Starts acc += A . B, A in registers; of the steps by 16, those from `first` on.
@@ -148,18 +137,16 @@ CUFLASH_DEVICE void start_product(float (&acc)[1][tiles][4], uint32_t (&a_frag)[
   static_assert(first + count <= steps, "A has them");
   auto& a_registers = reinterpret_cast<uint32_t (&)[4 * steps]>(a_frag);
   ptx::pin(a_registers);
-  ptx::pin(flat(acc));
-  ptx::wgmma_fence();
+  ptx::wgmma_group(flat(acc), [&] {
 #pragma unroll
-  for (int k = first; k < first + count; ++k) {
-    // 16 rows are 2048 bytes of every panel.
-    for_columns(acc, [&](auto& columns, int panel) {
-      ptx::wgmma_rs<Major::mn>(columns, a_frag[0][k],
-                               b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
-    });
-  }
-  ptx::wgmma_commit();
-  ptx::pin(flat(acc));
+    for (int k = first; k < first + count; ++k) {
+      // 16 rows are 2048 bytes of every panel.
+      for_columns(acc, [&](auto& columns, int panel) {
+        ptx::wgmma_rs<Major::mn>(columns, a_frag[0][k],
+                                 b + k * 128 + panel * (BTile::panel_bytes / 16), 1);
+      });
+    }
+  });
   ptx::pin(a_registers);
 }
 

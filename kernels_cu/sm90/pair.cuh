@@ -28,8 +28,6 @@ struct SharedMemory : DkvSharedMemory {
   uint32_t broken[4];  // rows of dk that came out non-finite, of each warp, as bits
   int tile;            // of the first thread block: what both compute
 };
-static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
-              "BackwardPairConfig.smem_bytes counts this struct");
 
 // By one thread, before any other touches a barrier.
 CUFLASH_DEVICE void init_barriers(SharedMemory& smem) {

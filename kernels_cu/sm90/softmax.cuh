@@ -29,12 +29,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
                                      bool (&lost)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-        largest = fmaxf(largest, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
-      }
-      largest = quad_max(largest);
+      const float largest = quad_max(lane_maximum(s_acc[0], half, 0.0f));
       const bool grew = largest > 0x1p8f || row_max[0][half] == -infinity();
       lost[half] = grew && !(largest > 0x1p-64f && largest < 0x1p100f);
       const float before = shift[half];
@@ -45,11 +40,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
       rescale[half] = ptx::exp2_approx(score.exponent_between(before, shift[half]));
       row_sum[0][half] *= rescale[half];
       block_sum[half] *= rescale[half];
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-        s_acc[0][t][2 * half] *= rescale[half];
-        s_acc[0][t][2 * half + 1] *= rescale[half];
-      }
+      scale_row(s_acc[0], half, rescale[half]);
     }
   }
 
@@ -59,11 +50,7 @@ struct SplitSoftmax : OnlineSoftmax<1> {
   CUFLASH_DEVICE void find_maximum(const float (&s_acc)[1][tiles][4], const Score& score) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float block_max = row_max[0][half];
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-        block_max = fmaxf(block_max, fmaxf(s_acc[0][t][2 * half], s_acc[0][t][2 * half + 1]));
-      }
+      const float block_max = lane_maximum(s_acc[0], half, row_max[0][half]);
       raise_reference(half, quad_max(block_max), score);
       block_sum[half] = 0.0f;
     }

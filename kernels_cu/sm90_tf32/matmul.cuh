@@ -22,20 +22,17 @@ struct Tf32Parts {
   CUFLASH_DEVICE explicit Tf32Parts(const float* x) {
     if constexpr (uses_3xtf32) {
       const Tf32Pair<count> split(x);
-#pragma unroll
-      for (int i = 0; i < count; ++i) {
+      unrolled<count>([&](int i) {
         part[0][i] = split.high[i];
         part[1][i] = split.low[i];
-      }
+      });
     } else {
-#pragma unroll
-      for (int i = 0; i < count; ++i) part[0][i] = for_tf32(x[i]);
+      unrolled<count>([&](int i) { part[0][i] = for_tf32(x[i]); });
     }
   }
 
   CUFLASH_DEVICE void pin() {
-#pragma unroll
-    for (int p = 0; p < operand_parts; ++p) ptx::pin(part[p]);
+    unrolled<operand_parts>([&](int p) { ptx::pin(part[p]); });
   }
 };
 
@@ -46,10 +43,9 @@ struct SharedOperand {
 
   CUFLASH_DEVICE explicit SharedOperand(const Tile (&tiles)[operand_parts], int first_row = 0) {
     static_assert(Tile::row_bytes == 128, "the swizzle of the descriptor");
-#pragma unroll
-    for (int p = 0; p < operand_parts; ++p) {
+    unrolled<operand_parts>([&](int p) {
       part[p] = ptx::smem_descriptor(ptx::shared_address(tiles[p].data) + first_row * 128, 16);
-    }
+    });
   }
 
   // Columns from 8 * k on: 32 bytes of a panel's row.
@@ -62,8 +58,18 @@ struct SharedOperand {
 template <int count>
 CUFLASH_DEVICE void take_part(float* sum, float (&part)[count], bool is_first) {
   ptx::pin(part);
-#pragma unroll
-  for (int i = 0; i < count; ++i) sum[i] = is_first ? part[i] : sum[i] + part[i];
+  unrolled<count>([&](int i) { sum[i] = is_first ? part[i] : sum[i] + part[i]; });
+}
+
+// 16 columns of A from 16 k on, in two steps.
+template <typename ATile>
+CUFLASH_DEVICE void read_parts(Tf32Parts<4> (&frag)[2], const RowsReader<ATile>& a, int k) {
+  float a_frag[8];
+  a.read(a_frag, 0, k);
+  unrolled<2>([&](int half) {
+    frag[half] = Tf32Parts<4>(a_frag + 4 * half);
+    frag[half].pin();
+  });
 }
 
 // acc = A . B^T, of 64 rows of A and as many of B as acc has columns. The columns are summed in
@@ -76,45 +82,32 @@ CUFLASH_DEVICE void multiply_in_parts(float (&acc)[1][tiles][4], const RowsReade
   static_assert(parts * part_steps == steps && parts >= 2, "whole parts");
   float part[buffers][4 * tiles];
   Tf32Parts<4> frag[2][2];
-  const auto read = [&](int k) {
-    float a_frag[8];
-    a.read(a_frag, 0, k);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      frag[k % 2][half] = Tf32Parts<4>(a_frag + 4 * half);
-      frag[k % 2][half].pin();
-    }
-  };
   const auto take = [&](int index) { take_part(&acc[0][0][0], part[index % buffers], index == 0); };
-  if constexpr (buffers == 1) read(0);
+  if constexpr (buffers == 1) read_parts(frag[0], a, 0);
 #pragma unroll
   for (int k = 0; k < steps; ++k) {
     const int index = k / part_steps;
     if constexpr (buffers == 2) {
       if (k >= 2) ptx::wgmma_wait<1>();  // these registers were read
       if (k % part_steps == 0 && index >= 2) take(index - 2);
-      read(k);
+      read_parts(frag[k % 2], a, k);
     }
     auto& sums = part[index % buffers];
-    ptx::pin(sums);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto& left = frag[k % 2][half].part;
-      const int step = 2 * k + half;
-      ptx::wgmma_tf32(sums, left[1], b.columns(0, step), k % part_steps > 0 || half > 0);
-      ptx::wgmma_tf32(sums, left[0], b.columns(1, step), 1);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, 2 * k + half), 1);
-    }
-    ptx::wgmma_commit();
-    ptx::pin(sums);
+    ptx::wgmma_group(sums, [&] {
+      unrolled<2>([&](int half) {
+        const auto& left = frag[k % 2][half].part;
+        const int step = 2 * k + half;
+        ptx::wgmma_tf32(sums, left[1], b.columns(0, step), k % part_steps > 0 || half > 0);
+        ptx::wgmma_tf32(sums, left[0], b.columns(1, step), 1);
+      });
+      unrolled<2>([&](int half) {
+        ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, 2 * k + half), 1);
+      });
+    });
     if constexpr (buffers == 1) {
       const bool is_last = k % part_steps == part_steps - 1;
       if (part_steps > 1 && is_last) ptx::wgmma_wait<1>();  // those of the next step were read
-      if (k + 1 < steps) read(k + 1);
+      if (k + 1 < steps) read_parts(frag[(k + 1) % 2], a, k + 1);
       if (is_last) {
         ptx::wgmma_wait<0>();
         take(index);
@@ -135,26 +128,16 @@ CUFLASH_DEVICE void multiply_once(float (&acc)[1][tiles][4], const RowsReader<AT
                                   const SharedOperand<BTile>& b) {
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
   Tf32Parts<4> frag[2][2];
-#pragma unroll
-  for (int k = 0; k < ATile::columns / 16; ++k) {
+  unrolled<ATile::columns / 16>([&](int k) {
     if (k >= 2) ptx::wgmma_wait<1>();  // these registers were read
-    float a_frag[8];
-    a.read(a_frag, 0, k);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      frag[k % 2][half] = Tf32Parts<4>(a_frag + 4 * half);
-      frag[k % 2][half].pin();
-    }
-    ptx::pin(sums);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int step = 2 * k + half;
-      ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, step), step > 0);
-    }
-    ptx::wgmma_commit();
-    ptx::pin(sums);
-  }
+    read_parts(frag[k % 2], a, k);
+    ptx::wgmma_group(sums, [&] {
+      unrolled<2>([&](int half) {
+        const int step = 2 * k + half;
+        ptx::wgmma_tf32(sums, frag[k % 2][half].part[0], b.columns(0, step), step > 0);
+      });
+    });
+  });
   ptx::wgmma_wait<0>();
   ptx::pin(sums);
 }
@@ -179,14 +162,10 @@ CUFLASH_DEVICE void multiply_transposed(float (&acc)[1][tiles][4], const SharedO
   static_assert(ATile::columns == BTile::columns && BTile::rows == 8 * tiles, "shapes");
   static_assert(operand_parts == 1, "small terms are summed apart");
   auto& sums = reinterpret_cast<float (&)[4 * tiles]>(acc);
-  ptx::pin(sums);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ATile::columns / 8; ++k) {
-    ptx::wgmma_tf32(sums, a.columns(0, k), b.columns(0, k), k > 0);
-  }
-  ptx::wgmma_commit();
-  ptx::pin(sums);
+  ptx::wgmma_group(sums, [&] {
+    unrolled<ATile::columns / 8>(
+        [&](int k) { ptx::wgmma_tf32(sums, a.columns(0, k), b.columns(0, k), k > 0); });
+  });
   ptx::wgmma_wait<0>();
   ptx::pin(sums);
 }
@@ -200,21 +179,19 @@ CUFLASH_DEVICE void multiply_columns(float (&acc)[32], Tf32Parts<4> (&a)[steps],
   auto& target = uses_3xtf32 ? part : acc;
 #pragma unroll
   for (int k = first; k < first + count; ++k) a[k].pin();
-  ptx::pin(target);
-  ptx::wgmma_fence();
-  if constexpr (uses_3xtf32) {
+  ptx::wgmma_group(target, [&] {
+    if constexpr (uses_3xtf32) {
+#pragma unroll
+      for (int k = first; k < first + count; ++k) {
+        ptx::wgmma_tf32(target, a[k].part[1], b.columns(0, k), k > first);
+        ptx::wgmma_tf32(target, a[k].part[0], b.columns(1, k), 1);
+      }
+    }
 #pragma unroll
     for (int k = first; k < first + count; ++k) {
-      ptx::wgmma_tf32(target, a[k].part[1], b.columns(0, k), k > first);
-      ptx::wgmma_tf32(target, a[k].part[0], b.columns(1, k), 1);
+      ptx::wgmma_tf32(target, a[k].part[0], b.columns(0, k), 1);
     }
-  }
-#pragma unroll
-  for (int k = first; k < first + count; ++k) {
-    ptx::wgmma_tf32(target, a[k].part[0], b.columns(0, k), 1);
-  }
-  ptx::wgmma_commit();
-  ptx::pin(target);
+  });
   ptx::wgmma_wait<0>();
   ptx::pin(target);
   if constexpr (uses_3xtf32) take_part(acc, part, false);
@@ -229,11 +206,10 @@ CUFLASH_DEVICE void multiply_sums(float (&acc)[1][tiles][4], const float (&a)[1]
   constexpr int count = uses_3xtf32 && part_rows < 8 * steps ? part_rows / 8 : steps;
   static_assert(steps % count == 0, "whole parts");
   Tf32Parts<4> parts[steps];
-#pragma unroll
-  for (int k = 0; k < steps; ++k) {
+  unrolled<steps>([&](int k) {
     const float frag[4] = {a[0][k][0], a[0][k][2], a[0][k][1], a[0][k][3]};
     parts[k] = Tf32Parts<4>(frag);
-  }
+  });
 #pragma unroll
   for (int t = 0; t < tiles; t += 8) {
     const SharedOperand<BTile> columns(b, 8 * t);

@@ -33,19 +33,25 @@ struct TileBarriers {
   CUFLASH_DEVICE void wait_full(const Ring<Config::num_stages>& ring) const {
     wait(full[ring.stage()], ring.full_parity());
   }
-  CUFLASH_DEVICE void wait_empty(const Ring<Config::num_stages>& ring) const {
-    wait(empty[ring.stage()], ring.empty_parity());
-  }
 
-  // By the producer: what its threads wrote is there for products. It arrives as readers do, so
+  // By the producer: what its threads write is there for products. It arrives as readers do, so
   // that racecheck sees who wrote.
-  CUFLASH_DEVICE void publish(const Ring<Config::num_stages>& ring) {
+  template <typename Write>
+  CUFLASH_DEVICE void fill(const Ring<Config::num_stages>& ring, Write write) {
+    wait(empty[ring.stage()], ring.empty_parity());
+    write();
     ptx::fence_async_proxy();
     arrive_as_readers(full[ring.stage()], true);
   }
-  // By a consumer, after its products.
-  CUFLASH_DEVICE void release(const Ring<Config::num_stages>& ring) {
+  // By a consumer: products that are done when `multiply` returns.
+  template <typename Multiply>
+  CUFLASH_DEVICE void read(const Ring<Config::num_stages>& ring, Multiply multiply) {
+    wait_full(ring);
+    multiply();
     arrive_if(empty[ring.stage()], leads_warpgroup());
+  }
+  CUFLASH_DEVICE void skip(const Ring<Config::num_stages>& ring) {
+    read(ring, [] {});
   }
   // By every warp of the consumers, after its loads: reader_releases arrivals.
   CUFLASH_DEVICE void release_as_reader(const Ring<Config::num_stages>& ring) {

@@ -42,17 +42,15 @@ struct Tf32PairColumn {
     const float* at = source.data + first_row * row_stride;
     const Range own = valid.relative_to(first_row);
     const int count = source.exists ? own.end - own.begin : 0;
-#pragma unroll
-    for (int g = 0; g < groups; ++g) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+    unrolled<groups>([&](int g) {
+      unrolled<8>([&](int i) {
         const int row = 8 * sharers * g + i;
         const bool is_hidden = Score::may_hide_rows && (hidden >> row & 1);
         value[g][i] = ptx::load_global_below(at, row - own.begin, is_hidden ? 0 : count);
         at += row_stride;
-      }
+      });
       at += 8 * (sharers - 1) * row_stride;
-    }
+    });
   }
 
   // As rows of a tile from `first_row` on: a warp writes 32 neighbours of one.
@@ -63,10 +61,8 @@ struct Tf32PairColumn {
     unrolled<groups, 8>([&](int g, int i) {
       const Tf32Parts<1> parts(&value[g][i]);
       const int index = first + 32 * (8 * sharers * g + i) + 4 * (chunk ^ i);
-#pragma unroll
-      for (int p = 0; p < operand_parts; ++p) {
-        tiles[p].data[index] = __uint_as_float(parts.part[p][0]);
-      }
+      unrolled<operand_parts>(
+          [&](int p) { tiles[p].data[index] = __uint_as_float(parts.part[p][0]); });
     });
   }
 
@@ -75,23 +71,20 @@ struct Tf32PairColumn {
   template <typename Tile>
   CUFLASH_DEVICE void store_columns(Tile (&tiles)[operand_parts], int first_column = 0) const {
     const int own = column(), own_group = first_group();
-#pragma unroll
-    for (int g = 0; g < groups; ++g) {
+    unrolled<groups>([&](int g) {
       const int group = first_column / 8 + own_group + sharers * g;
       const int row = group / 4 * (32 * Tile::rows) + 32 * own;
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
+      unrolled<2>([&](int odd) {
         const float four[4] = {value[g][odd], value[g][odd + 2], value[g][odd + 4],
                                value[g][odd + 6]};
         const Tf32Parts<4> parts(four);
         const int index = row + 4 * ((group % 4 * 2 + odd) ^ (own & 7));
-#pragma unroll
-        for (int p = 0; p < operand_parts; ++p) {
+        unrolled<operand_parts>([&](int p) {
           const auto& x = parts.part[p];
           *reinterpret_cast<uint4*>(tiles[p].data + index) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
-      }
-    }
+        });
+      });
+    });
   }
 
  private:

@@ -21,20 +21,18 @@
 
 namespace cuflash {
 
-// What a lane holds of an operand in one register, and how many of them.
+// What a lane holds of an operand in one register, two elements or one, and how many of them.
 constexpr bool packs_operands = sizeof(Element) == 2 && !Config::simt;
-template <bool packed>
-struct OperandRegister {
-  using type = Real;
-};
-template <>
-struct OperandRegister<true> {
-  using type = uint32_t;  // two elements
-};
-using Register = OperandRegister<packs_operands>::type;
+using Register = If<packs_operands, uint32_t, Real>;
 constexpr int operand_registers = packs_operands ? 4 : 8;
 
-// Calls body(i, j) for i below n and j below m, unrolled: slices and halves, tiles and registers.
+// Calls body(i) for i below n, or body(i, j) with j below m, unrolled: slices and halves, tiles and
+// registers.
+template <int n, typename Body>
+CUFLASH_DEVICE void unrolled(Body body) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) body(i);
+}
 template <int n, int m, typename Body>
 CUFLASH_DEVICE void unrolled(Body body) {
 #pragma unroll
@@ -65,6 +63,26 @@ CUFLASH_DEVICE void clear(Real (&acc)[slices][tiles][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[s][t][i] = 0;
   });
+}
+
+// The largest of `least` and the scores that this lane holds of the `half`th row of a slice.
+template <int tiles>
+CUFLASH_DEVICE Real lane_maximum(const Real (&s_acc)[tiles][4], int half, Real least) {
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+    least = fmax(least, fmax(s_acc[t][2 * half], s_acc[t][2 * half + 1]));
+  }
+  return least;
+}
+
+// Multiplies what this lane holds of the `half`th row of a slice.
+template <int tiles>
+CUFLASH_DEVICE void scale_row(Real (&acc)[tiles][4], int half, Real factor) {
+#pragma unroll
+  for (int t = 0; t < tiles; ++t) {
+    acc[t][2 * half] *= factor;
+    acc[t][2 * half + 1] *= factor;
+  }
 }
 
 // Two neighbouring 16x8 accumulators are one 16x16 operand, of 16-bit elements rounded once.

@@ -6,27 +6,12 @@
 
 namespace cuflash {
 
-template <bool simt, bool splits>
-struct Tiles {
-  template <int rows, int columns>
-  using Operand = SmemTile<rows, columns>;
-};
-template <>
-struct Tiles<false, true> {
-  template <int rows, int columns>
-  using Operand = Tf32PairTile<rows, columns>;
-};
-template <bool splits>
-struct Tiles<true, splits> {
-  template <int rows, int columns>
-  using Operand = GlobalTile<rows, columns>;
-};
 template <int rows, int columns>
-using OperandTile = Tiles<Config::simt, false>::template Operand<rows, columns>;
+using OperandTile = If<Config::simt, GlobalTile<rows, columns>, SmemTile<rows, columns>>;
 
 // One that every warp reads: of keys, or of queries where keys are owned.
 constexpr bool splits_tiles = uses_3xtf32 && !Config::simt;
 template <int rows, int columns>
-using StreamedTile = Tiles<Config::simt, splits_tiles>::template Operand<rows, columns>;
+using StreamedTile = If<splits_tiles, Tf32PairTile<rows, columns>, OperandTile<rows, columns>>;
 
 }  // namespace cuflash

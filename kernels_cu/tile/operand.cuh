@@ -64,41 +64,27 @@ struct RowsReader {
 };
 
 // Two right operands side by side, whose columns are 16 rows of a matrix: its columns are summed
-// over.
+// over. A lane reads the elements that it has of a left operand, and deals them out otherwise.
 template <typename Tile>
-struct ColumnsReader {
-  using Source = Tile;
-
-  uint32_t lane_address;
-
-  // Rows from 16 * row16 on, columns from 16 * k on.
+struct ColumnsReader : RowsReader<Tile> {
   CUFLASH_DEVICE void read(uint32_t (&frag)[4], int row16, int k) const {
-    ptx::ldmatrix_x4(frag, along_columns<Tile, 32>(lane_address, k) + row16 * row_block);
+    RowsReader<Tile>::read(frag, row16, k);
   }
 
-  CUFLASH_DEVICE void read(float (&frag)[8], int row16, int k, int distance = 0) const {
+  template <typename Value, typename... Distance>
+  CUFLASH_DEVICE void read(Value (&frag)[8], int row16, int k, Distance... distance) const {
+    Value left[8];
+    RowsReader<Tile>::read(left, row16, k, distance...);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t words[4];
-      ptx::ldmatrix_x4(words, along_columns<Tile, 32>(lane_address, 2 * k + half) +
-                                  row16 * row_block + distance);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) frag[i / 2 * 4 + 2 * half + i % 2] = __uint_as_float(words[i]);
+      for (int i = 0; i < 4; ++i) {
+        // Of float64 a register holds rows 8 apart next to each other, of float32 columns.
+        const int from = sizeof(Value) == 8 ? i % 2 * 2 + i / 2 : i;
+        frag[i / 2 * 4 + 2 * half + i % 2] = left[4 * half + from];
+      }
     }
   }
-
-  CUFLASH_DEVICE void read(double (&frag)[8], int row16, int k) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t address =
-          along_columns<Tile, 64>(lane_address, 2 * k + half) + row16 * row_block;
-      ptx::load_shared(frag[2 * half], frag[2 * half + 1], address);
-      ptx::load_shared(frag[2 * half + 4], frag[2 * half + 5], address + row_block / 2);
-    }
-  }
-
- private:
-  static constexpr int row_block = 16 * Tile::row_bytes;
 };
 
 // Two right operands side by side, 16 columns of a matrix whose rows are summed over.
@@ -155,7 +141,7 @@ CUFLASH_DEVICE ColumnsReader<Tile> read_columns(const Tile& tile) {
   const int offset = is_double
                          ? Tile::chunk_offset(lane >> 2, lane & 3)
                          : Tile::chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  return {ptx::shared_address(tile.data) + offset};
+  return {{ptx::shared_address(tile.data) + offset}};
 }
 
 // Right operands whose rows are summed over, of the columns from first_column on, where a panel

@@ -11,7 +11,7 @@ namespace cuflash {
 // this thread block, or its warp, has the columns from `first_column` on. Tiles are `width`
 // columns wide.
 struct RowTarget {
-  using Value = typename Storage<Config::out_dtype>::type;
+  using Value = Storage<Config::out_dtype>;
   struct alignas(2 * sizeof(Value)) Pair {
     Value first, second;
   };

@@ -5,6 +5,8 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
 
 struct uint4 {
   unsigned x, y, z, w;

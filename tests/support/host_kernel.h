@@ -75,9 +75,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 
-extern "C" {
+namespace cuflash {
 alignas(1024) unsigned char smem_bytes[256 << 10];
 }
+using cuflash::smem_bytes;
 
 struct {
   unsigned x;
