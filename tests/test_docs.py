@@ -31,7 +31,6 @@ SEEN_ELSEWHERE = {
     "Facts",
     "Progress",
     "Sweep",
-    "Workload",
     "distributed",
     "reference",
     "testing",

@@ -185,5 +185,10 @@ class Items(Generic[T]):
 
 
 def worth(most: int, operations: float) -> int:
-    """So many threads, or pieces of work, that each has enough to do."""
+    """So many threads that each has enough to do."""
     return max(1, min(most, int(operations / WORTH_A_THREAD)))
+
+
+def pieces_for(threads: int, most: int, operations: float) -> int:
+    """Pieces of work: one for each thread, and more where there is enough of it."""
+    return max(threads, min(most, int(operations / (2 * WORTH_A_THREAD))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 
 from cuflash._errors import wrong_type
 
@@ -70,6 +69,8 @@ WORDS = {
 
 def unknown_keyword(name: str, known: Collection[str]) -> Exception:
     """Build the TypeError for a keyword that is none of the score options ``known``."""
+    from difflib import get_close_matches  # no call that is right needs it
+
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
     spelt = f"did you mean {near[0]}=?" if near else f"score options are {', '.join(known)}"
     expected = "a parameter of this function or a score option"

@@ -84,7 +84,15 @@ _FIELDS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape with its options: all of a result row that is not a result."""
+    """One shape with its options: all of a result row that is not a result.
+
+    Examples
+    --------
+    >>> from cuflash import tuning
+    >>> work = tuning.Workload(8, 32, 8, 4096, 4096, 128, 128, "bfloat16", causal=True)
+    >>> print(work)
+    b8 h32/8 4096x4096 d128 causal
+    """
 
     batch: int
     heads_q: int
