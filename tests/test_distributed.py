@@ -107,6 +107,7 @@ OPTIONS: dict[str, Any] = {
         "causal": True, "q_lengths": rng.integers(0, m + 1, (BATCH, 1)),
         "kv_lengths": rng.integers(0, n + 1, (BATCH, 1)), "sink": rng.standard_normal(HEADS),
     },
+    "no axes": lambda rng, m, n: {"sink": np.array(0.5), "alibi_slopes": np.array(0.25)},
     "one length": lambda rng, m, n: {"causal": True, "q_lengths": m - 1, "kv_lengths": n // 2},
     "segments": lambda rng, m, n: {
         "segment_ids": (rng.integers(0, 2, (BATCH, 1, m)), rng.integers(0, 2, n)),
