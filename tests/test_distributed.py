@@ -356,6 +356,14 @@ def test_heads_that_ranks_cannot_share():
         Shards(2, "zigzag", "ulysses").forward(*[np.ones((16, 4))] * 3)
 
 
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_no_heads(method):
+    shards, x = Shards(4, "zigzag", method), np.ones((0, 16, 4))
+    results = shards.forward(x, x, x)
+    assert shards.whole([r.out for r in results]).shape == x.shape
+    assert shards.gradients(x, x, x, x, results, ("k",))["k"].shape == x.shape
+
+
 def test_ranks_that_make_different_calls():
     comm, x = distributed.simulated(2), [np.ones((8, 4))] * 2
     wrong = [np.ones((9, 4)), np.ones((7, 4))]
