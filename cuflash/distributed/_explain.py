@@ -69,10 +69,10 @@ def explain(
     if memory is not None:
         memory = _count("memory", memory, 0)
     if ranks_per_host is not None:
-        own = _count("ranks_per_host", ranks_per_host, 1)
-        if size % own:
-            raise wrong_value("ranks_per_host", own, f"a divisor of the {size} ranks")
-        ranks_per_host = own if own < size else None  # one host
+        together = _count("ranks_per_host", ranks_per_host, 1)
+        if size % together:
+            raise wrong_value("ranks_per_host", together, f"a divisor of the {size} ranks")
+        ranks_per_host = together if together < size else None  # one host
     try:
         dtype = np.dtype(dtype)
     except TypeError as error:

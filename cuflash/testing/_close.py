@@ -110,8 +110,8 @@ def assert_attention_close(
     parts = actual if isinstance(actual, tuple) else (actual, None)
     if len(parts) != 2:
         raise wrong_type("actual", f"a tuple of {len(parts)}", "out, or a pair (out, lse)")
-    out, lse = (None if i and part is None else _real("actual", part)
-                for i, part in enumerate(parts))  # fmt: skip
+    out = _real("actual", parts[0])
+    lse = None if parts[1] is None else _real("actual", parts[1])
     if out.shape != problem.out_shape:
         raise BudgetError(f"actual: got shape {out.shape}, expected {problem.out_shape}")
     dout = np.zeros_like(out) if dout is None else _real("dout", dout)
