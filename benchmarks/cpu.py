@@ -4,7 +4,7 @@
     python benchmarks/cpu.py --threads 1 --head-dim 64 --seqlen 2048
 
 Batch 1, 8 heads, float32. Dense NumPy and a product of two matrices of 1024 x 1024 (sgemm) run in
-turns with cuflash, each five times in a row, and have their best times. One thread is timed by its
+turns with cuflash, each three times in a row, and have their best times. One thread is timed by its
 own clock, which stands still while others have the core; several by the clock on the wall. The
 dense gradient is given the probabilities that its forward kept. The result is
 benchmarks/results/cpu-dense-<date>.json.
@@ -34,7 +34,7 @@ from benchmarks.peers import naive_backward, naive_forward  # noqa: E402
 
 HEADS = 8
 SGEMM = 1024
-IN_A_ROW = 5  # the first finds the caches full of another's arrays
+IN_A_ROW = 3  # the first finds the caches full of another's arrays
 PASSES = ("fwd", "bwd", "fwd+bwd")
 #: Products of two matrices, in multiples of the forward's two, that a gradient is counted as.
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
@@ -78,7 +78,7 @@ def best_times(timed: dict[Any, Call], clock: Callable[[], float], budget_s: flo
         call()
     end = time.perf_counter() + budget_s
     for turn in itertools.count():
-        if turn >= 3 and time.perf_counter() > end:
+        if turn >= 2 and time.perf_counter() > end:
             return best
         for name, call in timed.items():
             for _ in range(IN_A_ROW):
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--threads", type=numbers, default=[1, 2])
     p.add_argument("--head-dim", type=numbers, default=[32, 64, 128])
     p.add_argument("--seqlen", type=numbers, default=[128, 512, 1024, 2048])
-    p.add_argument("--budget-s", type=float, default=4.0, help="seconds of a cell (default: 4)")
+    p.add_argument("--budget-s", type=float, default=3.0, help="seconds of a cell (default: 3)")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--no-write", action="store_true", help="print only")
     arguments = p.parse_args(argv)

@@ -107,6 +107,7 @@ OPTIONS: dict[str, Any] = {
         "causal": True, "q_lengths": rng.integers(0, m + 1, (BATCH, 1)),
         "kv_lengths": rng.integers(0, n + 1, (BATCH, 1)), "sink": rng.standard_normal(HEADS),
     },
+    "no axes": lambda rng, m, n: {"sink": np.array(0.5), "alibi_slopes": np.array(0.25)},
     "one length": lambda rng, m, n: {"causal": True, "q_lengths": m - 1, "kv_lengths": n // 2},
     "segments": lambda rng, m, n: {
         "segment_ids": (rng.integers(0, 2, (BATCH, 1, m)), rng.integers(0, 2, n)),
@@ -353,6 +354,14 @@ def test_heads_that_ranks_cannot_share():
         Shards(6, "zigzag", "ulysses").forward(q, kv, kv, enable_gqa=True)
     with pytest.raises(NotImplementedError, match="1 query heads"):
         Shards(2, "zigzag", "ulysses").forward(*[np.ones((16, 4))] * 3)
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_no_heads(method):
+    shards, x = Shards(4, "zigzag", method), np.ones((0, 16, 4))
+    results = shards.forward(x, x, x)
+    assert shards.whole([r.out for r in results]).shape == x.shape
+    assert shards.gradients(x, x, x, x, results, ("k",))["k"].shape == x.shape
 
 
 def test_ranks_that_make_different_calls():

@@ -79,8 +79,8 @@ def can_run(needed: str) -> bool:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_python_blocks_of_documents_run(path):
-    """Blocks of one document share names; ``needs=`` names a library of a block, or a GPU."""
-    names: dict[str, object] = {"np": np}
+    """Blocks of one document share their names; ``needs=`` names a library, or a GPU."""
+    names: dict[str, object] = {}
     absent = set()
     for needed, block in BLOCK.findall(path.read_text(encoding="utf-8")):
         if needed and not can_run(needed):

@@ -178,6 +178,7 @@ def test_words_of_other_libraries_are_answered(word):
         ("local_window_size", r"window=\(left, right\)"), ("is_causal", 'causal="top_left"'),
         ("attn_mask", "mask=.* or bias="), ("dropout_p", "dropout=.* seed="),
         ("window_size", "-1"), ("cu_seqlens_q", "attention_varlen"),
+        ("block_table", "attention_paged"), ("rotary_cos", r"cuflash\.rotary"),
     ],
 )  # fmt: skip
 def test_the_answer_names_what_serves(word, answer):

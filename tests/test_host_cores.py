@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -224,6 +225,49 @@ def test_nobody_waits_for_an_item_that_failed():
 
     with pytest.raises(ArithmeticError, match="item 3"):
         Items(range(20)).work(worker, 4)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of threads")
+def test_an_interrupted_wait_still_waits_for_what_others_write():
+    """Of two interruptions, too: a caller may free or reuse ``out`` after the error."""
+    caller, written, taken = threading.current_thread(), [], threading.Event()
+
+    def worker(items):
+        for _, item in items:
+            if threading.current_thread() is caller:
+                taken.wait()
+                return
+            taken.set()
+            for _ in range(2):
+                time.sleep(0.05)
+                signal.pthread_kill(caller.ident, signal.SIGINT)
+            time.sleep(0.05)
+            written.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        Items(range(3)).work(worker, 2)
+    assert len(written) == 1
+    time.sleep(0.3)
+    assert len(written) == 1
+
+
+@needs_blas
+def test_a_call_while_the_interpreter_ends_computes_alone():
+    """As of ``__del__``: there Python before 3.12 waits for ever for a thread that it started."""
+    code = (
+        "import numpy as np, cuflash, threadpoolctl\n"
+        "threadpoolctl.threadpool_limits(2)\n"
+        "q = np.ones((4, 1024, 64), np.float32)\n"
+        "cuflash.attention(q, q, q)  # what it imports cannot be imported later\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        print(cuflash.attention(q, q, q).shape)\n"
+        "last = Last()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=30, capture_output=True, text=True
+    )
+    assert done.stdout == "(4, 1024, 64)\n", done.stderr
 
 
 def test_a_process_that_gets_no_thread_computes_alone(monkeypatch):

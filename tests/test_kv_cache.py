@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -183,6 +185,18 @@ def test_arrays_keep_their_addresses() -> None:
     )
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
+    cache, rng = full_cache(pages=8), np.random.default_rng(2)
+    before, other, new = in_order(cache), copied(cache), tokens(rng, 2)
+    other.append(*new)
+    for (old, _), (k, _), (kept, _), added in zip(
+        before, in_order(other), in_order(cache), new[0], strict=True
+    ):
+        np.testing.assert_array_equal(k, np.concatenate([old, added], axis=1))
+        np.testing.assert_array_equal(kept, old)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -191,6 +205,7 @@ def test_arrays_keep_their_addresses() -> None:
         (lambda c, k, v: c.append(k.astype(np.float64), v), TypeError, "k: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [2, 0, 0]), ValueError, "counts: got numbers from 0 to 2"),
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
+        (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
@@ -219,11 +234,14 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
 def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
     import cupy
 
-    caches = [full_cache(pages=8), full_cache(pages=8, like=cupy.zeros(1))]
+    values = {"max_length": 8, "page_size": 4, "pages": 8, "head_dim_v": D_V, "dtype": np.float32}
+    caches = [
+        cuflash.KVCache(SEQUENCES, HEADS, D, **values),
+        cuflash.KVCache(SEQUENCES, HEADS, D, **values, like=cupy.zeros(1)),
+    ]
     for cache in caches:
         xp = cupy if cache is caches[1] else np
         rng = np.random.default_rng(1)
-        cache.take([-1, -1, -1])
         for counts in ([3, 0, 2], [1, 3, 3], [2, 2, 0]):
             cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
         cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])

@@ -98,6 +98,18 @@ def test_pages_change_no_bit(kind: str, call: Paged) -> None:
     assert found.out.dtype == call.q.dtype
 
 
+@pytest.mark.parametrize("empty", [{"d_v": 0}, {"heads": 0}, {"sequences": 0}, {"rows": 0}])
+def test_extents_of_0(empty: dict[str, int]) -> None:
+    extents = {"d_v": 5, "heads": 2, "sequences": 3, "rows": 2} | empty
+    d_v, heads, sequences, rows = extents.values()
+    table = np.zeros((sequences, 2), int)
+    arrays = (np.ones((sequences, heads, rows, 6)), np.ones((4, heads, 8, 6)),
+              np.ones((4, heads, 8, d_v)), table, np.full(sequences, 9))  # fmt: skip
+    for attention in (cuflash.attention_paged, reference.attention_paged):
+        out = attention(*arrays)
+        assert out.shape == (sequences, heads, rows, d_v)
+
+
 def test_long_sequences_change_no_bit() -> None:
     """Of which the CPU path copies what the length needs."""
     call = Paged(1, 100, 130, 3, np.float32)
@@ -211,6 +223,7 @@ def test_a_formula_that_raises_leaves_out_as_it_was() -> None:
         ({3: np.full((3, 3), -1)}, ValueError, "page_table: got numbers from -1 to -1"),
         ({4: [1, 2]}, ValueError, r"kv_lengths: got shape \(2,\), expected shape \(3,\)"),
         ({4: [1, 2, 13]}, ValueError, "kv_lengths: got values from 1 to 13"),
+        ({4: [[1], [2, 3], [4]]}, TypeError, "kv_lengths: got list that is no number"),
         ({4: 2.5}, TypeError, "kv_lengths: got 2.5"),
         ({4: None}, TypeError, "kv_lengths: got None"),
     ],

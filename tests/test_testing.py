@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -108,6 +108,13 @@ def test_wrong_arguments_are_named():
         assert_attention_close(result, *call.qkv, mask=np.ones((2, 40, 48), bool))
     with pytest.raises(ValueError, match=r"^dout: got shape"):
         assert_attention_close(result, *call.qkv, gradients=gradients, dout=call.dout[0])
+    with pytest.raises(TypeError, match=r"^actual: got a tuple of 3, expected out, or a pair"):
+        assert_attention_close((*result, 0), *call.qkv)
+    with pytest.raises(TypeError, match=r"^actual: got dtype complex64"):
+        assert_attention_close(result.out + np.complex64(1j), *call.qkv)
+    of_sink = cuflash.Gradients(dsink=np.zeros(3))
+    with pytest.raises(ValueError, match=r"^gradients: got a gradient of sink, which"):
+        assert_attention_close(result, *call.qkv, gradients=of_sink, dout=call.dout)
     with pytest.raises(AssertionError, match=r"^actual: got shape \(40, 6\)"):
         assert_attention_close(result.out[0, 0], *call.qkv)
     squared = cuflash.ScoreMod(
@@ -115,6 +122,26 @@ def test_wrong_arguments_are_named():
     )
     with pytest.raises(NotImplementedError, match="score_mod"):
         assert_attention_close(result, *call.qkv, score_mod=squared)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda: calls(dtypes=("f4",)), "dtypes: got 'f4', expected .* 'float32'"),
+        (lambda: calls(dtypes="float32"), r"dtypes: got 'float32', .*; write \('float32',\)"),
+        (lambda: calls(options=("casual",)), "options: got 'casual', expected .*'causal'"),
+        (lambda: calls(option_sets=[("mask", "biass")]), "option_sets: got 'biass'"),
+        (lambda: calls(families=("flat",)), "families: got 'flat', expected .*'uniform'"),
+        (lambda: calls(gradients=("mask",)), "gradients: got 'mask', expected .*'bias'"),
+        (lambda: options((4, 2), (4, 2), names=("casual",)), "names: got 'casual'"),
+        (lambda: options((4, 2), (4, 2), dtype="f4"), "dtype: got 'f4'"),
+        (lambda: arrays(*SHAPES, families=("flat",)), "families: got 'flat'"),
+    ],
+)
+def test_names_that_could_not_be_drawn_are_refused(strategy, message):
+    """A misspelt option was never drawn, and the test passed."""
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        find(strategy(), lambda _: True)
 
 
 @pytest.mark.gpu

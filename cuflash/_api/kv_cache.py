@@ -16,7 +16,7 @@ from cuflash._arrays import (
     same_module,
 )
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import FLOATS, integer_value, is_integer
+from cuflash._problem.checks import FLOATS, integer_array, integer_value, is_integer
 
 
 class KVCache:
@@ -85,8 +85,6 @@ class KVCache:
     array([8, 7], dtype=int32)
     """
 
-    k_pages: Array
-    v_pages: Array
     page_table: Array
     lengths: Array
     dropped: Array
@@ -126,7 +124,6 @@ class KVCache:
             self.page_table = xp.zeros((sequences, of_each), np.int32)
             self.lengths = xp.zeros(sequences, np.int32)
             self.dropped = xp.zeros(sequences, np.int32)
-        self.k_pages, self.v_pages = self._k[:pages], self._v[:pages]
 
     def __repr__(self) -> str:
         pages, heads, size, d = self.k_pages.shape
@@ -134,6 +131,17 @@ class KVCache:
             f"<cuflash.KVCache of {len(self.lengths)} sequences, {pages} pages of {size} keys, "
             f"{heads} heads, head_dim {d}, {self.k_pages.dtype}>"
         )
+
+    # Views are made when asked for: copy.deepcopy and pickle would make other memory of them.
+    @property
+    def k_pages(self) -> Array:
+        """Keys of each page."""
+        return self._k[:-1]
+
+    @property
+    def v_pages(self) -> Array:
+        """Values of each page."""
+        return self._v[:-1]
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
@@ -228,9 +236,8 @@ class KVCache:
     def _per_sequence(self, name: str, value: Any) -> Array:
         """An integer for each sequence, on the device of the cache, int64."""
         xp, sequences = array_module(self.lengths), len(self.lengths)
-        value = np.asarray(value) if isinstance(value, list | tuple) else native(name, value)
-        if value.dtype.kind not in "iu":
-            raise wrong_type(name, f"dtype {value.dtype}", "integers")
+        expected = "an integer array, or a list of integers"
+        value = integer_array(name, list(value) if isinstance(value, tuple) else value, expected)
         if value.shape != (sequences,):
             raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
         if is_cupy(value):

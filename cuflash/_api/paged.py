@@ -219,8 +219,8 @@ def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Ar
 def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
     """The keys of each sequence, (sequences,)."""
     sequences = given["q"].shape[0]
-    if isinstance(kv_lengths, list | tuple):
-        kv_lengths = np.asarray(kv_lengths)
+    if isinstance(kv_lengths, tuple):
+        kv_lengths = list(kv_lengths)
     if kv_lengths is None:
         raise wrong_type("kv_lengths", "None", "an int or an integer array")
     value = integers("kv_lengths", kv_lengths)
@@ -272,7 +272,8 @@ def _of_all_keys(xp: ModuleType, paged: _Paged) -> tuple[Array, Array]:
 def _in_order(xp: ModuleType, pages: Array, table: Array) -> Array:
     """Keys of sequences, (sequences,) + heads + (keys, d); page numbers are clamped."""
     rows = xp.moveaxis(pages[xp.clip(table, 0, max(len(pages) - 1, 0))], 1, -3)
-    return xp.ascontiguousarray(rows.reshape(*rows.shape[:-3], -1, rows.shape[-1]))
+    *heads, columns, size, d = rows.shape
+    return xp.ascontiguousarray(rows.reshape(*heads, columns * size, d))
 
 
 def _check_numbers(paged: _Paged) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from cuflash._arrays import Array, Triple, write_rounded
-from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
 from cuflash._host.scores import Entry, arithmetic
 from cuflash._host.tiles import (
     Parts,
@@ -156,9 +156,9 @@ def backward(
     with single_threaded_blas(*largest_tile(problem)) as threads:
         # Formulas are functions of the caller, which need not bear several threads.
         formulas = options.score_mod is not None or options.mask_mod is not None
-        work = 2.5 * operations(problem)
+        work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
-        Items(pieces(problem, worth(_PIECES, work))).work(worker, threads)
+        Items(pieces(problem, pieces_for(worth(2, work), _PIECES, work))).work(worker, threads)
     for name, view in results.items():
         write_rounded(view, sums[name])
 

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -112,6 +113,7 @@ class Items(Generic[T]):
         self._changed = threading.Condition()
         self._turn = 0
         self._error: BaseException | None = None
+        self._helping = 0  # threads beside the caller's that may have an item
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         while True:
@@ -133,38 +135,60 @@ class Items(Generic[T]):
     def work(self, worker: Callable[[Items[T]], None], threads: int) -> None:
         """Call ``worker`` with these items in so many threads, this one among them.
 
-        The first error ends the others after their item, and is raised here.
+        The first error ends the others after their item, and is raised here. So is an interruption,
+        even of the wait for the others: nobody writes results after this has returned.
         """
+        helpers: list[threading.Thread] = []
 
-        def guarded() -> None:
-            try:
-                worker(self)
-            except BaseException as error:
-                with self._changed:
-                    self._error = self._error or error
-                    self._changed.notify_all()
-
-        def limited() -> None:
+        def helps() -> None:
+            with self._changed:
+                self._helping += 1
             with _limit:
-                guarded()
+                self._guarded(lambda: worker(self))
+            with self._changed:
+                self._helping -= 1
+                self._changed.notify_all()
 
-        helpers = []
-        for _ in range(threads - 1):
-            # The context holds what errors of arithmetic do, as np.errstate has it.
-            run = contextvars.copy_context().run
-            helper = threading.Thread(target=run, args=(limited,), name="cuflash")
-            try:
-                helper.start()
-            except RuntimeError:  # the interpreter ends, or the system has no more
-                break
-            helpers.append(helper)
-        guarded()
+        def works_with_helpers() -> None:
+            # While the interpreter ends, a new thread does not come before it has (Python < 3.12).
+            for _ in range(0 if sys.is_finalizing() else threads - 1):
+                # The context holds what errors of arithmetic do, as np.errstate has it.
+                run = contextvars.copy_context().run
+                helper = threading.Thread(target=run, args=(helps,), name="cuflash")
+                try:
+                    helper.start()
+                except RuntimeError:  # the interpreter ends, or the system has no more
+                    break
+                helpers.append(helper)
+            worker(self)
+
+        def waits() -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._helping)
+
+        self._guarded(works_with_helpers)
+        while self._helping:  # Thread.join, once interrupted, no longer waits
+            self._guarded(waits)
         for helper in helpers:
             helper.join()
         if self._error is not None:
             raise self._error
 
+    def _guarded(self, task: Callable[[], None]) -> None:
+        """Call ``task``, and keep its error if it is the first."""
+        try:
+            task()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
 
 def worth(most: int, operations: float) -> int:
-    """So many threads, or pieces of work, that each has enough to do."""
+    """So many threads that each has enough to do."""
     return max(1, min(most, int(operations / WORTH_A_THREAD)))
+
+
+def pieces_for(threads: int, most: int, operations: float) -> int:
+    """Pieces of work: one for each thread, and more where there is enough of it."""
+    return max(threads, min(most, int(operations / (2 * WORTH_A_THREAD))))

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from cuflash._arrays import Array, Triple
-from cuflash._host.cores import Items, single_threaded_blas, worth
+from cuflash._host.cores import Items, pieces_for, single_threaded_blas, worth
 from cuflash._host.scores import Entry, arithmetic
 from cuflash._host.tiles import (
     Parts,
@@ -112,7 +112,7 @@ def forward(
         # Formulas are functions of the caller, which need not bear several threads.
         work = operations(problem)
         threads = 1 if formulas else worth(threads, work)
-        count = 1 if threads == 1 else worth(_PIECES_A_THREAD * threads, work)
+        count = 1 if threads == 1 else pieces_for(threads, _PIECES_A_THREAD * threads, work)
         Items(pieces(problem, count)).work(worker, threads)
     for destination, filled in zip(destinations, (out, lse), strict=True):
         if destination is not filled:

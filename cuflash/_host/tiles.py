@@ -88,7 +88,7 @@ class Parts:
 
 
 def pieces(problem: Problem, at_least: int) -> list[Piece]:
-    """Pieces of the batch, and of queries where the batch has fewer entries than ``at_least``."""
+    """About ``at_least`` pieces of the batch, and of queries where the batch has fewer entries."""
     if 0 in problem.k.strides[: len(problem.batch)]:
         # Each piece widens the keys that the batch shares, which many queries must pay for. (D77)
         at_least = min(at_least, max(1, math.prod(problem.batch) * problem.seqlen_q // 128))
@@ -192,7 +192,7 @@ def _entries(problem: Problem, at_least: int) -> Iterator[Entry]:
         yield ()
         return
     tile = min(problem.seqlen_q, BLOCK_M) * max(1, min(problem.seqlen_k, BLOCK_N))
-    most = min(TILE_ELEMENTS // tile, math.prod(batch) // at_least)
+    most = min(TILE_ELEMENTS // tile, -(-math.prod(batch) // at_least))
     axis = len(batch) - 1
     while axis and math.prod(batch[axis:]) <= most:
         axis -= 1

@@ -45,7 +45,7 @@ def explain(
     memory : int, optional
         Bytes that each rank can give beside inputs and results.
     ranks_per_host : int, optional
-        Where ranks are on several hosts.
+        Where ranks are on several hosts; it divides ``size``.
     options, axes, **score_options
         As in :func:`cuflash.attention`.
 
@@ -65,10 +65,18 @@ def explain(
     >>> print(text.splitlines()[-1])
     auto: all_gather, the fewest bytes of the methods that fit into memory
     """
-    if not is_integer(size):
-        raise wrong_type("size", shown(size), "a positive int")
-    if integer_value("size", size, "a positive int") < 1:
-        raise wrong_value("size", shown(size), "a positive int")
+    size = _count("size", size, 1)
+    if memory is not None:
+        memory = _count("memory", memory, 0)
+    if ranks_per_host is not None:
+        together = _count("ranks_per_host", ranks_per_host, 1)
+        if size % together:
+            raise wrong_value("ranks_per_host", together, f"a divisor of the {size} ranks")
+        ranks_per_host = together if together < size else None  # one host
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError as error:
+        raise wrong_type("dtype", shown(dtype), "a floating dtype") from error
     found = resolve(options, score_options)
     pairs = axes_without_values(axes)
     arrays = []
@@ -77,7 +85,7 @@ def explain(
             raise wrong_type(name, shown(shape), "a shape")
         core = core_axes(name, shape, pair)
         rest = [n for i, n in enumerate(shape) if i not in core]
-        element = np.empty((1,) * len(shape), np.dtype(dtype))
+        element = np.empty((1,) * len(shape), dtype)
         arrays.append(np.broadcast_to(element, (*rest, *(shape[i] for i in core))))
     first, second, third = arrays
     problem = describe(first, second, third, found)
@@ -88,3 +96,14 @@ def explain(
     lines += table(candidates(extents, size, ranks_per_host), size)
     across = f" with {own.across} ranks that exchange heads" if own.method == "usp" else ""
     return "\n".join([*lines, f"{method}: {own.method}{across}, {why}"])
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    """An int from ``least`` on."""
+    expected = "a positive int" if least else "an int from 0 on"
+    if not is_integer(value):
+        raise wrong_type(name, shown(value), expected)
+    number = integer_value(name, value, expected)
+    if number < least:
+        raise wrong_value(name, shown(value), expected)
+    return number

@@ -123,7 +123,7 @@ class Parts:
         heads = -len(core) - 1
         if self.heads is not None and -heads <= len(shape) and shape[heads] != 1:
             index[heads] = slice(self.heads.start, self.heads.stop)
-        return tuple(index)
+        return (..., *index)  # an array of no axes stays one
 
     def _options_of(self, block: Block) -> Options:
         options = self.options

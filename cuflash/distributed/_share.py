@@ -79,7 +79,7 @@ class Share:
     def kv_heads(self, heads: Heads) -> slice | None:
         """Key/value heads of some query heads; None where these are a part of several."""
         given = {a.shape[-3] if a.ndim > 2 else 1 for a in (self.k, self.v)}
-        if given == {1}:
+        if given <= {0, 1}:
             return slice(None)
         if len(given) > 1 or heads.total % max(given):
             return None

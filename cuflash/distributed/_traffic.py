@@ -105,7 +105,7 @@ def _two_level(method: str, extents: Extents, size: int, across: int) -> Candida
     m, n, ring = extents.seqlen_q, extents.seqlen_k, size // across
     q, out = m * math.prod(extents.q), m * math.prod(extents.out)
     rows = m * math.prod(extents.out[:-1])
-    part = 1 if extents.heads_kv == 1 else max(1 / across, 1 / extents.heads_kv)
+    part = 1 if extents.heads_kv <= 1 else max(1 / across, 1 / extents.heads_kv)
     kv = n * (math.prod(extents.k) + math.prod(extents.v)) * part  # of own heads
     others = (across - 1) / across
     to_heads = others * q * e + (across - 1) * kv * e

@@ -55,7 +55,8 @@ def attention_paged(
 def _in_order(pages: Array, numbers: Array) -> Array:
     """Pages (pages,) + heads + (page_size, d) as rows (sequences,) + heads + (keys, d)."""
     rows = np.moveaxis(pages[numbers], 1, -3)
-    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+    *heads, columns, size, d = rows.shape
+    return rows.reshape(*heads, columns * size, d)
 
 
 def rotary(

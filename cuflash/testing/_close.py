@@ -9,7 +9,7 @@ import numpy as np
 from cuflash._api.arguments import QKV
 from cuflash._arrays import is_cupy, native
 from cuflash._errors import wrong_type, wrong_value
-from cuflash._problem.checks import require_shape
+from cuflash._problem.checks import FLOATS, require_shape
 from cuflash._problem.operand import checked_axes
 from cuflash._problem.option_table import FIELDS
 from cuflash._problem.options import OPTION_NAMES, Options, ScoreOptions, resolve
@@ -101,18 +101,23 @@ def assert_attention_close(
         raise wrong_value("dout", "gradients without dout", "the cotangent of out")
     given = {n: _on_the_host(n, array) for n, array in zip(QKV, (q, k, v), strict=True)}
     keywords = _keywords(chosen)
+    if absent := [name for name in wrt if name not in (*QKV, *keywords, "scale")]:
+        got = f"a gradient of {absent[0]}, which the call has not"
+        raise wrong_value("gradients", got, "gradients of its inputs")
     problem = describe(
         given["q"], given["k"], given["v"], Options(**keywords), axes=axes, precision=precision
     )
-    out, lse = actual if isinstance(actual, tuple) else (actual, None)
-    out = _on_the_host("actual", out)
-    lse = None if lse is None else _on_the_host("actual", lse)
+    parts = actual if isinstance(actual, tuple) else (actual, None)
+    if len(parts) != 2:
+        raise wrong_type("actual", f"a tuple of {len(parts)}", "out, or a pair (out, lse)")
+    out = _real("actual", parts[0])
+    lse = None if parts[1] is None else _real("actual", parts[1])
     if out.shape != problem.out_shape:
         raise BudgetError(f"actual: got shape {out.shape}, expected {problem.out_shape}")
-    dout = np.zeros_like(out) if dout is None else _on_the_host("dout", dout)
+    dout = np.zeros_like(out) if dout is None else _real("dout", dout)
     require_shape("dout", dout, problem.out_shape, "actual")
     if dlse is not None:
-        dlse = _on_the_host("dlse", dlse)
+        dlse = _real("dlse", dlse)
         require_shape("dlse", dlse, problem.lse_shape, "lse")
     of = dict(zip(QKV, pairs, strict=False))
     out, dout = (np.moveaxis(array, pairs[3], (-2, -1)) for array in (out, dout))
@@ -131,7 +136,7 @@ def assert_attention_close(
         return
     arrays = {}
     for name in wrt:
-        array = _on_the_host(FIELDS[name], getattr(gradients, FIELDS[name]))
+        array = _real(FIELDS[name], getattr(gradients, FIELDS[name]))
         arrays[name] = np.moveaxis(array, of[name], (-2, -1)) if name in of else array
     budget.check_backward(arrays, given=None if lse is None else (out, lse))
 
@@ -163,3 +168,11 @@ def _on_the_host(name: str, array: Any) -> Any:
     """An array as NumPy's."""
     own = native(name, array)
     return own.get() if is_cupy(own) else own
+
+
+def _real(name: str, array: Any) -> Any:
+    """An array of real numbers as NumPy's; of complex ones a part would not be looked at."""
+    own = _on_the_host(name, array)
+    if own.dtype.kind not in "iuf" and own.dtype not in FLOATS:
+        raise wrong_type(name, f"dtype {own.dtype}", "real numbers")
+    return own

@@ -10,10 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
+from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.option_table import OPTIONS
 from cuflash._problem.options import Options
 from cuflash.testing._call import Call, make_call
-from cuflash.testing._families import OF_EVERY_DTYPE
+from cuflash.testing._families import FAMILIES, OF_EVERY_DTYPE
 
 DTYPES = {t.__name__: np.dtype(t) for t in (np.float16, bfloat16, np.float32, np.float64)}
 HALVES = ("float16", "bfloat16")
@@ -67,7 +68,8 @@ def arrays(
     ...     assert cuflash.attention(*qkv).shape == (2, 5, 4)
     >>> test_shape()
     """
-    dtype, family = draw(st.sampled_from(tuple(dtypes))), draw(st.sampled_from(tuple(families)))
+    dtype = draw(st.sampled_from(_known("dtypes", dtypes, DTYPES)))
+    family = draw(st.sampled_from(_known("families", families, FAMILIES)))
     return make_call(family, draw(_seeds()), DTYPES[dtype], q, k, v).to(xp).qkv
 
 
@@ -111,6 +113,8 @@ def options(
     ...     assert (np.isclose(out, 1) | (out == 0)).all()
     >>> test_weights_sum_to_one()
     """
+    _known("dtype", (dtype,), DTYPES)
+    _known("names", names, ALL_OPTIONS)
     call = make_call("normal", 0, DTYPES[dtype], q, k, k)
     chosen = [name for name in ALL_OPTIONS if name in names and draw(st.booleans())]
     return Options(**call.but(options=draw(_keywords(call, chosen))).to(xp).options)
@@ -178,7 +182,11 @@ def calls(
     ...     assert_attention_close(result, *call.qkv, **call.options)
     >>> test_mine()
     """
-    own_dtypes = draw(_dtypes(dtypes, mixed=mixed_dtypes))
+    options = _known("options", options, ALL_OPTIONS)
+    for present in option_sets or ():
+        _known("option_sets", present, ALL_OPTIONS)
+    _known("gradients", gradients, _WITH_GRADIENT)
+    own_dtypes = draw(_dtypes(_known("dtypes", dtypes, DTYPES), mixed=mixed_dtypes))
     lengths = st.sampled_from(tuple(seqlens))
     rows, keys = draw(lengths), draw(lengths)
     head_dim = draw(st.sampled_from(tuple(head_dims)))
@@ -191,7 +199,7 @@ def calls(
     if group > 1:
         own["q"] = (*own["q"][:-1], own["q"][-1] * group)
     call = make_call(
-        draw(st.sampled_from(tuple(families))),
+        draw(st.sampled_from(_known("families", families, FAMILIES))),
         draw(_seeds()),
         own_dtypes,
         (*own["q"], rows, head_dim),
@@ -212,6 +220,17 @@ def calls(
     there = [n for n in _WITH_GRADIENT if n in gradients and n in (*call.option_arrays, "scale")]
     call = call.but(wrt=(*_OPERANDS, *(n for n in there if draw(st.booleans()))))
     return call.to(xp)
+
+
+def _known(argument: str, names: Collection[str], known: Collection[str]) -> tuple[str, ...]:
+    """The names, if all are known: one that is misspelt would never be drawn, nor tested."""
+    expected = f"a tuple of names among {', '.join(map(repr, known))}"
+    if isinstance(names, str):
+        raise wrong_type(argument, shown(names), expected, f"write ({names!r},)")
+    for name in names:
+        if name not in known:
+            raise wrong_value(argument, shown(name), expected)
+    return tuple(names)
 
 
 def _seeds() -> st.SearchStrategy[int]:

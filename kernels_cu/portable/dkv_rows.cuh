@@ -114,11 +114,10 @@ CUFLASH_DEVICE void store_rows(const RowTarget& target, int warp, int first_key,
   unrolled<slices, 2>([&](int s, int half) {
     const int kv_idx = first_key + warp * 16 * slices + fragment_row(s, 2 * half);
     if (kv_idx >= num_keys) return;
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
+    unrolled<tiles>([&](int t) {
       target.store_pair(kv_idx, fragment_column(t, 0), acc[s][t][2 * half] * factor,
                         acc[s][t][2 * half + 1] * factor);
-    }
+    });
   });
 }
 

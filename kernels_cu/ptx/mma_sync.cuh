@@ -28,18 +28,11 @@ CUFLASH_DEVICE void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t smem) {
 template <Dtype dtype>
 CUFLASH_DEVICE void mma_m16n8k16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
                                  uint32_t b1) {
-  static_assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16, "16-bit operands");
-  if constexpr (dtype == Dtype::float16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
+  static_assert(dtype == Config::dtype, "the text names it");
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." CUFLASH_PTX_DTYPE "." CUFLASH_PTX_DTYPE
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // acc (16x8, float32) += a (16x8) . b (8x8), of TF32: float32 whose last 13 bits are ignored.

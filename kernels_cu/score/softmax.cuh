@@ -56,12 +56,11 @@ struct OnlineSoftmax {
   WarpPowers power;
 
   CUFLASH_DEVICE OnlineSoftmax() {
-#pragma unroll
-    for (int s = 0; s < slices; ++s) {
+    unrolled<slices>([&](int s) {
       row_max[s][0] = row_max[s][1] = -infinity();
       row_sum[s][0] = row_sum[s][1] = 0;
       row_loss[s][0] = row_loss[s][1] = 0;
-    }
+    });
   }
 
   // Scores become exp(score - row_max); what was summed under the old maximum is rescaled: not by 1

@@ -39,12 +39,10 @@ CUFLASH_DEVICE void split(Tf32PairTile<rows, columns>& tile) {
     if (rows % row_step != 0 && row >= rows) break;
     auto* const at = reinterpret_cast<unsigned char*>(tile.data) + Tile::chunk_offset(row, chunk);
     float4 x[Tile::num_panels];
-#pragma unroll
-    for (int panel = 0; panel < Tile::num_panels; ++panel) {
+    unrolled<Tile::num_panels>([&](int panel) {
       x[panel] = *reinterpret_cast<const float4*>(at + panel * Tile::panel_bytes);
-    }
-#pragma unroll
-    for (int panel = 0; panel < Tile::num_panels; ++panel) {
+    });
+    unrolled<Tile::num_panels>([&](int panel) {
       const float elements[4] = {x[panel].x, x[panel].y, x[panel].z, x[panel].w};
       const Tf32Pair<4> parts(elements);
       unsigned char* const to = at + panel * Tile::panel_bytes;
@@ -52,7 +50,7 @@ CUFLASH_DEVICE void split(Tf32PairTile<rows, columns>& tile) {
           make_uint4(parts.high[0], parts.high[1], parts.high[2], parts.high[3]);
       *reinterpret_cast<uint4*>(to + low_distance<Tile>) =
           make_uint4(parts.low[0], parts.low[1], parts.low[2], parts.low[3]);
-    }
+    });
   }
 }
 
