@@ -14,7 +14,10 @@ from cuflash._kernels.request import Request
 from cuflash._problem.problem import Problem
 
 FEW_ROWS = 64  # of a tile of one query each of a few heads
-_KEYS_OF_A_ROW = 8  # of fewer keys for each query, Hopper's kernels make more in the same time
+#: Keys that are worth a second kernel: of 512 it takes 30 us with host and all, of one kernel 20;
+#: of 4096 (77 queries) 32 and 38 (H100, 8 heads of 64, 2026-11-25).
+FEWEST_KEYS = 2048
+_KEYS_OF_A_ROW = 8  # and for each query; not measured
 _LEAST = 256  # keys of a part
 _OF_RAGGED = 4096  # keys of a part at most, where entries may be shorter than the array
 _MOST = 256  # parts
@@ -28,7 +31,7 @@ def wanted(request: Request) -> bool:
     Packed sequences are not split.
     """
     problem = request.problem
-    fewest = max(2 * _LEAST, _KEYS_OF_A_ROW * problem.seqlen_q)
+    fewest = max(FEWEST_KEYS, _KEYS_OF_A_ROW * problem.seqlen_q)
     if not request.num_sms or problem.cu_seqlens_q is not None or problem.seqlen_k < fewest:
         return False
     rows = FEW_ROWS if problem.seqlen_q <= FEW_ROWS else 128
