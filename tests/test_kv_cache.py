@@ -235,11 +235,14 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
 def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
     import cupy
 
-    caches = [full_cache(pages=8), full_cache(pages=8, like=cupy.zeros(1))]
+    values = {"max_length": 8, "page_size": 4, "pages": 8, "head_dim_v": D_V, "dtype": np.float32}
+    caches = [
+        cuflash.KVCache(SEQUENCES, HEADS, D, **values),
+        cuflash.KVCache(SEQUENCES, HEADS, D, **values, like=cupy.zeros(1)),
+    ]
     for cache in caches:
         xp = cupy if cache is caches[1] else np
         rng = np.random.default_rng(1)
-        cache.take([-1, -1, -1])
         for counts in ([3, 0, 2], [1, 3, 3], [2, 2, 0]):
             cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
         cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])

@@ -167,7 +167,7 @@ CUFLASH_DEVICE void multiply_transposed(Real (&acc)[slices][BTile::rows / 8][4],
     constexpr int part_steps = BTile::columns % 64 == 0 ? part_columns / 16 : 1;
     constexpr int parts = BTile::columns / 16 / part_steps;
     // As many as registers hold, and no rest. (D126)
-    constexpr int steps_at_once = BTile::rows > 32 ? 1 : parts % 4 == 0 && parts > 4 ? 4 : 2;
+    constexpr int steps_at_once = parts % 4 == 0 && parts > 4 ? 4 : 2;
     constexpr bool two_at_once = BTile::rows == 16 || parts == 2 || parts > 6;
     constexpr int at_once = part_steps == 1 ? steps_at_once : two_at_once ? 2 : 1;
 #pragma unroll at_once
