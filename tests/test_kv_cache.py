@@ -208,6 +208,7 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
+        (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 0, max_length=1), ValueError, "head_dim: got 0"),
         (lambda c, k, v: cuflash.KVCache(1, 1, 1, max_length=1, page_size=257), ValueError,

@@ -120,3 +120,11 @@ def test_in_place_is_refused() -> None:
     x = np.ones((2, 4))
     with pytest.raises(ValueError, match="out: got memory shared with x"):
         cuflash.rotary(x, 1, out=x)
+
+
+def test_frequencies_that_are_not_finite_warn_of_nothing() -> None:
+    """As any number that is not finite: the result tells, whatever np.errstate says."""
+    with np.errstate(all="raise"):
+        out = cuflash.rotary(np.ones((3, 4)), np.arange(3), frequencies=np.array([np.inf, 1.0]))
+    assert np.isnan(out[:, 0]).all()
+    assert np.isfinite(out[:, 1]).all()

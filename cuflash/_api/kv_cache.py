@@ -242,6 +242,8 @@ class KVCache:
             raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
         if is_cupy(value):
             same_module(lengths=self.lengths, **{name: value})
+        if value.dtype == np.uint64:  # what has no int64 is too many, not negative
+            value = value.clip(0, 2**63 - 1)
         return xp.asarray(value).astype(np.int64)
 
     def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Array]:

@@ -118,7 +118,7 @@ def rotary(
     interleaved, inverse = flag("interleaved", interleaved), flag("inverse", inverse)
     frequencies = _frequencies(xp, x.shape, frequencies)
     refuse_captured(xp, "rotary")
-    angles = _angles(xp, x.shape, positions)[..., None] * frequencies
+    turned = _positions(xp, x.shape, positions)[..., None]
     if out is not None:
         out = native("out", out)
         require_shape("out", out, x.shape, "x")
@@ -127,7 +127,7 @@ def rotary(
         check_destination("out", out, x=x)
     else:
         out = allocate(xp, "out", x.shape, x.dtype)
-    _turn(xp, x, out, -angles if inverse else angles, interleaved)
+    _turn(xp, x, out, turned, -frequencies if inverse else frequencies, interleaved)
     return out
 
 
@@ -145,7 +145,7 @@ def _frequencies(xp: Any, shape: tuple[int, ...], frequencies: Array | None) -> 
     return frequencies.astype(np.float64)
 
 
-def _angles(xp: Any, shape: tuple[int, ...], positions: Any) -> Array:
+def _positions(xp: Any, shape: tuple[int, ...], positions: Any) -> Array:
     """The positions as float64, with an axis for rows."""
     if isinstance(positions, int):
         if abs(positions) >= 2**63:
@@ -162,7 +162,10 @@ def _angles(xp: Any, shape: tuple[int, ...], positions: Any) -> Array:
 
 
 @np.errstate(all="ignore")
-def _turn(xp: Any, x: Array, out: Array, angles: Array, interleaved: bool) -> None:
+def _turn(
+    xp: Any, x: Array, out: Array, positions: Array, frequencies: Array, interleaved: bool
+) -> None:
+    angles = positions * frequencies
     r, dtype = angles.shape[-1], arithmetic(x.dtype)
     if interleaved:
         first, second = slice(0, 2 * r, 2), slice(1, 2 * r, 2)
