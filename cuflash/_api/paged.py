@@ -271,7 +271,7 @@ def _of_all_keys(xp: ModuleType, paged: _Paged) -> tuple[Array, Array]:
 
 def _in_order(xp: ModuleType, pages: Array, table: Array) -> Array:
     """Keys of sequences, (sequences,) + heads + (keys, d); page numbers are clamped."""
-    rows = xp.moveaxis(pages[xp.clip(table, 0, max(len(pages) - 1, 0))], 1, -3)
+    rows = xp.moveaxis(pages[xp.clip(table.astype(np.int64), 0, max(len(pages) - 1, 0))], 1, -3)
     *heads, columns, size, d = rows.shape
     return xp.ascontiguousarray(rows.reshape(*heads, columns * size, d))
 
