@@ -191,7 +191,8 @@ def test_the_command_runs_its_program(tmp_path):
     (tmp_path / "tools").mkdir()
     script = shutil.copy(setup_env.__file__, tmp_path / "tools")
     (tmp_path / "pyproject.toml").write_text(
-        "[project]\ndependencies = []\n[project.optional-dependencies]\ndev = ['pytest>=8']\n"
+        "[project]\ndependencies = []\n"
+        "[project.optional-dependencies]\ndev = ['pytest>=8']\ntesting = []\n"
     )
     (tmp_path / "tools" / "check.py").write_text("import sys; sys.exit(len(sys.argv))")
     command = [sys.executable, "-I", script, "check", "--some", "arguments"]

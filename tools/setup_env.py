@@ -52,7 +52,7 @@ TASKS = {
         uses_gpu=True,
         compiles_kernels=True,
     ),
-    "check": Task(extras=("dev",), command=("tools/check.py",)),
+    "check": Task(extras=("dev", "testing"), command=("tools/check.py",)),
     "docs": Task(extras=("docs", "examples", "testing"), command=("tools/build_docs.py",)),
 }
 
