@@ -227,8 +227,16 @@ def test_nobody_waits_for_an_item_that_failed():
         Items(range(20)).work(worker, 4)
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """Processes of pytest-xdist ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of threads")
-def test_an_interrupted_wait_still_waits_for_what_others_write():
+def test_an_interrupted_wait_still_waits_for_what_others_write(heeds_interrupts):
     """Of two interruptions, too: a caller may free or reuse ``out`` after the error."""
     caller, written, taken = threading.current_thread(), [], threading.Event()
 

@@ -32,8 +32,7 @@ EDITS = {
     "cuflash/_problem/options.py": (
         ("    #: Plain values and the layouts of arrays:", "    shift: Array | None = None\n"
          "    lift: float | None = None\n"),
-        ("\n\n#: Likeness of a misspelt name", "    shift: Array | None\n"
-         "    lift: float | None\n"),
+        ("\n\n_DEFAULTS = {", "    shift: Array | None\n    lift: float | None\n"),
     ),
     "cuflash/reference/_score.py": (
         ("    mod_slope = np.ones((), dtype)\n", "    if options.shift is not None:\n"

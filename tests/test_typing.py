@@ -32,7 +32,6 @@ def findings(checker: str, folder: Path, text: str) -> tuple[list[int], str]:
     return sorted(set(map(int, lines))), run.stdout
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_users_code_has_the_types_that_it_says(checker, tmp_path):
     text = (ROOT / CASES).read_text(encoding="utf-8")
