@@ -62,7 +62,7 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
     configs: list[Any] = [*kernels_of(work, wanted(arch), backward=backward)]
     (index,) = (i for i, config in enumerate(configs) if config.computes == "out")
     own = configs[index]
-    _refuse_cuda_cores(own)
+    _refuse_simt(own)
     model = forward(
         work, own.block_m, own.block_n, own.smem_bytes,
         boxes=own.tensor_maps, split_columns=own.split_columns,
@@ -106,7 +106,7 @@ def gradient(work: Workload, config: Any) -> Traffic:
     thread blocks of a pair get by multicast enters both SMs, and counts twice; ds, which they
     exchange, does not count: it comes from no memory.
     """
-    _refuse_cuda_cores(config)
+    _refuse_simt(config)
     read, written = least_bytes(work, config.kernel, grads_of(config))
     loaded, stored, added = read, written, 0
     if config.computes == "convert":
@@ -234,7 +234,7 @@ def _asymptotic(work: Workload, smem_bytes: int) -> float:
     return pairs * work.head_dim * work.head_dim_v / (smem_bytes / size) * size
 
 
-def _refuse_cuda_cores(config: Any) -> None:
+def _refuse_simt(config: Any) -> None:
     """Raise for a kernel that reads operands where they lie, once for every product."""
     if getattr(config, "simt", False):
         got = f"{config.kernel} on CUDA cores"

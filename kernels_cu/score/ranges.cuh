@@ -12,6 +12,20 @@ struct Range {
   CUFLASH_DEVICE Range relative_to(int i) const { return {begin - i, end - i}; }
 };
 
+// The keys that a score is asked about: all, or a part where they are split.
+template <bool split>
+struct PartOfKeys {
+  CUFLASH_DEVICE explicit PartOfKeys(Range) {}
+  CUFLASH_DEVICE Range part() const { return {0, 1 << 30}; }
+};
+template <>
+struct PartOfKeys<true> {
+  const Range keys;
+
+  CUFLASH_DEVICE explicit PartOfKeys(Range part_of_keys) : keys(part_of_keys) {}
+  CUFLASH_DEVICE Range part() const { return keys; }
+};
+
 // Blocks [begin, end) hold something visible; in [full_begin, full_end) every pair is visible.
 struct BlockRanges {
   int begin, full_begin, full_end, end;

@@ -19,20 +19,6 @@
 
 namespace cuflash {
 
-// The keys that a score is asked about: all, or a part where they are split.
-template <bool split>
-struct PartOfKeys {
-  CUFLASH_DEVICE explicit PartOfKeys(Range) {}
-  CUFLASH_DEVICE Range part() const { return {0, 1 << 30}; }
-};
-template <>
-struct PartOfKeys<true> {
-  const Range keys;
-
-  CUFLASH_DEVICE explicit PartOfKeys(Range part_of_keys) : keys(part_of_keys) {}
-  CUFLASH_DEVICE Range part() const { return keys; }
-};
-
 struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   const ScoreParams& params;
   const Seqlen seqlen;
