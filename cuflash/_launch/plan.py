@@ -138,7 +138,10 @@ def plan_launch(
             row_parts = max(1, step.splits // entries)
             blocks_of_queries = -(-problem.seqlen_q // config.block_m)
             owners, entries = owners * step.splits, entries * row_parts // step.splits
-            filled["row_parts"], filled["part_blocks"] = row_parts, -(-blocks_of_queries // row_parts)
+            filled["row_parts"], filled["part_blocks"] = (
+                row_parts,
+                -(-blocks_of_queries // row_parts),
+            )
     section = owners_per_section(config, problem, tiles, owners, streamed, hardware)
     filled["grid"] = (tiles, owners, section, entries)
     _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)

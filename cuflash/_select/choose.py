@@ -41,8 +41,8 @@ class LaunchStep(NamedTuple):
     config: KernelConfig
     gradient: str = ""  # the input, other than q, k and v, whose gradient it sums
     sums: ScoreSums | None = None  # what it writes for that
-    #: Parts of the keys or, of a gradient, of the queries, each of which leaves results for one step
-    #: that combines them.
+    #: Parts of the keys or, of a gradient, of the queries: each leaves results for one step that
+    #: combines them.
     splits: int = 1
     dq_sums: int = 1  # that one step adds up
 
