@@ -49,8 +49,7 @@ struct TurnKeeper {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const DqSemaphore turns(params, work.keys.owner * params.grid.entries_per_owner + index,
-                                  2);
+          const DqSemaphore turns(params, work.keys, index, 2);
           const int place = 2 * block + ptx::cluster_rank();
           const int turn = work.turn(score, block);
           if (Config::deterministic || turn != 0)

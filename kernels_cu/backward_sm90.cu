@@ -59,7 +59,6 @@ struct SharedMemory : DkvSharedMemory {
   int tile[2];  // negative: none is left
 };
 
-static_assert(Score::is_plain, "others take registers");
 static_assert(consumers == 2, "two warpgroups that take turns");
 
 // By one thread, before any other touches a barrier.
@@ -141,14 +140,12 @@ struct Writer {
   Ring<writers> ring;
 
   CUFLASH_DEVICE void run() {
-    if (lane_index() != 0) return;
+    Tiles tiles{smem};
 #pragma unroll 1
-    for (Ring<2> tiles;; tiles.advance()) {
-      wait(smem.tile_full[tiles.stage()], tiles.full_parity());
-      const int tile = smem.tile[tiles.stage()];
+    for (;; tiles.release()) {
+      const int tile = tiles.receive();
       if (tile < 0) break;
       write_tile(KeyTile::at(params, tile));
-      arrive_if(smem.tile_empty[tiles.stage()], true);
     }
   }
 
@@ -158,18 +155,17 @@ struct Writer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
-      const DqSemaphore turns(params, work.owner * params.grid.entries_per_owner + index);
+      const DqSemaphore turns(params, work, index);
       const DqAccum sums(params, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
-      const LastRowsFirst walk(score, blocks, keys);
+      LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         if (ring.stage() == writer) {
-          const int first_row = block * Config::block_m;
-          const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-          const int turn = work.first_key / Config::block_n - before;
-          write(sums, turns, block, turn);
+          const int turn = tiles_before(score, block, work.first_key / Config::block_n);
+          if (lane_index() == 0) write(sums, turns, block, turn);
+          __syncwarp();  // no lane may be left two phases behind in a wait
         }
         ring.advance();
       }
@@ -231,9 +227,11 @@ struct Multiplier {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
-      const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
-      for (int left = blocks.end - blocks.begin; left > 0; --left) {
+      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         multiply_block();
         ring.advance();
       }
@@ -299,7 +297,7 @@ struct Consumer : DkvWarpgroup<64> {
       const Score score(params.score, work.entry(params, index));
       const Range tile{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = score.q_blocks(tile.begin, tile.end);
-      const LastRowsFirst walk(score, blocks, tile);
+      LastRowsFirst walk(score, blocks, tile);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         const int first_row = block * Config::block_m;
@@ -321,14 +319,21 @@ struct Consumer : DkvWarpgroup<64> {
       float2 lse[tiles], delta[tiles];
       const int first = 64 * part;
       start_scores(s_acc, ring, first);
+      const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
       pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
       if (part == 0) release_block_before();
-      read(lse, smem.lse, first);
-      compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
-      hide_pairs(s_acc, score, first_row, first_key, masked, first);
-      to_operand(frag, s_acc);
+      if constexpr (Score::is_product && !Config::dropout) {
+        read(lse, smem.lse, first);
+        compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
+        hide_pairs(s_acc, score, first_row, first_key, masked, first);
+        to_operand(frag, s_acc);
+      } else if (Score::hides_pairs || warp_agrees(masked)) {
+        compute_p_and_weights<true>(s_acc, kept, score, first_row, first_key, first);
+      } else {
+        compute_p_and_weights<false>(s_acc, kept, score, first_row, first_key, first);
+      }
       pingpong_wait();
       start_dv(first);
       if (!dp_beside_p) {  // frag makes room
@@ -339,6 +344,7 @@ struct Consumer : DkvWarpgroup<64> {
       pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
+      kept.drop_gradients(dp_acc, params.score);
       read(delta, smem.delta, first);
       compute_ds(s_acc, dp_acc, delta);
       to_operand(frag, s_acc);

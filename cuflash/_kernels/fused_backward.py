@@ -7,7 +7,6 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math
 from cuflash._kernels.tables import Row, smallest
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
@@ -51,12 +50,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         problem = request.problem
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
         reason = reason or wgmma.first_reason(
-            (needs_score_math(problem), "a score takes more than a product and bounds"),
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
-            (
-                problem.cu_seqlens_q is not None,
-                "each packed sequence would begin with rows of its own",
-            ),
             (
                 problem.head_dim not in {row.head_dims[0] for row in ROWS},
                 "columns of the sums of dq would be empty",

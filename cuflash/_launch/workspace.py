@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuflash._kernels import segment_bounds
+from cuflash._launch.grid import num_tiles
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
@@ -48,8 +49,9 @@ class Workspace(NamedTuple):
             keys = segment_bounds.bounds_of(problem).first_k
         if fused is not None:
             # One counter of drawn tiles, and a turn for each block of queries.
-            blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
-            turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
+            blocks = num_tiles(problem, problem.seqlen_q, fused.block_m) * fused.cluster_blocks
+            turns = 1 + entries * int(blocks)
+            sums = entries * _entry_bytes(problem, fused.block_m)
         size = statistics + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
         lse_parts = problem.lse_dtype.itemsize * splits * entries * problem.seqlen_q
         out_parts = lse_parts * problem.head_dim_v
@@ -59,20 +61,16 @@ class Workspace(NamedTuple):
             statistics, bounds, keys, turns, sums, alignment, size, out_parts, lse_parts
         )  # fmt: skip
 
-    def places_in(self, start: int) -> tuple[int, int, int]:
-        """Where rows, turns and sums lie if there are no bounds of segments."""
-        turns = start + self.statistics
-        end = turns + _FLOAT_BYTES * self.num_turns
-        return start, turns, -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
-
     def addresses(self, start: int) -> dict[str, int]:
         """Where the parts lie that are there, by the names of the kernels' pointers."""
         found = {"rows": start} if self.statistics else {}
         bounds = start + self.statistics
         if self.bounds:
             found |= {"segment_bounds_q": bounds, "segment_bounds_k": bounds + self.bounds_of_keys}
-        if self.num_turns:  # a kernel of all gradients serves no segments
-            _, found["turns"], found["sums"] = self.places_in(start)
+        if self.num_turns:
+            found["turns"] = bounds + self.bounds
+            end = found["turns"] + _FLOAT_BYTES * self.num_turns
+            found["sums"] = -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
         if self.lse_parts:
             first = -(-(bounds + self.bounds) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
             found |= {"out_parts": first, "lse_parts": first + self.out_parts}
@@ -99,12 +97,19 @@ def statistics_bytes(problem: Problem) -> int:
     return 2 * problem.lse_dtype.itemsize
 
 
-def _entry_bytes(problem: Problem) -> int:
-    """Bytes of the sums of dq of one batch entry, in whole slices of rows."""
-    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * problem.head_dim
+def _entry_bytes(problem: Problem, block_m: int) -> int:
+    """Bytes of the sums of dq of one batch entry, in whole slices of rows.
+
+    Of packed sequences in whole blocks, as many as there may be.
+    """
+    rows = -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS
+    if problem.cu_seqlens_q is not None:
+        rows = num_tiles(problem, problem.seqlen_q, block_m) * block_m
+    return _FLOAT_BYTES * rows * problem.head_dim
 
 
-def dq_sums_layout(problem: Problem) -> Layout:
+def dq_sums_layout(problem: Problem, block_m: int) -> Layout:
     """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_accum.cuh`` says."""
-    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=_entry_bytes(problem))
+    own = _entry_bytes(problem, block_m)
+    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=own)
     return Layout(_FLOAT_BYTES, tuple(steps)[::-1] if problem.batch else ())

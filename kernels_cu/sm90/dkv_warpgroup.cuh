@@ -131,8 +131,8 @@ struct DkvWarpgroup {
   template <bool masked>
   CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                             const KeptBits<1, tiles>& kept, const Score& score,
-                                            int first_row, int first_key) {
-    const LaneIndices lane(first_row, first_key);
+                                            int first_row, int first_key, int first = 0) {
+    const LaneIndices lane(first_row + first, first_key);
     ColumnBits unmasked[2];
     if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane.key, lane.row);
 #pragma unroll
