@@ -6,6 +6,7 @@
 // was stored: it is zero.
 #include "simt/recompute_rows.cuh"
 #include "sm90/dq_accum.cuh"
+#include "sm90/dq_semaphore.cuh"
 
 namespace cuflash {
 
@@ -14,17 +15,18 @@ static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
 // Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
 template <int tiles>
 CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchIndex& entry,
-                                      int block, const BlockRanges& keys) {
+                                      int block) {
   const int part = warp_index() / 4, slice = warp_index() % 4;
   const DqAccum sums(params, entry);
   if (slice >= sums.slices(block, part)) return 0;
+  const Score score(params.score, entry);
+  const int end = score.kv_blocks(block * Config::block_m, (block + 1) * Config::block_m).end;
   const auto for_each_stored = [&](auto visit) {
-    const int sums_of_dq = params.dq_sums;
 #pragma unroll 1
-    for (int split = 0; split < sums_of_dq; ++split) {
-      const int before = (split + sums_of_dq - keys.begin % sums_of_dq) % sums_of_dq;  // tiles
-      if (!warp_agrees(before < keys.end - keys.begin)) continue;
-      visit(DqAccum(params, entry, split).slice<tiles>(block, part, slice));
+    for (int sum = 0; sum < params.dq_sums; ++sum) {
+      const int adding = tiles_before(score, block, end, sum, params.dq_sums);
+      if (!warp_agrees(adding > 0)) continue;
+      visit(DqAccum(params, entry, sum).slice<tiles>(block, part, slice));
     }
   };
   float acc[tiles][4] = {};
@@ -34,7 +36,8 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   });
   const int first_column = part / DqAccum::row_parts * 64;
   const int first_row = block * Config::block_m + part % DqAccum::row_parts * 64 + slice * 16;
-  RowTarget target(params.dq, params.dq_layout, entry, 0, params.head_dim, Config::head_dim);
+  RowTarget target(params.dq, params.dq_layout, entry, Seqlen(params.score, entry).first_q,
+                   params.head_dim, Config::head_dim);
   target.data += first_column * target.column_stride;
   target.num_columns -= first_column;
   const int num_rows = min(sums.num_rows - first_row, 16);
@@ -51,19 +54,18 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   using namespace cuflash;
   // The last first: their sums are in the cache still.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);
-  const BatchIndex entry(params.batch, tile.owner);
-  const int first_row = tile.block * Config::block_m;
-  const BlockRanges blocks =
-      Score(params.score, entry).kv_blocks(first_row, first_row + Config::block_m);
+  const Place place = place_of<Config::block_m>(Packing::of_queries(params.score), tile.block);
+  const BatchIndex entry(params.batch, tile.owner, place.sequence);
+  const int first_row = place.block * Config::block_m;
   constexpr int last_tiles = DqAccum::tiles(DqAccum::parts - 1);
   uint32_t broken = 0;
   if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqAccum::parts - DqAccum::row_parts)) {
-    broken = convert_slice<8>(params, entry, tile.block, blocks);
+    broken = convert_slice<8>(params, entry, place.block);
   } else {
-    broken = convert_slice<last_tiles>(params, entry, tile.block, blocks);
+    broken = convert_slice<last_tiles>(params, entry, place.block);
   }
   __syncthreads();  // a row was written by several warps, and an exact one by one
   const int part = warp_index() / 4;
   const int row = first_row + part % DqAccum::row_parts * 64 + warp_index() % 4 * 16;
-  for_each_bit(broken, [&](int bit) { recompute_dq(params, tile.owner, 0, row + bit); });
+  for_each_bit(broken, [&](int bit) { recompute_dq(params, tile.owner, place.sequence, row + bit); });
 }

@@ -68,8 +68,10 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   // Of these two dout is read again.
   using DoutColumns = LaneColumns<Config::dtype, false>;
   using OutColumns = LaneColumns<Config::out_dtype, true>;
-  const cuflash::int64_t turn = cuflash::int64_t(blockIdx.x) * Config::num_threads + threadIdx.x;
-  if (turn < params.num_turns) params.turns[turn] = 0;
+  const unsigned threads = gridDim.x * Config::num_threads;
+  for (unsigned i = blockIdx.x * Config::num_threads + threadIdx.x; i < params.num_turns; i += threads) {
+    params.turns[i] = 0;
+  }
   // The last first: of out, which the forward has written, they are in the cache still, and of dout
   // those then are that the next kernel starts with.
   const Tile tile = tile_of(params.grid, gridDim.x - 1 - blockIdx.x);

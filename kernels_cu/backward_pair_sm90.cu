@@ -49,8 +49,7 @@ struct TurnKeeper {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const int entry = work.keys.owner * params.grid.entries_per_owner + index;
-          const DqSemaphore turns(params, entry * params.dq_sums + work.sum(params), 2);
+          const DqSemaphore turns(params, work.keys, index, work.sum(params), 2);
           const int place = 2 * block + ptx::cluster_rank();
           const int turn = work.turn(params, score, block);
           if (Config::deterministic || turn != 0)

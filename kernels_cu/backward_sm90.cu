@@ -45,8 +45,16 @@
 
 namespace cuflash {
 
-constexpr int writers = 2;                                 // warps
-constexpr int tile_readers = 4 * consumers + writers + 4;  // warps
+constexpr int writers = 2;                       // warps
+constexpr int tile_readers = 4 * consumers + 4;  // warps
+
+// What a tile adds to a block of queries.
+struct Addition {
+  DqAccum sums;
+  DqSemaphore turns;
+  int block;
+  int turn;  // negative: nothing any more
+};
 
 struct SharedMemory : DkvSharedMemory {
   using DsTile = PanelTile<Config::block_n, Config::block_m>;
@@ -55,12 +63,12 @@ struct SharedMemory : DkvSharedMemory {
   alignas(128) float dq[Config::block_m * Config::head_dim];  // part by part
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[writers][DqAccum::parts], dq_empty[writers];
+  Addition addition[writers];
   uint64_t keys_empty;
   uint64_t tile_full[2], tile_empty[2];
   int tile[2];  // negative: none is left
 };
 
-static_assert(Score::is_plain, "others take registers");
 static_assert(consumers == 2, "two warpgroups that take turns");
 
 // By one thread, before any other touches a barrier.
@@ -134,65 +142,37 @@ struct Producer {
 };
 
 // ----------------------------------------------------------------------------- the writing warps
-// Of the blocks of a tile, writer w has number w and every second one from there.
+// Of all blocks, writer w has number w and every second one from there.
 struct Writer {
-  const BackwardSm90Params& params;
   SharedMemory& smem;
   const uint32_t writer;
-  Ring<writers> ring;
 
-  CUFLASH_DEVICE void run() {
+  CUFLASH_DEVICE void run() const {
     if (lane_index() != 0) return;
 #pragma unroll 1
-    for (Ring<2> tiles;; tiles.advance()) {
-      wait(smem.tile_full[tiles.stage()], tiles.full_parity());
-      const int tile = smem.tile[tiles.stage()];
-      if (tile < 0) break;
-      write_tile(KeyTile::at(params, tile));
-      arrive_if(smem.tile_empty[tiles.stage()], true);
+    for (Ring<1> ring;; ring.advance()) {
+      wait(smem.dq_full[writer][0], ring.full_parity());
+      const Addition addition = smem.addition[writer];
+      if (addition.turn < 0) break;
+      write(addition, ring.full_parity());
     }
+    ptx::tma_store_wait();  // shared memory may end
   }
 
  private:
-  CUFLASH_DEVICE void write_tile(const KeyTile& work) {
-#pragma unroll 1
-    for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      const BatchIndex entry = work.entry(params, index);
-      const Score score(params.score, entry);
-      const Range keys{work.first_key, work.first_key + Config::block_n};
-      const int tile = keys.begin / Config::block_n, sums_of_dq = params.dq_sums;
-      const DqSemaphore turns(
-          params, (work.owner * params.grid.entries_per_owner + index) * sums_of_dq + tile % sums_of_dq);
-      const DqAccum sums(params, entry, tile % sums_of_dq);
-      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
-      const LastRowsFirst walk(score, blocks, keys);
-#pragma unroll 1
-      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
-        if (ring.stage() == writer) {
-          const int first_row = block * Config::block_m;
-          const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-          write(sums, turns, block, (tile - before) / sums_of_dq);
-        }
-        ring.advance();
-      }
-    }
-    ptx::tma_store_wait();  // shared memory may end with this tile
-  }
-
-  CUFLASH_DEVICE void write(const DqAccum& sums, const DqSemaphore& turns, int block,
-                            int turn) const {
+  CUFLASH_DEVICE void write(const Addition& own, uint32_t parity) const {
 #pragma unroll 1
     for (int part = 0; part < DqAccum::parts; ++part) {
-      wait(smem.dq_full[writer][part], ring.full_parity());
-      if (part == 0 && (Config::deterministic || turn > 0)) {
-        turns.await(block, Config::deterministic ? turn : 1);
+      wait(smem.dq_full[writer][part], parity);
+      if (part == 0 && (Config::deterministic || own.turn > 0)) {
+        own.turns.await(own.block, Config::deterministic ? own.turn : 1);
         ptx::fence_async_proxy_global();
       }
-      const int bytes = 512 * DqAccum::tiles(part) * sums.slices(block, part);
+      const int bytes = 512 * DqAccum::tiles(part) * own.sums.slices(own.block, part);
       if (bytes != 0) {
         const uint32_t from = ptx::shared_address(&smem.dq[DqAccum::begin(part)]);
-        float* const to = sums.part(block, part);
-        if (turn == 0) {
+        float* const to = own.sums.part(own.block, part);
+        if (own.turn == 0) {
           ptx::bulk_store(to, from, bytes);
         } else {
           ptx::bulk_add(to, from, bytes);
@@ -202,10 +182,10 @@ struct Writer {
     }
     ptx::tma_store_wait_read();
     arrive_if(smem.dq_empty[writer], true);
-    if (Config::deterministic || turn == 0) {
+    if (Config::deterministic || own.turn == 0) {
       ptx::tma_store_wait();
       ptx::fence_async_proxy_global();
-      turns.pass_on(block, turn);
+      own.turns.pass_on(own.block, own.turn);
     }
   }
 };
@@ -226,35 +206,46 @@ struct Multiplier {
       multiply_tile(KeyTile::at(params, tile));
       arrive_if(smem.keys_empty, leads_warpgroup());
     }
+#pragma unroll 1
+    for (int i = 0; i < writers; ++i, ring.advance()) {
+      wait_for_staging();
+      if (leads_warpgroup()) smem.addition[ring.stage()].turn = -1;
+      arrive_as_warp(smem.dq_full[ring.stage()][0]);
+    }
   }
 
  private:
   CUFLASH_DEVICE void multiply_tile(const KeyTile& work) {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
-      const Score score(params.score, work.entry(params, index));
-      const BlockRanges blocks =
-          work.own(score.q_blocks(work.first_key, work.first_key + Config::block_n), params);
+      const BatchIndex entry = work.entry(params, index);
+      const Score score(params.score, entry);
+      const Range keys{work.first_key, work.first_key + Config::block_n};
+      const int tile = keys.begin / Config::block_n, sum = tile % params.dq_sums;
+      const DqSemaphore turns(params, work, index, sum);
+      const DqAccum sums(params, entry, sum);
+      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
+      LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
-      for (int left = blocks.end - blocks.begin; left > 0; --left) {
-        multiply_block();
+      for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
+        const int turn = tiles_before(score, block, tile, sum, params.dq_sums);
+        multiply_block({sums, turns, block, turn});
         ring.advance();
       }
     }
   }
 
-  CUFLASH_DEVICE void multiply_block() const {
+  CUFLASH_DEVICE void multiply_block(const Addition& addition) const {
     wait(smem.ds_full[ring.stage()], ring.full_parity());
-    multiply_part<0>();
-    multiply_part<1>();
+    multiply_part<0>(addition);
+    multiply_part<1>(addition);
     static_assert(DqAccum::parts == 2, "all parts");
   }
 
   template <int part>
-  CUFLASH_DEVICE void multiply_part() const {
+  CUFLASH_DEVICE void multiply_part(const Addition& addition) const {
     constexpr int tiles = DqAccum::tiles(part);
     const int stage = ring.stage();
-    const Ring<writers> before{ring.uses - 1};
     float acc[1][tiles][4];
     start_panel_product<SharedMemory::DsTile, SharedMemory::KTile>(
         acc, smem.ds[stage].mn_major(0, part % DqAccum::row_parts),
@@ -262,12 +253,21 @@ struct Multiplier {
     ptx::wgmma_wait<0>();
     ptx::pin(flat(acc));
     if (part == DqAccum::parts - 1) arrive_if(smem.ds_empty[stage], leads_warpgroup());
-    if (part == 0) wait(smem.dq_empty[before.stage()], before.full_parity());
+    if (part == 0) {
+      wait_for_staging();
+      if (leads_warpgroup()) smem.addition[stage] = addition;
+    }
     const uint32_t thread = ptx::thread_index() % 128;
     auto* const staged = reinterpret_cast<DqSlice<tiles>*>(smem.dq + DqAccum::begin(part));
     staged[thread / 32].write(acc[0], thread % 32);
     ptx::fence_async_proxy();
     arrive_as_warp(smem.dq_full[stage][part]);
+  }
+
+  // Until the block before was read.
+  CUFLASH_DEVICE void wait_for_staging() const {
+    const Ring<writers> before{ring.uses - 1};
+    wait(smem.dq_empty[before.stage()], before.full_parity());
   }
 };
 
@@ -316,7 +316,7 @@ struct Consumer : DkvWarpgroup<64> {
       const Score score(params.score, work.entry(params, index));
       const Range tile{work.first_key, work.first_key + Config::block_n};
       const BlockRanges blocks = work.own(score.q_blocks(tile.begin, tile.end), params);
-      const LastRowsFirst walk(score, blocks, tile);
+      LastRowsFirst walk(score, blocks, tile);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         const int first_row = block * Config::block_m;
@@ -341,11 +341,18 @@ struct Consumer : DkvWarpgroup<64> {
       pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
+      const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
       if (part == 0) release_block_before();
-      read(lse, smem.lse, first);
-      compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
-      hide_pairs(s_acc, score, first_row, first_key, masked, first);
-      to_operand(frag, s_acc);
+      if constexpr (Score::is_product) {
+        read(lse, smem.lse, first);
+        compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
+        hide_pairs(s_acc, score, first_row, first_key, masked, first);
+        to_kept_operand(s_acc, kept);
+      } else if (Score::hides_pairs || warp_agrees(masked)) {
+        compute_p_and_weights<true>(s_acc, kept, score, first_row, first_key, first);
+      } else {
+        compute_p_and_weights<false>(s_acc, kept, score, first_row, first_key, first);
+      }
       pingpong_wait();
       start_dv(first);
       if (!dp_beside_p) {  // frag makes room
@@ -356,6 +363,7 @@ struct Consumer : DkvWarpgroup<64> {
       pingpong_signal();
       ptx::wgmma_wait<0>();
       ptx::pin(flat(dp_acc));
+      kept.drop_gradients(dp_acc, params.score);
       read(delta, smem.delta, first);
       compute_ds(s_acc, dp_acc, delta);
       to_operand(frag, s_acc);
@@ -404,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   if (warp < 4) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (warp == 0) Producer{params, smem}.run();
-    if (warp == 1 || warp == 2) Writer{params, smem, warp - 1u}.run();
+    if (warp == 1 || warp == 2) Writer{smem, warp - 1u}.run();
   } else if (warp < 4 + 4 * consumers) {
     ptx::setmaxnreg_inc<consumer_registers>();
     Consumer{params, smem, warp / 4 - 1}.run();

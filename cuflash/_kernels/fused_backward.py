@@ -7,7 +7,6 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, split_queries, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import needs_score_math
 from cuflash._kernels.tables import Row, smallest
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
@@ -52,12 +51,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         problem = request.problem
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
         reason = reason or wgmma.first_reason(
-            (needs_score_math(problem), "a score takes more than a product and bounds"),
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
-            (
-                problem.cu_seqlens_q is not None,
-                "each packed sequence would begin with rows of its own",
-            ),
             (problem.head_dim_v > problem.head_dim, "registers hold no wider results"),
             (not portable.shares_keys(problem, "kv"), "entries of one result have other keys"),
         )

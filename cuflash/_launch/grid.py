@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from cuflash._errors import problem_with
 from cuflash._kernels import params
+from cuflash._problem.problem import Problem
 
 Axis = tuple[int, tuple[int, ...]]  # extent, byte stride of each operand
 _GRID_LIMIT = 2**31 - 1  # thread blocks
@@ -63,6 +64,13 @@ def plan_grid(
         num_owners=math.prod(extent for extent, _ in owned),
         entries_per_owner=math.prod(extent for extent, _ in looped),
     )
+
+
+def num_tiles(problem: Problem, rows: int, block: int) -> int:
+    """Tiles of one owner; of packed sequences, as many as may be: ``score/seqlen.cuh``."""
+    if problem.cu_seqlens_q is None:
+        return -(-rows // block)
+    return rows // block + problem.cu_seqlens_q.shape[0] - 1
 
 
 def _merged(axes: list[Axis]) -> list[Axis]:

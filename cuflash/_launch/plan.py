@@ -13,7 +13,7 @@ from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels.segment_bounds import IDS, bounds_of, operands_of
 from cuflash._launch import score_params, tensor_map
-from cuflash._launch.grid import Grid, plan_grid
+from cuflash._launch.grid import Grid, num_tiles, plan_grid
 from cuflash._launch.kernel_launcher import KernelLauncher
 from cuflash._launch.sections import owners_per_section
 from cuflash._launch.tensor_map import Maps
@@ -51,8 +51,10 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
     match config.computes:
         case "combine":
             tiles = problem.seqlen_q
-        case "delta" | "convert":
+        case "delta":
             tiles = -(-problem.seqlen_q // config.block_m)
+        case "convert":
+            tiles = num_tiles(problem, problem.seqlen_q, config.block_m)
         case "sums" if step.sums is not None:
             tiles = step.sums.tiles(problem, config.block_m, config.block_n)
             summed = step.sums.summed
@@ -156,8 +158,6 @@ def plan_launch(
         filled["seqlen_q"] = problem.seqlen_q
         filled["recomputes_far_rows"] = score_params.recomputes_far_rows(problem)
         filled["num_turns"] = num_turns
-        if num_turns > blocks * config.num_threads:
-            raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
@@ -286,13 +286,6 @@ def keys_to_load(problem: Problem) -> int:
     if length is None or problem.cu_seqlens_k is not None:
         return problem.seqlen_k
     return max(length, 1)
-
-
-def num_tiles(problem: Problem, rows: int, block: int) -> int:
-    """Tiles of one owner; of packed sequences, as many as may be: ``score/seqlen.cuh``."""
-    if problem.cu_seqlens_q is None:
-        return -(-rows // block)
-    return rows // block + problem.cu_seqlens_q.shape[0] - 1
 
 
 def row_layout(problem: Problem, itemsize: int, strides: tuple[int, ...] | None) -> Layout:

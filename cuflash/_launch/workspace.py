@@ -12,6 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuflash._kernels import segment_bounds
+from cuflash._launch.grid import num_tiles
 from cuflash._problem.layout import Layout
 from cuflash._problem.problem import Problem
 
@@ -53,7 +54,7 @@ class Workspace(NamedTuple):
             keys = segment_bounds.bounds_of(problem).first_k
         if fused is not None:
             # One counter of drawn tiles, and a turn for each block of queries.
-            blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
+            blocks = num_tiles(problem, problem.seqlen_q, fused.block_m) * fused.cluster_blocks
             turns, sums = 1 + entries * int(blocks) * dq_sums, dq_sums * _all_bytes(problem, fused)
             dkv_parts = splits * _part_bytes(problem, fused)
         size = statistics + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
@@ -66,20 +67,16 @@ class Workspace(NamedTuple):
             statistics, bounds, keys, turns, sums, alignment, size, out_parts, lse_parts, dkv_parts
         )  # fmt: skip
 
-    def places_in(self, start: int) -> tuple[int, int, int]:
-        """Where rows, turns and sums lie if there are no bounds of segments."""
-        turns = start + self.statistics
-        end = turns + _FLOAT_BYTES * self.num_turns
-        return start, turns, -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
-
     def addresses(self, start: int) -> dict[str, int]:
         """Where the parts lie that are there, by the names of the kernels' pointers."""
         found = {"rows": start} if self.statistics else {}
         bounds = start + self.statistics
         if self.bounds:
             found |= {"segment_bounds_q": bounds, "segment_bounds_k": bounds + self.bounds_of_keys}
-        if self.num_turns:  # a kernel of all gradients serves no segments
-            _, found["turns"], found["sums"] = self.places_in(start)
+        if self.num_turns:
+            found["turns"] = bounds + self.bounds
+            end = found["turns"] + _FLOAT_BYTES * self.num_turns
+            found["sums"] = -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
         if self.dkv_parts:
             end = found["sums"] + self.sums
             found["dkv_parts"] = -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
@@ -110,8 +107,14 @@ def statistics_bytes(problem: Problem) -> int:
 
 
 def _entry_bytes(problem: Problem, config: Any) -> int:
-    """Bytes of the sums of dq of one batch entry, in whole slices of rows."""
-    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * int(config.head_dim)
+    """Bytes of the sums of dq of one batch entry, in whole slices of rows.
+
+    Of packed sequences in whole blocks, as many as there may be.
+    """
+    rows = -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS
+    if problem.cu_seqlens_q is not None:
+        rows = num_tiles(problem, problem.seqlen_q, config.block_m) * config.block_m
+    return _FLOAT_BYTES * rows * int(config.head_dim)
 
 
 def _all_bytes(problem: Problem, config: Any) -> int:
@@ -122,10 +125,8 @@ def _all_bytes(problem: Problem, config: Any) -> int:
 def _part_bytes(problem: Problem, config: Any) -> int:
     """Bytes of dk and dv of one part of the queries: ``kernels_cu/sm90/dkv_parts.cuh``."""
     owners = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if not s)
-    slices = -(-problem.seqlen_k // _SLICE_ROWS)
-    if problem.cu_seqlens_k is not None:
-        slices = problem.seqlen_k // _SLICE_ROWS + problem.cu_seqlens_k.shape[0] - 1
-    return _FLOAT_BYTES * owners * slices * _SLICE_ROWS * int(config.head_dim + config.head_dim_v)
+    rows = num_tiles(problem, problem.seqlen_k, _SLICE_ROWS) * _SLICE_ROWS
+    return _FLOAT_BYTES * owners * rows * int(config.head_dim + config.head_dim_v)
 
 
 def dq_sums_layout(problem: Problem, config: Any) -> Layout:

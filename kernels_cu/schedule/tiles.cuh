@@ -18,6 +18,22 @@ struct OwnedTile {
   }
 };
 
+// Blocks of queries as they are numbered among all of a batch entry.
+struct QueryBlocks {
+  int first;  // of a packed sequence
+  int count;  // of all sequences, as many as there may be
+
+  CUFLASH_DEVICE QueryBlocks(const ScoreParams& params, int sequence) {
+    if constexpr (Config::cu_seqlens == Dtype::none) {
+      first = 0;
+      count = (params.seqlen_q + Config::block_m - 1) / Config::block_m;
+    } else {
+      first = Packing::of_queries(params).first_rank<Config::block_m>(sequence);
+      count = params.seqlen_q / Config::block_m + params.num_sequences;
+    }
+  }
+};
+
 struct RowTile : OwnedTile {
   int first_row;
 

@@ -176,7 +176,8 @@ CUFLASH_DEVICE void drop_gradients(Real (&dp_acc)[slices][tiles][4], const Score
   }
 }
 
-// Which weights of a transposed accumulator are kept, a bit for each register.
+// Which weights of a transposed accumulator are kept: pair j of its operand's registers in the bits
+// j and 16 + j.
 template <int slices, int tiles>
 struct KeptBits {
   static_assert(!Config::dropout || tiles <= 8, "32 registers to a slice");
@@ -188,13 +189,21 @@ struct KeptBits {
       for (int s = 0; s < slices; ++s) bits[s] = 0;
       for_each_kept_transposed<slices, tiles>(score, first_row, first_key,
                                               [&](int s, int t, int i, bool kept) {
-                                                if (kept) bits[s] |= 1u << (4 * t + i);
+                                                if (kept) bits[s] |= 1u << place(t, i);
                                               });
     }
   }
 
+  CUFLASH_DEVICE static constexpr int place(int t, int i) { return 2 * t + i / 2 + i % 2 * 16; }
+
   CUFLASH_DEVICE bool contains(int s, int t, int i) const {
-    return !Config::dropout || (bits[s] >> (4 * t + i) & 1);
+    return !Config::dropout || (bits[s] >> place(t, i) & 1);
+  }
+
+  // The operand of two neighbouring weights, 0 where they are dropped.
+  CUFLASH_DEVICE uint32_t applied(uint32_t weights, int s, int t, int half) const {
+    if constexpr (!Config::dropout) return weights;
+    return weights & ptx::spread_high_bits(bits[s] << (15 - place(t, 2 * half)));
   }
 
   // Drops gradients of weights.

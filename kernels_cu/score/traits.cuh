@@ -35,6 +35,9 @@ struct ScoreTraits {
   // Is it so without a bias, which is read for visible pairs only?
   static constexpr bool is_product = is_plain && Config::bias == Dtype::none;
 
+  // Is the gradient of a score that of its logit?
+  static constexpr bool adds_only = !Config::softcap && !Config::score_mod;
+
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;

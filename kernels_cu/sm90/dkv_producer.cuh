@@ -70,13 +70,17 @@ struct LastRowsFirst {
   static constexpr bool sums_over_keys = true;
 
   const BlockRanges& blocks;
+  VisitedBlocks<Walk::queries> visited;
 
-  CUFLASH_DEVICE LastRowsFirst(const Score&, const BlockRanges& blocks, Range) : blocks(blocks) {}
+  CUFLASH_DEVICE LastRowsFirst(const Score& score, const BlockRanges& blocks, Range tile)
+      : blocks(blocks), visited(score, blocks, tile) {}
 
-  CUFLASH_DEVICE int first() const { return blocks.end - 1; }
-  CUFLASH_DEVICE int next(int block) const { return block - 1; }
+  CUFLASH_DEVICE int first() { return visited.last_from(blocks.end - 1); }
+  CUFLASH_DEVICE int next(int block) { return visited.next_before(block); }
   CUFLASH_DEVICE bool is_left(int block) const { return block >= blocks.begin; }
-  CUFLASH_DEVICE bool masked(int block) const { return blocks.masked(block); }
+  CUFLASH_DEVICE bool masked(int block) const {
+    return blocks.masked(block) || !visited.of_one_segment(block);
+  }
 };
 
 // Statistics of the rows of a block, dealt out to the lanes.

@@ -131,17 +131,21 @@ struct DkvWarpgroup {
   template <bool masked>
   CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                             const KeptBits<1, tiles>& kept, const Score& score,
-                                            int first_row, int first_key) {
-    const LaneIndices lane(first_row, first_key);
-    ColumnBits unmasked[2];
-    if constexpr (masked) score.unmasked_of_keys<tiles>(unmasked, lane.key, lane.row);
+                                            int first_row, int first_key, int first = 0) {
+    const LaneIndices lane(first_row + first, first_key);
+    ColumnBits seeing[2];
+    if constexpr (masked) {
+      score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Range range = lane.seeing(score, half);
+        seeing[half].bits &= ColumnBits::within(range).bits;
+        seeing[half].bits &=
+            score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, range).bits;
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seeing = lane.seeing(score, half);
-      ColumnBits segment;
-      if constexpr (masked) {
-        segment = score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, seeing);
-      }
       const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
       const auto bias = score.bias_of_key<tiles>(lane.key + 8 * half, lane.row);
 #pragma unroll
@@ -153,17 +157,29 @@ struct DkvWarpgroup {
           const float product = value;
           const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
           const bool visible =
-              !masked || (seeing.contains(8 * t + i) && segment.contains(t, i) &&
-                          unmasked[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
+              !masked || (seeing[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
           const float b = bias(t, i);
           const float logit = score.apply_if(visible, product, b, q_idx, kv_idx);
           p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
           value = visible ? p[i] * score.derivative_at(logit, product, b, q_idx, kv_idx) : 0.0f;
-          if (!kept.contains(0, t, 2 * half + i)) p[i] = 0.0f;
         }
-        frag[0][t / 2][t % 2 * 2 + half] = pack<Config::dtype>(p[0], p[1]);
+        if constexpr (!Score::adds_only) {
+          frag[0][t / 2][t % 2 * 2 + half] =
+              kept.applied(pack<Config::dtype>(p[0], p[1]), 0, t, half);
+        }
       }
     }
+    if constexpr (Score::adds_only) to_kept_operand(s_acc, kept);
+  }
+
+  // Probabilities become the operand p^T, but what dropout drops.
+  CUFLASH_DEVICE void to_kept_operand(const float (&p)[1][tiles][4],
+                                      const KeptBits<1, tiles>& kept) {
+    to_operand(frag, p);
+    unrolled<tiles, 2>([&](int t, int half) {
+      uint32_t& pair = frag[0][t / 2][t % 2 * 2 + half];
+      pair = kept.applied(pair, 0, t, half);
+    });
   }
 
   // The weights of dp^T - delta become ds^T.

@@ -3,13 +3,14 @@
 // Slices of 16 rows and a panel of columns, in the order in which the lanes of a warp hold them as
 // an accumulator, so that both sides move 16 bytes a lane. A panel has 64 columns, the last one
 // what is left. A block of queries is one part of 64 rows and a panel for each warpgroup; of the
-// last one, slices past the end do not exist.
+// last one, slices past the end do not exist. Each packed sequence begins with a block of its own.
 #pragma once
 
 #include "ptx/once.cuh"
 #include "ptx/red.cuh"
 #include "ptx/sync.cuh"
-#include "schedule/scheduler.cuh"
+#include "schedule/tiles.cuh"
+#include "score/seqlen.cuh"
 
 namespace cuflash {
 
@@ -69,10 +70,14 @@ struct DqAccum {
   float* of_entry;
   int num_rows;
 
-  // Of all entries, there are key_splits sums one after the other.
-  CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry, int split = 0)
-      : of_entry(params.sums + entry * params.sums_layout.batch + split * params.sums_layout.row),
-        num_rows(params.score.seqlen_q) {}
+  // Of all entries, there are dq_sums sums one after the other.
+  CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry, int sum = 0)
+      : of_entry(params.sums + entry * params.sums_layout.batch + sum * params.sums_layout.row),
+        num_rows(Seqlen(params.score, entry).rows_q) {
+    const int64_t first_row =
+        int64_t(QueryBlocks(params.score, entry.sequence()).first) * Config::block_m;
+    of_entry += first_row * Config::head_dim;
+  }
 
   // Slices that a part has.
   CUFLASH_DEVICE int slices(int block, int part) const {

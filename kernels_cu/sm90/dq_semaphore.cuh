@@ -1,18 +1,44 @@
 // Whose turn it is to add to the sums of each block of queries, after the number of tiles drawn.
 #pragma once
 
-#include "params.cuh"
 #include "ptx/sync.cuh"
+#include "schedule/segments.cuh"
+#include "schedule/tiles.cuh"
 
 namespace cuflash {
+
+// How many tiles of keys before tile `rank` add to one of the sums of a block of queries: tile t to
+// number t % sums. By a whole warp.
+CUFLASH_DEVICE int tiles_before(const Score& score, int block, int rank, int sum, int sums) {
+  constexpr int tile_keys = Config::block_n;
+  const Range rows{block * Config::block_m, (block + 1) * Config::block_m};
+  const int first = score.kv_blocks(rows.begin, rows.end).begin;
+  if constexpr (!Score::has_segments) {
+    const int skipped = (sum + sums - first % sums) % sums;
+    return max(rank - first - skipped + sums - 1, 0) / sums;
+  }
+  const auto own = score.query_bounds<Config::block_m>(rows);
+  int before = 0;
+#pragma unroll 1
+  for (int begin = first; warp_agrees(begin < rank); begin += 32) {
+    const int tile = begin + lane_index(), key = min(tile, rank - 1) * tile_keys;
+    const bool adds = score.key_bounds<tile_keys>({key, key + tile_keys}).meets(own);
+    before += __popc(__ballot_sync(0xffffffff, tile < rank && adds && tile % sums == sum));
+  }
+  return before;
+}
 
 struct DqSemaphore {
   uint32_t* of_entry;
 
-  // `parts` of each block have turns of their own, next to each other.
-  CUFLASH_DEVICE DqSemaphore(const BackwardSm90Params& params, int flat_entry, int parts = 1) {
-    const int64_t blocks = (params.score.seqlen_q + Config::block_m - 1) / Config::block_m;
-    of_entry = params.turns + 1 + flat_entry * blocks * parts;
+  // Of one of the sums of the owner's `index`-th entry. `parts` of each block have turns of their
+  // own, next to each other.
+  CUFLASH_DEVICE DqSemaphore(const BackwardSm90Params& params, const OwnedTile& work, int index,
+                             int sum, int parts = 1) {
+    const int64_t flat_entry =
+        (work.owner * params.grid.entries_per_owner + index) * params.dq_sums + sum;
+    const QueryBlocks blocks(params.score, work.sequence);
+    of_entry = params.turns + 1 + (flat_entry * blocks.count + blocks.first) * parts;
   }
 
   CUFLASH_DEVICE void await(int place, uint32_t turn) const {
