@@ -206,9 +206,9 @@ struct Multiplier {
       multiply_tile(KeyTile::at(params, tile));
       arrive_if(smem.keys_empty, leads_warpgroup());
     }
+    wait_for_staging();  // once: a writer that is told to end says nothing any more
 #pragma unroll 1
     for (int i = 0; i < writers; ++i, ring.advance()) {
-      wait_for_staging();
       if (leads_warpgroup()) smem.addition[ring.stage()].turn = -1;
       arrive_as_warp(smem.dq_full[ring.stage()][0]);
     }

@@ -69,7 +69,7 @@ CUFLASH_DEVICE void for_each_kept_transposed(const Score& score, int first_row, 
   const int odd = lane / 4 % 2;
 #pragma unroll
   for (int s = 0; s < slices; ++s) {
-#pragma unroll
+#pragma unroll 2
     for (int t = 0; t < tiles; t += 2) {
       const RandomWords words =
           drawn(score, first_row / 16 + t / 2, 2 * (lane % 4) + odd, first_key / 16 + s, lane / 8);
