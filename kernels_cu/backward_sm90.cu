@@ -160,10 +160,10 @@ struct Writer {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
-      const int tile = keys.begin / Config::block_n, sums_of_dq = params.dq_sums;
-      const DqSemaphore turns(
-          params, (work.owner * params.grid.entries_per_owner + index) * sums_of_dq + tile % sums_of_dq);
-      const DqAccum sums(params, entry, tile % sums_of_dq);
+      const int tile = keys.begin / Config::block_n, sum = tile % params.dq_sums;
+      const int flat_entry = work.owner * params.grid.entries_per_owner + index;
+      const DqSemaphore turns(params, flat_entry * params.dq_sums + sum);
+      const DqAccum sums(params, entry, sum);
       const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
       const LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
@@ -171,7 +171,7 @@ struct Writer {
         if (ring.stage() == writer) {
           const int first_row = block * Config::block_m;
           const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-          write(sums, turns, block, (tile - before) / sums_of_dq);
+          write(sums, turns, block, (tile - before) / params.dq_sums);
         }
         ring.advance();
       }
