@@ -13,7 +13,7 @@ from cuflash._kernels.tables import Row, smallest
 #: backward_pair_sm90.
 #: Of each row block_m, block_n, num_stages, keys_in_registers.
 ROWS = (
-    Row("", (32, 32), (128, 128, 2, True)),
+    Row("", (32, 32), (128, 128, 2, True), "D143"),
     Row("", (64, 64), (128, 128, 2, True), "D101"),
     Row("", (96, 96), (64, 128, 3, False), "D101"),
     Row("", (128, 128), (64, 128, 2, False), "D101"),
