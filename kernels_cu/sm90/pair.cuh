@@ -94,7 +94,7 @@ CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, 
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
     const Score score(params.score, work.keys.entry(params, index));
     const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
-    const LastRowsFirst walk(score, blocks, work.tile());
+    LastRowsFirst walk(score, blocks, work.tile());
 #pragma unroll 1
     for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
       visit(score, index, block, walk.masked(block));
