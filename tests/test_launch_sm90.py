@@ -470,6 +470,7 @@ def test_one_pass_serves_and_wins() -> None:
     narrow, middle, between = (np.zeros((2, 4, 300, d), bfloat16) for d in (64, 96, 80))
     latent = np.zeros((2, 4, 300, 192), bfloat16)
     mask = np.ones((300, 300), np.bool_)
+    bias = mask.astype(np.float32)
     for q, k, v, options, serves, deterministic, unordered in (
         (full, full, full, {}, True, True, True),
         (full, full, full, {"causal": True}, True, True, True),
@@ -479,12 +480,17 @@ def test_one_pass_serves_and_wins() -> None:
         (wide, wide, wide, {}, True, True, True),
         (full, group, group, {"enable_gqa": True}, True, True, True),
         (wide, wide_group, wide_group, {"enable_gqa": True}, True, False, False),
-        (full, full, full, {"mask": mask}, False, False, False),
+        (full, full, full, {"mask": mask}, True, True, True),
+        (wide, wide, wide, {"mask": mask}, False, False, False),
         (full, full, full, {"window": (9, 9)}, True, True, True),
         (wide, wide, wide, {"window": (9, 9)}, True, False, False),
-        (full, full, full, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
-        (full, full, full, {"scale": -1.0}, True, False, False),
-        (full, full, full, {"bias": mask.astype(np.float32)}, False, False, False),
+        (full, full, full, {"kv_lengths": np.array([[3], [4]])}, True, True, True),
+        (wide, wide, wide, {"kv_lengths": np.array([[3], [4]])}, True, False, False),
+        (full, full, full, {"scale": -1.0}, True, True, True),
+        (wide, wide, wide, {"scale": -1.0}, True, False, False),
+        (full, full, full, {"bias": bias}, True, True, True),
+        (full, full, full, {"bias": bias, "softcap": 3.0, "mask": mask}, False, False, False),
+        (narrow, narrow, narrow, {"bias": bias, "softcap": 3.0, "mask": mask}, True, True, True),
         (row, full, full, {}, False, False, False),
         (full, row, full, {}, False, False, False),
         (between, between, between, {}, True, True, True),

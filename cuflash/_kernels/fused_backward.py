@@ -7,7 +7,9 @@ from typing import NamedTuple, Self
 from cuflash._kernels import portable, split_queries, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
+from cuflash._kernels.score_config import needs_score_math, register_pressure
 from cuflash._kernels.tables import Row, smallest
+from cuflash._problem.problem import Problem
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
 #: backward_pair_sm90.
@@ -22,6 +24,7 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
+_WIDEST_CROWDED = 96  # the same beside a bias and two other options
 
 
 class Own(NamedTuple):
@@ -46,16 +49,22 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         """Why it does not serve a request.
 
-        Head sizes are refused where registers do not hold dk, dv and a part of dq.
+        Head sizes are refused where registers do not hold dk, dv and a part of dq, and options
+        that take registers beside them.
         """
-        problem = request.problem
+        problem, pair = request.problem, cls.cluster_blocks == 2
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
         reason = reason or wgmma.first_reason(
             (problem.k.summed != problem.v.summed, "k and v are broadcast along different axes"),
             (problem.head_dim_v > problem.head_dim, "registers hold no wider results"),
             (not portable.shares_keys(problem, "kv"), "entries of one result have other keys"),
+            (pair and needs_score_math(problem), "a score takes more than a product and bounds"),
+            (
+                pair and problem.cu_seqlens_q is not None,
+                "a pair of thread blocks begins with the first row of the arrays",
+            ),
+            (_crowded(problem), "registers do not hold a bias beside that many options"),
         )
-        pair = cls.cluster_blocks == 2
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
             return "the other kernel of all gradients is for this head size"
         return reason
@@ -67,15 +76,22 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
         return (own.replace(split_queries=splits),)
 
 
+def _crowded(problem: Problem) -> bool:
+    wide = smallest(ROWS, problem)[0] > _WIDEST_CROWDED
+    return wide and problem.bias is not None and register_pressure(problem) > 1
+
+
 def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
-    What a device has shown right and faster: plain and causal scores, up to head size 128 windows
-    and for heads that share keys. (D20)
+    What a device has shown right and faster: every option up to head size 128, beyond plain and
+    causal scores of heads that do not share keys. (D20)
     """
-    return bool(
-        (config.head_dim <= 128 or not (config.window_left or any(request.problem.k.summed)))
-        and config.scale_in_exponent
-        and config.offset == "value"
-        and config.q_lengths == config.kv_lengths == "none"
+    alone = config.head_dim <= WIDEST_ALONE
+    return alone or not (
+        not config.scale_in_exponent
+        or config.window_left
+        or any(request.problem.k.summed)
+        or config.offset != "value"
+        or (config.q_lengths, config.kv_lengths) != ("none", "none")
     )
