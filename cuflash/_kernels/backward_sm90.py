@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from cuflash._kernels import fused_backward, wgmma
+from cuflash._problem.problem import Problem
 
 
 class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
@@ -19,4 +23,17 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
     def smem_bytes(self) -> int:
         """Tiles of every kernel that owns keys, two tiles of ds, one of dq; in whole KiB."""
         ds = 2 * wgmma.panel_bytes(self, self.block_n, self.block_m)
-        return wgmma.key_owner_bytes(self) + ds + 4 * int(self.block_m * self.head_dim) + 1024
+        staged = 4 * int(self.block_m * self.head_dim) + 8192 * int(self.bias_stages)
+        return wgmma.key_owner_bytes(self) + ds + staged + 1024
+
+    @classmethod
+    def bias_stages_of(cls, problem: Problem, fields: Mapping[str, Any]) -> int:
+        """As many as fit; none where rows do not begin at multiples of 16 bytes."""
+        bias = problem.bias
+        if bias is None or bias.dtype.itemsize > 4:
+            return 0
+        *outer, column = bias.strides
+        if column != bias.dtype.itemsize or any(stride % 16 for stride in outer):
+            return 0
+        narrow = fields["head_dim"] <= 64
+        return 0 if narrow and bias.dtype.itemsize == 4 else 3 if narrow else 4

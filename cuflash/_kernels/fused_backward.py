@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 from cuflash._kernels import portable, split_queries, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.tables import Row, smallest
+from cuflash._problem.problem import Problem
 
 #: The fastest of benchmarks/sweeps on an H100 SXM; up to 128 of backward_sm90, else of
 #: backward_pair_sm90.
@@ -31,6 +33,7 @@ class Own(NamedTuple):
     keys_in_registers: bool  # are k and v of a tile?
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
+    bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -62,9 +65,16 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        own = cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic)
+        fields = wgmma.fields(cls, request, ROWS)
+        fields["bias_stages"] = cls.bias_stages_of(request.problem, fields)
+        own = cls(**fields, deterministic=request.deterministic)
         splits = split_queries.parts_of(request.problem, own, request.num_sms) > 1
         return (own.replace(split_queries=splits),)
+
+    @classmethod
+    def bias_stages_of(cls, problem: Problem, fields: Mapping[str, Any]) -> int:  # noqa: ARG003
+        """Buffers of a bias."""
+        return 0
 
 
 def wins(request: Request, config: KernelConfig) -> bool:
