@@ -46,7 +46,7 @@
 
 namespace cuflash {
 
-constexpr int writers = 2;                       // warps
+constexpr int writers = 2;                                    // warps
 constexpr int tile_readers = 4 * consumers + 4 + loads_bias;  // warps
 
 // What a tile adds to a block of queries.
@@ -367,7 +367,8 @@ struct Consumer : DkvWarpgroup<64> {
     const int own_key = LaneIndices(0, 0).key;
     return {tiles, bias_ring, own_key};
   }
-  CUFLASH_DEVICE GlobalBias bias_at(NoBiasTiles&, const Score& score, const LaneIndices& lane) const {
+  CUFLASH_DEVICE GlobalBias bias_at(NoBiasTiles&, const Score& score,
+                                    const LaneIndices& lane) const {
     return {score, lane};
   }
 
@@ -385,7 +386,7 @@ struct Consumer : DkvWarpgroup<64> {
       ptx::pin(flat(s_acc));  // and dk of the part before has read frag
       const KeptBits<1, tiles> kept = kept_pairs(score, first_row + first, first_key);
       if (part == 0) release_block_before();
-      if constexpr (Score::is_product) {
+      if constexpr (Score::hides_after_exponentials) {
         read(lse, smem.lse, first);
         compute_p(s_acc, s_acc, lse, score, first_row, first_key, first);
         hide_pairs(s_acc, score, first_row, first_key, masked, first);

@@ -9,6 +9,10 @@ from cuflash._kernels import fused_backward, wgmma
 from cuflash._problem.problem import Problem
 
 
+#: Buffers of a bias in shared memory, as many as fit: by padded head size and bytes of an element.
+_BIAS_STAGES = {(32, 2): 4, (32, 4): 4, (64, 2): 3, (128, 2): 4, (128, 4): 4}
+
+
 class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
     kernel = "backward_sm90"
 
@@ -28,12 +32,13 @@ class BackwardOnePassConfig(fused_backward.AllGradientsConfig):
 
     @classmethod
     def bias_stages_of(cls, problem: Problem, fields: Mapping[str, Any]) -> int:
-        """As many as fit; none where rows do not begin at multiples of 16 bytes."""
+        """None where rows, or the end of keys, do not lie at multiples of 16 bytes."""
         bias = problem.bias
         if bias is None or bias.dtype.itemsize > 4:
             return 0
         *outer, column = bias.strides
         if column != bias.dtype.itemsize or any(stride % 16 for stride in outer):
             return 0
-        narrow = fields["head_dim"] <= 64
-        return 0 if narrow and bias.dtype.itemsize == 4 else 3 if narrow else 4
+        if bias.shape[-1] % 8:
+            return 0
+        return _BIAS_STAGES.get((fields["head_dim"], bias.dtype.itemsize), 0)

@@ -53,8 +53,8 @@ CUFLASH_DEVICE void tma_store(const TensorMap& map, uint32_t smem, int column, i
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 CUFLASH_DEVICE void bulk_load(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }

@@ -53,7 +53,8 @@ struct BiasLoader {
   // The keys of a tile and an entry.
   CUFLASH_DEVICE void start(const Score& score, int first_key) {
     const int key = first_key + ptx::thread_index() % lanes * keys;
-    from = static_cast<const Value*>(score.first_bias()) + row() * score.params.bias_layout.row + key;
+    from =
+        static_cast<const Value*>(score.first_bias()) + row() * score.params.bias_layout.row + key;
     count = min(max((score.seqlen.k - key + 7) / 8 * 8, 0), keys);
   }
 
@@ -107,8 +108,8 @@ struct BiasReader {
   CUFLASH_DEVICE float operator()(int t, int half, int i) {
     if (t % tiles == 0 && half == 0 && i == 0) wait(smem.full[ring.stage()], ring.full_parity());
     const int row = t % tiles * 8 + i;  // turned as the first
-    const float value = finite_real<Config::bias>(
-        smem.value[ring.stage()][0][place[half] + row * Config::block_n]);
+    const float value =
+        finite_real<Config::bias>(smem.value[ring.stage()][0][place[half] + row * Config::block_n]);
     if (t % tiles == tiles - 1 && half == 1 && i == 1) {
       arrive_as_readers(smem.empty[ring.stage()], true);
       ring.advance();

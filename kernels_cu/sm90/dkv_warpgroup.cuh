@@ -111,12 +111,30 @@ struct DkvWarpgroup {
                                  int first_key, bool masked, int first = 0) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row + first, first_key);
+    ColumnBits seeing[2];
+    if constexpr (Score::may_hide_rows) find_seeing(seeing, score, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seeing = lane.seeing(score, half);
+      const Range range = lane.seeing(score, half);
       unrolled<tiles, 2>([&](int t, int i) {
-        if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
+        const bool sees =
+            Score::may_hide_rows ? seeing[half].contains(t, i) : range.contains(8 * t + i);
+        if (!sees) p[0][t][2 * half + i] = 0.0f;
       });
+    }
+  }
+
+  // Which of a lane's columns see its two keys, formulas apart.
+  CUFLASH_DEVICE void find_seeing(ColumnBits (&seeing)[2], const Score& score,
+                                  const LaneIndices& lane) const {
+    score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
+#pragma unroll 1  // in turn: bits of both at once take registers that p has
+    for (int half = 0; half < 2; ++half) {
+      const Range range = lane.seeing(score, half);
+      const uint32_t bits = ColumnBits::within(range).bits &
+                            score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, range).bits;
+      seeing[0].bits &= half == 0 ? bits : 0xffffffff;
+      seeing[1].bits &= half == 1 ? bits : 0xffffffff;
     }
   }
 
@@ -145,15 +163,7 @@ struct DkvWarpgroup {
                                             int first = 0) {
     const LaneIndices lane(first_row + first, first_key);
     ColumnBits seeing[2];
-    if constexpr (masked) {
-      score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Range range = lane.seeing(score, half);
-        seeing[half].bits &= ColumnBits::within(range).bits;
-        seeing[half].bits &= score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, range).bits;
-      }
-    }
+    if constexpr (masked) find_seeing(seeing, score, lane);
     const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
     unrolled<2 * tiles>([&](int n) {
       // A bias in shared memory comes by rows of queries.
