@@ -69,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads, 1)
   using DoutColumns = LaneColumns<Config::dtype, false>;
   using OutColumns = LaneColumns<Config::out_dtype, true>;
   const unsigned threads = gridDim.x * Config::num_threads;
-  for (unsigned i = blockIdx.x * Config::num_threads + threadIdx.x; i < params.num_turns; i += threads) {
+  for (unsigned i = blockIdx.x * Config::num_threads + threadIdx.x; i < params.num_turns;
+       i += threads) {
     params.turns[i] = 0;
   }
   // The last first: of out, which the forward has written, they are in the cache still, and of dout

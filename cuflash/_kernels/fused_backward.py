@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 from cuflash._kernels import portable, split_queries, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
@@ -34,6 +35,7 @@ class Own(NamedTuple):
     keys_in_registers: bool  # are k and v of a tile?
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
+    bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -71,9 +73,16 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        own = cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic)
+        fields = wgmma.fields(cls, request, ROWS)
+        fields["bias_stages"] = cls.bias_stages_of(request.problem, fields)
+        own = cls(**fields, deterministic=request.deterministic)
         splits = split_queries.parts_of(request.problem, own, request.num_sms) > 1
         return (own.replace(split_queries=splits),)
+
+    @classmethod
+    def bias_stages_of(cls, problem: Problem, fields: Mapping[str, Any]) -> int:  # noqa: ARG003
+        """Buffers of a bias."""
+        return 0
 
 
 def _crowded(problem: Problem) -> bool:

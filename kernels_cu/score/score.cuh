@@ -198,6 +198,10 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
                                    bias_offset + q_idx * layout.row + kv_idx * layout.column);
   }
 
+  CUFLASH_DEVICE const void* first_bias() const {
+    return static_cast<const Storage<Config::bias>*>(params.bias) + bias_offset;
+  }
+
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;
 
@@ -391,10 +395,6 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   }
 
  private:
-  CUFLASH_DEVICE const void* first_bias() const {
-    return static_cast<const Storage<Config::bias>*>(params.bias) + bias_offset;
-  }
-
   CUFLASH_DEVICE Real before_formula(Real score, Real bias, int q_idx, int kv_idx) const {
     if constexpr (Config::scale_in_exponent) {
       return score;

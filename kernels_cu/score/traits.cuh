@@ -38,6 +38,12 @@ struct ScoreTraits {
   // Is the gradient of a score that of its logit?
   static constexpr bool adds_only = !Config::softcap && !Config::score_mod;
 
+  // Is a logit a multiple of q.k and a distance, whoever sees it? Who does is asked after the
+  // exponentials, in a branch. A mask alone has no branch, and no registers without one.
+  static constexpr bool hides_after_exponentials = adds_only && Config::bias == Dtype::none &&
+                                                   !Config::mask_mod &&
+                                                   (!Config::mask || Config::window_right);
+
   // Do options leave registers beside scores for what dropout draws?
   static constexpr bool leaves_registers =
       is_plain && !Config::window_left && Config::alibi_slopes == Dtype::none;

@@ -111,12 +111,30 @@ struct DkvWarpgroup {
                                  int first_key, bool masked, int first = 0) const {
     if (!warp_agrees(masked)) return;
     const LaneIndices lane(first_row + first, first_key);
+    ColumnBits seeing[2];
+    if constexpr (Score::may_hide_rows) find_seeing(seeing, score, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seeing = lane.seeing(score, half);
+      const Range range = lane.seeing(score, half);
       unrolled<tiles, 2>([&](int t, int i) {
-        if (!seeing.contains(8 * t + i)) p[0][t][2 * half + i] = 0.0f;
+        const bool sees =
+            Score::may_hide_rows ? seeing[half].contains(t, i) : range.contains(8 * t + i);
+        if (!sees) p[0][t][2 * half + i] = 0.0f;
       });
+    }
+  }
+
+  // Which of a lane's columns see its two keys, formulas apart.
+  CUFLASH_DEVICE void find_seeing(ColumnBits (&seeing)[2], const Score& score,
+                                  const LaneIndices& lane) const {
+    score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
+#pragma unroll 1  // in turn: bits of both at once take registers that p has
+    for (int half = 0; half < 2; ++half) {
+      const Range range = lane.seeing(score, half);
+      const uint32_t bits = ColumnBits::within(range).bits &
+                            score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, range).bits;
+      seeing[0].bits &= half == 0 ? bits : 0xffffffff;
+      seeing[1].bits &= half == 1 ? bits : 0xffffffff;
     }
   }
 
@@ -127,48 +145,48 @@ struct DkvWarpgroup {
     return {score, first_row, warp_key};
   }
 
+  // The bias at the pairs of a lane, read where it lies.
+  struct GlobalBias {
+    Score::BiasOf<tiles> of_key[2];
+
+    CUFLASH_DEVICE GlobalBias(const Score& score, const LaneIndices& lane)
+        : of_key{score.bias_of_key<tiles>(lane.key, lane.row),
+                 score.bias_of_key<tiles>(lane.key + 8, lane.row)} {}
+    CUFLASH_DEVICE float operator()(int t, int half, int i) const { return of_key[half](t, i); }
+  };
+
   // Where scores take more: raw products become p score', frag the operand p^T.
-  template <bool masked>
+  template <bool masked, typename Bias>
   CUFLASH_DEVICE void compute_p_and_weights(float (&s_acc)[1][tiles][4],
                                             const KeptBits<1, tiles>& kept, const Score& score,
-                                            int first_row, int first_key, int first = 0) {
+                                            Bias&& bias, int first_row, int first_key,
+                                            int first = 0) {
     const LaneIndices lane(first_row + first, first_key);
     ColumnBits seeing[2];
-    if constexpr (masked) {
-      score.unmasked_of_keys<tiles>(seeing, lane.key, lane.row);
+    if constexpr (masked) find_seeing(seeing, score, lane);
+    const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
+    unrolled<2 * tiles>([&](int n) {
+      // A bias in shared memory comes by rows of queries.
+      const int t = Config::bias_stages ? n / 2 : n % tiles;
+      const int half = Config::bias_stages ? n % 2 : n / tiles;
+      float p[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Range range = lane.seeing(score, half);
-        seeing[half].bits &= ColumnBits::within(range).bits;
-        seeing[half].bits &=
-            score.segment_of_key<tiles>(lane.key + 8 * half, lane.row, range).bits;
+      for (int i = 0; i < 2; ++i) {
+        float& value = s_acc[0][t][2 * half + i];
+        const float product = value;
+        const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
+        const bool visible =
+            !masked || (seeing[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
+        const float b = bias(t, half, i);
+        const float logit = score.apply_if(visible, product, b, q_idx, kv_idx);
+        p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
+        value = visible ? p[i] * score.derivative_at(logit, product, b, q_idx, kv_idx) : 0.0f;
       }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* lse = smem.lse[ring.stage()] + (lane.row - first_row);
-      const auto bias = score.bias_of_key<tiles>(lane.key + 8 * half, lane.row);
-#pragma unroll
-      for (int t = 0; t < tiles; ++t) {
-        float p[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& value = s_acc[0][t][2 * half + i];
-          const float product = value;
-          const int q_idx = lane.row + 8 * t + i, kv_idx = lane.key + 8 * half;
-          const bool visible =
-              !masked || (seeing[half].contains(t, i) && score.formula_shows(q_idx, kv_idx));
-          const float b = bias(t, i);
-          const float logit = score.apply_if(visible, product, b, q_idx, kv_idx);
-          p[i] = ptx::exp2_approx(score.probability_exponent(logit, lse[8 * t + i]));
-          value = visible ? p[i] * score.derivative_at(logit, product, b, q_idx, kv_idx) : 0.0f;
-        }
-        if constexpr (!Score::adds_only) {
-          frag[0][t / 2][t % 2 * 2 + half] =
-              kept.applied(pack<Config::dtype>(p[0], p[1]), 0, t, half);
-        }
+      if constexpr (!Score::adds_only) {
+        frag[0][t / 2][t % 2 * 2 + half] =
+            kept.applied(pack<Config::dtype>(p[0], p[1]), 0, t, half);
       }
-    }
+    });
     if constexpr (Score::adds_only) to_kept_operand(s_acc, kept);
   }
 
