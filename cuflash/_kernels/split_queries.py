@@ -19,11 +19,12 @@ from cuflash._problem.problem import Problem
 _OF_A_TILE = 1.0
 _OF_COMBINING = 3.0
 _OF_A_PART = 0.03
+_MOST_SUMS = 64  # of dq
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
-    if not num_sms:
+    if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
     side_by_side = num_sms // config.cluster_blocks  # tiles
     shared = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
@@ -57,5 +58,6 @@ def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
     if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
         return 1
     blocks = math.prod(problem.batch) * -(-problem.seqlen_q // int(config.block_m))
-    tiles = -(-problem.seqlen_k // int(config.block_n))
-    return max(1, min(2 * num_sms // max(blocks, 1), tiles))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
+    # A sum takes about as long to add up as a tile waits for the one before.
+    return max(1, min(2 * num_sms // max(blocks, 1), math.isqrt(2 * tiles), _MOST_SUMS))
