@@ -4,8 +4,8 @@
 namespace cuflash {
 
 CUFLASH_DEVICE void take(const CacheTakeParams& params) {
-  const int64_t i = static_cast<int64_t>(ptx::block_index()) * Config::num_threads +
-                    ptx::thread_index();
+  const int64_t i =
+      static_cast<int64_t>(ptx::block_index()) * Config::num_threads + ptx::thread_index();
   const int s = static_cast<int>(i / params.num_columns), c = i % params.num_columns;
   if (s >= params.num_sequences) return;
   const int64_t parent = static_cast<const int64_t*>(params.parents)[s];

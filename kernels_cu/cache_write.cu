@@ -45,10 +45,10 @@ CUFLASH_DEVICE void write(const CacheWriteParams& params) {
   }
 
   const Layout &of_k = params.k_layout, &of_v = params.v_layout;
-  const Element* const k = static_cast<const Element*>(params.k) + s * of_k.batch.axis[0] +
-                           head * of_k.batch.axis[1];
-  const Element* const v = static_cast<const Element*>(params.v) + s * of_v.batch.axis[0] +
-                           head * of_v.batch.axis[1];
+  const Element* const k =
+      static_cast<const Element*>(params.k) + s * of_k.batch.axis[0] + head * of_k.batch.axis[1];
+  const Element* const v =
+      static_cast<const Element*>(params.v) + s * of_v.batch.axis[0] + head * of_v.batch.axis[1];
   const Pairs pairs{params.frequencies, params.num_pairs};
   const int end = min((chunk + 1) * tokens_of_block, min(count, params.num_tokens));
   for (int i = chunk * tokens_of_block + warp; i < end; i += Config::num_warps) {

@@ -151,16 +151,16 @@ struct ForwardSm90Params : ForwardParams {
   uint32_t* tile_counter;  // 0 before and after; null: tiles are dealt out in advance
 };
 
-// How sequences of a cache grow: contiguous arrays, one element for each sequence if nothing else is
-// said.
+// How sequences of a cache grow: contiguous arrays, one element for each sequence if nothing else
+// is said.
 struct CacheGrowParams {
   int32_t* page_table;  // (sequences, columns)
   int32_t* lengths;     // become those after the new keys
   int32_t* dropped;
-  const void* counts;   // new keys; null: num_tokens of each
-  int32_t* starts;      // become the lengths before
-  int32_t* sources;     // become the page to copy into that of the first new key; -1: none
-  int32_t* taken;       // (pages,): free pages, lowest first, as many as are taken
+  const void* counts;  // new keys; null: num_tokens of each
+  int32_t* starts;     // become the lengths before
+  int32_t* sources;    // become the page to copy into that of the first new key; -1: none
+  int32_t* taken;      // (pages,): free pages, lowest first, as many as are taken
   int32_t num_sequences;
   int32_t num_columns;
   int32_t page_size;

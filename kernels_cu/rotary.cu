@@ -11,8 +11,8 @@ CUFLASH_DEVICE void turn(const RotaryParams& params) {
   int64_t position = params.position;
   if constexpr (Config::positions != Dtype::none) {
     const Layout& layout = params.positions_layout;
-    position = read_integer<Config::positions>(params.positions,
-                                               entry * layout.batch + row * layout.row);
+    position =
+        read_integer<Config::positions>(params.positions, entry * layout.batch + row * layout.row);
   }
   const Layout &from = params.x_layout, &to = params.out_layout;
   turn_row(static_cast<Element*>(params.out) + entry * to.batch + row * to.row, to.column,

@@ -132,6 +132,7 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         empty=device.memory,
         ndarray=device.memory,
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
+        zeros_like=lambda array: on_device(np.zeros_like(array)),
         asarray=on_device,
         copyto=np.copyto,
         broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
