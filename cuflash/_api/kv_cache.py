@@ -20,6 +20,7 @@ from cuflash._arrays import (
 )
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, flag, integer_array, integer_value, is_integer
+from cuflash._problem.habits import answering_words
 
 _MOST_PAGES = 1 << 18  # of which a kernel has two bits each in shared memory
 
@@ -95,6 +96,7 @@ class KVCache:
     lengths: Array
     dropped: Array
 
+    @answering_words
     def __init__(
         self,
         sequences: int,
