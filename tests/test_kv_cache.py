@@ -207,6 +207,10 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
+        (lambda c, k, v: c.append(k, v, interleaved=True), ValueError, "rotary: got False, expect"),
+        (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
+        (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
+         r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
@@ -229,6 +233,27 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
         call(cache, *tokens(np.random.default_rng(2), 1))
     for old, new in zip(before, cache.arrays, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    st.sampled_from([{}, {"interleaved": True}, {"frequencies": np.array([0.3])}]),
+)
+def test_keys_turn_by_their_positions_as_they_are_added(
+    counts: list[int], dtype: Any, options: dict[str, Any]
+) -> None:
+    k, v = tokens(np.random.default_rng(1), sum(counts), dtype)
+    values = {"max_length": 40, "head_dim_v": D_V, "page_size": 3, "dtype": dtype}
+    first, second = (cuflash.KVCache(SEQUENCES, HEADS, D, **values) for _ in range(2))
+    first.append(cuflash.rotary(k, np.arange(k.shape[2]), **options), v)
+    start = 0
+    for count in counts:
+        part = slice(start, start := start + count)
+        second.append(k[:, :, part], v[:, :, part], rotary=True, **options)
+    for whole, grouped in zip(in_order(first), in_order(second), strict=True):
+        np.testing.assert_array_equal(whole[0], grouped[0])
+        np.testing.assert_array_equal(whole[1], grouped[1])
 
 
 @pytest.mark.gpu
