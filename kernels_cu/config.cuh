@@ -77,6 +77,8 @@ struct Defaults {
   static constexpr bool split_keys = false;
   // Do keys and values lie in pages, which a table puts in order?
   static constexpr bool paged = false;
+  // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
+  static constexpr bool split_queries = false;
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
   // Are scores of the next block multiplied while ds of this one is computed?

@@ -74,6 +74,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["cache_write"](dtype="float16", rotation="none"),
     KERNELS["cache_take"](),
     KERNELS["rotary"](dtype="float16", rotation="halves", positions="int32"),
+    KERNELS["backward_combine"](**TILE | {"block_n": 16}),
 )  # fmt: skip
 
 

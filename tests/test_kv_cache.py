@@ -272,8 +272,15 @@ def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
             cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
         cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])
         cache.append(*map(xp.asarray, tokens(rng, 2)), counts=[1, 2, 0])
-    for plain, on_device in zip(caches[0].arrays, caches[1].arrays, strict=True):
-        np.testing.assert_array_equal(plain, cupy.asnumpy(on_device))
+    plain, on_device = caches
+    np.testing.assert_array_equal(plain.lengths, on_device.lengths.get())
+    np.testing.assert_array_equal(plain.page_table, on_device.page_table.get())
+    size = plain.k_pages.shape[2]
+    for row, length in zip(plain.page_table, plain.lengths, strict=True):
+        for n in range(length):
+            place = row[n // size], slice(None), n % size
+            np.testing.assert_array_equal(plain.k_pages[place], on_device.k_pages[place].get())
+            np.testing.assert_array_equal(plain.v_pages[place], on_device.v_pages[place].get())
     assert not cupy.asnumpy(caches[1].dropped).any()
     caches[1].append(*map(cupy.asarray, tokens(np.random.default_rng(1), 9)))
     assert cupy.asnumpy(caches[1].dropped).tolist() == [7, 9, 6]

@@ -296,7 +296,7 @@ class KVCache:
         if value.shape != (sequences,):
             raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
         if is_cupy(value):
-            same_module(lengths=self.lengths, **{name: value})
+            same_module(cache=self.lengths, **{name: value})
         if is_cupy(value) and value.dtype == np.int64:
             return contiguous(name, value, np.int64)
         if xp is not np:

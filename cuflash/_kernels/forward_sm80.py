@@ -87,7 +87,7 @@ class ForwardConfig(KernelConfig):
         stages = self.num_stages * self.operand_parts
         places = (3 if self.simt else 2) * _PLACES_BYTES * self.block_n + _TILE_ALIGNMENT
         in_order = self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
-        return in_order + self.paged * places
+        return in_order + places if self.paged else in_order
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
@@ -100,6 +100,7 @@ class ForwardConfig(KernelConfig):
         if split_keys.wanted(request):
             real = "float64" if own["dtype"] == "float64" else "float32"
             own |= {"split_keys": True, "out_dtype": real}
+        if own["paged"] or "split_keys" in own:
             general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)

@@ -21,8 +21,8 @@ class Layout(NamedTuple):
     def of(cls, operand: Operand) -> Layout:
         """Layout of an operand with two core axes, or none."""
         ndim = len(operand.summed)
-        of_rows = operand.strides[ndim:]
-        return cls(operand.dtype.itemsize, operand.strides[:ndim], *of_rows, page=operand.page)
+        found = cls(operand.dtype.itemsize, operand.strides[:ndim], *operand.strides[ndim:])
+        return found._replace(page=operand.page)
 
     def copy_bytes(self, columns: int, address_bits: int) -> int:
         """Widest copy of neighbouring columns, aligned in every row, that divides a row."""

@@ -45,7 +45,7 @@ class Pages(NamedTuple):
 
     table: Operand  # int32, (pages of an entry,)
     size: int  # rows of a page
-    count: int
+    num_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ def in_pages(problem: Problem, k: Signature, v: Signature, table: Signature) -> 
         problem,
         k=replace(problem.k, page=k[1][0]),
         v=replace(problem.v, page=v[1][0]),
-        pages=Pages(own, size=k[0][-2], count=k[0][0]),
+        pages=Pages(own, size=k[0][-2], num_pages=k[0][0]),
     )
 
 
