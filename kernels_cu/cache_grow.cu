@@ -5,7 +5,7 @@
 //     others name and that is not full
 //   the free pages, lowest number first, are those needed in this order; what finds none is dropped
 //
-// One thread block; the host reads nothing, so that a captured graph can grow a cache. (D154)
+// One thread block; the host reads nothing, so that a captured graph can grow a cache. (D155)
 #include "schedule/scheduler.cuh"
 
 namespace cuflash {

@@ -14,6 +14,8 @@ import cuflash
 from cuflash._kernels import split_keys
 from cuflash._problem.options import signature
 from cuflash._problem.problem import Problem, describe, in_pages
+from cuflash._select import hardware
+from cuflash._select.choose import choose
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -37,6 +39,11 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, options: Any, **more: Any)
 
 
 def of_pages(call: Paged, options: cuflash.Options) -> list[bytes]:
+    problem, (q, k, v, table) = in_pages_of(call, options)
+    return forward(problem, q, k, v, options, page_table=table)
+
+
+def in_pages_of(call: Paged, options: cuflash.Options) -> tuple[Problem, Any]:
     arrays = call.q, call.k_pages, call.v_pages, call.table[:, None]
     q, k_pages, v_pages, table = map(on_device, arrays)
     k, v = (
@@ -49,14 +56,16 @@ def of_pages(call: Paged, options: cuflash.Options) -> list[bytes]:
         for a in (k_pages, v_pages)
     )
     problem = in_pages(describe(q, k, v, options), *map(signature, (k_pages, v_pages, table)))
-    return forward(problem, q, k, v, options, page_table=table)
+    return problem, (q, k, v, table)
 
 
 def check(call: Paged, kind: str) -> None:
     options = cuflash.Options(**call.options(kind), kv_lengths=call.lengths[:, None])
     options_on_device(options)
     q, k, v = map(on_device, call.contiguous())
-    expected = forward(describe(q, k, v, options), q, k, v, options)
+    steps = choose(in_pages_of(call, options)[0], hardware.of_device(0))
+    config = next(step.config for step in steps if step.config.computes == "out")
+    expected = forward(describe(q, k, v, options), q, k, v, options, config=config)
     used = np.zeros((len(call.k_pages), call.size), bool)
     for row, length in zip(call.table, call.lengths, strict=True):
         for n in range(length):
@@ -71,7 +80,7 @@ def check(call: Paged, kind: str) -> None:
     "kind", [k if k == "every" else pytest.param(k, marks=pytest.mark.full) for k in KINDS]
 )
 def test_options(device: HostDevice, kind: str) -> None:
-    """NaN in rows that no sequence has; numbers beyond the lengths are of no page."""
+    """NaN in rows that no sequence has, and numbers of no page beyond the lengths."""
     check(Paged(7, 16, 9, 3, np.float16), kind)
     assert device.launched == ["cuflash_forward_sm80"] * 2 or kind in ("segment_ids", "every")
 
