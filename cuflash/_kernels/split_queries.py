@@ -31,7 +31,7 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
     if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
-    side_by_side = num_sms // config.cluster_blocks  # tiles
+    side_by_side = num_sms // int(config.cluster_blocks)  # tiles
     shared = entries_that_share(problem)
     owners = math.prod(problem.batch) // shared
     tiles = -(-problem.seqlen_k // int(config.own_rows))
