@@ -76,6 +76,8 @@ struct ScoreParams {
   int32_t num_heads;
   int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
+  int32_t first_query;  // where a part of a call begins, as dropout and formulas count
+  int32_t first_key;
   Real scale;
   Real scale_log2;  // scale * log2(e)
   Real softcap;

@@ -74,6 +74,7 @@ class Own(NamedTuple):
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
+    joins: bool = False  # do out and lse hold what other keys gave, which the results join?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -84,6 +85,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     computes = "out"
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
+    joins_results = True
 
     def check(self) -> None:
         super().check()
@@ -116,11 +118,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 biased and wide and sliding,
                 "a bias and the first key of a window spill in every tile",
             ),
-            (
-                problem.out.dtype != problem.dtype,
-                "out has another dtype than q, whose tile it takes",
-            ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (problem.joins and pressure > 1, "what is joined spills beside two such options"),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",
@@ -131,7 +130,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
-        return (cls(**fields, sink=dtype_of(request.problem.sink)),)
+        problem = request.problem
+        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 
 def _holding(request: Request) -> dict[str, bool]:

@@ -73,10 +73,10 @@ def precision_of(problem: Problem) -> Precision:
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem: of operands, products and the score."""
     problem = request.problem
-    out = problem.out if kernel.computes == "out" else problem
+    of_gradients = request.grad_dtype or problem.dtype
     return {
         "dtype": problem.dtype.name,
-        "out_dtype": out.dtype.name,
+        "out_dtype": (problem.out.dtype if kernel.computes == "out" else of_gradients).name,
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,

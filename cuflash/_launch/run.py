@@ -65,7 +65,7 @@ def forward(
     no packed sequence. Returns the plan that was run.
     """
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
-    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse)
+    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse) | _first_entry(problem)
     device = q.data.device_id
     with _on_device(device):
         plan, memory = _prepared(
@@ -130,13 +130,16 @@ def backward(
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
         totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
         read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        addresses = _addresses(held, **read, **results, **totals)
+        addresses = _addresses(held, **read, **results, **totals) | _first_entry(problem)
         plan, memory = _prepared(
             problem, device, addresses, lambda: _gradient_layouts(problem, read, written),
             workspace, dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, a.shape, a.strides, a.dtype) for name, a in written.items()),
-            wanted=Wanted({n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None),
+            wanted=Wanted(
+                {n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None,
+                next((written[n].dtype for n in ("q", "k", "v") if n in written), None),
+            ),
             override=config, deterministic=deterministic,
         )  # fmt: skip
         addresses["dropout_seed"] = options.seed or 0
@@ -197,6 +200,18 @@ def _addresses(held: Mapping[str, Array], **operands: Array | None) -> dict[str,
     if held:
         operands |= held
     return {name: array.data.ptr for name, array in operands.items() if array is not None}
+
+
+def _first_entry(problem: Problem) -> dict[str, int]:
+    """The number of the first batch entry of a part of a call, which is patched like an address."""
+    return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
+
+
+def joins_results(problem: Problem) -> bool:
+    """Whether the kernel of a problem can let its results join those over other keys."""
+    steps = choose(problem, hardware.of_device(runtime.getDevice()))
+    (config,) = (step.config for step in steps if step.config.computes == "out")
+    return config.joins_results and not getattr(config, "split_keys", False)
 
 
 def _prepared(
@@ -266,7 +281,10 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
 
     Zeros, since kernels write no row that belongs to no packed sequence.
     """
-    other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
+    dtypes = {n: gradients[n].dtype for n in ("q", "k", "v") if n in gradients}
+    if set(dtypes.values()) == {problem.lse_dtype}:  # sums, which nothing rounds
+        return gradients
+    other = [n for n, dtype in dtypes.items() if dtype != problem.dtype]
     if other:
         refuse_capture("wrt", f"q, k and v of {problem.dtype}, to which they are promoted")
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from cuflash._problem.operand import (
 )
 from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
+from cuflash._problem.philox import WHOLE, Origin
 
 HALVES = FLOATS[:2]
 _MATRICES = ("q", "k", "v", "dout")
@@ -74,6 +75,8 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+    origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
+    joins: bool = False  # out and lse hold what other keys gave, which the results join
 
     def __hash__(self) -> int:
         return self._hash
@@ -103,6 +106,11 @@ class Problem(_OfOptions):  # type: ignore[misc]
         if self.window_left is None or self.window_right is None:
             return None
         return self.window_left + self.window_right + 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, 1 without such an axis; at least 1."""
+        return max(self.batch_shape[-1], 1) if self.batch_shape else 1
 
     @property
     def group_size(self) -> int | None:
@@ -225,6 +233,10 @@ def _describe(
         scale=1 / math.sqrt(head_dim) if options.scale is None else options.scale,
         **of_options,
     )
+
+
+#: The same problem for the same changes: what is hashed once is found by identity.
+changed: Any = functools.lru_cache(maxsize=1024)(replace)
 
 
 def gradient_operand(problem: Problem, name: str, array: Array) -> Operand:

@@ -8,15 +8,20 @@ from typing import Any, Unpack
 
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, array_module, is_cupy, native, rounded
-from cuflash._errors import not_yet, wrong_type, wrong_value
+from cuflash._arrays import Array, array_module, native, rounded
+from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash.distributed import _all_gather, _two_level
-from cuflash.distributed._communicator import Communicator, Schedule, drive
+from cuflash.distributed._communicator import (
+    Communicator,
+    Schedule,
+    checked_communicator,
+    drive,
+)
 from cuflash.distributed._handshake import agreed, facts_of_options
 from cuflash.distributed._layout import Chunks, checked_layout, chunks_of, rows_of
 from cuflash.distributed._share import Share
@@ -266,6 +271,7 @@ def _run(
     score_options: Mapping[str, Any],
 ) -> tuple[dict[int, tuple[_Call, Any]], Axes]:
     """The calls and results of own ranks, and the axes. All ranks compare before data moves."""
+    checked_communicator(comm)
     layout, method, pairs = checked_layout(layout), checked_method(method), checked_axes(axes)
     deterministic = flag("deterministic", deterministic)
 
@@ -325,7 +331,6 @@ def _run(
         how, _ = chosen(
             method, extents, len(hosts), min(budgets, default=None), ranks_per_host(hosts)
         )
-        _refuse_on_gpu(call, comm)
         return {"alike": {"method": how.method}}, schedule_of(share, how, extra)
 
     _, schedules = agreed(comm, ready)
@@ -339,18 +344,6 @@ def ranks_per_host(hosts: list[str]) -> int | None:
     each, rest = divmod(len(hosts), number)
     even = not rest and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
     return each if number > 1 and even else None if number == 1 else 1
-
-
-def _refuse_on_gpu(call: _Call, comm: Communicator) -> None:
-    """Raise for what kernels cannot place in a whole call."""
-    options = call.options
-    if comm.size > 1 and is_cupy(call.qkv[0]):
-        for name in ("dropout", "score_mod", "mask_mod"):
-            if getattr(options, name):
-                raise not_yet(
-                    f"{name} over several GPUs", "kernels that are told where a part begins",
-                    "every method has it over NumPy arrays, and one GPU",
-                )  # fmt: skip
 
 
 def _problem(call: _Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:

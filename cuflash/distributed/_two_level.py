@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any
 
-from cuflash._arrays import Array, Triple, rounded
+from cuflash._arrays import Array, rounded
 from cuflash._problem.options import Options, with_arrays
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined, rows_of
-from cuflash.distributed._parts import Heads, Parts
+from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     KV,
     OptionGradients,
@@ -29,7 +30,8 @@ from cuflash.distributed._share import (
     rows_back,
     rows_first,
 )
-from cuflash.distributed._sums import Merged, added
+from cuflash.distributed._stages import Stage, stages_of
+from cuflash.distributed._sums import Merged, Summed
 
 
 @dataclass(frozen=True)
@@ -145,16 +147,24 @@ class _Grid:
         return options
 
 
-def _next(grid: _Grid, arrays: tuple[Array, ...], source: int) -> Schedule:
-    """Send arrays on to the next group, and begin to receive those of the group before ``source``.
+def _exchanged(
+    grid: _Grid, arrays: tuple[Array, ...], step: int, shapes: list[tuple[int, ...]]
+) -> Schedule:
+    """Begin to send arrays to the group ``step`` behind, and to get others from that ahead.
 
-    Returns a ticket and what will have come.
+    Returns a ticket and what will have come, of these shapes.
     """
-    rows = rows_of(grid.rows(grid.share.keys, source - 1))
-    coming = tuple(grid.share.xp.empty((rows, *a.shape[1:]), a.dtype) for a in arrays)
-    ahead, behind = grid.peer(grid.number + 1), grid.peer(grid.number - 1)
-    ticket = yield Exchange(tuple((ahead, a) for a in arrays), tuple((behind, a) for a in coming))
+    dtypes = (a.dtype for a in arrays)
+    coming = tuple(starmap(grid.share.xp.empty, zip(shapes, dtypes, strict=True)))
+    to, source = grid.peer(grid.number + step), grid.peer(grid.number - step)
+    ticket = yield Exchange(tuple((to, a) for a in arrays), tuple((source, a) for a in coming))
     return ticket, coming
+
+
+def _brought(grid: _Grid, own: tuple[Array, ...], step: int) -> Schedule:
+    """Begin to get keys and values of the group ``step`` ahead, for which own ones go behind."""
+    rows = rows_of(grid.rows(grid.share.keys, grid.number - step))
+    return (yield from _exchanged(grid, own, step, [(rows, *a.shape[1:]) for a in own]))
 
 
 def forward(share: Share, across: int) -> Schedule:
@@ -162,7 +172,7 @@ def forward(share: Share, across: int) -> Schedule:
     grid, xp, problem = _Grid(share, across), share.xp, share.problem
     options = yield from grid.options()
     (q,) = yield from grid.collected(share.q)
-    kv = yield from grid.collected(share.k, share.v, like="k")
+    own = kv = yield from grid.collected(share.k, share.v, like="k")
     heads = grid.heads(share.rank)
     parts, q = share.parts(heads, options), rows_back(q)
     queries = grid.rows(share.queries, grid.number)
@@ -173,23 +183,24 @@ def forward(share: Share, across: int) -> Schedule:
     merged = Merged(xp, (*lse_shape, problem.head_dim_v), lse_shape, share.sums_dtype)
 
     def compute(block: Block, k: Array, v: Array) -> None:
-        merged.add(block.rows, *parts.forward(block, q, rows_back(k), rows_back(v)))
+        parts.forward_onto(merged, block, q, rows_back(k), rows_back(v))
 
     for step in range(grid.groups):
-        source, ticket = grid.number - step, None
+        ticket = None
         if step + 1 < grid.groups:
-            ticket, coming = yield from _next(grid, kv, source)
+            ticket, coming = yield from _brought(grid, own, step + 1)
         has_sink = step == 0 and "sink" in share.options.arrays
-        keys = grid.rows(share.keys, source)
+        keys = grid.rows(share.keys, grid.number - step)
         for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
             yield Compute(partial(compute, block, *kv), block.pairs)
         if ticket is not None:
             yield Wait(ticket)
             kv = coming
-    out = xp.moveaxis(rounded(merged.out, problem.dtype), -2, 0)
+    out, lse = merged.finished()
+    out = xp.moveaxis(rounded(out, problem.dtype), -2, 0)
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = yield from grid.distributed(out, (*shape, problem.head_dim_v))
-    lse = yield from grid.distributed(xp.moveaxis(merged.lse, -1, 0), shape, "lse")
+    lse = yield from grid.distributed(xp.moveaxis(lse, -1, 0), shape, "lse")
     return out, lse
 
 
@@ -198,69 +209,84 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
     grid, xp = _Grid(share, across), share.xp
     options = yield from grid.options()
     (q,) = yield from grid.collected(share.q)
-    kv = yield from grid.collected(share.k, share.v, like="k")
+    own = kv = yield from grid.collected(share.k, share.v, like="k")
     dout, out = yield from grid.collected(saved.dout, saved.out)
     rows = [saved.lse] if saved.dlse is None else [saved.lse, saved.dlse]
     rows = yield from grid.collected(*rows, like="lse")
     of_group = Saved(rows_back(dout), rows_back(out), *(rows_back(a, -1) for a in rows))
-    parts, q = share.parts(grid.heads(share.rank), options), rows_back(q)
-    queries = grid.rows(share.queries, grid.number)
+    queries, heads, q = grid.rows(share.queries, grid.number), grid.heads(share.rank), rows_back(q)
     of_options = OptionGradients(share, wanted)
-    dq = xp.zeros(q.shape, share.sums_dtype)
-    names = [n for n in KV if n in wanted]
-    sent: tuple[Array, ...] = ()
-    travelling = None
-    for step in range(grid.groups):
-        source, ticket = grid.number - step, None
-        if step + 1 < grid.groups:
-            ticket, coming = yield from _next(grid, kv, source)
-        given = dict(zip(KV, kv, strict=True))
-        own = {n: xp.zeros(given[n].shape, share.sums_dtype) for n in names}
-        keys = grid.rows(share.keys, source)
+    names, dq = [n for n in KV if n in wanted], xp.empty(q.shape, share.sums_dtype)
+
+    def computed(
+        step: int, stage: Stage, kv: Any, dkv: dict[str, Array], *, written: bool
+    ) -> Schedule:
+        """Gradients of a stage's heads by the keys of one group: dk and dv anew."""
+        parts, of_heads = share.parts(stage.heads, options), stage.of_saved(of_group)
+        k, v = (stage.of_kv(rows_back(a)) for a in kv)
+        onto = {n: Summed(stage.of_kv(rows_back(a))) for n, a in dkv.items()}
+        if "q" in wanted:
+            onto["q"] = Summed(stage.of_q(dq), written=written)
+
+        def compute(block: Block) -> None:
+            found = parts.backward(block, stage.of_q(q), k, v, of_heads, wanted, onto)
+            of_options.add(parts, block, found)
+
+        keys = grid.rows(share.keys, grid.number - step)
         has_sink = step == 0 and "sink" in share.options.arrays
         for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
-            work = partial(
-                _block_gradients, parts, block, (q, *map(rows_back, kv)), of_group, wanted, dq, own,
-                of_options,
-            )  # fmt: skip
-            yield Compute(work, block.pairs)
-        if travelling is not None:
-            yield Wait(travelling)
-            for a, arrived in zip(own.values(), sent, strict=True):
-                a += arrived
-        sent = tuple(own.values())
-        if grid.groups > 1 and names:
-            travelling, sent = yield from _next(grid, sent, source)
-        if ticket is not None:
-            yield Wait(ticket)
-            kv = coming
-    if travelling is not None:
-        yield Wait(travelling)
+            yield Compute(partial(compute, block), block.pairs)
+        for sums in onto.values():
+            sums.finished()
+
+    # Own keys come in two parts of the heads: while keys of other groups arrive, and while
+    # gradients of own keys come home.
+    everything = Stage(heads)
+    first, *last = stages_of(heads, q, *map(rows_back, own), most=min(grid.groups, 2))
+    own_sums = {n: xp.empty(a.shape, share.sums_dtype) for n, a in zip(KV, own, strict=True)}
+    own_sums = {n: own_sums[n] for n in names}
+    ticket = back = None
+    returned: list[Array] = []
+    came: tuple[Array, ...] = ()
+
+    def taken(back: Any, came: tuple[Array, ...]) -> Schedule:
+        yield Wait(back)
+        if returned:
+            for total, array in zip(returned, came, strict=True):
+                total += array
+        else:
+            returned.extend(came)
+
+    if grid.groups > 1:
+        ticket, coming = yield from _brought(grid, own, 1)
+    yield from computed(0, first, own, own_sums, written=False)
+    for stage in last:
+        stage.of_q(dq)[...] = 0
+    for step in range(1, grid.groups):
+        yield Wait(ticket)
+        kv = coming
+        if step + 1 < grid.groups:
+            ticket, coming = yield from _brought(grid, own, step + 1)
+        given = dict(zip(KV, kv, strict=True))
+        parts = {n: xp.empty(given[n].shape, share.sums_dtype) for n in names}
+        yield from computed(step, everything, kv, parts, written=True)
+        if back is not None:
+            yield from taken(back, came)
+        if names:
+            shapes = [a.shape for a in own_sums.values()]
+            back, came = yield from _exchanged(grid, tuple(parts.values()), -step, shapes)
+    for stage in last:
+        yield from computed(0, stage, own, own_sums, written=True)
+    if back is not None:
+        yield from taken(back, came)
+    for total, array in zip(own_sums.values(), returned, strict=False):
+        total += array
     result = {}
     if "q" in wanted:
         dq = xp.moveaxis(rounded(dq, share.q.dtype), -2, 0)
         result["q"] = yield from grid.distributed(dq, share.q.shape)
-    for name, array in zip(names, sent, strict=True):
+    for name, array in own_sums.items():
         like = getattr(share, name)
         found = yield from grid.distributed(array, like.shape, "k")
         result[name] = rounded(found, like.dtype)
     return result | (yield from of_options.finished())
-
-
-def _block_gradients(
-    parts: Parts,
-    block: Block,
-    qkv: Triple,
-    saved: Saved,
-    wanted: tuple[str, ...],
-    dq: Array,
-    dkv: dict[str, Array],
-    of_options: OptionGradients,
-) -> None:
-    """Add a block's gradients to ``dq``, to ``dkv``, which have their rows first, and the rest."""
-    gradients = parts.backward(block, *qkv, saved, wanted)
-    if "q" in gradients:
-        added(dq[..., block.rows, :], gradients["q"])
-    for name, array in dkv.items():
-        added(rows_back(array)[..., block.keys, :], gradients[name])
-    of_options.add(parts, block, gradients)

@@ -37,13 +37,17 @@ struct LaneColumns {
     }
   }
 
-  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor) const {
+  // Added to `before` times what is there, where results join others.
+  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor, Real before = 0) const {
     const int first = lane_index() - to.first_column;
     auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
       const bool is_own = own_parts == 1 || first + 32 * i >= 0;
-      if (is_own && first + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
+      if (is_own && first + 32 * i < to.num_columns) {
+        const Real there = Config::joins ? static_cast<Real>(*at) : 0;
+        *at = to.rounded(fma(before, there, value[i] * factor));
+      }
     }
   }
 
@@ -151,11 +155,11 @@ CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Rea
 // Where recompute_out puts a row: into the caller's array.
 struct CallersRow {
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
-                            const VColumns& o, Real factor) const {
+                            const VColumns& o, Real factor, Real before) const {
     const Seqlen seqlen(params.score, entry);
     o.store(RowTarget(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
                       seqlen.first_q, params.head_dim_v, Config::head_dim_v),
-            q_idx, factor);
+            q_idx, factor, before);
   }
 };
 
@@ -195,12 +199,19 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
-  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
-  if (writes_lse && params.lse != nullptr && lane_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +
-               part.index] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum), before = 0;
+  Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real* const lse_there = params.lse + entry * params.lse_layout.batch +
+                          (first_q + q_idx) * params.lse_layout.row + part.index;
+  if constexpr (Config::joins) {
+    const Joined joined(*lse_there, lse);
+    factor *= joined.now;
+    before = joined.before;
+    lse = joined.lse;
+    __syncwarp();  // all lanes have read
   }
+  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor, before);
+  if (writes_lse && params.lse != nullptr && lane_index() == 0) *lse_there = lse;
 }
 
 // One row of dq, summed over the batch entries of its owner.

@@ -15,6 +15,7 @@ struct RowTarget {
   struct alignas(2 * sizeof(Value)) Pair {
     Value first, second;
   };
+  static_assert(!Config::joins || sizeof(Value) == sizeof(Real), "parts are not rounded");
 
   Value* data;
   int64_t row_stride;
@@ -50,11 +51,25 @@ struct RowTarget {
   }
 
   // Own columns `column` and column + 1 of a row; one store where the two are neighbours in memory.
-  CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second) const {
+  // Results that join others are added to `before` times those.
+  CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second,
+                                 Real before = 0) const {
     if (column >= num_columns) return;
     Value* to = data + row * row_stride + column * column_stride;
     const bool aligned = reinterpret_cast<uint64_t>(to) % (2 * sizeof(Value)) == 0;
-    if (column_stride == 1 && aligned && column + 1 < num_columns) {
+    const bool is_pair = column_stride == 1 && aligned && column + 1 < num_columns;
+    if constexpr (Config::joins) {
+      Pair there{};
+      if (is_pair) {
+        there = *reinterpret_cast<const Pair*>(to);
+      } else {
+        there.first = to[0];
+        if (column + 1 < num_columns) there.second = to[column_stride];
+      }
+      first = fma(before, there.first, first);
+      second = fma(before, there.second, second);
+    }
+    if (is_pair) {
       if constexpr (sizeof(Value) == 2) {
         *reinterpret_cast<uint32_t*>(to) = pack<Config::out_dtype>(first, second);
       } else {
@@ -70,7 +85,7 @@ struct RowTarget {
 // Stores 16 rows of a warp, of which `num_rows` exist.
 template <int tiles>
 CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_rows, Real factor,
-                                const Real (&acc)[tiles][4]) {
+                                const Real (&acc)[tiles][4], const Real (&before)[2] = {}) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(0, 2 * half);
@@ -78,7 +93,7 @@ CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       target.store_pair(first_row + row, fragment_column(t, 0), acc[t][2 * half] * factor,
-                        acc[t][2 * half + 1] * factor);
+                        acc[t][2 * half + 1] * factor, before[half]);
     }
   }
 }
@@ -96,32 +111,37 @@ CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
   (high ? x[1] : x[3]) = b;
 }
 
-// The same by 16 bytes where the addresses allow it: the four lanes of a quad trade places, so that
-// each stores eight neighbouring columns.
+// The same, of 16 bits by 16 bytes where the addresses allow it: the four lanes of a quad trade
+// places, so that each stores eight neighbouring columns.
 template <int tiles>
 CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int num_rows,
                                      float factor, const float (&acc)[tiles][4]) {
-  static_assert(tiles % 4 == 0 && sizeof(RowTarget::Value) == 2, "a quad holds 8 columns of each");
-  if (!target.takes_chunks()) return store_slice(target, first_row, num_rows, factor, acc);
-  const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
-  RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
+  static_assert(tiles % 4 == 0, "a quad holds 8 columns of each");
+  if constexpr (sizeof(RowTarget::Value) == 2) {
+    if (target.takes_chunks()) {
+      const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
+      RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
 #pragma unroll
-  for (int t = 0; t < tiles; t += 4) {
+      for (int t = 0; t < tiles; t += 4) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t x[4];
+        for (int half = 0; half < 2; ++half) {
+          uint32_t x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
-                                       acc[t + i][2 * half + 1] * factor);
+          for (int i = 0; i < 4; ++i) {
+            x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
+                                           acc[t + i][2 * half + 1] * factor);
+          }
+          transpose_quad(x);
+          if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
+            ptx::store_once(to + 8 * half * target.row_stride + 8 * t,
+                            make_uint4(x[0], x[1], x[2], x[3]));
+          }
+        }
       }
-      transpose_quad(x);
-      if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
-        ptx::store_once(to + 8 * half * target.row_stride + 8 * t,
-                        make_uint4(x[0], x[1], x[2], x[3]));
-      }
+      return;
     }
   }
+  store_slice(target, first_row, num_rows, factor, acc);
 }
 
 }  // namespace cuflash
