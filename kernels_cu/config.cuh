@@ -72,7 +72,7 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
-  // Do out and lse hold what other keys gave, which the results join?
+  // Is there a result over other keys, so_far and lse, which this one joins?
   static constexpr bool joins = false;
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;

@@ -101,13 +101,15 @@ struct ForwardParams {
   const void* k;
   const void* v;
   void* out;
-  Real* lse;  // may be null
+  Real* lse;           // may be null
+  const Real* so_far;  // out over other keys, which results join; used where Config::joins
   ScoreParams score;
   Layout q_layout;
   Layout k_layout;
   Layout v_layout;
   Layout out_layout;
   Layout lse_layout;  // one column
+  Layout so_far_layout;
   BatchAxes batch;
   Grid grid;  // of split keys: owners times parts
   int32_t head_dim;

@@ -74,7 +74,7 @@ class Own(NamedTuple):
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
-    joins: bool = False  # do out and lse hold what other keys gave, which the results join?
+    joins: bool = False  # is there a result over other keys, which this one joins?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):

@@ -28,7 +28,7 @@ from cuflash._launch.workspace import Workspace, statistics_bytes
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Problem, gradient_operand
+from cuflash._problem.problem import Problem, changed, gradient_operand
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import hardware
 from cuflash._select.access import Access, of_any_arrays
@@ -58,19 +58,26 @@ def forward(
     workspace: Array | None = None,
     config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
+    so_far: Array | None = None,
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
-    A ``config`` also decides which kernel runs. The portable kernel leaves out rows that belong to
-    no packed sequence. Returns the plan that was run.
+    With ``so_far``, in the dtype of lse and maybe ``out`` itself, they join the result over other
+    keys that it and ``lse`` hold: where :func:`joins_results`. A ``config`` also decides which
+    kernel runs. The portable kernel leaves out rows that belong to no packed sequence. Returns the
+    plan that was run.
     """
+    if so_far is not None:
+        problem = changed(problem, joins=True)
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
-    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse) | _first_entry(problem)
+    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse, so_far=so_far)
+    addresses |= _first_entry(problem)
     device = q.data.device_id
     with _on_device(device):
         plan, memory = _prepared(
-            problem, device, addresses, lambda: layouts_of(problem, {"out": problem.out}, lse=lse),
-            workspace, None if lse is None else lse.strides, override=config,
+            problem, device, addresses, lambda: _forward_layouts(problem, lse, so_far),
+            workspace, None if lse is None else lse.strides,
+            None if so_far is None else so_far.strides, override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.launchers[-1].maps is None:
@@ -211,7 +218,7 @@ def joins_results(problem: Problem) -> bool:
     """Whether the kernel of a problem can let its results join those over other keys."""
     steps = choose(problem, hardware.of_device(runtime.getDevice()))
     (config,) = (step.config for step in steps if step.config.computes == "out")
-    return config.joins_results and not getattr(config, "split_keys", False)
+    return bool(config.joins_results and not getattr(config, "split_keys", False))
 
 
 def _prepared(
@@ -303,6 +310,15 @@ def layouts_of(
         if array is not None:
             layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
     return layouts | score_params.layouts(problem)
+
+
+def _forward_layouts(
+    problem: Problem, lse: Array | None, so_far: Array | None
+) -> dict[str, Layout]:
+    others = {"out": problem.out}
+    if so_far is not None:
+        others["so_far"] = gradient_operand(problem, "dout", so_far)
+    return layouts_of(problem, others, lse=lse)
 
 
 def _gradient_layouts(

@@ -76,7 +76,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
     origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
-    joins: bool = False  # out and lse hold what other keys gave, which the results join
+    joins: bool = False  # is there a result over other keys, which this one joins?
 
     def __hash__(self) -> int:
         return self._hash

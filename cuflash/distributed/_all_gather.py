@@ -116,7 +116,7 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
             work = partial(compute, stage, block, here["k"], here["v"], onto)
             yield Compute(work, block.pairs)
         for each in onto.values():
-            each.finished()
+            each.finish()
         if before is not None:
             yield from taken(*before)
         returned = []

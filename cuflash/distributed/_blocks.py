@@ -8,6 +8,7 @@ and keys under a causal mask with offset 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from cuflash.distributed._layout import Chunk, Chunks, places, rows_of
@@ -61,6 +62,14 @@ def blocks_of(queries: Chunks, keys: Chunks, bounds: Bounds, *, sink: bool = Fal
             own[0] = own[0]._replace(with_sink=True)
         found += _beside(own) if bounds.alone else own
     return _below(found) if bounds.alone else found
+
+
+def lasts_of(steps: list[list[Block]]) -> Iterator[bool]:
+    """Of each block, step by step, whether no later one has any of its rows."""
+    blocks = [block for step in steps for block in step]
+    for number, block in enumerate(blocks):
+        later = (other.rows for other in blocks[number + 1 :])
+        yield all(r.stop <= block.rows.start or block.rows.stop <= r.start for r in later)
 
 
 def _seen(query: Chunk, key: Chunk, bounds: Bounds) -> bool | None:

@@ -20,7 +20,7 @@ from cuflash._host.scores import arithmetic
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options
 from cuflash._problem.philox import Origin
-from cuflash._problem.problem import changed, describe
+from cuflash._problem.problem import describe
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds
 from cuflash.distributed._sums import Merged, Summed
@@ -84,21 +84,28 @@ class Parts:
         problem = describe(*qkv, options, precision=self.precision, out=out)
         run_forward(problem, qkv, options, out, lse, origin=self._origin(block))
 
-    def forward_onto(self, merged: Merged, block: Block, q: Array, k: Array, v: Array) -> None:
-        """Merge out and lse of a block, in the kernel where it can do that."""
-        out, lse, holds = merged.begin(block.rows)
-        if not holds:
-            return self.forward(block, q, k, v, out, lse)
+    def forward_onto(
+        self, merged: Merged, block: Block, q: Array, k: Array, v: Array, *, last: bool
+    ) -> None:
+        """Merge out and lse of a block, in the kernel where it can do that.
+
+        ``last`` says that no other block has any of its rows.
+        """
+        so_far = merged.so_far(block.rows)
+        if so_far is None:
+            return self.forward(block, q, k, v, *merged.room(block.rows, last=last))
         options, qkv = self._options_of(block), _of_block(block, q, k, v)
-        problem = describe(*qkv, options, precision=self.precision, out=out)
+        problem = describe(*qkv, options, precision=self.precision, out=so_far)
         if is_cupy(q) and launch().joins_results(problem):
-            problem = changed(problem, joins=True)
-            run_forward(problem, qkv, options, out, lse, origin=self._origin(block))
+            out, lse = merged.room(block.rows, last=last)
+            problem = describe(*qkv, options, precision=self.precision, out=out)
+            origin = self._origin(block)
+            run_forward(problem, qkv, options, out, lse, origin=origin, so_far=so_far)
             return None
         xp = array_module(q)
-        part = xp.empty(out.shape, out.dtype), xp.empty(lse.shape, lse.dtype)
-        self.forward(block, q, k, v, *part)
-        return merged.merge(block.rows, *part)
+        out, lse = xp.empty_like(so_far), xp.empty(problem.lse_shape, problem.lse_dtype)
+        self.forward(block, q, k, v, out, lse)
+        return merged.merge(block.rows, out, lse)
 
     def backward(
         self,

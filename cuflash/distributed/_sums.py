@@ -7,50 +7,62 @@ are merged, or added, after it.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array, array_module
+from cuflash._arrays import Array, array_module, rounded
 
 
 class Rows:
-    """Which rows of a result some block has written; of the others nothing is known."""
+    """Some rows of an array."""
 
-    def __init__(self, number: int, *, written: bool = False) -> None:
-        self._written = np.full(number, written)
+    def __init__(self, number: int, *, present: bool = False) -> None:
+        self._present = np.full(number, present)
 
-    def are_new(self, rows: slice) -> bool:
-        """Whether nothing has written any of them; they count as written from now on."""
-        new = not self._written[rows].any()
-        self._written[rows] = True
-        return new
+    def add(self, rows: slice) -> None:
+        """They are present from now on."""
+        self._present[rows] = True
 
-    def unwritten(self, rows: slice) -> Array:
-        """Numbers of those among ``rows`` that nothing has written."""
-        return np.flatnonzero(~self._written[rows]) + (rows.start or 0)
+    def any(self, rows: slice) -> bool:
+        """Whether one of ``rows`` is present."""
+        return bool(self._present[rows].any())
+
+    def absent(self, rows: slice = slice(None)) -> list[slice]:
+        """Those of ``rows`` that are not, neighbours together."""
+        first = rows.start or 0
+        marks = np.flatnonzero(np.diff(np.r_[1, self._present[rows], 1])) + first
+        return [slice(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True)]
 
 
 class Merged:
-    """Output and lse over the keys so far, in the dtype of lse.
+    """Output and lse over the keys so far.
 
     ``lse = log(exp(lse) + exp(part))``; a part that sees nothing, and nothing so far, is neutral.
+    Parts are in the dtype of lse, and only rows that no other part joins in that of the output.
     """
 
     def __init__(
-        self,
-        xp: ModuleType,
-        out_shape: tuple[int, ...],
-        lse_shape: tuple[int, ...],
-        dtype: np.dtype,
+        self, xp: ModuleType, out: Array, lse_dtype: np.dtype[Any], lse_shape: tuple[int, ...]
     ) -> None:
-        self._xp, self._rows = xp, Rows(lse_shape[-1])
-        self._out, self._lse = xp.empty(out_shape, dtype), xp.empty(lse_shape, dtype)
+        self._xp, self._out = xp, out
+        self._lse = xp.empty(lse_shape, lse_dtype)
+        self._parts = out if out.dtype == lse_dtype else xp.empty(out.shape, lse_dtype)
+        self._written, self._done = Rows(lse_shape[-1]), Rows(lse_shape[-1])
 
-    def begin(self, rows: slice) -> tuple[Array, Array, bool]:
-        """Views of ``rows``, and whether they hold a part already, which others have to join."""
-        self._clear(rows, whole=False)
-        holds = not self._rows.are_new(rows)
-        return self._out[..., rows, :], self._lse[..., rows], holds
+    def so_far(self, rows: slice) -> Array | None:
+        """What a part of these rows joins, where some hold a part."""
+        if not self._written.any(rows):
+            return None
+        self._clear(rows)
+        return self._parts[..., rows, :]
+
+    def room(self, rows: slice, *, last: bool) -> tuple[Array, Array]:
+        """Where to write out and lse of these rows; the ``last`` part of them is what remains."""
+        self._written.add(rows)
+        if last:
+            self._done.add(rows)
+        return (self._out if last else self._parts)[..., rows, :], self._lse[..., rows]
 
     def merge(self, rows: slice, out: Array, lse: Array) -> None:
         """Merge a part that ``rows`` saw of other keys; ``out`` is overwritten."""
@@ -62,50 +74,54 @@ class Merged:
             total = old + new
             self._lse[..., rows] = shift + xp.log(total)
             total = xp.where(total == 0, 1, total)
-            target = self._out[..., rows, :]
+            target = self._parts[..., rows, :]
             target *= (old / total)[..., None]
             out *= (new / total)[..., None]
             target += out
 
     def finished(self) -> tuple[Array, Array]:
         """Output and lse; of rows that no block had, 0 and -inf."""
-        self._clear(slice(0, self._lse.shape[-1]), whole=True)
+        self._clear(slice(0, self._lse.shape[-1]))
+        if self._parts is not self._out:
+            for rows in self._done.absent():
+                self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
         return self._out, self._lse
 
-    def _clear(self, rows: slice, *, whole: bool) -> None:
-        """Make rows that hold nothing neutral, where others of them hold something."""
-        new = self._rows.unwritten(rows)
-        if len(new) and (whole or len(new) < rows.stop - rows.start):
-            self._out[..., new, :] = 0
-            self._lse[..., new] = -np.inf
+    def _clear(self, rows: slice) -> None:
+        """Make those of ``rows`` neutral that hold nothing."""
+        for empty in self._written.absent(rows):
+            self._parts[..., empty, :] = 0
+            self._lse[..., empty] = -np.inf
+        self._written.add(rows)
 
 
 class Summed:
     """A gradient, of which blocks add to rows. ``array`` has rows as its last axis but one."""
 
     def __init__(self, array: Array, *, written: bool = False) -> None:
-        self.array, self._rows = array, Rows(array.shape[-2], written=written)
+        self._array, self._rows = array, Rows(array.shape[-2], present=written)
 
     def begin(self, rows: slice) -> tuple[Array, bool]:
         """Where to write a part, and whether it has to be added then."""
-        new = self._rows.unwritten(rows)
-        target = self.array[..., rows, :]
-        if self._rows.are_new(rows):
+        target = self._array[..., rows, :]
+        if not self._rows.any(rows):
+            self._rows.add(rows)
             return target, False
-        if len(new):
-            self.array[..., new, :] = 0
+        self._clear(rows)
         return array_module(target).empty(target.shape, target.dtype), True
 
     def add(self, rows: slice, part: Array) -> None:
         """Add a part that :meth:`begin` gave room for."""
-        self.array[..., rows, :] += part
+        self._array[..., rows, :] += part
 
-    def finished(self) -> Array:
-        """The array; zeros in rows that no block had."""
-        new = self._rows.unwritten(slice(0, self.array.shape[-2]))
-        if len(new):
-            self.array[..., new, :] = 0
-        return self.array
+    def finish(self) -> None:
+        """Clear rows that no block had."""
+        self._clear(slice(0, self._array.shape[-2]))
+
+    def _clear(self, rows: slice) -> None:
+        for empty in self._rows.absent(rows):
+            self._array[..., empty, :] = 0
+        self._rows.add(rows)
 
 
 def added(target: Array, part: Array) -> None:

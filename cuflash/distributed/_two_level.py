@@ -17,7 +17,7 @@ from typing import Any
 from cuflash._arrays import Array, rounded
 from cuflash._problem.options import Options, with_arrays
 from cuflash._results import Saved
-from cuflash.distributed._blocks import Block, blocks_of
+from cuflash.distributed._blocks import Block, blocks_of, lasts_of
 from cuflash.distributed._communicator import Compute, Exchange, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined, rows_of
 from cuflash.distributed._parts import Heads
@@ -180,24 +180,29 @@ def forward(share: Share, across: int) -> Schedule:
     if heads is not None:
         batch = (*batch[:-1], heads.stop - heads.start)
     lse_shape = (*batch, rows_of(queries))
-    merged = Merged(xp, (*lse_shape, problem.head_dim_v), lse_shape, share.sums_dtype)
+    out = xp.empty((*lse_shape, problem.head_dim_v), problem.dtype)
+    merged = Merged(xp, out, share.sums_dtype, lse_shape)
 
-    def compute(block: Block, k: Array, v: Array) -> None:
-        parts.forward_onto(merged, block, q, rows_back(k), rows_back(v))
+    def compute(block: Block, last: bool, k: Array, v: Array) -> None:
+        parts.forward_onto(merged, block, q, rows_back(k), rows_back(v), last=last)
 
+    steps = []
     for step in range(grid.groups):
+        has_sink = step == 0 and "sink" in share.options.arrays
+        keys = grid.rows(share.keys, grid.number - step)
+        steps.append(blocks_of(queries, keys, parts.bounds, sink=has_sink))
+    last = lasts_of(steps)
+    for step, blocks in enumerate(steps):
         ticket = None
         if step + 1 < grid.groups:
             ticket, coming = yield from _brought(grid, own, step + 1)
-        has_sink = step == 0 and "sink" in share.options.arrays
-        keys = grid.rows(share.keys, grid.number - step)
-        for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
-            yield Compute(partial(compute, block, *kv), block.pairs)
+        for block in blocks:
+            yield Compute(partial(compute, block, next(last), *kv), block.pairs)
         if ticket is not None:
             yield Wait(ticket)
             kv = coming
     out, lse = merged.finished()
-    out = xp.moveaxis(rounded(out, problem.dtype), -2, 0)
+    out = xp.moveaxis(out, -2, 0)
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = yield from grid.distributed(out, (*shape, problem.head_dim_v))
     lse = yield from grid.distributed(xp.moveaxis(lse, -1, 0), shape, "lse")
@@ -237,7 +242,7 @@ def backward(share: Share, across: int, saved: Saved, wanted: tuple[str, ...]) -
         for block in blocks_of(queries, keys, parts.bounds, sink=has_sink):
             yield Compute(partial(compute, block), block.pairs)
         for sums in onto.values():
-            sums.finished()
+            sums.finish()
 
     # Own keys come in two parts of the heads: while keys of other groups arrive, and while
     # gradients of own keys come home.

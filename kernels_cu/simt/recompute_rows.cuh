@@ -37,17 +37,23 @@ struct LaneColumns {
     }
   }
 
-  // Added to `before` times what is there, where results join others.
-  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor, Real before = 0) const {
+  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor) const {
     const int first = lane_index() - to.first_column;
     auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
       const bool is_own = own_parts == 1 || first + 32 * i >= 0;
-      if (is_own && first + 32 * i < to.num_columns) {
-        const Real there = Config::joins ? static_cast<Real>(*at) : 0;
-        *at = to.rounded(fma(before, there, value[i] * factor));
-      }
+      if (is_own && first + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
+    }
+  }
+
+  // Times `factor`, and `before` times a row of float32 that results join.
+  CUFLASH_DEVICE void join(Real factor, Real before, const Real* row, int num_columns) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int column = lane_index() + 32 * i;
+      const Real there = column < num_columns ? row[column] : 0;
+      value[i] = fma(before, there, value[i] * factor);
     }
   }
 
@@ -155,11 +161,11 @@ CUFLASH_DEVICE RowEnd exact_end(const Score& score, const BatchIndex& entry, Rea
 // Where recompute_out puts a row: into the caller's array.
 struct CallersRow {
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
-                            const VColumns& o, Real factor, Real before) const {
+                            const VColumns& o, Real factor) const {
     const Seqlen seqlen(params.score, entry);
     o.store(RowTarget(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
                       seqlen.first_q, params.head_dim_v, Config::head_dim_v),
-            q_idx, factor, before);
+            q_idx, factor);
   }
 };
 
@@ -199,18 +205,21 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum), before = 0;
+  Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
+  factor = row_sum == 0 ? 0 : factor;
   Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   Real* const lse_there = params.lse + entry * params.lse_layout.batch +
                           (first_q + q_idx) * params.lse_layout.row + part.index;
   if constexpr (Config::joins) {
     const Joined joined(*lse_there, lse);
-    factor *= joined.now;
-    before = joined.before;
+    const Real* there = params.so_far + entry * params.so_far_layout.batch +
+                        (first_q + q_idx) * params.so_far_layout.row;
+    o.join(factor * joined.now, joined.before, there, params.head_dim_v);
+    factor = 1;
     lse = joined.lse;
     __syncwarp();  // all lanes have read
   }
-  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor, before);
+  to.store(params, entry, q_idx, o, factor);
   if (writes_lse && params.lse != nullptr && lane_index() == 0) *lse_there = lse;
 }
 

@@ -415,13 +415,14 @@ struct Consumer {
     unrolled<o_tiles, 4>([&](int t, int i) {
       o_acc[0][t][i] = fmaf(o_acc[0][t][i], factor[i / 2], 0.0f);  // -1 * 0 alone is -0
     });
+    if constexpr (Config::joins) add_so_far(work, score, warp_row, before);
     if constexpr (stages_out) {
       // These rows of q were read by this warpgroup alone, which is done with them.
       const int stage = q_ring.stage();
       stage_rows(params, work, smem.q[stage], tile_row, o_acc, broken, without_lse);
       arrive_as_warp(smem.o_full[stage][warpgroup]);
     } else {
-      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, before, broken, without_lse);
+      store_rows(params, work.entry, score.seqlen, warp_row, o_acc, broken, without_lse);
     }
     // The first lane of a quad has the upper row, the second the lower.
     const int q_idx = warp_row + lane / 4 + 8 * (lane % 4);
@@ -436,6 +437,28 @@ struct Consumer {
         lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
     if (params.lse != nullptr && is_own) *at = Config::joins ? Joined(*at, value).lse : value;
     __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
+  }
+
+  // Adds `before` times the rows of float32 that these join.
+  CUFLASH_DEVICE void add_so_far(const Work& work, const Score& score, int warp_row,
+                                 const float (&before)[2]) {
+    const float* entry = params.so_far + work.entry * params.so_far_layout.batch +
+                         score.seqlen.first_q * params.so_far_layout.row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int q_idx = warp_row + fragment_row(0, 2 * half);
+      if (q_idx >= score.seqlen.rows_q) continue;
+      const float* row = entry + q_idx * params.so_far_layout.row;
+#pragma unroll
+      for (int t = 0; t < o_tiles; ++t) {
+        const int column = fragment_column(t, 0);
+        if (column >= params.head_dim_v) continue;
+        const float2 there = *reinterpret_cast<const float2*>(row + column);
+        float (&o)[4] = o_acc[0][t];
+        o[2 * half] = fmaf(before[half], there.x, o[2 * half]);
+        o[2 * half + 1] = fmaf(before[half], there.y, o[2 * half + 1]);
+      }
+    }
   }
 
   CUFLASH_DEVICE float* lse_of(const Work& work, const Score& score, int q_idx) const {

@@ -17,7 +17,7 @@ struct StagedRow {
   int row;
 
   CUFLASH_DEVICE void store(const ForwardParams&, const BatchIndex&, int, const VColumns& o,
-                            float factor, float) const {
+                            float factor) const {
 #pragma unroll
     for (int i = 0; i < VColumns::count; ++i) {
       const int column = lane_index() + 32 * i, panel_column = column % 64;
@@ -141,15 +141,15 @@ CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchInd
   }
 }
 
-// The same, or in float32, joining `before` times what was there; rows of `broken` computed again.
+// The same, or in float32; rows of `broken` computed again.
 CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                const Seqlen& seqlen, int first_row,
-                               const float (&o_acc)[1][o_tiles][4], const float (&before)[2],
-                               uint32_t broken, uint32_t without_lse) {
+                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               uint32_t without_lse) {
   if constexpr (Config::out_dtype != Config::dtype) {
     const RowTarget to(params.out, params.out_layout, entry, seqlen.first_q, params.head_dim_v,
                        Config::head_dim_v);
-    store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0], before);
+    store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
   } else {
     store_chunks(params, entry, seqlen, first_row, o_acc);
   }

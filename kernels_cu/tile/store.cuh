@@ -15,7 +15,6 @@ struct RowTarget {
   struct alignas(2 * sizeof(Value)) Pair {
     Value first, second;
   };
-  static_assert(!Config::joins || sizeof(Value) == sizeof(Real), "parts are not rounded");
 
   Value* data;
   int64_t row_stride;
@@ -51,25 +50,11 @@ struct RowTarget {
   }
 
   // Own columns `column` and column + 1 of a row; one store where the two are neighbours in memory.
-  // Results that join others are added to `before` times those.
-  CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second,
-                                 Real before = 0) const {
+  CUFLASH_DEVICE void store_pair(int row, int column, Real first, Real second) const {
     if (column >= num_columns) return;
     Value* to = data + row * row_stride + column * column_stride;
     const bool aligned = reinterpret_cast<uint64_t>(to) % (2 * sizeof(Value)) == 0;
-    const bool is_pair = column_stride == 1 && aligned && column + 1 < num_columns;
-    if constexpr (Config::joins) {
-      Pair there{};
-      if (is_pair) {
-        there = *reinterpret_cast<const Pair*>(to);
-      } else {
-        there.first = to[0];
-        if (column + 1 < num_columns) there.second = to[column_stride];
-      }
-      first = fma(before, there.first, first);
-      second = fma(before, there.second, second);
-    }
-    if (is_pair) {
+    if (column_stride == 1 && aligned && column + 1 < num_columns) {
       if constexpr (sizeof(Value) == 2) {
         *reinterpret_cast<uint32_t*>(to) = pack<Config::out_dtype>(first, second);
       } else {
@@ -85,7 +70,7 @@ struct RowTarget {
 // Stores 16 rows of a warp, of which `num_rows` exist.
 template <int tiles>
 CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_rows, Real factor,
-                                const Real (&acc)[tiles][4], const Real (&before)[2] = {}) {
+                                const Real (&acc)[tiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = fragment_row(0, 2 * half);
@@ -93,7 +78,7 @@ CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       target.store_pair(first_row + row, fragment_column(t, 0), acc[t][2 * half] * factor,
-                        acc[t][2 * half + 1] * factor, before[half]);
+                        acc[t][2 * half + 1] * factor);
     }
   }
 }
