@@ -110,6 +110,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
+        partial = problem.joins or problem.out.dtype != problem.dtype
         return wgmma.against_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "nobody knows how many registers a formula takes"),
             (biased and packed, "a bias and where sequences begin spill in some case"),
@@ -119,7 +120,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 "a bias and the first key of a window spill in every tile",
             ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
-            (problem.joins and pressure > 1, "what is joined spills beside two such options"),
+            (partial and pressure > 1, "results in float32 spill beside two such options"),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",

@@ -88,7 +88,7 @@ def attention(
         For a wrong argument of this rank, or where ranks make different calls.
     NotImplementedError
         For a method that cannot serve the call; the message names one that can. On GPUs also for
-        dropout and formulas.
+        dropout where ranks have fewer than 32 rows.
     CommunicationError
         Where a rank is dead or stuck, or has refused the call.
 

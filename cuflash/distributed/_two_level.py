@@ -1,10 +1,10 @@
-"""How do keys go round a ring of groups, with the heads of a group's ranks exchanged?
+"""How do keys come to all groups of ranks, with the heads of a group's ranks exchanged?
 
 With ``across`` ranks in a group, W of them in all: 1 is the ring (Liu et al. 2023), W is Ulysses
 (Jacobs et al. 2023), what lies between is their product, USP (Fang and Zhao 2024). Ranks of a group
-are neighbours: they collect all rows of the group for a part of the heads each. Keys and values
-then go from group to group, and float32 parts are merged. In the gradient keys and values go round
-again, followed by their gradients in float32, which a block's part joins once both are there.
+are neighbours: they collect all rows of the group for a part of the heads each. Step i computes
+with keys and values of the group i before, which come straight from there, and float32 parts are
+merged. In the gradient they come again, and their gradients go straight home, in float32.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Re
   }
 }
 
-// What results over two sets of keys are worth together, and the lse of both. (D0)
+// What results over two sets of keys are worth together, and the lse of both.
 struct Joined {
   Real before, now, lse;
 
