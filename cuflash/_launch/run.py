@@ -25,6 +25,7 @@ from cuflash._launch.plan import maps_of, plan_steps, refuse_misaligned, row_lay
 from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
 from cuflash._launch.workspace import Workspace, statistics_bytes
+from cuflash._problem.formulas import formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
@@ -214,9 +215,15 @@ def _first_entry(problem: Problem) -> dict[str, int]:
     return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
 
 
-def joins_results(problem: Problem) -> bool:
-    """Whether the kernel of a problem can let its results join those over other keys."""
-    steps = choose(problem, hardware.of_device(runtime.getDevice()))
+def joins_results(problem: Problem, options: Options) -> bool:
+    """Whether the kernel of a call can let its results join those over other keys."""
+    problem = changed(problem, formulas=formulas_of(options))
+    return _joins_results(problem, runtime.getDevice())
+
+
+@functools.lru_cache(maxsize=1024)
+def _joins_results(problem: Problem, device: int) -> bool:
+    steps = choose(problem, hardware.of_device(device))
     (config,) = (step.config for step in steps if step.config.computes == "out")
     return bool(config.joins_results and not getattr(config, "split_keys", False))
 

@@ -96,7 +96,7 @@ class Parts:
             return self.forward(block, q, k, v, *merged.room(block.rows, last=last))
         options, qkv = self._options_of(block), _of_block(block, q, k, v)
         problem = describe(*qkv, options, precision=self.precision, out=so_far)
-        if is_cupy(q) and launch().joins_results(problem):
+        if is_cupy(q) and launch().joins_results(problem, options):
             out, lse = merged.room(block.rows, last=last)
             problem = describe(*qkv, options, precision=self.precision, out=out)
             origin = self._origin(block)

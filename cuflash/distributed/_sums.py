@@ -1,11 +1,12 @@
 """How do results of blocks add up on one rank, in float32, or in float64 for float64?
 
-What comes first is computed in place. Later parts join it in the epilogue of a kernel that can, or
-are merged, or added, after it.
+What comes first is computed in place. Later parts of an output join it in the epilogue of a kernel
+that can, or are merged after it; those of gradients are added.
 """
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +18,8 @@ from cuflash._arrays import Array, array_module, rounded
 class Rows:
     """Some rows of an array."""
 
-    def __init__(self, number: int, *, present: bool = False) -> None:
-        self._present = np.full(number, present)
+    def __init__(self, number: int) -> None:
+        self._present = np.zeros(number, bool)
 
     def add(self, rows: slice) -> None:
         """They are present from now on."""
@@ -28,11 +29,12 @@ class Rows:
         """Whether one of ``rows`` is present."""
         return bool(self._present[rows].any())
 
-    def absent(self, rows: slice = slice(None)) -> list[slice]:
-        """Those of ``rows`` that are not, neighbours together."""
-        first = rows.start or 0
-        marks = np.flatnonzero(np.diff(np.r_[1, self._present[rows], 1])) + first
-        return [slice(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True)]
+    def runs(self, *, present: bool, among: slice | None = None) -> list[slice]:
+        """Those that are present, or that are not: neighbours together."""
+        among = among or slice(0, len(self._present))
+        padded = np.r_[False, self._present[among] == present, False]
+        ends = np.flatnonzero(padded[1:] != padded[:-1]) + among.start
+        return [slice(int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=True)]
 
 
 class Merged:
@@ -83,13 +85,13 @@ class Merged:
         """Output and lse; of rows that no block had, 0 and -inf."""
         self._clear(slice(0, self._lse.shape[-1]))
         if self._parts is not self._out:
-            for rows in self._done.absent():
+            for rows in self._done.runs(present=False):
                 self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
         return self._out, self._lse
 
     def _clear(self, rows: slice) -> None:
         """Make those of ``rows`` neutral that hold nothing."""
-        for empty in self._written.absent(rows):
+        for empty in self._written.runs(present=False, among=rows):
             self._parts[..., empty, :] = 0
             self._lse[..., empty] = -np.inf
         self._written.add(rows)
@@ -98,8 +100,8 @@ class Merged:
 class Summed:
     """A gradient, of which blocks add to rows. ``array`` has rows as its last axis but one."""
 
-    def __init__(self, array: Array, *, written: bool = False) -> None:
-        self._array, self._rows = array, Rows(array.shape[-2], present=written)
+    def __init__(self, array: Array) -> None:
+        self._array, self._rows = array, Rows(array.shape[-2])
 
     def begin(self, rows: slice) -> tuple[Array, bool]:
         """Where to write a part, and whether it has to be added then."""
@@ -118,10 +120,34 @@ class Summed:
         """Clear rows that no block had."""
         self._clear(slice(0, self._array.shape[-2]))
 
+    def added_to(self, other: Array, dtype: Any) -> Array:
+        """A new array: the sum with another, rounded."""
+        total = array_module(other).empty(other.shape, dtype)
+        for rows in self._rows.runs(present=True):
+            rounded_sum(self._array[..., rows, :], other[..., rows, :], total[..., rows, :])
+        for rows in self._rows.runs(present=False):
+            total[..., rows, :] = rounded(other[..., rows, :], dtype)
+        return total
+
     def _clear(self, rows: slice) -> None:
-        for empty in self._rows.absent(rows):
+        for empty in self._rows.runs(present=False, among=rows):
             self._array[..., empty, :] = 0
         self._rows.add(rows)
+
+
+@functools.cache
+def _sum(xp: Any) -> Any:
+    return xp.ElementwiseKernel("S a, S b", "T total", "total = T(a + b)", "cuflash_rounded_sum")
+
+
+def rounded_sum(a: Array, b: Array, total: Array) -> Array:
+    """Write the sum of two arrays of sums, rounded, in one pass over memory."""
+    xp = array_module(a)
+    if xp is np:
+        total[...] = rounded(a + b, total.dtype)
+    else:
+        _sum(xp)(a, b, total)
+    return total
 
 
 def added(target: Array, part: Array) -> None:
