@@ -33,6 +33,13 @@ from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._kernels.backward_combine import BackwardCombineConfig
+
+# of a cache, and rotary embedding
+from cuflash._kernels.cache_grow import CacheGrowConfig
+from cuflash._kernels.cache_write import CacheWriteConfig
+from cuflash._kernels.cache_take import CacheTakeConfig
+from cuflash._kernels.rotary import RotaryConfig
 
 #: By name, in the order of the lines above.
 KERNELS: dict[str, type[KernelConfig]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields, make_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,14 @@ _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
 _OfOptions: Any = make_dataclass(
     "_OfOptions", [(name, Any, None) for name in (*ARRAYS, *_NUMBERS)], frozen=True, kw_only=True
 )
+
+
+class Pages(NamedTuple):
+    """How a table puts rows of k and v in order that lie in pages."""
+
+    table: Operand  # int32, (pages of an entry,)
+    size: int  # rows of a page
+    num_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     formulas: Formulas | None = None  # where kernels compute
     origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
     joins: bool = False  # is there a result over other keys, which this one joins?
+    pages: Pages | None = None  # where rows of k and v are in pages
 
     def __hash__(self) -> int:
         return self._hash
@@ -237,6 +246,22 @@ def _describe(
 
 #: The same problem for the same changes: what is hashed once is found by identity.
 changed: Any = functools.lru_cache(maxsize=1024)(replace)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_pages(problem: Problem, k: Signature, v: Signature, table: Signature) -> Problem:
+    """The problem whose keys and values lie in pages.
+
+    ``k`` and ``v`` are (pages,) + heads + (page_size, d); the table is (sequences,) + (1, ..) for
+    heads + (pages of a sequence,).
+    """
+    own = operand_of(table, (len(table[0]) - 1,), problem.batch, problem.group_size)
+    return replace(
+        problem,
+        k=replace(problem.k, page=k[1][0]),
+        v=replace(problem.v, page=v[1][0]),
+        pages=Pages(own, size=k[0][-2], num_pages=k[0][0]),
+    )
 
 
 def gradient_operand(problem: Problem, name: str, array: Array) -> Operand:
