@@ -439,7 +439,7 @@ struct Consumer {
     __syncwarp();  // the compiler takes the warp for diverged else: see warp_agrees
   }
 
-  // Adds `before` times the rows of float32 that these join.
+  // Adds `before` times the rows of float32 that these join. (D170)
   CUFLASH_DEVICE void add_so_far(const Work& work, const Score& score, int warp_row,
                                  const float (&before)[2]) {
     const float* entry = params.so_far + work.entry * params.so_far_layout.batch +
