@@ -114,6 +114,7 @@ class KernelConfig:
     reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
+    row_numbers: ClassVar[int] = 0  # a thread keeps so many of a row at least; 0: warps own rows
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
     #: row, ``ColumnBits`` of score/score.cuh.

@@ -115,9 +115,10 @@ def candidates(
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
-def num_tiles(problem: Problem, block_m: int) -> int:
-    """How many tiles of so many rows there are."""
-    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:
+    """How many tiles of so many rows, or keys, there are."""
+    rows = problem.seqlen_k if of_keys else problem.seqlen_q
+    return math.prod(problem.batch) * -(-rows // block)
 
 
 def most_rows(request: Request, block_m: int) -> int:
