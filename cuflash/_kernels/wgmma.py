@@ -130,8 +130,8 @@ def fields(
 
 
 def panel_bytes(config: KernelConfig, rows: int, *head_dims: int) -> int:
-    """Shared memory of tiles in panels of 64 columns."""
-    return config.element_bytes * rows * sum(64 * -(-head_dim // 64) for head_dim in head_dims)
+    """Shared memory of tiles in panels of 128 bytes."""
+    return 128 * rows * sum(-(-config.element_bytes * head_dim // 128) for head_dim in head_dims)
 
 
 def key_owner_bytes(config: KernelConfig, *kept_v: int) -> int:

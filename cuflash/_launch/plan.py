@@ -249,7 +249,8 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
         own = layouts[name]
         layout = tensor_map.map_layout(
-            problem.dtype, (rows, own.row), (columns, own.column), batch,
+            problem.out.dtype if name == "out" else problem.dtype,
+            (rows, own.row), (columns, own.column), batch,
             _STORED_ROWS if name == "out" else box,
         )  # fmt: skip
         if layout is None or addresses[name] % tensor_map.ALIGNMENT:

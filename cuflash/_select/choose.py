@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._errors import problem_with
+from cuflash._errors import NoKernel, problem_with
 from cuflash._kernels import fused_backward, split_keys
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
@@ -165,6 +165,8 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
 
 def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     found = _first(result, call, override)
+    if not found and override is None:
+        raise NoKernel(f"{call.request.problem.dtype} on {call.hardware.name}")
     if not found:
         raise unservable(override, call.request.problem, call.hardware)
     return found

@@ -55,6 +55,24 @@ CUFLASH_DEVICE uint32_t pack_bfloat16(float low, float high) {
   }
 }
 
+// Four float32 rounded to nearest even, what is too large to 448; `x0` lands at the lowest address.
+CUFLASH_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  uint32_t packed;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+}
+
+CUFLASH_DEVICE float e4m3_to_float(uint32_t bits) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(halves)));
+  return x;
+}
+
 // In each half all bits become its highest.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
 CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {

@@ -195,7 +195,8 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
+  const Real weight = kept_scale(params.score) * score.value_scale(entry) * end.weight;
+  const Real factor = weight * (row_sum / end.sum);
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
   if (writes_lse && params.lse != nullptr && lane_index() == 0) {
     params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +

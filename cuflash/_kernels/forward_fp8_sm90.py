@@ -1,0 +1,67 @@
+"""``forward_fp8_sm90.cu``: Hopper's forward for float8_e4m3fn."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+from cuflash._kernels import wgmma
+from cuflash._kernels.config import SCORED
+from cuflash._kernels.request import Request
+from cuflash._kernels.score_config import Floats, dtype_of, register_pressure
+from cuflash._kernels.tables import Row
+from cuflash._problem.float8 import E4M3
+from cuflash._problem.problem import HALVES
+
+#: Of each row block_m, block_n, num_stages, overlap_quarters, promotes.
+ROWS = (
+    Row("", (64, 64), (128, 128, 4, 4, True)),
+    Row("", (128, 128), (128, 128, 3, 4, True)),
+    Row("", (192, 128), (128, 128, 3, 4, True)),
+    Row("", (256, 256), (128, 128, 2, 2, False)),
+)
+
+
+class Own(NamedTuple):
+    sink: Floats
+    num_stages: int  # buffers of k, of v and of its rows
+    overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
+    promotes: bool  # is p v of a block summed by itself, and added to o in float32?
+    num_q_stages: int = 1
+
+
+class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
+    """``forward_fp8_sm90.cu``: warpgroups of 64 query rows each, and one that loads and turns v."""
+
+    kernel = "forward_fp8_sm90"
+    params = "ForwardSm90Params"
+    computes = "out"
+    parts = SCORED | {"own": Own}
+    tunables = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
+    streams = (64, 96, 128)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles of q, k, v in rows and v in columns, in panels of 128 bytes, two KiB of barriers."""
+        rows = self.num_stages * self.block_n
+        tiles = wgmma.panel_bytes(self, self.block_m, self.head_dim)
+        tiles += wgmma.panel_bytes(self, rows, self.head_dim, self.head_dim_v)
+        tiles += wgmma.panel_bytes(self, self.num_stages * self.head_dim_v, self.block_n)
+        return tiles + 2048
+
+    @classmethod
+    def eligible(cls, request: Request) -> str:
+        problem = request.problem
+        return wgmma.against(request) or wgmma.first_reason(
+            (problem.dtype != E4M3, f"it multiplies float8_e4m3fn, not {problem.dtype}"),
+            (wgmma.widest(problem) > 256, "no tile is wider than 256"),
+            (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
+            (problem.out.dtype not in HALVES, "it writes 16 bits"),
+            (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (problem.formulas is not None, "nobody knows how many registers a formula takes"),
+            (register_pressure(problem) > 1 or problem.bias is not None, "options spill"),
+        )
+
+    @classmethod
+    def chosen(cls, request: Request) -> tuple[Self, ...]:
+        fields = wgmma.fields(cls, request, ROWS)
+        return (cls(**fields, sink=dtype_of(request.problem.sink)),)
