@@ -69,7 +69,12 @@ CUFLASH_DEVICE Real to_real(Storage<dtype> x) {
   } else if constexpr (dtype == Dtype::bfloat16) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
   } else if constexpr (dtype == Dtype::float8_e4m3fn) {
-    return ptx::e4m3_to_float(x);
+    const uint32_t rest = x & 0x7f;  // 4 bits of exponent, biased by 7, and 3 of mantissa
+    const float normal = __uint_as_float((rest << 20) + (120u << 23));
+    const float size = rest < 8       ? rest * 0x1p-9f
+                       : rest == 0x7f ? __uint_as_float(0x7fffffff)
+                                      : normal;
+    return x & 0x80 ? -size : size;
   } else {
     return static_cast<Real>(x);
   }

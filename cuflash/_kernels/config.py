@@ -106,6 +106,7 @@ class KernelConfig:
     parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
+    float8: ClassVar[bool] = False  # does it take elements of 8 bits, and no others?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?

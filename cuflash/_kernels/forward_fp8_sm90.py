@@ -9,7 +9,6 @@ from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, register_pressure
 from cuflash._kernels.tables import Row
-from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES
 
 #: Of each row block_m, block_n, num_stages, overlap_quarters, promotes.
@@ -35,6 +34,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     kernel = "forward_fp8_sm90"
     params = "ForwardSm90Params"
     computes = "out"
+    float8 = True
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
     streams = (64, 96, 128)
@@ -52,9 +52,9 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         problem = request.problem
         return wgmma.against(request) or wgmma.first_reason(
-            (problem.dtype != E4M3, f"it multiplies float8_e4m3fn, not {problem.dtype}"),
             (wgmma.widest(problem) > 256, "no tile is wider than 256"),
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
+            (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),
             (problem.out.dtype not in HALVES, "it writes 16 bits"),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
             (problem.formulas is not None, "nobody knows how many registers a formula takes"),

@@ -21,6 +21,7 @@ from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.registry import that_compute
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 from cuflash._select import measured
 from cuflash._select.access import Access, in_c_order, rows_fit_tensor_maps
@@ -179,6 +180,8 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
+            continue
+        if kernel.float8 != (request.problem.dtype == E4M3):
             continue
         if splits and kernel.for_sm90 and not kernel.splits_keys:
             continue

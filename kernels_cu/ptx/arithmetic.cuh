@@ -65,14 +65,6 @@ CUFLASH_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return packed;
 }
 
-CUFLASH_DEVICE float e4m3_to_float(uint32_t bits) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(halves)));
-  return x;
-}
-
 // In each half all bits become its highest.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prmt
 CUFLASH_DEVICE uint32_t spread_high_bits(uint32_t x) {

@@ -27,8 +27,8 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   uint64_t entry_number;  // number of this entry
   Real slope;
   Real operand_scale;  // of q times k, where their elements are multiples of it
-  int near_offset;  // the causal offset is near_offset, or lies far_offset farther off, which is
-  Real far_offset;  // farther than any key
+  int near_offset;     // the causal offset is near_offset, or lies far_offset farther off, which is
+  Real far_offset;     // farther than any key
   int diagonal_begin, diagonal_end;  // visible: diagonal_begin <= kv_idx - q_idx < diagonal_end
 
   CUFLASH_DEVICE Score(const ScoreParams& score_params, const BatchIndex& entry,
@@ -221,9 +221,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   }
 
   // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
-  CUFLASH_DEVICE Real with_bias(Real score, Real bias) const {
-    return fma(scale(), score, bias);
-  }
+  CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
 
   // What a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {

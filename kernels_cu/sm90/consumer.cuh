@@ -366,7 +366,7 @@ struct Consumer {
       const int own = 2 * pair - first_of(keys);
       uint32_t& four = p_frag[0][pair / 2][pair % 2 * 2 + half];
       if (own >= 0 && own < tiles) {
-        const float(&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
+        const float (&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
         four = ptx::pack_e4m3(first[2 * half], first[2 * half + 1], second[2 * half],
                               second[2 * half + 1]);
         four &= __byte_perm(dropped.applied(~0u, 0, own, half),
@@ -417,15 +417,13 @@ struct Consumer {
     softmax.finish();
     bool hidden[2], unsure[2];
     float factor[2];
-    const float value_unit =
-        kept_scale(params.score) * weight_unit * score.value_scale(work.entry);
+    const float value_unit = kept_scale(params.score) * weight_unit * score.value_scale(work.entry);
     unrolled<2>([&](int half) {
       const float sum = softmax.row_sum[0][half];
       unsure[half] = is_unsure(score, softmax.reference(score, 0, half), sum);
       hidden[half] = fragment_row(0, 2 * half, lane) >= num_rows || sum == 0.0f;  // or at least 1
       const RowEnd end = end_of_row(score, work.entry, softmax.row_max[0][half], sum);
-      factor[half] =
-          hidden[half] ? 0.0f : __fdividef(value_unit * end.weight, end.sum);
+      factor[half] = hidden[half] ? 0.0f : __fdividef(value_unit * end.weight, end.sum);
     });
     const uint32_t existing = (1u << num_rows) - 1;
     const uint32_t without_lse = marked_rows(unsure[0], unsure[1]) & existing;

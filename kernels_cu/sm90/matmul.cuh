@@ -12,8 +12,9 @@ namespace cuflash {
 using ptx::Major;
 
 // A matrix of 16-bit elements in shared memory as panels of 64 columns, of 8-bit ones of 128
-// columns; a row of a panel is 128 bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8), as in smem_tile.cuh. Columns
-// past the last whole panel are loaded (as zeros where the tensor ends) and not multiplied.
+// columns; a row of a panel is 128 bytes, and the 16-byte chunk c of row r lies at chunk c ^ (r %
+// 8), as in smem_tile.cuh. Columns past the last whole panel are loaded (as zeros where the tensor
+// ends) and not multiplied.
 template <int rows_, int columns_>
 struct PanelTile {
   static constexpr int rows = rows_;
@@ -23,7 +24,8 @@ struct PanelTile {
   static constexpr int panel_bytes = rows * 128;
   static constexpr int bytes = num_panels * panel_bytes;
 
-  alignas(1024) Element data[num_panels][rows][panel_columns];  // 8 rows are one atom of the swizzle
+  alignas(
+      1024) Element data[num_panels][rows][panel_columns];  // 8 rows are one atom of the swizzle
 
   // Byte offset of a 16-byte chunk within its panel.
   CUFLASH_DEVICE static constexpr int chunk_offset(int row, int chunk) {

@@ -59,7 +59,8 @@ CUFLASH_DEVICE void write_rows(const ForwardSm90Params& params, const BatchIndex
                                const SharedMemory::QTile& tile, int tile_row, int out_row,
                                int num_rows) {
   const int lane = lane_index(), chunk = lane % 8;
-  OutElement* out = static_cast<OutElement*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
+  OutElement* out =
+      static_cast<OutElement*>(params.out) + entry * params.out_layout.batch + 8 * chunk;
 #pragma unroll 1
   for (int first = 0; warp_agrees(first < num_rows); first += 4) {
     const int row = first + lane / 8;
@@ -122,7 +123,7 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
                                uint32_t without_lse) {
   const int quad_lane = lane_index() % 4;
   OutElement* out = static_cast<OutElement*>(params.out) + entry * params.out_layout.batch +
-                 seqlen.first_q * params.out_layout.row;
+                    seqlen.first_q * params.out_layout.row;
 #pragma unroll
   for (int t = 0; t < o_tiles; t += 4) {
 #pragma unroll

@@ -17,7 +17,7 @@ CUFLASH_DEVICE void transpose_part(const Rows& rows, Columns& columns, int first
                                    int first_column) {
   const int lane = lane_index();
   const int chunk = first_column / 16;  // of 16 bytes
-  uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
+  uint32_t pairs[4];                    // of two columns and two keys, from each 8 keys
   ptx::ldmatrix_x4_trans(pairs, ptx::shared_address(rows.data[chunk / 8]) +
                                     Rows::chunk_offset(first_key + lane, chunk % 8));
   // The even columns of the first four pairs and the odd ones of the others, and the rest: the
@@ -27,11 +27,10 @@ CUFLASH_DEVICE void transpose_part(const Rows& rows, Columns& columns, int first
   const uint32_t one = is_late ? odd : even, other = is_late ? even : odd;
   const int pair = lane % 8, kind = lane / 8 % 2;
   const int column = first_column + 2 * pair + (kind ^ (pair >= 4));
-  ptx::stmatrix_x4(
-      ptx::shared_address(columns.data[first_key / 128]) +
-          Columns::chunk_offset(column, first_key % 128 / 16 + lane / 16),
-      __byte_perm(pairs[0], pairs[1], one), __byte_perm(pairs[0], pairs[1], other),
-      __byte_perm(pairs[2], pairs[3], one), __byte_perm(pairs[2], pairs[3], other));
+  ptx::stmatrix_x4(ptx::shared_address(columns.data[first_key / 128]) +
+                       Columns::chunk_offset(column, first_key % 128 / 16 + lane / 16),
+                   __byte_perm(pairs[0], pairs[1], one), __byte_perm(pairs[0], pairs[1], other),
+                   __byte_perm(pairs[2], pairs[3], one), __byte_perm(pairs[2], pairs[3], other));
 }
 
 // Of every block that is visited, by `transposers` warps that count from 0.
