@@ -173,8 +173,8 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
 def rounded(array: Array, dtype: Any) -> Array:
     """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 
-    NumPy and CuPy cast float64 to 16 bits or 8 by way of float32, which would round twice: here float32
-    is rounded to odd, so that ties stay what they were.
+    NumPy and CuPy cast float64 to 16 bits or 8 by way of float32, which would round twice: here
+    float32 is rounded to odd, so that ties stay what they were.
     """
     if array.dtype == np.float64 and np.dtype(dtype).itemsize <= 2:
         near = array.astype(np.float32)

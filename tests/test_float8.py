@@ -101,9 +101,7 @@ def test_keys_and_values_alone_may_have_8_bits() -> None:
     k, v = of_8_bits((2, 2, 40, 16), 1), of_8_bits((2, 2, 40, 16), 2)
     own = {"k_scale": powers_of_two((2, 1, 1), 1), "v_scale": powers_of_two((2, 2, 5, 1), 2)}
     out = cuflash.attention(q, k, v, enable_gqa=True, **own)
-    plain = [
-        dequantized(a, s, np.float16) for a, s in zip((k, v), own.values(), strict=True)
-    ]
+    plain = [dequantized(a, s, np.float16) for a, s in zip((k, v), own.values(), strict=True)]
     assert bits(out) == bits(cuflash.attention(q, *plain, enable_gqa=True))
 
 
@@ -228,9 +226,7 @@ def nearest(x: float, dtype: Any) -> float:
     st.sampled_from([E4M3, E5M2]),
     st.sampled_from([np.float64, np.float32, np.float16, BF16]),
 )
-def test_elements_are_rounded_to_nearest_even(
-    values: list[float], kind: Any, dtype: Any
-) -> None:
+def test_elements_are_rounded_to_nearest_even(values: list[float], kind: Any, dtype: Any) -> None:
     with np.errstate(over="ignore"):
         x = np.array([values]).astype(dtype)
     array, scale = cuflash.quantize(x, dtype=kind)

@@ -68,13 +68,14 @@ def dequantized(
     """The same call on arrays of more bits: in the dtype of the result, each rounded once to it."""
     arrays, scales = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], out_dtype)
-    found = [
+    found: Any = [
         times(name, a, scale, pair, dtype) if a.dtype in FLOAT8 else a
         for name, a, scale, pair in zip(
             _OPERANDS, arrays, scales, checked_axes(axes)[:3], strict=True
         )
     ]
-    return Plain(*found, replace(options, **dict.fromkeys(_SCALES)))
+    q, k, v = found
+    return Plain(q, k, v, _without_scales(options))
 
 
 def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) -> Plain:
@@ -82,8 +83,9 @@ def without_memory(q: Array, k: Array, v: Array, options: Options, axes: Any) ->
     arrays, _ = _checked(_native(q, k, v), options, axes)
     dtype = result_dtype([a.dtype for a in arrays], None)
     xp = array_module(arrays[0])
-    shapes = (xp.broadcast_to(xp.empty((), dtype), a.shape) for a in arrays)
-    return Plain(*shapes, replace(options, **dict.fromkeys(_SCALES)))
+    shapes: Any = [xp.broadcast_to(xp.empty((), dtype), a.shape) for a in arrays]
+    q, k, v = shapes
+    return Plain(q, k, v, _without_scales(options))
 
 
 def without_values(
@@ -126,6 +128,10 @@ def times(
         factor = np.asarray(factor, np.float32)
         out.transpose(*kept, *core)[...] = rounded(matrices.astype(np.float32) * factor, dtype)
     return out
+
+
+def _without_scales(options: Options) -> Options:
+    return replace(options, q_scale=None, k_scale=None, v_scale=None)
 
 
 def _native(*arrays: Any) -> Triple:

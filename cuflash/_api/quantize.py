@@ -157,7 +157,7 @@ def _rotated(matrices: Array, seed: int, xp: ModuleType) -> Array:
     """Features times random signs, then Hadamard matrices along them; in float32."""
     d = matrices.shape[-1]
     width = d & -d  # the largest power of two that divides it
-    signs = np.random.default_rng(seed).choice(np.float32([-1, 1]), d)
+    signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
     hadamard = np.ones((1, 1), np.float32)
     while len(hadamard) < width:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])

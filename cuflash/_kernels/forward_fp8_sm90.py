@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Self
 
 from cuflash._kernels import wgmma
 from cuflash._kernels.config import SCORED
@@ -18,6 +19,9 @@ ROWS = (
     Row("", (192, 128), (128, 128, 3, 4, True)),
     Row("", (256, 256), (128, 128, 2, 2, False)),
 )
+
+
+_KIB = 1024
 
 
 class Own(NamedTuple):
@@ -37,16 +41,16 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     float8 = True
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
-    streams = (64, 96, 128)
+    streams: ClassVar[Sequence[int]] = (64, 96, 128)
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles of q, k, v in rows and v in columns, in panels of 128 bytes, two KiB of barriers."""
+        """Tiles of q, k, and v in rows and in columns, in panels of 128 bytes; barriers."""
         rows = self.num_stages * self.block_n
         tiles = wgmma.panel_bytes(self, self.block_m, self.head_dim)
         tiles += wgmma.panel_bytes(self, rows, self.head_dim, self.head_dim_v)
         tiles += wgmma.panel_bytes(self, self.num_stages * self.head_dim_v, self.block_n)
-        return tiles + 2048
+        return tiles + 2 * _KIB
 
     @classmethod
     def eligible(cls, request: Request) -> str:

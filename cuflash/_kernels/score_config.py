@@ -70,9 +70,7 @@ _FIELDS: dict[str, Callable[[Problem], Any]] = {
     "cu_seqlens": lambda p: dtype_of(p.cu_seqlens_q),  # "none" where sequences are not packed
     **{option.name: functools.partial(_dtype_or_flag, option) for option in _SCALES},
 }
-_Fields: Any = cast(
-    Any, namedtuple("_Fields", tuple(_FIELDS), defaults=["none"] * len(_SCALES))
-)
+_Fields: Any = cast(Any, namedtuple("_Fields", tuple(_FIELDS), defaults=["none"] * len(_SCALES)))
 
 
 class ScoreConfig(_Fields):  # type: ignore[misc]

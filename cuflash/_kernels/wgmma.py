@@ -7,7 +7,7 @@ from a kernel is not here: the copy engine decides it at launch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cuflash._kernels import portable
 from cuflash._kernels.config import HEAD_DIMS, KernelConfig
@@ -83,7 +83,7 @@ class WarpgroupsConfig(KernelConfig):
 
     for_sm90 = tensor_maps = True
     params = "BackwardSm90Params"
-    streams = WIDTHS
+    streams: ClassVar[Sequence[int]] = WIDTHS
     row_warps, other_warps = 0, 4
 
     def check(self) -> None:

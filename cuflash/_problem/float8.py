@@ -27,7 +27,7 @@ def rows_of_blocks(length: int, blocks: int) -> int:
 def checked_scale(name: str, scale: Array, batch: tuple[int, ...], length: int) -> None:
     """Raise for an array of factors that does not fit a matrix of ``length`` rows."""
     shape = scale.shape
-    expected = f"a shape that broadcasts to {(*batch, 1, 1)}, or with blocks of rows for the first 1"
+    expected = f"a shape that broadcasts to {(*batch, 1, 1)}, or to {(*batch, 'blocks of rows', 1)}"
     if len(shape) < 2 or shape[-1] != 1 or not broadcastable(shape[:-2], batch):
         fix = f"one factor for each matrix has the shape {(*batch, 1, 1)}"
         if batch and broadcastable(shape, batch):

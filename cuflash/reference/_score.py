@@ -137,15 +137,14 @@ def without_scales(
     arrays: tuple[Array, ...], options: Options, axes: Any, dtype: Any
 ) -> tuple[tuple[Array, ...], Options]:
     """Dequantised q, k and v in their own order of axes, and the options without scales."""
-    names = ("q_scale", "k_scale", "v_scale")
-    scales = [getattr(options, name) for name in names]
+    scales = (options.q_scale, options.k_scale, options.v_scale)
     if all(scale is None for scale in scales):
         return arrays, options
     found = tuple(
         to_axes(dequantized(array, scale, pair, dtype), pair)
         for array, scale, pair in zip(arrays, scales, axes, strict=False)
     )
-    return found, replace(options, **dict.fromkeys(names))
+    return found, replace(options, q_scale=None, k_scale=None, v_scale=None)
 
 
 def scale_of(options: Options, head_dim: int, dtype: Any) -> Any:
