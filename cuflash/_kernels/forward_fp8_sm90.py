@@ -8,16 +8,25 @@ from typing import ClassVar, NamedTuple, Self
 from cuflash._kernels import wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
-from cuflash._kernels.score_config import Floats, dtype_of, register_pressure
+from cuflash._kernels.score_config import (
+    Floats,
+    dtype_of,
+    needs_score_math,
+    register_pressure,
+)
 from cuflash._kernels.tables import Row
-from cuflash._problem.problem import HALVES
+from cuflash._problem.problem import HALVES, Problem
 
 #: Of each row block_m, block_n, num_stages, overlap_quarters, promotes.
 ROWS = (
     Row("", (64, 64), (128, 128, 4, 4, True)),
-    Row("", (128, 128), (128, 128, 3, 4, True)),
-    Row("", (192, 128), (128, 128, 3, 4, True)),
-    Row("", (256, 256), (128, 128, 2, 2, False)),
+    Row("", (128, 128), (128, 96, 3, 4, True)),
+    Row("", (192, 128), (128, 96, 3, 4, True)),
+    Row("", (256, 256), (128, 64, 3, 2, False)),
+    # What lies in registers beside two sums, or beside a wide one.
+    Row("light", (128, 128), (128, 128, 3, 4, True)),
+    Row("light", (192, 128), (128, 128, 3, 4, True)),
+    Row("light", (256, 256), (128, 128, 2, 2, False)),
 )
 
 
@@ -67,5 +76,14 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        fields = wgmma.fields(cls, request, ROWS)
+        fields = wgmma.fields(cls, request, ROWS, {"light": _is_light(request.problem)})
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
+
+
+def _is_light(problem: Problem) -> bool:
+    """Has a row nothing to keep in registers but where a causal bound lies?"""
+    others = (
+        problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
+        problem.sink,
+    )  # fmt: skip
+    return not needs_score_math(problem) and all(other is None for other in others)

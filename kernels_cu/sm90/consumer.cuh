@@ -369,8 +369,10 @@ struct Consumer {
         const float (&first)[4] = s_acc[0][own], (&second)[4] = s_acc[0][own + 1];
         four = ptx::pack_e4m3(first[2 * half], first[2 * half + 1], second[2 * half],
                               second[2 * half + 1]);
-        four &= __byte_perm(dropped.applied(~0u, 0, own, half),
-                            dropped.applied(~0u, 0, own + 1, half), 0x6420);
+        if constexpr (Config::dropout) {
+          four &= __byte_perm(dropped.applied(~0u, 0, own, half),
+                              dropped.applied(~0u, 0, own + 1, half), 0x6420);
+        }
       } else {
         four = 0;
       }

@@ -9,34 +9,46 @@
 
 namespace cuflash {
 
-// Transposes 32 keys by 16 columns. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 are
-// neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
+// Transposes 16 columns of a tile of v. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15
+// are neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
 // other operand as they are.
-template <typename Rows, typename Columns>
-CUFLASH_DEVICE void transpose_part(const Rows& rows, Columns& columns, int first_key,
-                                   int first_column) {
-  const int lane = lane_index();
-  const int chunk = first_column / 16;  // of 16 bytes
-  uint32_t pairs[4];                    // of two columns and two keys, from each 8 keys
-  ptx::ldmatrix_x4_trans(pairs, ptx::shared_address(rows.data[chunk / 8]) +
-                                    Rows::chunk_offset(first_key + lane, chunk % 8));
-  // The even columns of the first four pairs and the odd ones of the others, and the rest: the
-  // eight rows of either kind then fall on all banks.
-  const uint32_t even = 0x6420, odd = 0x7531;
-  const bool is_late = lane >= 16;
-  const uint32_t one = is_late ? odd : even, other = is_late ? even : odd;
-  const int pair = lane % 8, kind = lane / 8 % 2;
-  const int column = first_column + 2 * pair + (kind ^ (pair >= 4));
-  ptx::stmatrix_x4(ptx::shared_address(columns.data[first_key / 128]) +
-                       Columns::chunk_offset(column, first_key % 128 / 16 + lane / 16),
-                   __byte_perm(pairs[0], pairs[1], one), __byte_perm(pairs[0], pairs[1], other),
-                   __byte_perm(pairs[2], pairs[3], one), __byte_perm(pairs[2], pairs[3], other));
-}
+struct Transposer {
+  uint32_t from, to;  // where this lane reads and writes, in a tile at 0: the chunk is added by xor
+  uint32_t one, other;
+
+  CUFLASH_DEVICE Transposer() {
+    const int lane = lane_index(), pair = lane % 8, kind = lane / 8 % 2;
+    from = 128 * lane + 16 * (lane % 8);
+    // The even columns of the first four pairs and the odd ones of the others, and the rest: the
+    // eight rows of either kind then fall on all banks.
+    const int column = 2 * pair + (kind ^ (pair >= 4));
+    to = 128 * column + 16 * (column % 8 ^ lane / 16);
+    one = lane < 16 ? 0x6420 : 0x7531;  // even and odd bytes of two pairs
+    other = lane < 16 ? 0x7531 : 0x6420;
+  }
+
+  template <typename Rows, typename Columns>
+  CUFLASH_DEVICE void run(const Rows& rows, Columns& columns, int part) const {
+    const uint32_t read = ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes +
+                          (from ^ 16 * (part % 8));
+    const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
+#pragma unroll
+    for (int i = 0; i < Rows::rows / 32; ++i) {
+      uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
+      ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
+      ptx::stmatrix_x4(
+          written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
+          __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
+          __byte_perm(pairs[2], pairs[3], other));
+    }
+  }
+};
 
 // Of every block that is visited, by `transposers` warps that count from 0.
 CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemory& smem,
                                      int warp) {
   Ring<Config::num_stages> ring;
+  const Transposer transposer;
 #pragma unroll 1
   for (uint32_t tiles = 0;; ++tiles) {
     const Work work = receive_work(smem, Ring<2>{tiles});
@@ -52,11 +64,9 @@ CUFLASH_DEVICE void transpose_values(const ForwardSm90Params& params, SharedMemo
       wait(smem.rows.v_full[stage], ring.full_parity());
       wait(smem.v_empty[stage], ring.empty_parity());
       __syncwarp();
-      constexpr int parts = Config::head_dim_v / 16 * (Config::block_n / 32);
-#pragma unroll 2
-      for (int part = warp; part < parts; part += transposers) {
-        transpose_part(smem.rows.v[stage], smem.v[stage], part % (Config::block_n / 32) * 32,
-                       part / (Config::block_n / 32) * 16);
+#pragma unroll 1
+      for (int part = warp; part < Config::head_dim_v / 16; part += transposers) {
+        transposer.run(smem.rows.v[stage], smem.v[stage], part);
       }
       ptx::fence_async_proxy();  // products will read what these lanes wrote
       arrive_as_warp(smem.v_full[stage]);
