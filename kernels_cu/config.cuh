@@ -31,7 +31,7 @@ struct Either<false, A, B> {
 template <bool condition, typename A, typename B>
 using If = typename Either<condition, A, B>::type;
 
-enum class Dtype { none, float8_e4m3fn, float16, bfloat16, float32, float64, int32, int64 };
+enum class Dtype { none, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64, int32, int64 };
 
 // Of float32 products: that of float32, or that of TF32.
 enum class Precision { ieee, tf32 };
@@ -108,6 +108,8 @@ struct Defaults {
   static constexpr bool grad_k = true;
   static constexpr bool grad_v = true;
   static constexpr bool grad_lse = false;
+  static constexpr bool rotates = false;  // is x multiplied by a random rotation?
+  static constexpr bool writes = false;   // does this pass quantise, after the first found scales?
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
 

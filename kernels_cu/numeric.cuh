@@ -10,7 +10,7 @@ namespace cuflash {
 template <Dtype dtype>
 using Storage =
     If<dtype == Dtype::float16 || dtype == Dtype::bfloat16, uint16_t,
-       If<dtype == Dtype::float8_e4m3fn, uint8_t,
+       If<dtype == Dtype::float8_e4m3fn || dtype == Dtype::float8_e5m2, uint8_t,
           If<dtype == Dtype::float64, double,
              If<dtype == Dtype::int32, int32_t, If<dtype == Dtype::int64, int64_t, float>>>>>;
 

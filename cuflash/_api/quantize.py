@@ -101,12 +101,15 @@ def quantize(
     core = core_axes("x", x.shape, axes)
     kept = [i for i in range(x.ndim) if i not in core]
     matrices = x.transpose(*kept, *core)
+    signs = (
+        None if rotation is None else _signs(checks.seed("rotation", rotation), x.shape[core[1]])
+    )
+    back = np.argsort((*kept, *core))
     with np.errstate(all="ignore"):
-        if rotation is not None:
-            matrices = _rotated(matrices, checks.seed("rotation", rotation), xp)
+        if signs is not None:
+            matrices = _rotated(matrices, signs, xp)
         scale = _scale(matrices, rows, per == "tensor", LARGEST[dtype], xp)
         found = _divided(matrices, factor_of_rows(scale, matrices.shape[-2]), dtype)
-    back = np.argsort((*kept, *core))
     return Quantized(found.transpose(*back), scale)
 
 
@@ -153,11 +156,15 @@ def _divided(matrices: Array, factor: Array, dtype: np.dtype[Any]) -> Array:
     return rounded(np.where(np.isfinite(scaled), clipped, np.nan).astype(wide.dtype), dtype)
 
 
-def _rotated(matrices: Array, seed: int, xp: ModuleType) -> Array:
+def _signs(seed: int, d: int) -> Array:
+    """The random signs of a rotation of d features."""
+    return np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
+
+
+def _rotated(matrices: Array, signs: Array, xp: ModuleType) -> Array:
     """Features times random signs, then Hadamard matrices along them; in float32."""
     d = matrices.shape[-1]
     width = d & -d  # the largest power of two that divides it
-    signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
     hadamard = np.ones((1, 1), np.float32)
     while len(hadamard) < width:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])

@@ -16,7 +16,7 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import ScoreConfig
 
 #: Of q, k and v, or of results.
-Dtype = Literal["float8_e4m3fn", "float16", "bfloat16", "float32", "float64"]
+Dtype = Literal["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
 #: Of products of float32.
 Precision = Literal["ieee", "tf32"]
 

@@ -13,6 +13,7 @@ from cuflash._kernels.score_config import (
     dtype_of,
     needs_score_math,
     register_pressure,
+    scale_in_exponent,
 )
 from cuflash._kernels.tables import Row
 from cuflash._problem.problem import HALVES, Problem
@@ -24,6 +25,8 @@ ROWS = (
     Row("", (192, 128), (128, 96, 3, 4, True)),
     Row("", (256, 256), (128, 64, 3, 2, False)),
     # What lies in registers beside two sums, or beside a wide one.
+    Row("dropout", (128, 128), (128, 64, 3, 4, True)),
+    Row("dropout", (192, 128), (128, 64, 3, 4, True)),
     Row("light", (128, 128), (128, 128, 3, 4, True)),
     Row("light", (192, 128), (128, 128, 3, 4, True)),
     Row("light", (256, 256), (128, 128, 2, 2, False)),
@@ -65,6 +68,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         problem = request.problem
         return wgmma.against(request) or wgmma.first_reason(
+            (wgmma.widest(problem) <= 128, "products of 16 bits are as fast"),
             (wgmma.widest(problem) > 256, "no tile is wider than 256"),
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
             (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),
@@ -76,14 +80,19 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        fields = wgmma.fields(cls, request, ROWS, {"light": _is_light(request.problem)})
+        fields = wgmma.fields(cls, request, ROWS, _holding(request.problem))
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 
-def _is_light(problem: Problem) -> bool:
-    """Has a row nothing to keep in registers but where a causal bound lies?"""
+def _holding(problem: Problem) -> dict[str, bool]:
+    """What holds of a request, in the words of the table.
+
+    A row of a light one has nothing to keep in registers but where a causal bound lies.
+    """
     others = (
         problem.cu_seqlens_q, problem.window_left, problem.q_lengths, problem.kv_lengths,
         problem.sink,
     )  # fmt: skip
-    return not needs_score_math(problem) and all(other is None for other in others)
+    plain = scale_in_exponent(problem) and not needs_score_math(problem)
+    light = plain and all(other is None for other in others)
+    return {"light": light, "dropout": bool(problem.dropout)}
