@@ -77,6 +77,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **{**TILE, "dtype": "float8_e4m3fn", "num_warps": 12, "block_m": 128}, num_stages=2,
         overlap_quarters=2, promotes=True, sink="none",
     ),
+    KERNELS["backward_combine"](**TILE | {"block_n": 16}),
 )  # fmt: skip
 
 
