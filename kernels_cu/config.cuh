@@ -31,7 +31,17 @@ struct Either<false, A, B> {
 template <bool condition, typename A, typename B>
 using If = typename Either<condition, A, B>::type;
 
-enum class Dtype { none, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32, float64, int32, int64 };
+enum class Dtype {
+  none,
+  float8_e4m3fn,
+  float8_e5m2,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  int32,
+  int64
+};
 
 // Of float32 products: that of float32, or that of TF32.
 enum class Precision { ieee, tf32 };

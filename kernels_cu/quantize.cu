@@ -40,8 +40,8 @@ CUFLASH_DEVICE Part load(const void* array, int64_t index) {
     const uint32_t own[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      part.x[i] = to_real<Config::dtype>(
-          static_cast<Storage<Config::dtype>>(own[i / 2] >> 16 * (i % 2)));
+      part.x[i] =
+          to_real<Config::dtype>(static_cast<Storage<Config::dtype>>(own[i / 2] >> 16 * (i % 2)));
     }
   }
   return part;
@@ -92,9 +92,11 @@ CUFLASH_DEVICE uint2 rounded(const Part& part, float factor) {
     y[i] = is_finite(part.x[i]) ? part.x[i] * factor : __uint_as_float(0x7fffffff);
   }
   if constexpr (to_e4m3) {
-    return make_uint2(ptx::pack_e4m3(y[0], y[1], y[2], y[3]), ptx::pack_e4m3(y[4], y[5], y[6], y[7]));
+    return make_uint2(ptx::pack_e4m3(y[0], y[1], y[2], y[3]),
+                      ptx::pack_e4m3(y[4], y[5], y[6], y[7]));
   } else {
-    return make_uint2(ptx::pack_e5m2(y[0], y[1], y[2], y[3]), ptx::pack_e5m2(y[4], y[5], y[6], y[7]));
+    return make_uint2(ptx::pack_e5m2(y[0], y[1], y[2], y[3]),
+                      ptx::pack_e5m2(y[4], y[5], y[6], y[7]));
   }
 }
 
@@ -107,10 +109,11 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const int block = blockIdx.x / parts, part = blockIdx.x % parts;
   const int matrix = block / params.blocks, of_matrix = block % params.blocks;
   const int first = of_matrix * params.rows_of_block + part * rows_of_part;
-  const int end = min(min(first + rows_of_part, (of_matrix + 1) * params.rows_of_block), params.rows);
+  const int end =
+      min(min(first + rows_of_part, (of_matrix + 1) * params.rows_of_block), params.rows);
   const int thread_row = first + threadIdx.x / row_lanes;
-  const int64_t start = (int64_t(matrix) * params.rows + thread_row) * Config::head_dim +
-                        threadIdx.x % row_lanes * 8;
+  const int64_t start =
+      (int64_t(matrix) * params.rows + thread_row) * Config::head_dim + threadIdx.x % row_lanes * 8;
   Part own[steps];
 #pragma unroll
   for (int i = 0; i < steps; ++i) {

@@ -29,17 +29,16 @@ struct Transposer {
 
   template <typename Rows, typename Columns>
   CUFLASH_DEVICE void run(const Rows& rows, Columns& columns, int part) const {
-    const uint32_t read = ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes +
-                          (from ^ 16 * (part % 8));
+    const uint32_t read =
+        ptx::shared_address(rows.data) + part / 8 * Rows::panel_bytes + (from ^ 16 * (part % 8));
     const uint32_t written = ptx::shared_address(columns.data) + 2048 * part;
 #pragma unroll
     for (int i = 0; i < Rows::rows / 32; ++i) {
       uint32_t pairs[4];  // of two columns and two keys, from each 8 keys
       ptx::ldmatrix_x4_trans(pairs, read + 4096 * i);
-      ptx::stmatrix_x4(
-          written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
-          __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
-          __byte_perm(pairs[2], pairs[3], other));
+      ptx::stmatrix_x4(written + (to ^ 32 * i), __byte_perm(pairs[0], pairs[1], one),
+                       __byte_perm(pairs[0], pairs[1], other), __byte_perm(pairs[2], pairs[3], one),
+                       __byte_perm(pairs[2], pairs[3], other));
     }
   }
 };
