@@ -26,7 +26,15 @@ _LEAST_EXPONENT = -100  # of a scale: its inverse is a float32
 
 
 class Quantized(NamedTuple):
-    """An array of 8-bit floats, and what its elements are multiplied by."""
+    """An array of 8-bit floats, and what its elements are multiplied by: see :func:`quantize`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> made = cuflash.quantize(np.full((3, 8), 1000.0))
+    >>> float(made.array[0, 0]), made.scale.item()
+    (256.0, 4.0)
+    """
 
     array: Array
     scale: Array  # core shape (b, 1): see Options
@@ -86,9 +94,8 @@ def quantize(
     >>> array, scale = cuflash.quantize(np.array([[1.0, -0.3], [1000.0, 0.0]]))
     >>> scale
     array([[4.]], dtype=float32)
-    >>> array.astype(np.float32) * scale
-    array([[   1.  ,   -0.3125],
-           [1024.  ,    0.  ]], dtype=float32)
+    >>> (array.astype(np.float32) * scale).tolist()
+    [[1.0, -0.3125], [1024.0, 0.0]]
     """
     x = native("x", x)
     checks.require_float("x", x)
@@ -105,6 +112,11 @@ def quantize(
         None if rotation is None else _signs(checks.seed("rotation", rotation), x.shape[core[1]])
     )
     back = np.argsort((*kept, *core))
+    if xp is not np and per != "tensor":
+        from cuflash._launch import float8
+
+        if (made := float8.rounded_in_two_passes(matrices, rows, signs, dtype)) is not None:
+            return Quantized(made[0].transpose(*back), made[1])
     with np.errstate(all="ignore"):
         if signs is not None:
             matrices = _rotated(matrices, signs, xp)
