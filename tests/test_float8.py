@@ -317,3 +317,10 @@ def test_what_quantize_refuses() -> None:
         cuflash.quantize(x.astype(int))
     assert cuflash.quantize(np.ones((0, 3, 8))).array.shape == (0, 3, 8)
     assert cuflash.quantize(np.zeros((3, 8))).scale == 1
+
+
+def test_several_ranks_take_no_8_bits_yet() -> None:
+    comm = cuflash.distributed.simulated(2)
+    parts = [of_8_bits((4, 8, 16), i) for i in range(2)]
+    with pytest.raises(NotImplementedError, match="8 bits on several ranks"):
+        cuflash.distributed.attention(parts, parts, parts, comm=comm)

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._arrays import Array, Triple, array_module, is_cupy, native, rounded, same_module
+from cuflash._arrays import (
+    Array,
+    Triple,
+    array_module,
+    is_cupy,
+    native,
+    refuse_capture,
+    rounded,
+    same_module,
+)
 from cuflash._errors import NoKernel, wrong_type
 from cuflash._problem.float8 import (
     E4M3,
@@ -168,6 +177,7 @@ def _of_entries(options: Options, scales: list[Any], q: Array) -> Options:
             factor *= scale
             changes[name] = None
         elif isinstance(scale, float):
+            refuse_capture(name, "an array on the device")
             changes[name] = array_module(q).full((), scale, np.float32)
         elif scale is not None and scale.shape:
             changes[name] = scale[..., 0, 0]
