@@ -79,7 +79,7 @@ def rounded_in_two_passes(
     blocks = -(-m // rows)
     count = math.prod(batch) * blocks
     largest, scale = cupy.zeros(count, np.uint32), cupy.empty((*batch, blocks, 1), np.float32)
-    out = cupy.empty(x.shape, dtype)
+    out = cupy.empty(x.shape, np.uint8).view(dtype)
     filled = np.zeros(1, params.QUANTIZE)[0]
     if signs is not None:
         filled["signs"][: -(-d // 32)] = np.packbits(signs < 0, bitorder="little").view(np.uint32)
