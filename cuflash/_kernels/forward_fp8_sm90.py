@@ -33,6 +33,7 @@ ROWS = (
 )
 
 
+_OF_A_ROW = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
 _KIB = 1024
 
 
@@ -52,7 +53,6 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     computes = "out"
     float8 = True
     parts = SCORED | {"own": Own}
-    tunables = ("block_m", "block_n", "num_stages", "overlap_quarters", "promotes")
     streams: ClassVar[Sequence[int]] = (64, 96, 128)
 
     @property
@@ -68,6 +68,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         problem = request.problem
         return wgmma.against(request) or wgmma.first_reason(
+            (wgmma.widest(problem) <= 192, "products of 16 bits are as fast there"),
             (wgmma.widest(problem) > 256, "no tile is wider than 256"),
             (not problem.seqlen_k, "there are no keys, and a tensor map holds at least one row"),
             (not problem.head_dim_v, "there are no values, and a tensor map holds a column"),
@@ -79,7 +80,7 @@ class ForwardFp8Sm90Config(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        fields = wgmma.fields(cls, request, ROWS, _holding(request.problem))
+        fields = wgmma.fields(cls, request, ROWS, _holding(request.problem), _OF_A_ROW)
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 

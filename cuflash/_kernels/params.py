@@ -94,11 +94,6 @@ SEGMENT_BOUNDS = _struct(
     ("batch", BATCH_AXES),
     *_numbers("num_ids_q", "num_ids_k"),
 )
-QUANTIZE = _struct(
-    *_numbers("x", "largest", "scale", "out", of=_POINTER),
-    ("signs", np.uint32, 8),
-    *_numbers("rows", "rows_of_block", "blocks"),
-)
 BACKWARD = _kernel(
     ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
     "head_dim", "head_dim_v", "dq_sums", "row_parts", "part_blocks", "num_parts", turns=True,
@@ -141,7 +136,6 @@ STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardSm90Params": FORWARD_SM90,
     "CombineParams": COMBINE,
     "SegmentBoundsParams": SEGMENT_BOUNDS,
-    "QuantizeParams": QUANTIZE,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,
     "BackwardSm90Params": BACKWARD_SM90,

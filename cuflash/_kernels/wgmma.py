@@ -120,10 +120,12 @@ def fields(
     request: Request,
     rows: Sequence[Row],
     holding: Mapping[str, bool] | None = None,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """All fields but what a kernel alone is told: its head sizes, tile and warps by its table."""
     sizes = smallest(rows, request.problem)
-    tile = dict(zip(kernel.tunables, tile_of(rows, holding or {}, sizes), strict=True))
+    values = tile_of(rows, holding or {}, sizes)
+    tile = dict(zip(names or kernel.tunables, values, strict=True))
     found = portable.fields(kernel, request._replace(copy_bytes=16))
     found |= {"head_dim": sizes[0], "head_dim_v": sizes[1], "blocks_per_sm": 1, **tile}
     return found | {"num_warps": kernel.warps_for(tile[kernel.owned])}

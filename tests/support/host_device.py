@@ -127,7 +127,6 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         ndarray=device.memory,
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         asarray=on_device,
-        ascontiguousarray=lambda array: on_device(np.ascontiguousarray(array)),
     )
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch_run, repeat, score_params):
