@@ -316,7 +316,10 @@ def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
     table, pages = paged.page_table, (paged.k_pages, paged.v_pages)
     if table.dtype != np.int32:
         refuse_capture("page_table", "an int32 array")
-        table = table.clip(0, max(len(paged.k_pages) - 1, 0)).astype(np.int32)
+        last = max(len(paged.k_pages) - 1, 0)
+        if table.dtype == np.uint64:  # what has no int64 is too large, not negative
+            table = table.clip(0, 2**63 - 1)
+        table = table.astype(np.int64).clip(0, last).astype(np.int32)
     table = table.reshape(len(table), *(1 for _ in problem.batch_shape[1:]), table.shape[1])
     return in_pages(problem, *map(signature, (*pages, table))), table
 
