@@ -26,8 +26,8 @@ namespace cuflash {
 
 constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
 // With two q tiles, results are staged in the one that was read while the other is under way; with
-// one they go to global memory directly.
-constexpr bool stages_out = Config::num_q_stages == 2;
+// one, or where they are wider than q, they go to global memory directly.
+constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Config::dtype;
 // Products of e4m3 sum what is contiguous: so many warps make rows of the columns of v.
 constexpr int transposers = is_fp8 ? 3 : 0;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
