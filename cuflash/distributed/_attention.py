@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 from cuflash._api import arguments, float8
 from cuflash._api.arguments import QKV
 from cuflash._arrays import Array, array_module, native, rounded
-from cuflash._errors import wrong_type, wrong_value
+from cuflash._errors import not_yet, wrong_type, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
