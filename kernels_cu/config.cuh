@@ -31,7 +31,17 @@ struct Either<false, A, B> {
 template <bool condition, typename A, typename B>
 using If = typename Either<condition, A, B>::type;
 
-enum class Dtype { none, float16, bfloat16, float32, float64, int32, int64 };
+enum class Dtype {
+  none,
+  float8_e4m3fn,
+  float8_e5m2,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  int32,
+  int64
+};
 
 // Of float32 products: that of float32, or that of TF32.
 enum class Precision { ieee, tf32 };
@@ -39,6 +49,9 @@ enum class Precision { ieee, tf32 };
 // Where the causal offset of a batch entry comes from: one value of the launch, the difference of
 // the entry's own lengths, or an array.
 enum class Offset { value, lengths, int32, int64 };
+
+// Which features of a row turn together: none, i and i + half, or 2 i and 2 i + 1.
+enum class Rotation { none, halves, neighbours };
 
 // Of what a gradient of scores is summed, and over what: nothing, the queries of a key, or the keys
 // of a query.
@@ -72,10 +85,17 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
+  // Is there a result over other keys, so_far and lse, which this one joins?
+  static constexpr bool joins = false;
+  // Do keys and values lie in pages, which a table puts in order?
+  static constexpr bool paged = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
   static constexpr bool split_queries = false;
+  static constexpr bool split_rows = false;  // even those of one batch entry?
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
+  // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?
+  static constexpr bool promotes = false;
   // Are scores of the next block multiplied while ds of this one is computed?
   static constexpr bool scores_ahead = false;
   // Are k and v of a tile kept as operands in registers?
@@ -102,6 +122,9 @@ struct Defaults {
   static constexpr bool score_mod = false;
   static constexpr bool mask_mod = false;
   static constexpr bool dropout = false;
+  static constexpr Dtype q_scale = Dtype::none;  // of an entry
+  static constexpr Dtype k_scale = Dtype::none;
+  static constexpr Dtype v_scale = Dtype::none;
 
   static constexpr bool shared_keys = true;  // of all batch entries of an owner?
   static constexpr bool grad_k = true;
@@ -109,6 +132,10 @@ struct Defaults {
   static constexpr bool grad_lse = false;
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
+
+  static constexpr Rotation rotation = Rotation::none;
+  static constexpr Dtype positions = Dtype::none;
+  static constexpr int page_words = 1;  // of 32 bits, one for each page of a cache
 
   static constexpr bool under_racecheck = CUFLASH_UNDER_RACECHECK;  // tools/sanitize.py
 };

@@ -60,6 +60,12 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["forward_narrow"](
         **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
     ),
+    KERNELS["backward_dq_narrow"](
+        **{**TILE, "block_m": 512}, width=3, width_v=0, key_bias=True
+    ),
+    KERNELS["backward_dkv_narrow"](
+        **{**TILE, "block_n": 512}, width=3, width_v=0, key_bias=True, grad_k=True, grad_v=True
+    ),
     KERNELS["forward_tf32_sm90"](**{**TF32, "num_warps": 16}, sink="none"),
     KERNELS["backward_dq_tf32_sm90"](**TF32),
     KERNELS["backward_dkv_tf32_sm90"](
@@ -70,6 +76,14 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
     KERNELS["forward_combine"](**COMMON),
+    KERNELS["forward_fp8_sm90"](
+        **{**TILE, "dtype": "float8_e4m3fn", "num_warps": 12, "block_m": 128}, num_stages=2,
+        overlap_quarters=2, promotes=True, sink="none",
+    ),
+    KERNELS["cache_grow"](page_words=1024),
+    KERNELS["cache_write"](dtype="float16", rotation="none"),
+    KERNELS["cache_take"](),
+    KERNELS["rotary"](dtype="float16", rotation="halves", positions="int32"),
     KERNELS["backward_combine"](**TILE | {"block_n": 16}),
 )  # fmt: skip
 

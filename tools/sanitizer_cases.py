@@ -25,8 +25,10 @@ class Case:
     k: tuple[int, ...] = (1, 2, 193, 64)
     head_dim_v: int | None = None
     dtype: Any = np.float16
+    float8: bool = False  # are q, k and v quantised before the call?
     options: Mapping[str, Any] = field(default_factory=dict)  # drawn where it can be called
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of a call, not of a score
+    page_size: int = 0  # of a cache that keys and values are appended to; without a gradient
     ends: tuple[int, ...] = ()  # of packed sequences, from 0 on
     lead: int = 0  # elements in front: an odd number makes every vector load misaligned
     feature_first: bool = False
@@ -76,6 +78,15 @@ CASES = (
     Case("causal long keys", (1, 2, 65, 32), (1, 2, 300, 32), options=CAUSAL),
     Case("causal long queries", (1, 2, 300, 64), (1, 2, 65, 64), options=CAUSAL),
     Case("causal head_dim 256", (1, 1, 130, 256), (1, 1, 130, 256), options=CAUSAL),
+    Case("8 bits", (1, 2, 257, 256), (1, 2, 321, 256), dtype=bfloat16, float8=True),
+    Case(
+        "8 bits causal head_dim 256", (1, 1, 257, 256), (1, 1, 257, 256), float8=True,
+        options=CAUSAL,
+    ),
+    Case(
+        "8 bits packed", (2, 257, 256), (2, 257, 256), float8=True, ends=(0, 100, 257),
+        options=CAUSAL,
+    ),
     Case("head_dim 96", (1, 2, 129, 96), (1, 2, 129, 96), dtype=bfloat16),
     Case("head_dim 192 and 128", (1, 2, 129, 192), (1, 2, 129, 192), head_dim_v=128),
     Case("head_dim 40 and 7", (1, 2, 129, 40), (1, 2, 130, 40), head_dim_v=7),
@@ -244,6 +255,14 @@ CASES = (
         }, portable=True,
     ),
     Case(
+        "pages of a cache", (3, 4, 5, 64), (3, 2, 75, 64), head_dim_v=40, page_size=16,
+        options={"enable_gqa": True, "causal": True, "sink": np.ones(4, np.float32)},
+    ),
+    Case(
+        "pages of a cache, many keys", (2, 2, 1, 128), (2, 2, 5000, 128), page_size=48,
+        dtype=bfloat16, options={"window": (3000, None)},
+    ),
+    Case(
         "CUDA cores", (2, 4, 77, 64), (2, 2, 90, 64), head_dim_v=40, arch="sm_75",
         wrt=("q", "k", "v", "bias", "scale"),
         options={
@@ -281,7 +300,7 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
 def run(xp: ModuleType, case: Case) -> None:
     """One case, by the kernels that it is about."""
     if xp is np or not (case.portable or case.arch):
-        run_calls(xp, case)
+        (run_pages if case.page_size else run_calls)(xp, case)
         return
     from support.portable import kernels_of, portable_kernels
 
@@ -295,6 +314,46 @@ def run(xp: ModuleType, case: Case) -> None:
         raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
 
 
+def run_float8(xp: ModuleType, case: Case) -> None:
+    """Attend to quantised arrays; the result must have been written."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    arrays = (rng.standard_normal(shape).astype(case.dtype) for shape in (case.q, case.k, case.k))
+    made = [cuflash.quantize(array, rotation=1) for array in arrays]
+    q, k, v = (placed(xp, own.array, case) for own in made)
+    scales = {
+        f"{name}_scale": placed_option(xp, own.scale) for name, own in zip("qkv", made, strict=True)
+    }
+    ends = placed_option(xp, (np.array(case.ends),) * 2 if case.ends else ())
+    attend = cuflash.attention_varlen if case.ends else cuflash.attention
+    out = attend(q, k, v, *ends, **scales, **case.options)
+    if not np.isfinite((out if xp is np else out.get()).astype(np.float32)).all():
+        raise SystemExit(f"{case.name}: a result is not finite")
+
+
+def run_pages(xp: ModuleType, case: Case) -> None:
+    """A cache that grows, is shared and freed, and attention over its pages."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    shapes = (case.q, case.k, (*case.k[:-1], case.head_dim_v or case.k[-1]))
+    q, k, v = (xp.asarray(rng.standard_normal(shape).astype(case.dtype)) for shape in shapes)
+    cache = cuflash.KVCache(
+        len(k), k.shape[1], k.shape[-1], max_length=k.shape[2] + 9, head_dim_v=v.shape[-1],
+        page_size=case.page_size, dtype=case.dtype, like=q,
+    )  # fmt: skip
+    cache.append(k, v, rotary=True)
+    cache.take(xp.asarray([0, *range(len(k) - 1)]))  # sequences 0 and 1 share a page
+    cache.append(k[:, :, :7], v[:, :, :7], xp.asarray([*range(1, len(k) + 1)]), rotary=True)
+    turned = cuflash.rotary(q, cache.lengths[:, None, None])
+    options = {name: placed_option(xp, value) for name, value in case.options.items()}
+    out = cuflash.attention_paged(turned, *cache.arrays, **options)
+    host = out if xp is np else out.get()
+    if not np.isfinite(host.astype(np.float32)).all():
+        raise SystemExit(f"{case.name}: a result is not finite")
+
+
 def run_calls(xp: ModuleType, case: Case) -> None:
     """Forward and backward of one case; every result must have been written.
 
@@ -306,6 +365,9 @@ def run_calls(xp: ModuleType, case: Case) -> None:
     from cuflash._select import hardware
     from cuflash._select.choose import PORTABLE, choose
 
+    if case.float8:
+        run_float8(xp, case)
+        return
     rng = np.random.default_rng(0)
     batch = max(case.q[0], case.k[0])
     head_dim_v = case.head_dim_v or case.k[-1]

@@ -6,9 +6,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from cuflash._api import float8
 from cuflash._api.arguments import answering, operands
 from cuflash._api.dispatch import launch
+from cuflash._api.paged import workspace_of_pages
 from cuflash._arrays import Array, on_own_device
+from cuflash._errors import wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import describe
@@ -23,6 +26,7 @@ def workspace_size(
     /,
     *,
     backward: bool = False,
+    page_table: Array | None = None,
     options: Options | None = None,
     axes: Any = None,
     precision: str | None = None,
@@ -36,6 +40,8 @@ def workspace_size(
         As in :func:`attention`.
     backward : bool
         For :func:`attention_backward` instead of :func:`attention`.
+    page_table : integer array, (sequences, pages of a sequence), optional
+        For :func:`attention_paged`: k and v are pages, and the size serves any lengths.
 
     Returns
     -------
@@ -55,6 +61,13 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
+    if float8.among(chosen, q, k, v):
+        q, k, v, chosen = float8.without_memory(q, k, v, chosen, axes)
+    if page_table is not None:
+        if backward:
+            fix = "call attention_vjp on keys and values in order"
+            raise wrong_value("backward", True, "False: pages have no gradient", fix)
+        return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
     xp, _, qkv = operands(q, k, v)
     problem = describe(*qkv, chosen, axes=axes, precision=precision)
     if xp is np:

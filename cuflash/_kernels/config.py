@@ -16,7 +16,7 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import ScoreConfig
 
 #: Of q, k and v, or of results.
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Dtype = Literal["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
 #: Of products of float32.
 Precision = Literal["ieee", "tf32"]
 
@@ -24,11 +24,17 @@ Precision = Literal["ieee", "tf32"]
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 #: Shared memory that the system keeps for itself in every thread block.
 RESERVED_SMEM = 1024
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ELEMENT_BYTES = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
-_ENUMS = {"precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf"}
+_ENUMS = {
+    "precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf",
+    "rotation": "Rotation",
+}  # fmt: skip
 #: PTX's names of dtypes, for texts of instructions.
-_PTX_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_PTX_DTYPES = {
+    "float8_e4m3fn": "e4m3", "float16": "f16", "bfloat16": "bf16", "float32": "f32",
+    "float64": "f64",
+}  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -98,16 +104,21 @@ class KernelConfig:
 
     kernel: ClassVar[str]  # name of its source without the suffix
     params: ClassVar[str]  # CUDA name of its parameter struct
-    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums".
+    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums"; or
+    #: what functions beside attention do: "growth", "rows", "table", "turns".
     computes: ClassVar[str]
     parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
     for_sm90: ClassVar[bool] = False  # does it run on Hopper alone?
+    float8: ClassVar[bool] = False  # does it take elements of 8 bits, and no others?
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
+    joins_results: ClassVar[bool] = False  # can its results join those over other keys?
+    reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
+    row_numbers: ClassVar[int] = 0  # a thread keeps so many of a row at least; 0: warps own rows
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
     #: row, ``ColumnBits`` of score/score.cuh.

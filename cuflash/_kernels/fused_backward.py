@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, split_queries, wgmma
+from cuflash._kernels import portable, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math, register_pressure
@@ -25,7 +24,9 @@ ROWS = (
     Row("", (256, 256), (64, 64, 2, False), "D101"),
 )
 WIDEST_ALONE = 128  # padded head size that one thread block holds the results of
-_WIDEST_CROWDED = 96  # the same beside a bias and two other options
+_WIDEST_CROWDED = 96  # the same beside a bias that is read where it lies, or two other options
+#: Buffers of a bias in shared memory, as many as fit: by padded head size and bytes of an element.
+_BIAS_STAGES = {(32, 2): 4, (32, 4): 4, (64, 2): 3, (128, 2): 4, (128, 4): 4}
 
 
 class Own(NamedTuple):
@@ -35,6 +36,7 @@ class Own(NamedTuple):
     keys_in_registers: bool  # are k and v of a tile?
     deterministic: bool  # do tiles add one after the other?
     split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
+    split_rows: bool = False  # even those of one batch entry?
     bias_stages: int = 0  # buffers of a bias in shared memory; 0: it is read where it lies
 
 
@@ -65,7 +67,10 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
                 pair and problem.cu_seqlens_q is not None,
                 "a pair of thread blocks begins with the first row of the arrays",
             ),
-            (_crowded(problem), "registers do not hold a bias beside that many options"),
+            (
+                _crowded(problem),
+                "registers do not hold a bias of these strides, or beside that many options",
+            ),
         )
         if not reason and pair != (smallest(ROWS, problem)[0] > WIDEST_ALONE):
             return "the other kernel of all gradients is for this head size"
@@ -74,20 +79,25 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS)
-        fields["bias_stages"] = cls.bias_stages_of(request.problem, fields)
-        own = cls(**fields, deterministic=request.deterministic)
-        splits = split_queries.parts_of(request.problem, own, request.num_sms) > 1
-        return (own.replace(split_queries=splits),)
+        fields["bias_stages"] = bias_stages(request.problem)
+        return (cls(**fields, deterministic=request.deterministic),)
 
-    @classmethod
-    def bias_stages_of(cls, problem: Problem, fields: Mapping[str, Any]) -> int:  # noqa: ARG003
-        """Buffers of a bias."""
+
+def bias_stages(problem: Problem) -> int:
+    """Buffers of a bias; none where rows, or the end of keys, lie not at multiples of 16 bytes."""
+    bias = problem.bias
+    if bias is None or bias.strides[-1] != bias.dtype.itemsize or bias.shape[-1] % 8:
         return 0
+    if any(stride % 16 for stride in bias.strides[:-1]):
+        return 0
+    return _BIAS_STAGES.get((smallest(ROWS, problem)[0], bias.dtype.itemsize), 0)
 
 
 def _crowded(problem: Problem) -> bool:
-    wide = smallest(ROWS, problem)[0] > _WIDEST_CROWDED
-    return wide and problem.bias is not None and register_pressure(problem) > 1
+    """Are there no registers for a bias?"""
+    if problem.bias is None or smallest(ROWS, problem)[0] <= _WIDEST_CROWDED:
+        return False
+    return register_pressure(problem) > 1 or not bias_stages(problem)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -29,6 +29,9 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
+FEW_PAGED_ROWS = 32  # of a tile of one query of each head of a group
+
+
 class Held(NamedTuple):
     """Columns of results that registers hold; ``general``: beside options of scores."""
 
@@ -73,10 +76,10 @@ def precision_of(problem: Problem) -> Precision:
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem: of operands, products and the score."""
     problem = request.problem
-    out = problem.out if kernel.computes == "out" else problem
+    of_gradients = request.grad_dtype or problem.dtype
     return {
         "dtype": problem.dtype.name,
-        "out_dtype": out.dtype.name,
+        "out_dtype": (problem.out.dtype if kernel.computes == "out" else of_gradients).name,
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,
@@ -109,15 +112,19 @@ def candidates(
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
+        "few paged rows": problem.pages is not None
+        and problem.seqlen_q <= FEW_PAGED_ROWS
+        and not own.get("split_keys"),
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
-def num_tiles(problem: Problem, block_m: int) -> int:
-    """How many tiles of so many rows there are."""
-    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:
+    """How many tiles of so many rows, or keys, there are."""
+    rows = problem.seqlen_k if of_keys else problem.seqlen_q
+    return math.prod(problem.batch) * -(-rows // block)
 
 
 def most_rows(request: Request, block_m: int) -> int:
@@ -184,6 +191,7 @@ class Forward(NamedTuple):
     sink: Floats
     num_stages: int = 2  # buffers of k and of v
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    paged: bool = False  # do keys and values lie in pages, which a table puts in order?
 
 
 class Results(NamedTuple):

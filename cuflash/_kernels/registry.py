@@ -7,6 +7,7 @@ from cuflash._kernels.config import KernelConfig
 
 # out
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
+from cuflash._kernels.forward_fp8_sm90 import ForwardFp8Sm90Config
 from cuflash._kernels.forward_narrow import ForwardNarrowConfig
 from cuflash._kernels.forward_tf32_sm90 import ForwardTf32Sm90Config
 from cuflash._kernels.forward_sm80 import ForwardConfig
@@ -18,12 +19,14 @@ from cuflash._kernels.backward_pair_sm90 import BackwardPairConfig
 # dk and dv
 from cuflash._kernels.backward_dkv_sm90 import BackwardKVSm90Config
 from cuflash._kernels.backward_dkv_tf32_sm90 import BackwardKVTf32Sm90Config
+from cuflash._kernels.backward_dkv_narrow import BackwardKVNarrowConfig
 from cuflash._kernels.backward_dkv_partners import BackwardKVPartnersConfig
 from cuflash._kernels.backward_dkv_sm80 import BackwardKVConfig
 
 # dq
 from cuflash._kernels.backward_dq_sm90 import BackwardQSm90Config
 from cuflash._kernels.backward_dq_tf32_sm90 import BackwardQTf32Sm90Config
+from cuflash._kernels.backward_dq_narrow import BackwardQNarrowConfig
 from cuflash._kernels.backward_dq_partners import BackwardQPartnersConfig
 from cuflash._kernels.backward_dq_sm80 import BackwardQConfig
 
@@ -34,6 +37,12 @@ from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_combine import BackwardCombineConfig
+
+# of a cache, and rotary embedding
+from cuflash._kernels.cache_grow import CacheGrowConfig
+from cuflash._kernels.cache_write import CacheWriteConfig
+from cuflash._kernels.cache_take import CacheTakeConfig
+from cuflash._kernels.rotary import RotaryConfig
 
 #: By name, in the order of the lines above.
 KERNELS: dict[str, type[KernelConfig]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 
 #: In blocks of queries: what a tile takes beside them, and what the kernel that adds parts takes,
@@ -19,19 +20,28 @@ from cuflash._problem.problem import Problem
 _OF_A_TILE = 1.0
 _OF_COMBINING = 3.0
 _OF_A_PART = 0.03
+_MOST_SUMS = 64  # of dq
+
+
+def entries_that_share(problem: Problem) -> int:
+    """Batch entries of the same keys: heads of a group, broadcast axes."""
+    return math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
-    if not num_sms or config.cluster_blocks > 1:
+    if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
-    shared = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
+    side_by_side = num_sms // int(config.cluster_blocks)  # tiles
+    shared = entries_that_share(problem)
     owners = math.prod(problem.batch) // shared
-    tiles = -(-problem.seqlen_k // int(config.block_n))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
     blocks = -(-problem.seqlen_q // int(config.block_m))
     if problem.window_keys is not None:  # of each tile of keys as few
-        blocks = min(blocks, -(-(problem.window_keys + config.block_n) // int(config.block_m)))
-    whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
+        blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
+    # Above head size 96 no register is left for a part's first block beside options. (D145)
+    crowded = needs_score_math(problem) and config.head_dim > 96
+    whole = crowded or problem.cu_seqlens_q is not None or problem.window_keys is not None
     rows = 1 if whole else blocks  # of an entry that parts share
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]
@@ -41,12 +51,12 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         own, at_all = shared * blocks / parts + _OF_A_TILE, owners * tiles * parts
         added = (_OF_COMBINING + _OF_A_PART * at_all * width) if parts > 1 else 0.0
         if problem.window_right is None:
-            return -(-at_all // num_sms) * own + added
+            return -(-at_all // side_by_side) * own + added
         # The first keys are seen by twice the queries that others are on average. Of each further
         # entry the others have to wait for them, where they run at the same time.
         further = max(1 - parts / shared, 0.0)
-        waiting = min(num_sms / at_all, 1.0) * further
-        return max(own, at_all / num_sms * own / 2 * (1 + waiting)) + added
+        waiting = min(side_by_side / at_all, 1.0) * further
+        return max(own, at_all / side_by_side * own / 2 * (1 + waiting)) + added
 
     return min(candidates, key=takes)
 
@@ -56,5 +66,6 @@ def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
     if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
         return 1
     blocks = math.prod(problem.batch) * -(-problem.seqlen_q // int(config.block_m))
-    tiles = -(-problem.seqlen_k // int(config.block_n))
-    return max(1, min(2 * num_sms // max(blocks, 1), tiles))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
+    # A sum takes about as long to add up as a tile waits for the one before.
+    return max(1, min(2 * num_sms // max(blocks, 1), math.isqrt(2 * tiles), _MOST_SUMS))

@@ -11,6 +11,7 @@ import numpy as np
 from cuflash._errors import wrong_value
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
+from cuflash._kernels.config import ELEMENT_BYTES
 from cuflash._kernels.segment_bounds import IDS, bounds_of, operands_of
 from cuflash._launch import score_params, tensor_map
 from cuflash._launch.grid import Grid, num_tiles, plan_grid
@@ -26,8 +27,9 @@ from cuflash._select.pack_gqa import with_shared_rows
 
 Layouts = Mapping[str, Layout]  # of the operands of a call, by name
 Addresses = Mapping[str, int]
-#: Operands that kernels read and write in the dtype that q, k and v promote to.
-_OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
+#: Operands that kernels read in the dtype that q, k and v promote to; and what they write.
+_OF_THE_DTYPE = frozenset(("q", "k", "v", "dout"))
+_GRADIENTS = frozenset(("dq", "dk", "dv"))
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
@@ -127,9 +129,10 @@ def plan_launch(
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
     operands, tiles, streamed, grid = _work_of(step, problem, layouts)
-    for name in _OF_THE_DTYPE & layouts.keys() & operands.keys():
-        if layouts[name].itemsize != problem.dtype.itemsize:
-            raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
+    for dtype, names in ((problem.dtype.name, _OF_THE_DTYPE), (config.out_dtype, _GRADIENTS)):
+        for name in names & layouts.keys() & operands.keys():
+            if layouts[name].itemsize != ELEMENT_BYTES[dtype]:
+                raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {dtype}")
     filled = np.zeros(1, struct)[0]
     owners, entries = grid.num_owners, grid.entries_per_owner
     if config.computes == "out":
@@ -158,6 +161,10 @@ def plan_launch(
         filled["seqlen_q"] = problem.seqlen_q
         filled["recomputes_far_rows"] = score_params.recomputes_far_rows(problem)
         filled["num_turns"] = num_turns
+    if problem.pages is not None and config.computes == "out":
+        filled["page_size"], filled["num_pages"] = problem.pages.size, problem.pages.num_pages
+        for name in ("k", "v"):
+            filled[f"{name}_page"] = layouts[name].page // layouts[name].itemsize
     maps, drawn_on, end = None, None, struct.itemsize
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
@@ -254,6 +261,8 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     forward = config.computes == "out"
     mapped = kernel_params.MAPPED if forward else kernel_params.BACKWARD_MAPPED
     operands, tiles, _, grid = _work_of(LaunchStep(config), problem, layouts)
+    if getattr(config, "bias_stages", 0) and addresses["bias"] % tensor_map.ALIGNMENT:
+        return None
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
@@ -265,8 +274,10 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
             rows, box = keys_to_load(problem) if forward else problem.seqlen_k, config.block_n
         batch = tuple((extent, steps[names.index(name)]) for extent, steps in grid.axes)
         own = layouts[name]
+        # An out of float32, which is stored without its map, counts as columns of 16 bits.
+        wider = own.itemsize // problem.dtype.itemsize
         layout = tensor_map.map_layout(
-            problem.dtype, (rows, own.row), (columns, own.column), batch,
+            problem.dtype, (rows, own.row), (columns * wider, own.column // wider), batch,
             _STORED_ROWS if name == "out" else box,
         )  # fmt: skip
         if layout is None or addresses[name] % tensor_map.ALIGNMENT:
@@ -304,7 +315,8 @@ def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
     """Raise for an array with elements across their natural boundaries."""
     for name, layout in layouts.items():
         size = layout.itemsize
-        places = (addresses.get(name, 0), *layout.batch, layout.row, layout.column)
+        own = (*layout.batch, layout.row, layout.column, layout.page)
+        places = (addresses.get(name, 0), *own)
         if any(place % size for place in places):
             raise wrong_value(
                 name, f"elements of {size} bytes off their boundaries",

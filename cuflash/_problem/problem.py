@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, make_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuflash._arrays import Array, is_cupy, same_module
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FARTHEST, FLOATS
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.formulas import Formulas
 from cuflash._problem.operand import (
     Axes,
@@ -29,6 +30,7 @@ from cuflash._problem.operand import (
 )
 from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
+from cuflash._problem.philox import WHOLE, Origin
 
 HALVES = FLOATS[:2]
 _MATRICES = ("q", "k", "v", "dout")
@@ -38,6 +40,14 @@ _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
 _OfOptions: Any = make_dataclass(
     "_OfOptions", [(name, Any, None) for name in (*ARRAYS, *_NUMBERS)], frozen=True, kw_only=True
 )
+
+
+class Pages(NamedTuple):
+    """How a table puts rows of k and v in order that lie in pages."""
+
+    table: Operand  # int32, (pages of an entry,)
+    size: int  # rows of a page
+    num_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,9 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+    origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
+    joins: bool = False  # is there a result over other keys, which this one joins?
+    pages: Pages | None = None  # where rows of k and v are in pages
 
     def __hash__(self) -> int:
         return self._hash
@@ -103,6 +116,11 @@ class Problem(_OfOptions):  # type: ignore[misc]
         if self.window_left is None or self.window_right is None:
             return None
         return self.window_left + self.window_right + 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, 1 without such an axis; at least 1."""
+        return max(self.batch_shape[-1], 1) if self.batch_shape else 1
 
     @property
     def group_size(self) -> int | None:
@@ -180,7 +198,9 @@ def _describe(
     def option_array(name: str, array: Signature) -> Operand:
         option, axes = ARRAYS[name]
         extents = tuple({"m": seqlen_q, "n": seqlen_k}[axis] for axis in axes)
-        shape, full = array[0], batch_shape + extents
+        of_keys = option.stage == "operand" and name != "q_scale"
+        heads = batch_shape[-1:] if group_size is None or not of_keys else own_batch["k"][-1:]
+        shape, full = array[0], (*batch_shape[:-1], *heads, *extents)
         if len(shape) < len(extents) or not broadcastable(shape, full):
             own = list(option.arrays)
             argument = option.name if len(own) == 1 else f"{option.name}[{own.index(name)}]"
@@ -193,14 +213,15 @@ def _describe(
             example = (*batch_shape[:1], *(1 for _ in batch_shape[1:]), *extents)
             expected = f"a shape that broadcasts to {full}, for example {example}"
             raise wrong_value(argument, f"shape {shape}", expected, fix)
-        return option_operand(array, batch, extents, group_size)
+        return option_operand(array, batch, extents, group_size, kv=of_keys)
 
     of_options: dict[str, Any] = {name: option_array(name, a) for name, a in options.arrays}
     for name, number in _NUMBERS.items():
         if getattr(options, name) is not None:
             of_options[name] = number(getattr(options, name))
     left, right = options.window or (None, None)
-    out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, dtype)
+    own = HALVES[1] if dtype == E4M3 else dtype
+    out_layout = _out_layout(out, batch_shape, (seqlen_q, head_dim_v), axes, own)
     return Problem(
         batch=batch,
         batch_shape=batch_shape,
@@ -227,6 +248,26 @@ def _describe(
     )
 
 
+#: The same problem for the same changes: what is hashed once is found by identity.
+changed: Any = functools.lru_cache(maxsize=1024)(replace)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_pages(problem: Problem, k: Signature, v: Signature, table: Signature) -> Problem:
+    """The problem whose keys and values lie in pages.
+
+    ``k`` and ``v`` are (pages,) + heads + (page_size, d); the table is (sequences,) + (1, ..) for
+    heads + (pages of a sequence,).
+    """
+    own = operand_of(table, (len(table[0]) - 1,), problem.batch, problem.group_size)
+    return replace(
+        problem,
+        k=replace(problem.k, page=k[1][0]),
+        v=replace(problem.v, page=v[1][0]),
+        pages=Pages(own, size=k[0][-2], num_pages=k[0][0]),
+    )
+
+
 def gradient_operand(problem: Problem, name: str, array: Array) -> Operand:
     """Layout of the gradient ``array`` of an input by name, or of 'dout'."""
     return _gradient_operand(problem, name, signature(array))
@@ -246,7 +287,7 @@ def _gradient_operand(problem: Problem, name: str, array: Signature) -> Operand:
 def common_dtype(dtypes: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype that q, k, v promote to; a TypeError for dtypes that cannot meet."""
     for name, dtype in dtypes.items():
-        if dtype not in FLOATS:
+        if dtype not in FLOATS and dtype != E4M3:
             fix = f"write {name}.astype(np.float32)" if dtype.kind in "iub" else ""
             expected = "float16, bfloat16, float32 or float64"
             raise wrong_type(name, f"dtype {dtype}", expected, fix)

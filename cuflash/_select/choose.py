@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash._errors import problem_with
+from cuflash._errors import NoKernel, problem_with
 from cuflash._kernels import fused_backward, split_keys, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
@@ -22,6 +22,7 @@ from cuflash._kernels.forward_combine import CombineConfig
 from cuflash._kernels.registry import that_compute
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._kernels.segment_bounds import SegmentBoundsConfig
+from cuflash._problem.float8 import E4M3
 from cuflash._problem.problem import HALVES, Problem
 from cuflash._select import measured
 from cuflash._select.access import Access, in_c_order, rows_fit_tensor_maps
@@ -53,6 +54,7 @@ class Wanted(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]  # of the inputs by name; any for q, k and v
     out_dtype: np.dtype[Any] | None = None  # in which out is read; None: that of q
     grad_lse: bool = False  # is there a cotangent of lse?
+    dtype: np.dtype[Any] | None = None  # of the gradients of q, k and v; None: that of q
 
     @classmethod
     def of(cls, names: str) -> Wanted:
@@ -109,7 +111,7 @@ def choose(
         names &= {"q"}  # zeros: there is nothing to sum
     request = request_of(
         problem, hardware, access.copy_bytes(problem, "dout", "q", "k", "v"),
-        deterministic=deterministic, keys=names & {"k", "v"},
+        deterministic=deterministic, keys=names & {"k", "v"}, grad_dtype=wanted.dtype,
     )  # fmt: skip
     call = _Call(request, hardware, access, only)
     return (*steps, *_backward(call, wanted, names, override or BackwardConfigs()))
@@ -154,14 +156,16 @@ def _backward(
 
 def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
     """The kernel of all gradients, and those that add up what it leaves."""
-    problem, splits = request.problem, 1
-    sums = split_queries.sums_of_dq(problem, config, request.num_sms)
-    if config.split_queries:
-        splits = split_queries.parts_of(problem, config, request.num_sms)
-    steps = [LaunchStep(config, splits=splits, dq_sums=sums)]
-    if config.split_queries:
-        steps.append(LaunchStep(BackwardCombineConfig.after(config), splits=splits))
-    return [*steps, LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)]
+    problem, num_sms = request.problem, request.num_sms
+    parts = split_queries.parts_of(problem, config, num_sms)
+    sums = split_queries.sums_of_dq(problem, config, num_sms)
+    convert = LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)
+    if parts == 1:
+        return [LaunchStep(config, dq_sums=sums), convert]
+    rows = parts > split_queries.entries_that_share(problem)
+    config = config.replace(split_queries=True, split_rows=rows)
+    combine = LaunchStep(BackwardCombineConfig.after(config), splits=parts)
+    return [LaunchStep(config, splits=parts, dq_sums=sums), combine, convert]
 
 
 def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:
@@ -180,6 +184,8 @@ def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> Ker
 
 def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     found = _first(result, call, override)
+    if not found and override is None:
+        raise NoKernel(f"{call.request.problem.dtype} on {call.hardware.name}")
     if not found:
         raise unservable(override, call.request.problem, call.hardware)
     return found
@@ -188,14 +194,19 @@ def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ke
 def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     """The passes of the first kernel of a result that serves; none where none does."""
     request, hardware, access, only = call
-    splits = result == "out" and override is None and split_keys.wanted(request)
+    joins = request.problem.joins
+    splits = result == "out" and override is None and not joins and split_keys.wanted(request)
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
             continue
+        if kernel.float8 != (request.problem.dtype == E4M3):
+            continue
+        if joins and not kernel.joins_results:
+            continue
         if splits and kernel.for_sm90 and not kernel.splits_keys:
             continue
-        if kernel.eligible(request):
+        if kernel.eligible(request) or (request.problem.pages and not kernel.reads_pages):
             continue
         passes = of_any_device = kernel.chosen(request)
         if request.measured and measured.in_use():

@@ -90,15 +90,18 @@ struct KeyTile : OwnedTile {
     const Tile tile = tile_of(params.grid, index);
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    const int parts = Config::split_queries ? params.row_parts : 1;
-    return {
-        {tile.owner / parts, place.sequence}, place.block * Config::block_n, tile.owner % parts};
+    return of(params, tile.owner, place.sequence, place.block * Config::block_n);
+  }
+  CUFLASH_DEVICE static KeyTile of(const BackwardParams& params, int owner, int sequence,
+                                   int first_key) {
+    const int parts = Config::split_rows ? params.row_parts : 1;
+    return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
   // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
   // alone decide which.
   CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
-    if constexpr (Config::split_queries) {
+    if constexpr (Config::split_rows) {
       blocks.begin = max(blocks.begin, part * params.part_blocks);
       blocks.end = min(blocks.end, (part + 1) * params.part_blocks);
     }

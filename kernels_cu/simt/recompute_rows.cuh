@@ -12,7 +12,7 @@
 #include "schedule/tiles.cuh"
 #include "score/dropout.cuh"
 #include "score/softmax.cuh"
-#include "tile/load.cuh"
+#include "tile/pages.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -29,8 +29,9 @@ struct LaneColumns {
   }
 
   // A row of an operand; zeros past its true width. (D86)
-  CUFLASH_DEVICE void load(const RowSource& from, int row) {
-    const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
+  template <typename Source>
+  CUFLASH_DEVICE void load(const Source& from, int row) {
+    const Element* at = from.row(row) + lane_index() * from.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
       value[i] = lane_index() + 32 * i < from.num_columns ? to_real<Config::dtype>(*at) : 0;
@@ -44,6 +45,16 @@ struct LaneColumns {
     for (int i = 0; i < count; ++i, at += 32 * to.column_stride) {
       const bool is_own = own_parts == 1 || first + 32 * i >= 0;
       if (is_own && first + 32 * i < to.num_columns) *at = to.rounded(value[i] * factor);
+    }
+  }
+
+  // Times `factor`, and `before` times a row of float32 that results join.
+  CUFLASH_DEVICE void join(Real factor, Real before, const Real* row, int num_columns) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int column = lane_index() + 32 * i;
+      const Real there = column < num_columns ? row[column] : 0;
+      value[i] = fma(before, there, value[i] * factor);
     }
   }
 
@@ -166,8 +177,12 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   const KeyPart part = KeyPart::of_this_block(params);
   const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
-  const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
-  const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
+  const KeySource<Config::paged> k_rows(
+      params, RowSource(params.k, params.k_layout, entry, first_k, params.head_dim), entry,
+      params.k_page);
+  const KeySource<Config::paged> v_rows(
+      params, RowSource(params.v, params.v_layout, entry, first_k, params.head_dim_v), entry,
+      params.v_page);
   QkColumns q, k;
   VColumns v, o;
   q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);
@@ -195,12 +210,23 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
-  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
-  if (writes_lse && params.lse != nullptr && lane_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +
-               part.index] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real factor = kept_scale(params.score) * score.value_scale(entry) * end.weight;
+  factor *= row_sum / end.sum;
+  factor = row_sum == 0 ? 0 : factor;
+  Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real* const lse_there = params.lse + entry * params.lse_layout.batch +
+                          (first_q + q_idx) * params.lse_layout.row + part.index;
+  if constexpr (Config::joins) {
+    const Joined joined(*lse_there, lse);
+    const Real* there = params.so_far + entry * params.so_far_layout.batch +
+                        (first_q + q_idx) * params.so_far_layout.row;
+    o.join(factor * joined.now, joined.before, there, params.head_dim_v);
+    factor = 1;
+    lse = joined.lse;
+    __syncwarp();  // all lanes have read
   }
+  to.store(params, entry, q_idx, o, factor);
+  if (writes_lse && params.lse != nullptr && lane_index() == 0) *lse_there = lse;
 }
 
 // One row of dq, summed over the batch entries of its owner.
