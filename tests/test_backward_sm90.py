@@ -13,6 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import cuflash
+from cuflash._kernels import fused_backward
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import describe
 from cuflash.testing import _families as families
@@ -29,8 +30,6 @@ from cuflash._launch import plan_cache  # noqa: E402
 from support.portable import planned_launchers, portable_kernels  # noqa: E402
 
 ALL = ("q", "k", "v")
-SMALL = np.zeros((1, 1, 8, 64), np.float16)
-ONE_PASS = chosen.fused(describe(SMALL, SMALL, SMALL, cuflash.Options()), deterministic=True)
 
 
 @pytest.fixture(autouse=True)
@@ -260,9 +259,9 @@ def test_formulas(head_dims):
         "mask_mod": cuflash.MaskMod("k <= q + 109", host=not_called),
     }  # fmt: skip
     arrays += cuflash.attention(*arrays[1:], return_lse=True, **options)
-    [gradients] = differentiate(*arrays, **options).values()
-    given = (arrays[4].get(), arrays[5].get())
-    Budget(call).check_backward({name: x.get() for name, x in gradients.items()}, given=given)
+    budget, given = Budget(call), (arrays[4].get(), arrays[5].get())
+    for gradients in differentiate(*arrays, **options).values():
+        budget.check_backward({name: x.get() for name, x in gradients.items()}, given=given)
 
 
 @pytest.mark.parametrize("head_dims", ROWS, ids=str)
@@ -285,17 +284,26 @@ def test_packed_sequences(head_dims, options):
     ends = ([0, 77, 77, 400, 700], [0, 200, 200, 201, 800])
     cu_q, cu_k = (cupy.array(e) for e in ends)
     out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **options)
+
+    def differentiate_packed(form):
+        config = forms(q, k, v, cuflash.Options(**options))[form]
+        return cuflash.attention_varlen_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, config=config, **options
+        )
+
+    alone = head_dims[0] <= fused_backward.WIDEST_ALONE
+    before = differentiate_packed("one pass") if alone else None
     q[:, 400:410], dout[:, 400:410] = np.nan, np.nan
     k[:, 201:211], v[:, 201:211] = np.inf, np.nan
-    config = forms(q, k, v, cuflash.Options(**options))["two kernels"]
-    found = cuflash.attention_varlen_backward(
-        dout, q, k, v, out, lse, cu_q, cu_k, config=config, **options
-    )
-    with pytest.raises(ValueError, match="config"):
-        cuflash.attention_varlen_backward(
-            dout, q, k, v, out, lse, cu_q, cu_k, **options,
-            config=BackwardConfigs(qkv=ONE_PASS),
-        )  # fmt: skip
+    found = differentiate_packed("two kernels")
+    if alone:
+        after, others = differentiate_packed("one pass"), {"q": slice(400), "k": slice(201)}
+        for name, rows in (others | {"v": others["k"]}).items():
+            now, then = (getattr(x, f"d{name}")[:, rows].get() for x in (after, before))
+            assert now.tobytes() == then.tobytes(), name
+    else:
+        with pytest.raises(ValueError, match="config"):
+            differentiate_packed("one pass")
     ends_q, ends_k = ends
     pairs = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
     for i, (a, b, c, d) in enumerate(pairs):

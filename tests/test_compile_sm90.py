@@ -22,7 +22,6 @@ from cuflash._kernels import forward_sm90, fused_backward
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
-from cuflash._kernels.request import Request
 from cuflash._problem.formulas import formulas_of
 from cuflash._problem.problem import HALVES, describe
 from support import chosen
@@ -215,56 +214,52 @@ def test_every_row_of_the_gradient(generation: int, pytestconfig: pytest.Config)
     compile_all(configs, generation)
 
 
-#: With most registers of what ``config=`` alone chooses; what lies between compiles in less.
-ONE_PASS_BY_CONFIG = ("window, offset and lengths", "negative scale, window, lengths")
-
-
-def one_pass_configs(
-    head_dims: tuple[int, int], names: Iterable[str], *, deterministic: bool
-) -> dict[KernelConfig, bool]:
-    """The kernels of a row with these options, and whether each is chosen without being asked."""
-    configs: dict[KernelConfig, bool] = {}
-    for name in names:
-        case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
-        problem = problem_of(case)
-        config = chosen.fused(problem, deterministic=deterministic)
-        if config is not None:
-            assert (config.head_dim, config.head_dim_v) == head_dims
-            configs[config] = fused_backward.wins(Request(problem), config)
-    return configs
+def one_pass(head_dims: tuple[int, int], name: str, *, deterministic: bool = True) -> Any:
+    """The kernel of all gradients of a row with these options; None where none serves."""
+    case = {**PLAIN, **GRADIENT_OPTIONS[name], **SERVED, "head_dims": head_dims}
+    found = chosen.fused(problem_of(case), deterministic=deterministic)
+    assert found is None or (found.head_dim, found.head_dim_v) == head_dims
+    return found
 
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
-def test_all_gradients_in_one_pass(generation: int) -> None:
-    """Every kernel that is chosen: plain and causal scores and, up to 128, windows.
-
-    And the same with split queries, which have the same results in any order.
-    """
-    configs: set[KernelConfig] = set()
-    for head_dims, deterministic in itertools.product(
-        [row.head_dims for row in fused_backward.ROWS], (True, False)
-    ):
-        found = one_pass_configs(head_dims, GRADIENT_OPTIONS, deterministic=deterministic)
-        chosen = {config for config, wins in found.items() if wins}
-        assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
-        configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
-        if deterministic and head_dims[0] <= fused_backward.WIDEST_ALONE:
-            split = {config.replace(split_queries=True, split_rows=True) for config in chosen}
-            configs |= split | set(map(BackwardCombineConfig.after, split))
+def test_all_gradients_in_one_pass(generation: int, pytestconfig: pytest.Config) -> None:
+    """Plain scores also in any order, and with split queries, at every row."""
+    whole = pytestconfig.getoption("--slow")
+    rows = [row.head_dims for row in fused_backward.ROWS]
+    configs: set[Any] = set()
+    for name in by_turns(GRADIENT_OPTIONS, generation, whole=whole):
+        for head_dims in rows_of(rows, GRADIENT_OPTIONS, name, whole=whole):
+            found = one_pass(head_dims, name)
+            assert found is not None or head_dims[0] > 96, (name, head_dims)
+            configs.add(found)
+    configs.discard(None)
+    for head_dims in rows:
+        plain = one_pass(head_dims, "none")
+        split = plain.replace(split_queries=True, split_rows=True)
+        configs |= {split, BackwardCombineConfig.after(split), BackwardConvertConfig.after(plain)}
+        configs.add(one_pass(head_dims, "causal", deterministic=False))
+    assert {(c.head_dim, c.head_dim_v) for c in configs} == set(rows)
     compile_all(configs, generation)
 
 
+@pytest.mark.gate
 @pytest.mark.nvrtc
-@pytest.mark.slow
-def test_one_pass_by_config(generation: int) -> None:
-    """What no call is given that does not ask for it."""
-    configs: set[KernelConfig] = set()
-    for head_dims in [row.head_dims for row in fused_backward.ROWS]:
-        found = one_pass_configs(head_dims, ONE_PASS_BY_CONFIG, deterministic=True)
-        assert len(found) == len(ONE_PASS_BY_CONFIG)
-        assert not any(found.values())
-        configs |= set(found)
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32])
+def test_a_bias_through_shared_memory(generation: int, dtype: Any) -> None:
+    """Rows at multiples of 16 bytes; with parts of the queries, too."""
+    configs = set()
+    for head_dim in (32, 64, 128):
+        q, k = (np.zeros((2, n, head_dim), bfloat16) for n in (100, 200))
+        bias = np.zeros((100, 200), dtype)
+        for options in (Options(bias=bias), Options(bias=bias, causal=True)):
+            found = chosen.fused(describe(q, k, k, options), deterministic=True)
+            assert (found.bias_stages > 0) == ((head_dim, dtype) != (64, np.float32))
+            configs.add(found.replace(split_queries=options.window is not None))
+        odd = Options(bias=np.zeros((100, 201), dtype)[:, 1:])
+        found = chosen.fused(describe(q, k, k, odd), deterministic=True)
+        assert (found is None) == (head_dim == 128)
     compile_all(configs, generation)
 
 
