@@ -104,7 +104,7 @@ def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
     What a device has shown right and faster: every option up to head size 128, beyond plain and
-    causal scores of heads that do not share keys. (D20)
+    causal scores of heads that do not share keys. (D20, D190)
     """
     alone = config.head_dim <= WIDEST_ALONE
     return alone or not (
