@@ -29,6 +29,9 @@ AnyConfig = TypeVar("AnyConfig", bound=KernelConfig)
 TUNABLES = ("block_m", "block_n", "num_warps", "blocks_per_sm")
 
 
+FEW_PAGED_ROWS = 32  # of a tile of one query of each head of a group
+
+
 class Held(NamedTuple):
     """Columns of results that registers hold; ``general``: beside options of scores."""
 
@@ -109,6 +112,9 @@ def candidates(
         "half" if problem.dtype in HALVES else problem.dtype.name: True,
         "tf32": own["precision"] == "tf32",
         "general": needs_score_math(problem) if general is None else general,
+        "few paged rows": problem.pages is not None
+        and problem.seqlen_q <= FEW_PAGED_ROWS
+        and not own.get("split_keys"),
     }
     tiles = tile_of(rows, holding, max(own["head_dim"], own["head_dim_v"]))
     names = kernel.tunables or TUNABLES
