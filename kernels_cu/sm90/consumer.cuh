@@ -6,7 +6,6 @@
 #include "score/exponents.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/raw_scores.cuh"
-#include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
 
 namespace cuflash {
@@ -197,49 +196,13 @@ struct Consumer {
       softmax.follow_weights(s_acc, score, lost);
       softmax.rescale_rows(o_acc);
       if (warp_agrees(lost[0] || lost[1])) {
-        recompute_weights(s_acc, lost, score, rows, entry, first_key);
+        const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
+        const RawScores raw(params, entry, score.seqlen, warp_row);
+        recompute_weights(s_acc, o_acc, softmax, lost, raw, score, rows.first_row, first_key);
       }
     }
     softmax.add_block();
     pack_p<Keys::all>(s_acc, dropped);
-  }
-
-  // Weights of a full block from scores that are multiplied again, for rows that lost theirs. Those
-  // of other rows, and their bits, stay.
-  CUFLASH_DEVICE void recompute_weights(float (&s_acc)[1][s_tiles][4], const bool (&lost)[2],
-                                        const Score& score, const ConsumerRows& rows,
-                                        const BatchIndex& entry, int first_key) {
-    const int warp_row = rows.first_row + 16 * (ptx::thread_index() / 32 % 4);
-    const RawScores raw(params, entry, score.seqlen, warp_row);
-    const LaneIndices lane(rows.first_row, first_key);
-    const auto applied = [&](float product, int t, int i) {
-      return score.apply(product, lane.row + 8 * (i / 2), lane.key + 8 * t + i % 2);
-    };
-    float s[4], maximum[2] = {-infinity(), -infinity()};
-#pragma unroll 1
-    for (int t = 0; t < s_tiles; ++t) {
-      raw.of_keys(s, first_key + 8 * t);
-      unrolled<4>([&](int i) { maximum[i / 2] = fmaxf(maximum[i / 2], applied(s[i], t, i)); });
-    }
-    unrolled<2>([&](int half) {
-      maximum[half] = quad_max(maximum[half]);
-      softmax.raise_reference(half, lost[half] ? maximum[half] : -infinity(), score);
-      if (lost[half]) softmax.block_sum[half] = 0.0f;
-    });
-    softmax.rescale_rows(o_acc);
-#pragma unroll 1
-    for (int t = 0; t < s_tiles; ++t) {
-      raw.of_keys(s, first_key + 8 * t);
-      unrolled<4>([&](int i) {
-        const float weight =
-            ptx::exp2_approx(score.exponent(applied(s[i], t, i), softmax.shift[i / 2]));
-        if (lost[i / 2]) softmax.block_sum[i / 2] += weight;
-        unrolled<s_tiles>([&](int own) {
-          float& value = s_acc[0][own][i];
-          value = own == t && lost[i / 2] ? weight : value;
-        });
-      });
-    }
   }
 
   // p v of the first block that these rows see.
