@@ -18,7 +18,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels import forward_sm90, fused_backward, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
@@ -153,6 +153,20 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
         served = {config for config in chosen if config is not None}
         assert {(c.head_dim, c.head_dim_v) for c in served} == set(rows) - refused, name
         configs |= served
+    compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config) -> None:
+    """Full blocks of these keep the reference."""
+    sizes = (64, 96, 128) if pytestconfig.getoption("--slow") else (128,)
+    configs = {
+        config_of({**PLAIN, **SERVED, **bound, **option, "head_dims": (d, d)}, LARGE)
+        for d in sizes
+        for option in ({"softcap": 20.0}, {"alibi_slopes": np.float32})
+        for bound in ({}, CAUSAL)
+    }
     compile_all(configs, generation)
 
 

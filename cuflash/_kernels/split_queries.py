@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cuflash._kernels.score_config import needs_score_math
 from cuflash._problem.problem import Problem
 
 #: In blocks of queries: what a tile takes beside them, and what the kernel that adds parts takes,
@@ -28,6 +27,13 @@ def entries_that_share(problem: Problem) -> int:
     return math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
 
 
+def may_split_rows(config: Any) -> bool:
+    """Whether registers hold where a part of one entry's queries begins. (D145)"""
+    arrays = (config.bias, config.alibi_slopes, config.segment_ids)
+    taken = config.softcap or config.mask or config.dropout or config.score_mod or config.mask_mod
+    return config.head_dim <= 96 or not (taken or any(dtype != "none" for dtype in arrays))
+
+
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
     if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
@@ -39,10 +45,8 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     blocks = -(-problem.seqlen_q // int(config.block_m))
     if problem.window_keys is not None:  # of each tile of keys as few
         blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
-    # Above head size 96 no register is left for a part's first block beside options. (D145)
-    crowded = needs_score_math(problem) and config.head_dim > 96
-    whole = crowded or problem.cu_seqlens_q is not None or problem.window_keys is not None
-    rows = 1 if whole else blocks  # of an entry that parts share
+    whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
+    rows = 1 if whole or not may_split_rows(config) else blocks  # of an entry that parts share
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
     candidates += [shared * 2**i for i in range(1, rows.bit_length())]
     width = int(config.head_dim + config.head_dim_v) / 128

@@ -203,9 +203,11 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
                                    bias_offset + q_idx * layout.row + kv_idx * layout.column);
   }
 
-  CUFLASH_DEVICE const void* first_bias() const {
-    return static_cast<const Storage<Config::bias>*>(params.bias) + bias_offset;
+  using BiasValue = Storage<Config::bias>;
+  CUFLASH_DEVICE const BiasValue* first_bias() const {
+    return static_cast<const BiasValue*>(params.bias) + bias_offset;
   }
+  CUFLASH_DEVICE static Real real_bias(BiasValue x) { return finite_real<Config::bias>(x); }
 
   template <int tiles>
   using BiasOf = PairValues<Config::bias, tiles>;
@@ -226,6 +228,12 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
 
   // What `apply` makes of a visible pair where its bias, which was read, is all that is added.
   CUFLASH_DEVICE Real with_bias(Real score, Real bias) const { return fma(scale(), score, bias); }
+
+  // Do some of these keys lie before, and others behind, what slopes count from?
+  CUFLASH_DEVICE bool bends(Range rows, Range keys) const {
+    if constexpr (Config::alibi_slopes == Dtype::none) return false;
+    return keys.end > near_offset + rows.begin + 1 && keys.begin < near_offset + rows.end;
+  }
 
   // What a slope multiplies.
   CUFLASH_DEVICE Real distance(int q_idx, int kv_idx) const {
@@ -293,9 +301,10 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
     return (fabs(exponent) >= far_from_0 || overflows) && fabs(reference) < infinity();
   }
 
-  // A maximum with about this reference, where the scale is a factor of exponents.
-  CUFLASH_DEVICE float maximum_near(float reference) const {
-    return __fdividef(reference, scale_log2());
+  // A maximum with about the reference that is higher than another by a factor of 2^exponent.
+  CUFLASH_DEVICE float maximum_above(float reference, float exponent) const {
+    return folds_scale ? __fdividef(reference + exponent, scale_log2())
+                       : fma(exponent, ln_2, reference);
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference

@@ -14,7 +14,7 @@ constexpr bool loads_bias = Config::bias_stages > 0;
 
 // Blocks of 8 KiB.
 struct BiasTiles {
-  using Value = Storage<Config::bias>;
+  using Value = Score::BiasValue;
   static constexpr int stages = loads_bias ? Config::bias_stages : 4;
   static constexpr int rows = 8192 / (Config::block_n * sizeof(Value));
   static_assert(64 / rows <= stages, "a warpgroup may be 64 rows ahead of the other");
@@ -53,8 +53,7 @@ struct BiasLoader {
   // The keys of a tile and an entry.
   CUFLASH_DEVICE void start(const Score& score, int first_key) {
     const int key = first_key + ptx::thread_index() % lanes * keys;
-    from =
-        static_cast<const Value*>(score.first_bias()) + row() * score.params.bias_layout.row + key;
+    from = score.first_bias() + row() * score.params.bias_layout.row + key;
     count = min(max((score.seqlen.k - key + 7) / 8 * 8, 0), keys);
   }
 
@@ -109,7 +108,7 @@ struct BiasReader {
     if (t % tiles == 0 && half == 0 && i == 0) wait(smem.full[ring.stage()], ring.full_parity());
     const int row = t % tiles * 8 + i;  // turned as the first
     const float value =
-        finite_real<Config::bias>(smem.value[ring.stage()][0][place[half] + row * Config::block_n]);
+        Score::real_bias(smem.value[ring.stage()][0][place[half] + row * Config::block_n]);
     if (t % tiles == tiles - 1 && half == 1 && i == 1) {
       arrive_as_readers(smem.empty[ring.stage()], true);
       ring.advance();

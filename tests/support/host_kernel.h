@@ -227,5 +227,4 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     return bits;
   });
 }
-inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
