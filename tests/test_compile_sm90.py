@@ -18,7 +18,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels import forward_sm90, fused_backward, split_queries
+from cuflash._kernels import forward_sm90, fused_backward
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
