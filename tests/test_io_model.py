@@ -39,7 +39,7 @@ SCHEMES = {
         {"head_dim": 192, "head_dim_v": 128, "heads_kv": 4}, "sm_90",
         ["backward_pair_sm90", "backward_convert"],
     ),
-    "two passes": ({"softcap": 5.0}, "sm_90", ["backward_dkv_sm90", "backward_dq_sm90"]),
+    "two passes": ({"head_dim": 64}, "sm_90", ["backward_dkv_sm90", "backward_dq_sm90"]),
     "three passes": (
         {"softcap": 5.0, "head_dim": 192, "head_dim_v": 160}, "sm_90",
         ["backward_dkv_sm90", "backward_dkv_sm90", "backward_dq_sm90"],
