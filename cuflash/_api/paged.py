@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 
-from cuflash._api import arguments
+from cuflash._api import arguments, float8
 from cuflash._api.arguments import PagedKeywords
 from cuflash._api.dispatch import launch, run_forward
 from cuflash._arrays import (
@@ -175,6 +175,11 @@ def attention_paged(
     refuse_words(score_options, WORDS_OF_PAGES)
     chosen = resolve(options, score_options)
     pairs = checked_axes(axes)
+    if float8.among(chosen, q, k_pages, v_pages):
+        dtype = getattr(out[0] if isinstance(out, tuple) else out, "dtype", None)
+        q, k_pages, v_pages, chosen = float8.dequantized(
+            q, k_pages, v_pages, chosen, axes=axes, out_dtype=dtype
+        )
     given = _native(q, k_pages, v_pages, page_table)
     xp = same_module(**given)
     arguments.check_common(given["q"], True, workspace, config)
