@@ -88,6 +88,11 @@ struct ScoreParams {
   Real scale_log2;  // scale * log2(e)
   Real softcap;
   Real inverse_softcap;  // scale / softcap
+  Real capped_1;  // log2(exp(a capped score)) by x^1
+  Real capped_3;  // log2(exp(a capped score)) by x^3
+  Real capped_5;  // log2(exp(a capped score)) by x^5
+  Real capped_7;  // log2(exp(a capped score)) by x^7
+  Real capped_9;  // log2(exp(a capped score)) by x^9
   uint32_t dropout_threshold;  // weights whose 16 bits are below are dropped
   Real kept_scale;  // of the others
 };
@@ -294,7 +299,7 @@ struct BackwardParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t dq_sums;      // sums of dq: tile t of keys adds to number t % dq_sums
-  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_queries
+  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_rows
   int32_t part_blocks;  // blocks of queries of such a part
   int32_t num_parts;    // sums of dk and dv of an owner that backward_combine.cu adds up
 };

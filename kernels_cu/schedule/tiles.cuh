@@ -78,16 +78,25 @@ struct KeyTile : OwnedTile {
   }
   CUFLASH_DEVICE static KeyTile of(const BackwardParams& params, int owner, int sequence,
                                    int first_key) {
-    const int parts = Config::split_queries ? params.row_parts : 1;
+    const int parts = Config::split_rows ? params.row_parts : 1;
     return {{owner / parts, sequence}, first_key, owner % parts};
+  }
+
+  // How many entries it walks. Parts of one entry's queries are of no other.
+  CUFLASH_DEVICE static int entries(const BackwardParams& params) {
+    return Config::split_rows ? 1 : params.grid.entries_per_owner;
+  }
+
+  CUFLASH_DEVICE int first_block(const BackwardParams& params) const {
+    return part * params.part_blocks;
   }
 
   // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
   // alone decide which.
   CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
-    if constexpr (Config::split_queries) {
-      blocks.begin = max(blocks.begin, part * params.part_blocks);
-      blocks.end = min(blocks.end, (part + 1) * params.part_blocks);
+    if constexpr (Config::split_rows) {
+      blocks.begin = max(blocks.begin, first_block(params));
+      blocks.end = min(blocks.end, first_block(params) + params.part_blocks);
     }
     return blocks;
   }
