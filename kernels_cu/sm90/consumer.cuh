@@ -295,7 +295,7 @@ struct Consumer {
     softmax.find_maximum(s_acc, score);
     exponentiate(s_acc, [&](float value, int, int i) {
       const float exponent = score.exponent(value, softmax.shift[i / 2]);
-      return Score::folds_scale ? exponent : exponent + weight_exponent;
+      return is_fp8 && !Score::folds_scale ? exponent + weight_exponent : exponent;
     });
     softmax.add_block();
   }
