@@ -304,7 +304,7 @@ struct Score : ScoreTraits, PartOfKeys<Config::split_keys> {
   // A maximum with about the reference that is higher than another by a factor of 2^exponent.
   CUFLASH_DEVICE float maximum_above(float reference, float exponent) const {
     return folds_scale ? __fdividef(reference + exponent, scale_log2())
-                       : fma(exponent, ln_2, reference);
+                       : fma(exponent, static_cast<float>(ln_2), reference);
   }
 
   // log2 of exp(logit - reference), for a value of `apply`. Without a scale to fold the difference
