@@ -91,6 +91,7 @@ struct Defaults {
   static constexpr bool paged = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
   static constexpr bool split_queries = false;
+  static constexpr bool split_rows = false;  // even those of one batch entry?
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
   static constexpr int overlap_quarters = 2;
   // Are products of e4m3 with v summed in registers block by block, not in tensor cores alone?

@@ -306,7 +306,7 @@ struct BackwardParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t dq_sums;      // sums of dq: tile t of keys adds to number t % dq_sums
-  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_queries
+  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_rows
   int32_t part_blocks;  // blocks of queries of such a part
   int32_t num_parts;    // sums of dk and dv of an owner that backward_combine.cu adds up
 };

@@ -156,14 +156,16 @@ def _backward(
 
 def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
     """The kernel of all gradients, and those that add up what it leaves."""
-    problem, splits = request.problem, 1
-    sums = split_queries.sums_of_dq(problem, config, request.num_sms)
-    if config.split_queries:
-        splits = split_queries.parts_of(problem, config, request.num_sms)
-    steps = [LaunchStep(config, splits=splits, dq_sums=sums)]
-    if config.split_queries:
-        steps.append(LaunchStep(BackwardCombineConfig.after(config), splits=splits))
-    return [*steps, LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)]
+    problem, num_sms = request.problem, request.num_sms
+    parts = split_queries.parts_of(problem, config, num_sms)
+    sums = split_queries.sums_of_dq(problem, config, num_sms)
+    convert = LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)
+    if parts == 1:
+        return [LaunchStep(config, dq_sums=sums), convert]
+    rows = parts > split_queries.entries_that_share(problem)
+    config = config.replace(split_queries=True, split_rows=rows)
+    combine = LaunchStep(BackwardCombineConfig.after(config), splits=parts)
+    return [LaunchStep(config, splits=parts, dq_sums=sums), combine, convert]
 
 
 def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:
