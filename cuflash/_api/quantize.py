@@ -22,6 +22,7 @@ from cuflash._problem import checks
 from cuflash._problem.float8 import FLOAT8, LARGEST, factor_of_rows
 from cuflash._problem.operand import core_axes
 
+# Scales are powers of two. (D173)
 _LEAST_EXPONENT = -100  # of a scale: its inverse is a float32
 
 

@@ -11,7 +11,7 @@ namespace cuflash {
 
 // Transposes 16 columns of a tile of v. Of each 16 keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15
 // are neighbours then: a lane has scores of four such keys in two tiles, which are its part of the
-// other operand as they are.
+// other operand as they are. (D172)
 struct Transposer {
   uint32_t from, to;  // where this lane reads and writes, in a tile at 0: the chunk is added by xor
   uint32_t one, other;
