@@ -18,7 +18,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
-from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels import forward_sm90, fused_backward, split_queries
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
@@ -250,7 +250,10 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
         configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
         if deterministic and head_dims[0] <= fused_backward.WIDEST_ALONE:
-            split = {config.replace(split_queries=True, split_rows=True) for config in chosen}
+            split = {
+                config.replace(split_queries=True, split_rows=split_queries.may_split_rows(config))
+                for config in chosen
+            }
             configs |= split | set(map(BackwardCombineConfig.after, split))
     compile_all(configs, generation)
 
