@@ -17,6 +17,7 @@ from cuflash._problem.float8 import E4M3
 from cuflash._select import hardware
 
 _READ = ("float16", "bfloat16", "float32")
+_LANE_BYTES = 16  # that a lane reads at once
 _FIRST_WITH_FLOAT8 = 89  # the compute capability with conversions to 8 bits
 
 # CuPy computes with no 8-bit dtype: kernels see bytes. Exponents have 4 bits, biased by 7, and 3 of
@@ -76,6 +77,8 @@ def rounded_in_two_passes(
     if not served or hardware.of_device(device).capability < _FIRST_WITH_FLOAT8:
         return None
     x = cupy.ascontiguousarray(matrices)
+    if x.data.ptr % _LANE_BYTES:
+        x = x.copy()
     rows = rows or m
     blocks = -(-m // rows)
     count = math.prod(batch) * blocks
