@@ -133,7 +133,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
     """One of the two dtypes of 8 bits."""
     expected = "float8_e4m3fn or float8_e5m2"
     try:
-        found = np.dtype(dtype)
+        found: np.dtype[Any] = np.dtype(dtype)
     except Exception as error:  # what an object of the caller's raises
         raise wrong_type("dtype", shown(dtype), expected) from error
     if found not in FLOAT8:
