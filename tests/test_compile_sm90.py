@@ -159,6 +159,20 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
+def test_a_softcap_or_slopes_alone(generation: int, pytestconfig: pytest.Config) -> None:
+    """Full blocks of these keep the reference."""
+    sizes = (64, 96, 128) if pytestconfig.getoption("--slow") else (128,)
+    configs = {
+        config_of({**PLAIN, **SERVED, **bound, **option, "head_dims": (d, d)}, LARGE)
+        for d in sizes
+        for option in ({"softcap": 20.0}, {"alibi_slopes": np.float32})
+        for bound in ({}, CAUSAL)
+    }
+    compile_all(configs, generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
 def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
     found = []
