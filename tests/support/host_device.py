@@ -134,7 +134,6 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
         zeros_like=lambda array: on_device(np.zeros_like(array)),
         asarray=on_device,
-        ascontiguousarray=lambda array: on_device(np.ascontiguousarray(array)),
         copyto=np.copyto,
         broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
     )

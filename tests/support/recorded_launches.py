@@ -19,7 +19,7 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import cache, float8, kernel_launcher, plan, run, tensor_map, tile_counters
+from cuflash._launch import cache, kernel_launcher, plan, run, tensor_map, tile_counters
 from cuflash._select import hardware as select_hardware
 from support.host_device import DeviceArray, host_device
 
@@ -55,9 +55,8 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
-        for module in (plan, cache, float8):
+        for module in (plan, cache):
             patch.setattr(module, "compile_kernel", compile_kernel)
-        patch.setattr(float8, "cupy", library)
         yield library, launched
 
 
