@@ -80,7 +80,7 @@ def measure_bias_gradients(run: Run) -> None:
 def _call(own: Any, dtype: str, q: Array, k: Array, v: Array, bias: Array, dout: Array) -> Call:
     """What computes (dq, dbias), and dk and dv on the way."""
     if own.name == "cuflash":
-        out, pullback = cuflash.attention_vjp(q, k, v, bias=bias)
+        _, pullback = cuflash.attention_vjp(q, k, v, bias=bias)
 
         def ours() -> tuple[Array, Array]:
             found = pullback(dout, wrt=("q", "k", "v", "bias"))
