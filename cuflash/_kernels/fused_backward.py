@@ -86,11 +86,12 @@ def _crowded(problem: Problem) -> bool:
 def wins(request: Request, config: KernelConfig) -> bool:
     """Whether one pass is chosen without being asked for: docs/backward-sm90.md.
 
-    What a device has shown right and faster: every option up to head size 128, beyond plain and
-    causal scores of heads that do not share keys. (D20, D190)
+    What a device has shown right and faster: up to head size 128 every option but masks and
+    segments, beyond plain and causal scores of heads that do not share keys. (D20, D190)
     """
-    alone = config.head_dim <= WIDEST_ALONE
-    return alone or not (
+    if config.head_dim <= WIDEST_ALONE:
+        return not config.mask and config.segment_ids == "none"
+    return not (
         not config.scale_in_exponent
         or config.window_left
         or any(request.problem.k.summed)
