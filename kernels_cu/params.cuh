@@ -111,6 +111,7 @@ struct ForwardParams {
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t num_splits;  // parts of the keys, used where Config::split_keys
+  int32_t part_keys;   // keys of each
 };
 
 // Results of parts of the keys, which become one.

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import portable, split_keys, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig, Tile
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import Floats, dtype_of, needs_score_math, present
@@ -28,6 +28,7 @@ class Own(NamedTuple):
     width_v: int
     key_bias: bool  # is a bias kept with its key, since all queries share it?
     num_stages: int = 2
+    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
 
 
 class ForwardNarrowConfig(KernelConfig):
@@ -39,6 +40,7 @@ class ForwardNarrowConfig(KernelConfig):
     parts = SCORED | {"own": Own}
     tunables = portable.TUNABLES
     streams = range(16, 513, 16)  # keys of a sum: as many as sums, of 262,144 keys
+    splits_keys = True
     most_of_simt = 2**15  # a thread has its rows in registers
 
     def check(self) -> None:
@@ -68,9 +70,11 @@ class ForwardNarrowConfig(KernelConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """Its tile; the number of rows changes no bit of a row."""
         problem = request.problem
+        own = portable.fields(cls, request._replace(simt=False)) | _tile(request)._asdict()
+        if split_keys.wanted(request):
+            own |= split_keys.fields(problem)
         config = cls(
-            **portable.fields(cls, request._replace(simt=False)),
-            **_tile(request)._asdict(),
+            **own,
             sink=dtype_of(problem.sink),
             width=problem.head_dim,
             width_v=problem.head_dim_v,

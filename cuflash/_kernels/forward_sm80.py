@@ -93,8 +93,7 @@ class ForwardConfig(KernelConfig):
         held = portable.held(request)
         columns = held.out_general if general else held.out
         if split_keys.wanted(request):
-            real = "float64" if own["dtype"] == "float64" else "float32"
-            own |= {"split_keys": True, "out_dtype": real}
+            own |= split_keys.fields(request.problem)
             general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)

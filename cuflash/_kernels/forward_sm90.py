@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import portable, split_keys, wgmma
 from cuflash._kernels.config import SCORED
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import (
@@ -74,6 +74,7 @@ class Own(NamedTuple):
     num_stages: int  # buffers of k and of v
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
+    split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -84,6 +85,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     computes = "out"
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
+    splits_keys = True
 
     def check(self) -> None:
         super().check()
@@ -91,6 +93,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             raise ValueError(f"{self.num_q_stages=} must be 1 or 2")
         if self.overlap_quarters not in range(5):
             raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
+        if self.split_keys and self.num_q_stages != 1:
+            raise ValueError(f"{self.num_q_stages=} must be 1: out of a part is float32")
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
             raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
 
@@ -131,6 +135,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
+        if split_keys.wanted(request):
+            fields |= split_keys.fields(request.problem) | {"num_q_stages": 1}
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 

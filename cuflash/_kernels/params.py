@@ -81,7 +81,9 @@ def _kernel(arrays: tuple[str, ...], *numbers: str, turns: bool = False) -> np.d
     )
 
 
-FORWARD = _kernel(("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v", "num_splits")
+FORWARD = _kernel(
+    ("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v", "num_splits", "part_keys"
+)
 COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits")
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),

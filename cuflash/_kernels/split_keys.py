@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._problem.problem import Problem
 
@@ -21,9 +22,6 @@ _KEYS_OF_A_ROW = 8  # and for each query; not measured
 _LEAST = 256  # keys of a part
 _OF_RAGGED = 4096  # keys of a part at most, where entries may be shorter than the array
 _MOST = 256  # parts
-
-REASON = "there are fewer tiles than SMs, and the portable kernel splits keys"
-
 
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ.
@@ -37,6 +35,23 @@ def wanted(request: Request) -> bool:
     rows = FEW_ROWS if problem.seqlen_q <= FEW_ROWS else 128
     tiles = math.prod(problem.batch) * -(-problem.seqlen_q // rows)
     return bool(2 * tiles <= request.num_sms or _is_ragged(problem))
+
+
+def suits(kernel: type[KernelConfig], request: Request) -> bool:
+    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty."""
+    few = request.problem.seqlen_q <= FEW_ROWS
+    return kernel.splits_keys and not (kernel.for_sm90 and few)
+
+
+def fields(problem: Problem) -> dict[str, Any]:
+    """Fields of a kernel for parts of keys, of which out is as exact as lse."""
+    return {"split_keys": True, "out_dtype": problem.lse_dtype.name}
+
+
+def part_keys(problem: Problem, config: Any, parts: int) -> int:
+    """The keys of a part: whole blocks."""
+    blocks = -(-problem.seqlen_k // config.block_n)
+    return -(-blocks // parts) * int(config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:

@@ -178,7 +178,7 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
             continue
-        if splits and kernel.for_sm90 and not kernel.splits_keys:
+        if splits and not split_keys.suits(kernel, request):
             continue
         if kernel.eligible(request):
             continue

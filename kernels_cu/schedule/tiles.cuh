@@ -49,9 +49,7 @@ struct PartOfTile<true> {
 
   CUFLASH_DEVICE static PartOfTile of_this_block(const ForwardParams& params) {
     const int index = tile_of(params.grid, tile_index()).owner % params.num_splits;
-    const int blocks = (params.score.seqlen_k + Config::block_n - 1) / Config::block_n;
-    const int keys = (blocks + params.num_splits - 1) / params.num_splits * Config::block_n;
-    return {index, {index * keys, (index + 1) * keys}};
+    return {index, {index * params.part_keys, (index + 1) * params.part_keys}};
   }
   CUFLASH_DEVICE static int owner(const ForwardParams& params, int owner) {
     return owner / params.num_splits;

@@ -27,7 +27,7 @@ struct Consumer {
     for (;; q_ring.advance()) {
       const Work work = receive_work(smem, Ring<2>{q_ring.uses});
       if (work.first_row < 0) return;
-      const Score score(params.score, work.entry);
+      const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
       const ConsumerRows rows(score, work, warpgroup);
       if constexpr (Score::has_segments) {
         attend_segments(score, rows, work);
@@ -415,7 +415,8 @@ struct Consumer {
     const float value =
         (lower ? hidden[1] : hidden[0]) ? score.lse_without_keys(work.entry, q_idx) : end.lse;
     float* at = params.lse + work.entry * params.lse_layout.batch +
-                (score.seqlen.first_q + q_idx) * params.lse_layout.row;
+                (score.seqlen.first_q + q_idx) * params.lse_layout.row +
+                KeyPart::of_this_block(params).index;
     const bool is_own =
         lane % 4 < 2 && q_idx < score.seqlen.rows_q && (without_lse >> (q_idx - warp_row) & 1) == 0;
     if (params.lse != nullptr && is_own) *at = value;

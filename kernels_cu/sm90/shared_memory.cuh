@@ -28,6 +28,8 @@ constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
 constexpr bool stages_out = Config::num_q_stages == 2;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
+static_assert(!Config::split_keys || (!stages_out && !is_packed),
+              "of a part, whose thread block has one tile, out is float32");
 
 // One tile of queries.
 struct Work {
@@ -51,7 +53,8 @@ struct Work {
   CUFLASH_DEVICE Work(const ForwardSm90Params& params, const Tile& tile, TileOrder& order)
       : Work(params, tile.owner, order.place_of(params, tile.block)) {}
   CUFLASH_DEVICE Work(const ForwardSm90Params& params, int owner, const Place& place)
-      : first_row(place.block * Config::block_m), entry(params.batch, owner, place.sequence) {}
+      : first_row(place.block * Config::block_m),
+        entry(params.batch, KeyPart::owner(params, owner), place.sequence) {}
 };
 
 struct SharedMemory {

@@ -114,7 +114,8 @@ CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& sm
 
 // ----------------------------------------------------------------------------- from registers
 // Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
-// four lanes of a quad trade places, so that each stores eight neighbouring columns.
+// four lanes of a quad trade places, so that each stores eight neighbouring columns; not of a part
+// of the keys, in float32.
 CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
                                const Seqlen& seqlen, int first_row,
                                const float (&o_acc)[1][o_tiles][4], uint32_t broken,
@@ -122,8 +123,13 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
   const int quad_lane = lane_index() % 4;
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
                  seqlen.first_q * params.out_layout.row;
+  if constexpr (Config::split_keys) {
+    const RowTarget part(KeyPart::of_this_block(params).out(params), params.out_layout, entry, 0,
+                         params.head_dim_v, Config::head_dim_v);
+    store_slice(part, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
+  }
 #pragma unroll
-  for (int t = 0; t < o_tiles; t += 4) {
+  for (int t = 0; t < (Config::split_keys ? 0 : o_tiles); t += 4) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t x[4];
