@@ -94,7 +94,7 @@ class ForwardConfig(KernelConfig):
         columns = held.out_general if general else held.out
         if split_keys.wanted(request):
             own |= split_keys.fields(request.problem)
-            general = general or request.problem.seqlen_q <= split_keys.FEW_ROWS  # narrower tiles
+            general = general or split_keys.few(request.problem)  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:
