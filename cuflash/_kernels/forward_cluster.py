@@ -12,13 +12,13 @@ from cuflash._kernels.score_config import Floats, dtype_of
 from cuflash._kernels.tables import Row
 from cuflash._problem.problem import HALVES
 
-#: block_m, block_n, num_warps, blocks_per_sm, num_stages: what registers hold with all options.
+#: block_m, block_n, num_warps, blocks_per_sm: what registers hold with all options.
 ROWS = (
-    Row("half", 16, ((64, 64, 4, 2, 2),)),
-    Row("half", 32, ((64, 64, 4, 2, 2),)),
-    Row("half", 64, ((64, 64, 4, 2, 2),)),
-    Row("half", 96, ((64, 64, 4, 2, 2),)),
-    Row("half", 128, ((64, 64, 4, 2, 2),)),
+    Row("half", 16, ((64, 64, 4, 2),)),
+    Row("half", 32, ((64, 64, 4, 2),)),
+    Row("half", 64, ((64, 64, 4, 2),)),
+    Row("half", 96, ((64, 64, 4, 2),)),
+    Row("half", 128, ((64, 64, 4, 2),)),
 )
 PARTS = 8  # thread blocks of a cluster, as many as every device has
 _FIRST_WITH_CLUSTERS = 90
@@ -36,6 +36,7 @@ class ForwardClusterConfig(ForwardConfig):
 
     kernel = "forward_cluster"
     parts = SCORED | {"own": Own}
+    tunables = ()
     combines = True
 
     @classmethod

@@ -1,7 +1,7 @@
 // Results of parts of the keys become one:
 //
-//   m = max lse_i;  l = sum exp(lse_i - m);  lse = m + log l        a warp: lane by lane, then across
-//   out = sum exp(lse_i - m) / l out_i                              lanes have columns
+//   m = max lse_i;  l = sum exp(lse_i - m);  lse = m + log l    a warp: lane by lane, then across
+//   out = sum exp(lse_i - m) / l out_i                          lanes have columns
 //
 // A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
 #pragma once
