@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+from test_few_queries import options_of
 
 import cuflash
 from cuflash._kernels import split_keys
@@ -46,32 +47,6 @@ def forward(call: Call, options: cuflash.Options) -> tuple[np.ndarray, np.ndarra
     return np.asarray(out), np.asarray(lse)
 
 
-def arrays(rows: int, keys: int) -> dict[str, Any]:
-    """Every option that reads arrays, formulas apart."""
-    rng = np.random.default_rng(2)
-    return {
-        "causal": {"causal": True},
-        "window": {"window": (100, 3), "offset": 300},
-        "sink": {"sink": np.array([1.5, -2.0], np.float32)},
-        "a sink alone": {
-            "sink": np.array([1.5, -2.0], np.float32),
-            "kv_lengths": np.array([[0], [keys]]),
-        },
-        "lengths": {"kv_lengths": np.array([[5], [keys - 7]]), "causal": True},
-        "bias": {"bias": rng.standard_normal((rows, keys)).astype(np.float32)},
-        "mask": {"mask": rng.random((2, 1, rows, keys)) < 0.01},
-        "segments": {
-            "segment_ids": (
-                rng.integers(0, 3, (2, 1, rows)), np.sort(rng.integers(0, 3, (2, 1, keys))),
-            )
-        },
-        "the rest": {
-            "alibi_slopes": np.array([0.1, 0.02], np.float32), "softcap": 4.0, "dropout": 0.3,
-            "seed": 3,
-        },
-    }  # fmt: skip
-
-
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Splits the keys of every call into so many parts."""
@@ -85,9 +60,9 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", list(arrays(3, 700)))
+@pytest.mark.parametrize("kind", list(options_of(3, 700)))
 def test_options_are_within_the_budget(device: HostDevice, splits: Any, kind: str) -> None:
-    given = arrays(3, 700)[kind]
+    given = options_of(3, 700)[kind]
     shapes = (2, 2, 3, 20), (2, 1, 700, 20), (2, 1, 700, 28)
     splits(5)
     call = make_call("normal", 1, np.dtype(np.float16), *shapes, options=given, wrt=())
@@ -123,7 +98,7 @@ def test_any_number_of_parts_is_within_the_budget(
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["causal", "a sink alone", "lengths", "bias"])
 def test_narrow_heads(device: HostDevice, splits: Any, dtype: Any, kind: str) -> None:
-    given, shapes = arrays(3, 700)[kind], ((2, 2, 3, 3), (2, 1, 700, 3), (2, 1, 700, 2))
+    given, shapes = options_of(3, 700)[kind], ((2, 2, 3, 3), (2, 1, 700, 3), (2, 1, 700, 2))
     splits(3)
     call = make_call("normal", 1, np.dtype(dtype), *shapes, options=given, wrt=())
     Budget(call).check_forward(*forward(call, cuflash.Options(**given)))
