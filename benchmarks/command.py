@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import io_grid, memory
+from benchmarks.bias_gradients import measure_bias_gradients
 from benchmarks.cells import Run, measure_cell, measure_shapes
 from benchmarks.decode import measure_decode
 from benchmarks.host_clock import HostClock
@@ -36,7 +37,7 @@ from benchmarks.packed import measure_packed
 from benchmarks.peers import IMPLEMENTATIONS
 from benchmarks.plot import read_result
 from benchmarks.report import markdown, write, write_json
-from benchmarks.shapes import MODEL_WIDTH, TOKENS, square, training
+from benchmarks.shapes import EVERYDAY, MODEL_WIDTH, TOKENS, square, training
 from cuflash._cli.info import no_device
 from cuflash._cli.problem_arguments import positive_number
 from cuflash._errors import wrong_value
@@ -96,6 +97,14 @@ SETS: dict[str, tuple[str, Callable[[Run], None]]] = {
                 Workload(4, 32, 32, 1000, 3000, 96, 96, "bfloat16"),
             ]
         ),
+    ),
+    "everyday": (
+        "head sizes between tiles, shared heads, few tiles, short and odd lengths",
+        measure_shapes(EVERYDAY),
+    ),
+    "bias": (
+        "gradients of q, k, v and a bias that batch entries share, as in AlphaFold and T5",
+        measure_bias_gradients,
     ),
     "precise": (
         "float32, that of TF32 and float64, head_dim 64 and 128, full and causal, seqlen 4096",

@@ -300,7 +300,7 @@ class Torch(Implementation):
         function = self.function(work)
 
         def make(*arrays: Array) -> Call:
-            q, k, v, dout = (self.arrange(_tensor(a)) for a in arrays)
+            q, k, v, dout = (self.arrange(as_tensor(a)) for a in arrays)
             if pass_ == "fwd":
                 return torch.no_grad()(lambda: function(q, k, v))
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -324,15 +324,15 @@ class Torch(Implementation):
         function = self.packed_function(work, ends)
 
         def make(*arrays: Array) -> Call:
-            operands = (_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
+            operands = (as_tensor(a)[0].transpose(0, 1).contiguous() for a in arrays[:3])
             return functools.partial(function, *operands)
 
         return make
 
     def array_of(self, found: Any, work: Workload) -> Array:
         if work.seqlens:
-            return _array(found.transpose(0, 1)[None].contiguous())
-        return _array(self.arrange(found))
+            return as_array(found.transpose(0, 1)[None].contiguous())
+        return as_array(self.arrange(found))
 
     def results(
         self, work: Workload, q: Array, k: Array, v: Array, dout: Array
@@ -340,10 +340,10 @@ class Torch(Implementation):
         import torch
 
         self._refuse(work)
-        leaves = [self.arrange(_tensor(a)).detach().requires_grad_() for a in (q, k, v)]
+        leaves = [self.arrange(as_tensor(a)).detach().requires_grad_() for a in (q, k, v)]
         out = self.function(work)(*leaves)
-        grads = torch.autograd.grad(out, leaves, self.arrange(_tensor(dout)))
-        found = (_array(self.arrange(t)) for t in (out, *grads))
+        grads = torch.autograd.grad(out, leaves, self.arrange(as_tensor(dout)))
+        found = (as_array(self.arrange(t)) for t in (out, *grads))
         return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
 
     def _refuse(self, work: Workload) -> None:
@@ -450,7 +450,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 OURS = tuple(name for name, found in IMPLEMENTATIONS.items() if isinstance(found, Cuflash))
 
 
-def _tensor(array: Array) -> Any:
+def as_tensor(array: Array) -> Any:
     """A torch tensor on the memory of a CuPy array; bfloat16 travels as its bits."""
     import torch
 
@@ -459,7 +459,7 @@ def _tensor(array: Array) -> Any:
     return torch.from_dlpack(array)
 
 
-def _array(tensor: Any) -> Array:
+def as_array(tensor: Any) -> Array:
     """A CuPy array on the memory of a torch tensor."""
     import cupy
     import torch

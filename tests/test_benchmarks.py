@@ -16,6 +16,7 @@ import pytest
 
 import cuflash
 from benchmarks import (
+    bias_gradients,
     cells,
     command,
     host_clock,
@@ -491,3 +492,12 @@ def test_every_option_is_timed_against_none(gpu_run, monkeypatch):
     assert run.notes == []
     assert len(run.rows) == 2 * len(option_costs.CHANGES)
     assert all(row["options"].startswith("takes ") for row in run.rows)
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_bias_are_timed_with_what_agrees(gpu_run, monkeypatch):
+    monkeypatch.setattr(bias_gradients, "CASES", (bias_gradients.Case(3, 2, 64, 32, "float32"),))
+    run = gpu_run("float32", ["bwd"])
+    command.SETS["bias"][1](run)
+    ours = [row for row in run.rows if row["impl"] == "cuflash"]
+    assert [row["arrays"] for row in ours] == [("bias",)]

@@ -228,3 +228,21 @@ class TestGradientsAreUnpacked:
         assert dq is self.q
         assert dv is self.v
         assert [*cuflash.Gradients()] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: cuflash.rotary(x, np.arange(4), cos=x), "cos: .*frequencies="),
+        (lambda x: cuflash.rotary(x, np.arange(4), interleavd=True), "did you mean interleaved="),
+        (lambda x: cuflash.rotary(x=x), r"x: got a keyword, expected .*\(x, positions"),
+        (lambda x: cuflash.merge([x], [x[..., 0]], dim=0), "dim: .*axis="),
+        (lambda x: cuflash.KVCache(1, 2, 8, max_seqlen=3), "max_seqlen: .*max_length="),
+        (lambda x: cuflash.KVCache(1, 2, 8, num_blocks=3), "num_blocks: .*pages="),
+        (lambda x: cuflash.attention_paged(x, x, x, x, x, cache_seqlens=3), r"shape \(sequences,"),
+        (lambda x: cuflash.rotary(x, None), "positions: got None, expected an int or an integer"),
+    ],
+)
+def test_functions_without_score_options_answer_foreign_words(call, text):
+    with pytest.raises(TypeError, match=text):
+        call(np.ones((2, 4, 8)))

@@ -172,6 +172,17 @@ def test_only_what_is_named_is_drawn(call):
     assert call.wrt == ("q", "k", "v")
 
 
+def test_what_would_test_nothing_raises():
+    with pytest.raises(ValueError, match="family: got 'nope', expected one of uniform, "):
+        make_call("nope", 0, "float32", *SHAPES)
+    call = make_call("normal", 0, "float32", *SHAPES)
+    out = cuflash.attention(call.q, call.k, call.v)
+    with pytest.raises(ValueError, match="gradients: got no gradient"):
+        assert_attention_close(
+            out, call.q, call.k, call.v, gradients=cuflash.Gradients(), dout=call.dout
+        )
+
+
 def test_calls_with_one_seed_are_one():
     first, again = (make_call("uniform", 7, "bfloat16", *SHAPES) for _ in range(2))
     np.testing.assert_array_equal(first.q, again.q)

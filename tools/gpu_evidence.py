@@ -58,6 +58,11 @@ PARTS: dict[str, tuple[int, str]] = {
         f"{BENCH} --topic backward --set training,shapes --dtype bfloat16 --pass bwd,fwd+bwd "
         f"--impl {ALL_PEERS} --budget-ms 12",
     ),
+    "everyday": (
+        300,
+        f"{BENCH} --topic everyday --set everyday,bias --dtype bfloat16 --pass fwd,bwd "
+        "--impl cuflash,cuflash-unordered,fa2,cudnn,eff,fa4 --budget-ms 8",
+    ),
     "portable": (
         120,
         f"{BENCH} --topic portable --set portable --portable --dtype bfloat16 --impl cuflash,fa2 "

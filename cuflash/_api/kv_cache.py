@@ -17,6 +17,7 @@ from cuflash._arrays import (
 )
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import FLOATS, integer_array, integer_value, is_integer
+from cuflash._problem.habits import answering_words
 
 
 class KVCache:
@@ -89,6 +90,7 @@ class KVCache:
     lengths: Array
     dropped: Array
 
+    @answering_words
     def __init__(
         self,
         sequences: int,

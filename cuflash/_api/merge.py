@@ -11,11 +11,13 @@ from cuflash._arrays import Array, native, on_own_device, refuse_captured, round
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import integer_value, is_integer, require_float, require_shape
+from cuflash._problem.habits import answering_words
 from cuflash._results import AttentionResult
 
 _MAX_AXES = 64  # of NumPy's and CuPy's arrays
 
 
+@answering_words
 @on_own_device
 def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     """Combine attention over disjoint sets of keys into attention over all of them.
@@ -56,6 +58,7 @@ def merge(outs: Any, lses: Any, axis: int = 0) -> AttentionResult:
     return _merged(*_parts(outs, lses, axis))
 
 
+@answering_words
 @on_own_device
 def merge_backward(
     dout: Array, outs: Any, lses: Any, /, *, dlse: Array | None = None, axis: int = 0

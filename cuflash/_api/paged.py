@@ -16,6 +16,7 @@ from cuflash._api.dispatch import run_forward
 from cuflash._arrays import Array, NativeT, native, on_own_device, refuse_captured, same_module
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag, integers, require_float
+from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
@@ -159,6 +160,7 @@ def attention_paged(
     >>> cuflash.attention_paged(q, k, v, table, [40, 20], causal=True).shape
     (2, 4, 1, 32)
     """
+    refuse_words(score_options, WORDS_OF_PAGES)
     chosen = resolve(options, score_options)
     pairs = checked_axes(axes)
     given = _native(q, k_pages, v_pages, page_table)
@@ -221,9 +223,7 @@ def _lengths(xp: ModuleType, given: dict[str, Array], kv_lengths: Any) -> Array:
     sequences = given["q"].shape[0]
     if isinstance(kv_lengths, tuple):
         kv_lengths = list(kv_lengths)
-    if kv_lengths is None:
-        raise wrong_type("kv_lengths", "None", "an int or an integer array")
-    value = integers("kv_lengths", kv_lengths)
+    value = integers("kv_lengths", kv_lengths, optional=False)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**63:
             raise wrong_value("kv_lengths", value, "an int of 64 bits")

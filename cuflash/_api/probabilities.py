@@ -260,14 +260,14 @@ def dropout_mask(shape: tuple[int, ...], p: float, seed: int, *, like: Any = Non
 
     Notes
     -----
-    Philox4x32-10; the layout of its counter is described in ``cuflash/_problem/philox.py``.
+    Philox4x32-7; the layout of its counter is described in ``cuflash/_problem/philox.py``.
 
     Examples
     --------
     >>> import cuflash
     >>> cuflash.dropout_mask((2, 4), 0.5, seed=1)
-    array([[False,  True, False,  True],
-           [ True,  True, False,  True]])
+    array([[ True,  True, False, False],
+           [ True, False,  True, False]])
     """
     if not isinstance(shape, tuple | list) or len(shape) < 2:
         raise wrong_value("shape", shown(shape), "a tuple batch + (m, n)")

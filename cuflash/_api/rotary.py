@@ -20,6 +20,7 @@ from cuflash._errors import wrong_type, wrong_value
 from cuflash._host.scores import arithmetic
 from cuflash._problem.checks import flag, integers, require_float, require_shape
 from cuflash._problem.destinations import check_destination
+from cuflash._problem.habits import answering_words
 
 
 @overload
@@ -44,6 +45,7 @@ def rotary(
     inverse: bool = ...,
     out: Array | None = ...,
 ) -> Array: ...
+@answering_words
 @on_own_device
 def rotary(
     x: Array,
@@ -107,7 +109,7 @@ def rotary(
     require_float("x", x)
     if x.ndim < 2 or not x.shape[-1]:
         raise wrong_value("x", f"shape {x.shape}", "rows batch + (n, d), d at least 1")
-    positions = integers("positions", positions)
+    positions = integers("positions", positions, optional=False)
     if frequencies is not None:
         frequencies = native("frequencies", frequencies)
         require_float("frequencies", frequencies)

@@ -126,12 +126,12 @@ def seed(name: str, value: Any) -> int:
     return int(value)
 
 
-def integers(name: str, value: Any) -> Array | int:
-    """An int, or an integer array."""
-    expected = "None, an int or an integer array"
+def integers(name: str, value: Any, *, optional: bool = True) -> Array | int:
+    """An int, or an integer array; ``optional`` says that None would be none."""
+    expected = "None, an int or an integer array" if optional else "an int or an integer array"
     if is_integer(value):
         return integer_value(name, value, expected)
-    if isinstance(value, bool | float):
+    if isinstance(value, bool | float | None):
         raise wrong_type(name, shown(value), expected)
     return integer_array(name, value, expected)
 

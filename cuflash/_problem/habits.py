@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import ParamSpec, TypeVar
 
 from cuflash._errors import wrong_type
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Likeness of a misspelt name: "attn_mask" is like "mask" (0.615), "out" unlike "dropout" (0.6).
 _NEAR = 0.61
@@ -73,11 +79,74 @@ WORDS = {
 }
 
 
-def unknown_keyword(name: str, known: Collection[str]) -> Exception:
-    """Build the TypeError for a keyword that is none of the score options ``known``."""
+#: What serves in functions that have no score options, or other arguments than attention.
+_SIZES = (
+    "did you mean {}=? Sizes of a cache are KVCache(sequences, heads, head_dim, max_length=...)"
+)
+WORDS_OF_OTHERS = {
+    **dict.fromkeys(
+        ("cos", "sin", "cos_sin_cache", "rotary_cos", "rotary_sin"),
+        "angles are positions times frequencies=: rotary(x, positions, frequencies=...)",
+    ),
+    **dict.fromkeys(
+        ("theta", "base", "rope_theta"), "write frequencies=theta ** (-np.arange(0, d, 2) / d)"
+    ),
+    **dict.fromkeys(
+        ("seqlen_offsets", "offsets", "position_ids"),
+        "did you mean positions? rotary(x, positions)",
+    ),
+    **dict.fromkeys(("num_blocks", "num_pages"), _SIZES.format("pages")),
+    **dict.fromkeys(("block_size", "page_block_size"), _SIZES.format("page_size")),
+    **dict.fromkeys(("max_seqlen", "max_seq_len", "capacity"), _SIZES.format("max_length")),
+    "device": "did you mean like=? The cache lies where this array does",
+    "dim": "did you mean axis=?",
+}
+_LENGTHS_OF_PAGES = (
+    "lengths are positional: attention_paged(q, k_pages, v_pages, page_table, kv_lengths), "
+    "kv_lengths of shape (sequences,)"
+)
+WORDS_OF_PAGES = dict.fromkeys(
+    (
+        "cache_seqlens", "seqused_k", "kv_seq_lengths", "key_value_seq_lengths", "seq_lens",
+        "context_lens", "block_table", "block_tables", "k_cache", "v_cache",
+    ),
+    _LENGTHS_OF_PAGES,
+)  # fmt: skip
+
+
+def unknown_keyword(
+    name: str, known: Collection[str], words: Mapping[str, str] = WORDS, kind: str = "score option"
+) -> Exception:
+    """Build the TypeError for a keyword that is none of the ``known`` ones."""
     from difflib import get_close_matches  # no call that is right needs it
 
     near = get_close_matches(name, known, n=1, cutoff=_NEAR)
-    spelt = f"did you mean {near[0]}=?" if near else f"score options are {', '.join(known)}"
-    expected = "a parameter of this function or a score option"
-    return wrong_type(name, "an unknown keyword", expected, WORDS.get(name, spelt))
+    spelt = f"did you mean {near[0]}=?" if near else f"{kind}s are {', '.join(known)}"
+    expected = f"a parameter of this function or a {kind}" if words is WORDS else f"a {kind}"
+    return wrong_type(name, "an unknown keyword", expected, words.get(name, spelt))
+
+
+def answering_words(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a keyword that a function without score options does not have be answered."""
+    code = inspect.unwrap(function).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional, known = names[: code.co_posonlyargcount], names[code.co_posonlyargcount :]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        for name in keywords:
+            if name in positional:
+                order = ", ".join(n for n in positional if n != "self")
+                raise wrong_type(name, "a keyword", f"a positional argument: ({order}, ...)")
+            if name not in known:
+                raise unknown_keyword(name, known, WORDS_OF_OTHERS, "keyword of this function")
+        return function(*args, **keywords)
+
+    return call
+
+
+def refuse_words(keywords: Collection[str], words: Mapping[str, str]) -> None:
+    """Raise for a keyword that ``words`` answer otherwise than those of attention."""
+    for name in keywords:
+        if name in words:
+            raise wrong_type(name, "an unknown keyword", "a score option", words[name])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cuflash._arrays import Array
+from cuflash._errors import shown, wrong_type
 
 Schedule = Generator[Any, Any, Any]
 
@@ -91,6 +92,21 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Leave; other ranks that still wait for this one get a CommunicationError."""
+
+
+_NAMES = ("size", "ranks", "in_lists", "agree", "start", "wait", "on", "free_memory", "close")
+
+
+def checked_communicator(comm: Any) -> Communicator:
+    """What joins ranks; a TypeError for anything else."""
+    if not all(hasattr(comm, name) for name in _NAMES):
+        expected = (
+            "a communicator of cuflash.distributed: connect, from_environment, from_mpi, "
+            "from_devices or simulated"
+        )
+        raise wrong_type("comm", shown(comm), expected)
+    found: Communicator = comm
+    return found
 
 
 def drive(communicator: Communicator, schedules: Mapping[int, Schedule]) -> dict[int, Any]:

@@ -174,6 +174,8 @@ def from_mpi(mpi: Any, /, *, address: str | None = None, **options: Any) -> Comm
     >>> comm = distributed.from_mpi(Alone(), transport="host")
     >>> comm.close()
     """
+    if not all(hasattr(mpi, name) for name in ("Get_rank", "Get_size", "bcast")):
+        raise wrong_type("mpi", shown(mpi), "a communicator of mpi4py, as MPI.COMM_WORLD")
     rank, size = mpi.Get_rank(), mpi.Get_size()
     made = (secrets.token_hex(), address or f"127.0.0.1:{free_port()}") if rank == 0 else None
     secret, place = mpi.bcast(made, root=0)

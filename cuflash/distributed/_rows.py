@@ -9,7 +9,13 @@ import numpy as np
 from cuflash._arrays import Array, array_module, native, on_device_of
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
-from cuflash.distributed._communicator import Communicator, Schedule, Wait, drive
+from cuflash.distributed._communicator import (
+    Communicator,
+    Schedule,
+    Wait,
+    checked_communicator,
+    drive,
+)
 from cuflash.distributed._handshake import agreed
 from cuflash.distributed._layout import (
     checked_layout,
@@ -53,6 +59,7 @@ def shard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -2)
     >>> parts[0]
     array([0, 1, 6, 7])
     """
+    checked_communicator(comm)
     layout, array = checked_layout(layout), native("x", x)
     axis, xp = _checked_axis(axis, array), array_module(array)
     parts = {}
@@ -94,6 +101,7 @@ def unshard(x: Any, *, comm: Communicator, layout: str = "zigzag", axis: int = -
     >>> distributed.unshard(parts, comm=comm, axis=0)[1]
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    checked_communicator(comm)
     layout = checked_layout(layout)
 
     def facts_of(rank: int) -> tuple[dict[str, Any], Array]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuflash._arrays import is_cupy
+from cuflash._errors import shown, wrong_value
 from cuflash.testing import _families as families
 
 OwnCall = TypeVar("OwnCall", bound="Call")
@@ -180,12 +181,19 @@ def make_call(
     Call
         Of NumPy arrays; dout has the whole batch shape.
 
+    Raises
+    ------
+    ValueError
+        For an unknown family.
+
     Examples
     --------
     >>> import cuflash.testing
     >>> cuflash.testing.make_call("normal", 3, "float16", (4, 8), (6, 8), (6, 2)).dout.shape
     (4, 2)
     """
+    if family not in families.FAMILIES:
+        raise wrong_value("family", shown(family), f"one of {', '.join(families.FAMILIES)}")
     rng = np.random.default_rng(seed)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 3
     arrays = families.make(family, rng, dtypes, tuple(q), tuple(k), tuple(v))

@@ -145,7 +145,10 @@ def _names(gradients: Gradients) -> tuple[str, ...]:
     """The inputs with a gradient."""
     if not isinstance(gradients, Gradients):
         raise wrong_type("gradients", type(gradients).__name__, "a cuflash.Gradients")
-    return tuple(name for name, own in FIELDS.items() if getattr(gradients, own) is not None)
+    found = tuple(name for name, own in FIELDS.items() if getattr(gradients, own) is not None)
+    if not found:
+        raise wrong_value("gradients", "no gradient", "at least one, or gradients=None")
+    return found
 
 
 def _keywords(options: Options) -> dict[str, Any]:

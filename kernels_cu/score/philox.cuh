@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random
+// Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random
 // words from a counter of four words and a key of two.
 #pragma once
 
@@ -11,7 +11,7 @@ struct RandomWords {
 };
 
 CUFLASH_DEVICE RandomWords philox(uint32_t c0, uint32_t c1, uint64_t high, uint64_t key) {
-  constexpr int rounds = 10;
+  constexpr int rounds = 7;
   constexpr uint32_t multiplier0 = 0xD2511F53, multiplier1 = 0xCD9E8D57;
   constexpr uint32_t key_step0 = 0x9E3779B9, key_step1 = 0xBB67AE85;
   uint32_t c2 = static_cast<uint32_t>(high), c3 = static_cast<uint32_t>(high >> 32);
