@@ -94,6 +94,37 @@ def test_bits_do_not_depend_on_what_memory_held(kernel: str) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_sequences_of_few_queries(d: int) -> None:
+    import cupy
+
+    rng = np.random.default_rng(7)
+    rows, keys = np.array([1, 3, 0, 2, 1]), np.array([17, 9000, 40, 0, 2700])
+    ends = [np.cumsum([0, *n]) for n in (rows, keys)]
+    q, k, v = (rng.standard_normal((2, n.sum(), d)).astype(np.float16) for n in (rows, keys, keys))
+    on_device = [cupy.asarray(x) for x in (q, k, v, *ends)]
+    given = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), on_device[3:], strict=True))
+    size = cuflash.workspace_size(*on_device[:3], causal=True, **given)
+    assert size > 0
+    found = set()
+    for byte in (0xFF, 0x45) * 10:
+        workspace = cupy.full(size, byte, cupy.uint8)
+        out, lse = cuflash.attention_varlen(
+            *on_device, causal=True, return_lse=True, workspace=workspace
+        )
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+    for i in range(rows.size):
+        own_q, own_k = (slice(end[i], end[i + 1]) for end in ends)
+        if rows[i]:
+            call = Call(
+                q[:, own_q], k[:, own_k], v[:, own_k], q[:, own_q],
+                options={"causal": True}, wrt=(),
+            )  # fmt: skip
+            Budget(call).check_forward(out[:, own_q].get(), lse[:, own_q].get())
+
+
 def test_the_kernels_of_hopper_are_these() -> None:
     """Without a GPU: what the table of this file says is chosen."""
     for kernel in KERNELS:
