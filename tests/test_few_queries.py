@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash._jit.compilation import compile_static
 from cuflash._problem.problem import describe
 from cuflash._select import hardware
+from cuflash._select.choose import choose
 from cuflash.testing._budget import Budget
 from support import chosen
 from support.problems import Call, make_call, run
@@ -132,3 +134,15 @@ def test_the_kernels_of_hopper_are_these() -> None:
         problem = describe(call.q, call.k, call.v, cuflash.Options())
         config = chosen.forward_of(problem, hardware.typical("sm_90"))
         assert (config.kernel, config.split_keys) == (kernel.split(",")[0], True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plain", *options_of(1, 1)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_spills(kernel: str, name: str) -> None:
+    _, rows, keys, _ = KERNELS[kernel]
+    call = call_of(kernel, {"plain": {}, **options_of(rows, keys)}[name])
+    problem = describe(call.q, call.k, call.v, cuflash.Options(**call.options))
+    for step in choose(problem, hardware.typical("sm_90")):
+        report = compile_static(step.config, "sm_90a" if step.config.for_sm90 else "sm_90")
+        assert (report.spill_bytes, report.warnings) == (0, ())
