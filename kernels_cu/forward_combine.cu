@@ -1,9 +1,13 @@
-// Results of parts of the keys become one: see portable/combined_row.cuh.
+// Results of parts of the keys become one:
+//
+//   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
 //   for each row of each batch entry:                          one thread block
-//     o_w = sum exp(lse_i - lse) out_i                         warp w: parts w, w + warps, ...
-//     out = sum o_w                                            through shared memory
-#include "portable/combined_row.cuh"
+//     m = max lse_i;  l = sum exp(lse_i - m)                   every warp: lane by lane, then across
+//     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
+//     out = sum o_w,  lse = m + log l                          through shared memory
+//
+// A part with lse = -inf has seen nothing, and its out is not read. The order of all sums is fixed.
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -14,36 +18,60 @@ struct SharedMemory {
 static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
               "CombineConfig.smem_bytes counts this struct");
 
-// In the workspace.
-struct StoredParts {
-  const Real* lse_of_row;
-  const Real* out_of_row;
-  int width;
+constexpr int lane_columns = (Config::head_dim_v + 31) / 32;
 
-  CUFLASH_DEVICE Real lse(int part) const { return lse_of_row[part]; }
-  CUFLASH_DEVICE Real out(int part, int column) const {
-    return out_of_row[static_cast<int64_t>(part) * width + column];
+// The largest of a row's lse_i, and its sum of exp(lse_i - largest).
+struct Sums {
+  Real largest, total;
+
+  CUFLASH_DEVICE Sums(const Real* lse, int parts) : largest(-infinity()), total(0) {
+#pragma unroll 4
+    for (int i = lane_index(); i < parts; i += 32) largest = fmax(largest, lse[i]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    }
+#pragma unroll 4
+    for (int i = lane_index(); i < parts; i += 32) total += weight(lse[i]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffff, total, distance);
+    }
+  }
+
+  // NaN and +inf stay what they are.
+  CUFLASH_DEVICE Real weight(Real lse) const {
+    return lse == -infinity() ? 0 : power_of_two((lse - largest) * log2_e);
   }
 };
 
 CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
   const Tile tile = tile_of(params.grid, tile_index());
   const BatchIndex entry(params.batch, tile.owner);
-  const int count = params.num_splits, width = params.head_dim_v, row = tile.block;
-  const StoredParts parts{params.lse_parts + entry * params.lse_parts_layout.batch + row * count,
-                          params.out_parts + entry * params.out_parts_layout.batch +
-                              static_cast<int64_t>(row) * count * width,
-                          width};
-  const CombinedRow<StoredParts> combined(parts, count);
-  const int warp = warp_index();
-  Real acc[CombinedRow<StoredParts>::columns] = {};
-  combined.add(acc, warp, Config::num_warps, width);
+  const int parts = params.num_splits, width = params.head_dim_v, row = tile.block;
+  const Real* lse = params.lse_parts + entry * params.lse_parts_layout.batch + row * parts;
+  const Real* out = params.out_parts + entry * params.out_parts_layout.batch +
+                    static_cast<int64_t>(row) * parts * width;
+  const Sums sums(lse, parts);
+  const int warp = ptx::thread_index() / 32, lane = ptx::thread_index() % 32;
+  Real acc[lane_columns] = {};
+#pragma unroll 4
+  for (int i = warp; i < parts; i += Config::num_warps) {
+    const bool seen = lse[i] != -infinity();
+    const Real share = sums.weight(lse[i]) / sums.total;  // large values: no sum of them overflows
 #pragma unroll
-  for (int c = 0; c < CombinedRow<StoredParts>::columns; ++c) {
-    const int column = lane_index() + 32 * c;
-    if (column < Config::head_dim_v) smem.sums[warp][column] = acc[c];
+    for (int c = 0; c < lane_columns; ++c) {
+      const int column = lane + 32 * c;
+      const Real value = seen && column < width ? out[static_cast<int64_t>(i) * width + column] : 0;
+      acc[c] = seen ? fma(share, value, acc[c]) : acc[c];
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < lane_columns; ++c) {
+    if (lane + 32 * c < Config::head_dim_v) smem.sums[warp][lane + 32 * c] = acc[c];
   }
   __syncthreads();  // every warp's sums are there
+  const bool hidden = sums.total == 0;
   const RowTarget to(params.out, params.out_layout, entry, 0, width, Config::head_dim_v);
   for (int column = ptx::thread_index(); column < width; column += Config::num_threads) {
     Real sum = 0;
@@ -52,7 +80,8 @@ CUFLASH_DEVICE void combine(const CombineParams& params, SharedMemory& smem) {
     to.data[row * to.row_stride + column * to.column_stride] = RowTarget::rounded(sum);
   }
   if (params.lse != nullptr && ptx::thread_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] = combined.lse();
+    params.lse[entry * params.lse_layout.batch + row * params.lse_layout.row] =
+        hidden ? -infinity() : sums.largest + log(sums.total);
   }
 }
 

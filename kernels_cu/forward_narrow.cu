@@ -186,19 +186,24 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
 CUFLASH_DEVICE bool store(const ForwardParams& params, const Work& work, const Score& score,
                           const Row& row, int q_idx) {
   if (q_idx >= score.seqlen.rows_q) return false;
+  const int first_q = score.seqlen.first_q;
   const bool hidden = q_idx >= score.seqlen.q || row.all.weights == 0;
   const RowEnd end = end_of_row(score, work.entry, row.all.maximum, row.all.weights);
-  const auto to = ForwardTarget::of_this_block(params, work.entry, score.seqlen.first_q);
+  const KeyPart part = KeyPart::of_this_block(params);
+  const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
+                      Config::head_dim_v);
   const Real factor = kept_scale(params.score) * end.weight / end.sum;
   bool overflowed = false;
 #pragma unroll
   for (int i = 0; i < width_v; ++i) {
     overflowed |= fabs(row.all.o[i]) == infinity();
-    to.out.data[q_idx * to.out.row_stride + i * to.out.column_stride] =
-        to.out.rounded(hidden ? 0 : row.all.o[i] * factor);
+    out.data[q_idx * out.row_stride + i * out.column_stride] =
+        out.rounded(hidden ? 0 : row.all.o[i] * factor);
   }
-  if (to.lse != nullptr) {
-    to.lse[q_idx * to.lse_step] = hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
+  if (params.lse != nullptr) {
+    const int64_t offset = work.entry * params.lse_layout.batch + part.index;
+    params.lse[offset + (first_q + q_idx) * params.lse_layout.row] =
+        hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
   }
   return q_idx < score.seqlen.q &&
          (overflowed || is_unsure(score, score.reference(row.all.maximum), row.all.weights));

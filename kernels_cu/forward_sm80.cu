@@ -10,7 +10,96 @@
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
 // arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
-#include "portable/forward_tile.cuh"
+#include "tile/matmul.cuh"
+#include "portable/forward_rows.cuh"
+
+namespace cuflash {
+
+constexpr int own_columns = Config::head_dim_v / Config::split_columns;
+static_assert(own_columns % 16 == 0, "one product has 16 columns");
+
+struct SharedMemory {
+  using QTile = OperandTile<Config::block_m, Config::head_dim>;
+  using KTile = StreamedTile<Config::block_n, Config::head_dim>;
+  using VTile = StreamedTile<Config::block_n, own_columns>;
+
+  QTile q;
+  KTile k[Config::num_stages];
+  VTile v[Config::num_stages];
+};
+
+constexpr int slices = Config::block_m / (16 * Config::num_warps);
+static_assert(slices * 16 * Config::num_warps == Config::block_m, "every warp owns whole slices");
+
+// Sums over the keys that the tile's rows see.
+template <int out_tiles>
+CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
+                           WarpSoftmax<slices>& softmax, Real (&o_acc)[slices][out_tiles][4]) {
+  const Work work = Work::of_this_block(params);
+  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
+  const int warp_row = warp_index() * 16 * slices;
+  const Range keys = score.kv_range(work.first_row, work.first_row + Config::block_m);
+  const Range rows{work.first_row, work.first_row + Config::block_m};
+  const BlockRanges blocks = score.kv_blocks(rows.begin, rows.end);
+  VisitedBlocks<Walk::keys> visited(score, blocks, rows);
+  int n_block = visited.first_from(blocks.begin);
+  if (n_block >= blocks.end) return;
+
+  const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
+  const RowSource q(params.q, params.q_layout, work.entry, first_q, params.head_dim);
+  const RowSource k(params.k, params.k_layout, work.entry, first_k, params.head_dim);
+  const RowSource v(params.v, params.v_layout, work.entry, first_k, params.head_dim_v,
+                    first_own_column(Config::head_dim_v));
+
+  load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
+  load_tile(smem.k[0], k, n_block * Config::block_n, keys);
+  if constexpr (Config::num_stages == 2) load_tile(smem.v[0], v, n_block * Config::block_n, keys);
+  ptx::cp_async_commit();
+
+  int stage = 0;
+#pragma unroll 1
+  for (int next; n_block < blocks.end; n_block = next) {
+    const int first_key = n_block * Config::block_n;
+    const bool one_segment = visited.of_one_segment(n_block);
+    next = visited.next_after(n_block);
+    ptx::cp_async_wait<0>();
+    split(smem.k[stage]);
+    if constexpr (Config::num_stages == 2) split(smem.v[stage]);
+    __syncthreads();  // this stage is there; every warp is done with the other
+    if constexpr (Config::num_stages == 1) {
+      load_tile(smem.v[0], v, first_key, keys);
+    } else if (next < blocks.end) {
+      load_tile(smem.k[stage ^ 1], k, next * Config::block_n, keys);
+      load_tile(smem.v[stage ^ 1], v, next * Config::block_n, keys);
+    }
+    ptx::cp_async_commit();
+
+    Real s_acc[slices][Config::block_n / 8][4];
+    clear(s_acc);
+    multiply_transposed(s_acc, read_rows(smem.q, warp_row), read_columns(smem.k[stage]));
+    if (blocks.masked(n_block) || !one_segment) {
+      apply_score<true>(s_acc, score, work.first_row + warp_row, first_key);
+    } else {
+      apply_score<false>(s_acc, score, work.first_row + warp_row, first_key);
+    }
+
+    softmax.update(s_acc, o_acc, score);
+    drop_weights(s_acc, score, work.first_row + warp_row, first_key);
+    Register p_frag[slices][Config::block_n / 16][operand_registers];
+    to_operand(p_frag, s_acc);
+    if constexpr (Config::num_stages == 1) {
+      ptx::cp_async_wait<0>();
+      split(smem.v[0]);
+      __syncthreads();  // v is there; every warp is done with k
+      if (next < blocks.end) load_tile(smem.k[0], k, next * Config::block_n, keys);
+      ptx::cp_async_commit();
+    }
+    multiply(o_acc, p_frag, read_sums(smem.v[stage]));
+    if constexpr (Config::num_stages == 2) stage ^= 1;
+  }
+}
+
+}  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads,
                                              cuflash::Config::blocks_per_sm)

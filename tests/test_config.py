@@ -70,7 +70,6 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
     KERNELS["forward_combine"](**COMMON),
-    KERNELS["forward_cluster"](**TILE, sink="none"),
 )  # fmt: skip
 
 

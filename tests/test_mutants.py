@@ -26,7 +26,7 @@ def test_there_are_enough_and_they_differ():
     assert len({(m.file, m.right, m.wrong) for m in ALL}) == len(ALL)
     assert sum(bool(m.survives) for m in ALL) <= (1 - mutants.LEAST) * len(ALL)
     files = {m.file for m in ALL}
-    for kernel in ("portable/forward_tile.cuh", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
+    for kernel in ("forward_sm80.cu", "backward_dkv_sm80.cu", "backward_dq_sm80.cu",
                    "backward_dscore_sm80.cu", "backward_delta.cu", "sm90/dkv_warpgroup.cuh",
                    "backward_dq_sm90.cu", "backward_sm90.cu", "sm90/consumer.cuh",
                    "sm90/softmax.cuh"):  # fmt: skip

@@ -106,7 +106,6 @@ class KernelConfig:
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
-    combines: ClassVar[bool] = False  # do the blocks that share keys make their parts one?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
@@ -210,11 +209,6 @@ class KernelConfig:
         """Columns of the result, which thread blocks may share; dk and dv are split alike."""
         of_v = self.computes == "out" or (self.computes == "dkv" and not self.grad_k)
         return int(self.head_dim_v if of_v else self.head_dim)
-
-    @property
-    def leaves_parts(self) -> bool:
-        """Whether out and lse are those of parts of the keys, for another kernel to combine."""
-        return bool(self._values.get("split_keys", False)) and not self.combines
 
     @property
     def operand_parts(self) -> int:

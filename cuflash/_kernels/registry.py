@@ -6,7 +6,6 @@ from __future__ import annotations
 from cuflash._kernels.config import KernelConfig
 
 # out
-from cuflash._kernels.forward_cluster import ForwardClusterConfig
 from cuflash._kernels.forward_sm90 import ForwardSm90Config
 from cuflash._kernels.forward_narrow import ForwardNarrowConfig
 from cuflash._kernels.forward_tf32_sm90 import ForwardTf32Sm90Config

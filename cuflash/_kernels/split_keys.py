@@ -27,12 +27,11 @@ class Bounds(NamedTuple):
     most_of_ragged: int  # of a part, where entries may be shorter than the array
     most_parts: int
     packed_parts: int  # of each packed sequence, at most
-    of_cluster: int  # the fewest that are worth a cluster
 
 
 #: H100, 8 heads of 64, 2026-11-25: of 512 keys two kernels take 30 us with host and all, one 20; of
 #: 4096 (77 queries) 32 and 38. The others were not measured.
-BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32, 256)
+BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
 
 
 def wanted(request: Request) -> bool:

@@ -65,7 +65,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
             tiles = num_tiles(problem, problem.seqlen_q, config.own_rows)
             summed = problem.q.summed if config.computes == "dq" else summed
             streamed = problem.seqlen_k * row
-    if config.leaves_parts or config.computes == "combine":
+    if getattr(config, "split_keys", False) or config.computes == "combine":
         parts = parts_layouts(problem, step.splits)
         layouts = {**layouts, **parts}
         if config.computes == "out":
@@ -150,7 +150,7 @@ def plan_launch(
         if num_turns > blocks * config.num_threads:
             raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
     maps, drawn_on, end = None, None, struct.itemsize
-    draws = config.computes == "out" and not config.leaves_parts
+    draws = config.computes == "out" and not getattr(config, "split_keys", False)
     if config.tensor_maps:
         maps = maps_of(problem, layouts, config, addresses or {})
         end = kernel_params.maps_at(kernel_params.STRUCTS[config.params.replace("Sm90", "")])
@@ -176,7 +176,7 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
     """Which operand a pointer of a kernel is given."""
     if pointer == "sums" and step.sums is not None:
         return sums_of(step.gradient)
-    if step.config.leaves_parts and pointer in ("out", "lse"):
+    if getattr(step.config, "split_keys", False) and pointer in ("out", "lse"):
         return f"{pointer}_parts"
     return pointer
 

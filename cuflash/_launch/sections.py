@@ -24,8 +24,6 @@ def owners_per_section(
 
     Sections are of even size: a small last one would end in a tail.
     """
-    if config.combines:  # parts of a tile are neighbours
-        return num_owners
     if config.tensor_maps and config.computes == "out":
         limit = _owners_side_by_side(problem, config, num_blocks, own.multiprocessors)
     elif config.computes == "dqkv" or getattr(config, "window_right", False):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash._kernels import forward_cluster, fused_backward, split_keys
+from cuflash._kernels import fused_backward, split_keys
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
@@ -114,9 +114,7 @@ def choose(
 def _forward(call: _Call, override: KernelConfig | None) -> list[LaunchStep]:
     config: Any
     (config,) = _chosen("out", call, override)
-    if config.combines:
-        return [LaunchStep(config, splits=forward_cluster.PARTS)]
-    if not config.leaves_parts:
+    if not getattr(config, "split_keys", False):
         return [LaunchStep(config)]
     problem = call.request.problem
     parts = split_keys.parts_of(problem, config, call.request.num_sms)

@@ -67,8 +67,13 @@ template <int slices, int out_tiles>
 CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftmax<slices>& softmax,
                                const Real (&o_acc)[slices][out_tiles][4]) {
   const Work work = Work::of_this_block(params);
-  const Score score(params.score, work.entry, KeyPart::of_this_block(params).keys);
-  const auto to = ForwardTarget::of_this_block(params, work.entry, score.seqlen.first_q);
+  const KeyPart part = KeyPart::of_this_block(params);
+  const Score score(params.score, work.entry, part.keys);
+  const int first_q = score.seqlen.first_q;
+  const RowTarget out(part.out(params), params.out_layout, work.entry, first_q, params.head_dim_v,
+                      Config::head_dim_v);
+  const int64_t lse_offset =
+      work.entry * params.lse_layout.batch + first_q * params.lse_layout.row + part.index;
   softmax.finish();
   uint32_t unsure[slices];
 #pragma unroll
@@ -90,12 +95,13 @@ CUFLASH_DEVICE void store_rows(const ForwardParams& params, int warp, WarpSoftma
       const Real factor = kept_scale(params.score) * end.weight / end.sum;
 #pragma unroll
       for (int t = 0; t < out_tiles; ++t) {
-        to.out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
-                          hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
+        out.store_pair(q_idx, fragment_column(t, 0), hidden ? 0 : o_acc[s][t][2 * half] * factor,
+                       hidden ? 0 : o_acc[s][t][2 * half + 1] * factor);
       }
-      const bool has_lse = to.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
+      const bool has_lse = params.lse != nullptr && first_own_column(Config::head_dim_v) == 0;
       if (has_lse && lane_index() % 4 == 0) {
-        to.lse[q_idx * to.lse_step] = hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
+        params.lse[lse_offset + q_idx * params.lse_layout.row] =
+            hidden ? score.lse_without_keys(work.entry, q_idx) : end.lse;
       }
     }
   }

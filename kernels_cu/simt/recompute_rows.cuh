@@ -13,7 +13,7 @@
 #include "score/dropout.cuh"
 #include "score/softmax.cuh"
 #include "tile/load.cuh"
-#include "tile/forward_target.cuh"
+#include "tile/store.cuh"
 
 namespace cuflash {
 
@@ -37,8 +37,7 @@ struct LaneColumns {
     }
   }
 
-  template <typename Target>
-  CUFLASH_DEVICE void store(const Target& to, int row, Real factor) const {
+  CUFLASH_DEVICE void store(const RowTarget& to, int row, Real factor) const {
     const int first = lane_index() - to.first_column;
     auto* at = to.data + row * to.row_stride + first * to.column_stride;
 #pragma unroll
@@ -154,7 +153,9 @@ struct CallersRow {
   CUFLASH_DEVICE void store(const ForwardParams& params, const BatchIndex& entry, int q_idx,
                             const VColumns& o, Real factor) const {
     const Seqlen seqlen(params.score, entry);
-    o.store(ForwardTarget::of_this_block(params, entry, seqlen.first_q).out, q_idx, factor);
+    o.store(RowTarget(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
+                      seqlen.first_q, params.head_dim_v, Config::head_dim_v),
+            q_idx, factor);
   }
 };
 
@@ -162,7 +163,8 @@ struct CallersRow {
 template <typename Target = CallersRow>
 __device__ __noinline__ void recompute_out(const ForwardParams& params, const BatchIndex entry,
                                            int q_idx, bool writes_lse, const Target to = {}) {
-  const Score score(params.score, entry, KeyPart::of_this_block(params).keys);
+  const KeyPart part = KeyPart::of_this_block(params);
+  const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
   const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
   const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
@@ -195,9 +197,9 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
   const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
   to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
-  if (writes_lse && (Config::in_cluster || params.lse != nullptr) && lane_index() == 0) {
-    const auto own = ForwardTarget::of_this_block(params, entry, first_q);
-    own.lse[q_idx * own.lse_step] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  if (writes_lse && params.lse != nullptr && lane_index() == 0) {
+    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +
+               part.index] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
   }
 }
 

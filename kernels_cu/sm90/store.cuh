@@ -124,8 +124,9 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
                  seqlen.first_q * params.out_layout.row;
   if constexpr (Config::split_keys) {
-    store_slice(ForwardTarget::of_this_block(params, entry, 0).out, first_row,
-                seqlen.rows_q - first_row, 1, o_acc[0]);
+    const RowTarget part(KeyPart::of_this_block(params).out(params), params.out_layout, entry, 0,
+                         params.head_dim_v, Config::head_dim_v);
+    store_slice(part, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
   }
 #pragma unroll
   for (int t = 0; t < (Config::split_keys ? 0 : o_tiles); t += 4) {

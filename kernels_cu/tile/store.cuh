@@ -10,9 +10,8 @@ namespace cuflash {
 // One result of one batch entry, from `first_row` of its matrix on: rows at any stride, of which
 // this thread block, or its warp, has the columns from `first_column` on. Tiles are `width`
 // columns wide.
-template <Dtype dtype>
-struct RowsOf {
-  using Value = Storage<dtype>;
+struct RowTarget {
+  using Value = Storage<Config::out_dtype>;
   struct alignas(2 * sizeof(Value)) Pair {
     Value first, second;
   };
@@ -23,8 +22,8 @@ struct RowsOf {
   int first_column;
   int num_columns;
 
-  CUFLASH_DEVICE RowsOf(void* array, const Layout& layout, const BatchIndex& entry, int first_row,
-                        int columns, int width)
+  CUFLASH_DEVICE RowTarget(void* array, const Layout& layout, const BatchIndex& entry,
+                           int first_row, int columns, int width)
       : data(static_cast<Value*>(array) + entry * layout.batch + first_row * layout.row),
         row_stride(layout.row),
         column_stride(layout.column),
@@ -36,13 +35,9 @@ struct RowsOf {
     }
   }
 
-  // Rows one after the other.
-  CUFLASH_DEVICE RowsOf(Value* array, int columns, int width)
-      : data(array), row_stride(width), column_stride(1), first_column(0), num_columns(columns) {}
-
   CUFLASH_DEVICE static Value rounded(Real x) {
     if constexpr (sizeof(Value) == 2) {
-      return static_cast<Value>(pack<dtype>(x, 0));
+      return static_cast<Value>(pack<Config::out_dtype>(x, 0));
     } else {
       return static_cast<Value>(x);
     }
@@ -61,7 +56,7 @@ struct RowsOf {
     const bool aligned = reinterpret_cast<uint64_t>(to) % (2 * sizeof(Value)) == 0;
     if (column_stride == 1 && aligned && column + 1 < num_columns) {
       if constexpr (sizeof(Value) == 2) {
-        *reinterpret_cast<uint32_t*>(to) = pack<dtype>(first, second);
+        *reinterpret_cast<uint32_t*>(to) = pack<Config::out_dtype>(first, second);
       } else {
         *reinterpret_cast<Pair*>(to) = {rounded(first), rounded(second)};
       }
@@ -71,11 +66,10 @@ struct RowsOf {
     if (column + 1 < num_columns) to[column_stride] = rounded(second);
   }
 };
-using RowTarget = RowsOf<Config::out_dtype>;
 
 // Stores 16 rows of a warp, of which `num_rows` exist.
-template <int tiles, typename Target>
-CUFLASH_DEVICE void store_slice(const Target& target, int first_row, int num_rows, Real factor,
+template <int tiles>
+CUFLASH_DEVICE void store_slice(const RowTarget& target, int first_row, int num_rows, Real factor,
                                 const Real (&acc)[tiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
