@@ -132,6 +132,11 @@ def _hardware_of(arch: str | None) -> Hardware:
 
 def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[KernelConfig]:
     """The kernels of one problem, in order of launch."""
+    return [*steps_of(work, hardware, backward=backward)]
+
+
+def steps_of(work: Workload, hardware: Hardware, *, backward: bool) -> dict[KernelConfig, Any]:
+    """The launches of one problem in order, by their kernels."""
     from cuflash._select.choose import Wanted, choose
 
     problem = work.problem()
@@ -139,4 +144,4 @@ def kernels_of(work: Workload, hardware: Hardware, *, backward: bool) -> list[Ke
     if backward:
         wanted, deterministic = Wanted.of("qkv"), work.deterministic
         steps += choose(problem, hardware, wanted=wanted, deterministic=deterministic)
-    return [*dict.fromkeys(step.config for step in steps)]  # bounds of segments are found by both
+    return {step.config: step for step in steps}  # bounds of segments are found by both

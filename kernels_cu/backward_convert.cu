@@ -1,8 +1,8 @@
 // dq from its float32 sums: scaled, rounded, in the caller's strides. Rows that came out non-finite
 // are computed again, pair by pair.
 //
-// A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Of a
-// block that sees no key nothing was stored: it is zero.
+// A thread block converts one block of queries of backward_sm90.cu, a warp a slice of it. Several
+// sums of it are added in their order. Of a block that sees no key nothing was stored: it is zero.
 #include "simt/recompute_rows.cuh"
 #include "sm90/dq_accum.cuh"
 
@@ -13,12 +13,21 @@ static_assert(Config::num_warps == 4 * DqAccum::parts, "a warp for each slice");
 // Scales and stores a warp's slice; returns its rows that are non-finite, as bits.
 template <int tiles>
 CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchIndex& entry,
-                                      int block, bool sees) {
+                                      int block, const BlockRanges& keys) {
   const int part = warp_index() / 4, slice = warp_index() % 4;
   const DqAccum sums(params, entry);
   if (slice >= sums.slices(block, part)) return 0;
+  const auto for_each_stored = [&](auto visit) {
+    const int sums_of_dq = params.dq_sums;
+#pragma unroll 1
+    for (int split = 0; split < sums_of_dq; ++split) {
+      const int before = (split + sums_of_dq - keys.begin % sums_of_dq) % sums_of_dq;  // tiles
+      if (!warp_agrees(before < keys.end - keys.begin)) continue;
+      visit(DqAccum(params, entry, split).slice<tiles>(block, part, slice));
+    }
+  };
   float acc[tiles][4] = {};
-  if (sees) sums.slice<tiles>(block, part, slice).read(acc, lane_index());
+  for_each_stored([&](const DqSlice<tiles>& stored) { stored.add_to(acc, lane_index()); });
   unrolled<tiles, 4>([&](int t, int i) {
     acc[t][i] += 0.0f;  // what no key contributes to is +0
   });
@@ -30,7 +39,7 @@ CUFLASH_DEVICE uint32_t convert_slice(const BackwardParams& params, const BatchI
   const int num_rows = min(sums.num_rows - first_row, 16);
   store_slice_wide(target, first_row, num_rows, params.score.scale, acc);
   __syncwarp();  // all lanes have read
-  if (sees) sums.slice<tiles>(block, part, slice).discard(lane_index());
+  for_each_stored([&](DqSlice<tiles>& stored) { stored.discard(lane_index()); });
   return non_finite_rows(acc) & ((1u << num_rows) - 1);
 }
 
@@ -45,13 +54,12 @@ extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
   const int first_row = tile.block * Config::block_m;
   const BlockRanges blocks =
       Score(params.score, entry).kv_blocks(first_row, first_row + Config::block_m);
-  const bool sees = warp_agrees(blocks.begin < blocks.end);
   constexpr int last_tiles = DqAccum::tiles(DqAccum::parts - 1);
   uint32_t broken = 0;
   if (last_tiles == 8 || warp_agrees(warp_index() / 4 < DqAccum::parts - DqAccum::row_parts)) {
-    broken = convert_slice<8>(params, entry, tile.block, sees);
+    broken = convert_slice<8>(params, entry, tile.block, blocks);
   } else {
-    broken = convert_slice<last_tiles>(params, entry, tile.block, sees);
+    broken = convert_slice<last_tiles>(params, entry, tile.block, blocks);
   }
   __syncthreads();  // a row was written by several warps, and an exact one by one
   const int part = warp_index() / 4;

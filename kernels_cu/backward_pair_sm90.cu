@@ -49,10 +49,10 @@ struct TurnKeeper {
     walk_blocks(
         params, work,
         [&](const Score& score, int index, int block, bool) {
-          const DqSemaphore turns(params, work.keys.owner * params.grid.entries_per_owner + index,
-                                  2);
+          const int entry = work.keys.owner * params.grid.entries_per_owner + index;
+          const DqSemaphore turns(params, entry * params.dq_sums + work.sum(params), 2);
           const int place = 2 * block + ptx::cluster_rank();
-          const int turn = work.turn(score, block);
+          const int turn = work.turn(params, score, block);
           if (Config::deterministic || turn != 0)
             turns.await(place, Config::deterministic ? turn : 1);
           arrive_if(smem.turn_come, true);
@@ -244,8 +244,9 @@ struct QueryGradient {
         params, work,
         [&](const Score& score, int index, int block, bool) {
           multiply();
-          const bool is_first = work.turn(score, block) == 0;
-          add(DqAccum(params, work.keys.entry(params, index)), block, is_first);
+          const bool is_first = work.turn(params, score, block) == 0;
+          const DqAccum sums(params, work.keys.entry(params, index), work.sum(params));
+          add(sums, block, is_first);
           ring.advance();
         },
         [] {});

@@ -39,6 +39,7 @@
 // are computed under the products of the other.
 #include "ptx/stmatrix.cuh"
 #include "sm90/dq_accum.cuh"
+#include "sm90/dkv_parts.cuh"
 #include "sm90/dq_semaphore.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
@@ -158,18 +159,19 @@ struct Writer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
-      const DqSemaphore turns(params, work.owner * params.grid.entries_per_owner + index);
-      const DqAccum sums(params, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
-      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      const int tile = keys.begin / Config::block_n, sum = tile % params.dq_sums;
+      const int flat_entry = work.owner * params.grid.entries_per_owner + index;
+      const DqSemaphore turns(params, flat_entry * params.dq_sums + sum);
+      const DqAccum sums(params, entry, sum);
+      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
       const LastRowsFirst walk(score, blocks, keys);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {
         if (ring.stage() == writer) {
           const int first_row = block * Config::block_m;
           const int before = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-          const int turn = work.first_key / Config::block_n - before;
-          write(sums, turns, block, turn);
+          write(sums, turns, block, (tile - before) / params.dq_sums);
         }
         ring.advance();
       }
@@ -231,7 +233,8 @@ struct Multiplier {
 #pragma unroll 1
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
-      const BlockRanges blocks = score.q_blocks(work.first_key, work.first_key + Config::block_n);
+      const BlockRanges blocks =
+          work.own(score.q_blocks(work.first_key, work.first_key + Config::block_n), params);
 #pragma unroll 1
       for (int left = blocks.end - blocks.begin; left > 0; --left) {
         multiply_block();
@@ -285,12 +288,26 @@ struct Consumer : DkvWarpgroup<64> {
       wait_for_keys(tiles.keys_parity());
       add_tile(KeyTile::at(params, tile));
       arrive_as_readers(shared().keys_empty, true);
-      store(KeyTile::at(params, tiles.index()));
+      if constexpr (Config::split_queries) {
+        store_part(KeyTile::at(params, tiles.index()));
+      } else {
+        store(KeyTile::at(params, tiles.index()));
+      }
     }
   }
 
  private:
   CUFLASH_DEVICE SharedMemory& shared() const { return static_cast<SharedMemory&>(smem); }
+
+  // For backward_combine.cu.
+  CUFLASH_DEVICE void store_part(const KeyTile& work) const {
+    const int first_key = work.first_key + 16 * (warp_index() - 4);
+    if (first_key >= Seqlen(params.score, work.entry(params, 0)).rows_k) return;
+    const int part = work.owner * params.row_parts + work.part;  // of all owners
+    DkvSlice& slice = DkvParts(params, params.dk, work.sequence).slice(part, first_key);
+    slice.dk.write(dk_acc[0], lane_index());
+    slice.dv.write(dv_acc[0], lane_index());
+  }
 
   CUFLASH_DEVICE void add_tile(const KeyTile& work) {
     if (warpgroup == 1) pingpong_wait();  // the other begins (D82)
@@ -298,7 +315,7 @@ struct Consumer : DkvWarpgroup<64> {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const Score score(params.score, work.entry(params, index));
       const Range tile{work.first_key, work.first_key + Config::block_n};
-      const BlockRanges blocks = score.q_blocks(tile.begin, tile.end);
+      const BlockRanges blocks = work.own(score.q_blocks(tile.begin, tile.end), params);
       const LastRowsFirst walk(score, blocks, tile);
 #pragma unroll 1
       for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {

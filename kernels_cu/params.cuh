@@ -191,7 +191,7 @@ struct BackwardParams {
   void* dq;
   void* dk;
   void* dv;
-  Real* sums;       // of the scores' gradient, or dq before it is scaled and rounded
+  Real* sums;       // of the scores' gradient, or of gradients before they are scaled and rounded
   uint32_t* turns;  // of the tiles that add to dq: see backward_sm90.cu
   ScoreParams score;
   Layout dout_layout;
@@ -205,9 +205,13 @@ struct BackwardParams {
   Layout dv_layout;
   Layout sums_layout;
   BatchAxes batch;
-  Grid grid;
+  Grid grid;  // of split queries: owners times parts, with entries of a part
   int32_t head_dim;
   int32_t head_dim_v;
+  int32_t dq_sums;      // sums of dq: tile t of keys adds to number t % dq_sums
+  int32_t row_parts;    // of the blocks of queries of an entry, used where Config::split_queries
+  int32_t part_blocks;  // blocks of queries of such a part
+  int32_t num_parts;    // sums of dk and dv of an owner that backward_combine.cu adds up
 };
 
 struct BackwardSm90Params : BackwardParams {

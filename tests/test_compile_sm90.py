@@ -19,6 +19,7 @@ from test_compile import ALL, LIMITS, PLAIN, dtype_of, pairwise, problem_of
 from cuflash import MaskMod, Options, ScoreMod
 from cuflash._jit.compilation import compile_static
 from cuflash._kernels import forward_sm90, fused_backward
+from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
@@ -222,7 +223,10 @@ def one_pass_configs(
 @pytest.mark.gate
 @pytest.mark.nvrtc
 def test_all_gradients_in_one_pass(generation: int) -> None:
-    """Every kernel that is chosen: plain and causal scores and, up to 128, windows."""
+    """Every kernel that is chosen: plain and causal scores and, up to 128, windows.
+
+    And the same with split queries, which have the same results in any order.
+    """
     configs: set[KernelConfig] = set()
     for head_dims, deterministic in itertools.product(
         [row.head_dims for row in fused_backward.ROWS], (True, False)
@@ -231,6 +235,9 @@ def test_all_gradients_in_one_pass(generation: int) -> None:
         chosen = {config for config, wins in found.items() if wins}
         assert len(chosen) == (4 if head_dims[0] <= 128 else 2)
         configs |= chosen | set(map(BackwardConvertConfig.after, chosen))
+        if deterministic and head_dims[0] <= fused_backward.WIDEST_ALONE:
+            split = {config.replace(split_queries=True) for config in chosen}
+            configs |= split | set(map(BackwardCombineConfig.after, split))
     compile_all(configs, generation)
 
 

@@ -70,6 +70,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
     KERNELS["forward_combine"](**COMMON),
+    KERNELS["backward_combine"](**TILE | {"block_n": 16}),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import cuflash
 from cuflash import _cli, reference
 from cuflash._cli import io_model
 from cuflash._select import hardware
+from cuflash._select.choose import Wanted, choose
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
 from support.chosen import backward_of, scores
 
@@ -25,7 +26,11 @@ MASKS = {
 }
 #: Options of a problem, the architecture, and the kernels behind that of delta.
 SCHEMES = {
-    "one pass": ({}, "sm_90", ["backward_sm90", "backward_convert"]),
+    "one pass": ({"batch": 60}, "sm_90", ["backward_sm90", "backward_convert"]),
+    "split queries": (
+        {"batch": 1, "heads_q": 2, "heads_kv": 1, "head_dim_v": 64}, "sm_90",
+        ["backward_sm90", "backward_combine", "backward_convert"],
+    ),
     "pairs": (
         {"head_dim": 256, "head_dim_v": 192, "heads_kv": 4}, "sm_90",
         ["backward_pair_sm90", "backward_convert"],
@@ -60,11 +65,17 @@ def chosen(work, arch):
     return backward_of(work.problem(), hardware.typical(arch))
 
 
+def backward_steps(work, arch):
+    """The launches of a gradient."""
+    return choose(work.problem(), hardware.typical(arch), wanted=Wanted.of("qkv"))
+
+
 class Walk:
     """Counts what the thread blocks of one kernel load, store and add, tile by tile."""
 
-    def __init__(self, work, config):
+    def __init__(self, work, config, splits, dq_sums):
         self.work, self.config, self.name = work, config, config.kernel
+        self.splits, self.dq_sums = splits, dq_sums
         self.size = DTYPES[work.dtype].itemsize
         self.boxes = self.name.endswith("_sm90") and "tf32" not in self.name
         self.loaded = self.stored = self.added = 0
@@ -116,7 +127,7 @@ class Walk:
         for first in range(0, work.seqlen_k, tile):
             own = seen[:, first : first + tile]
             if first_of_group:
-                present = tile if self.boxes else own.shape[1]
+                present = self.splits * (tile if self.boxes else own.shape[1])
                 self.rows(present, work.head_dim)
                 if getattr(config, "grad_k", True):
                     self.rows(present, work.head_dim_v)
@@ -129,8 +140,9 @@ class Walk:
                 if self.name in ONE_PASS:
                     slices = -(-min(config.block_m, work.seqlen_q - begin) // 16)
                     self.stored += slices * 16 * work.head_dim * 4
-                    self.added += slices * 16 * work.head_dim * 4 if begin in visited else 0
-                    visited.add(begin)
+                    place = (begin, first // tile % self.dq_sums)
+                    self.added += slices * 16 * work.head_dim * 4 if place in visited else 0
+                    visited.add(place)
 
 
 @pytest.mark.parametrize("side", [10**30, 2**63])
@@ -183,23 +195,30 @@ def test_tiles_see_what_is_visible():
 def test_what_a_walk_over_tiles_counts_is_predicted(scheme, mask):
     options, arch, expected = SCHEMES[scheme]
     work = replace(SMALL, **(options | MASKS[mask]))
-    tiled = chosen(work, arch)[1:]
+    tiled = {step.config: step for step in backward_steps(work, arch)[1:]}
     if not (scheme.startswith("pairs") and mask == "window"):  # that pairs do not serve
         assert [c.kernel for c in tiled] == expected
-    sums = None
-    for config in tiled:
-        name, found = config.kernel, io_model.gradient(work, config)
+    sums, parts, results = None, 0, 0
+    for config, step in tiled.items():
+        name, splits = config.kernel, step.splits
+        found = io_model.gradient(work, config, splits, step.dq_sums)
+        if name == "backward_combine":
+            assert (found.loaded, found.stored) == (parts, results)
+            continue
         if name == "backward_convert":  # reads what was stored and not added
             assert sums is not None
             assert (found.loaded, found.added) == (sums.stored - sums.added, 0)
             continue
-        walk = Walk(work, config)
+        walk = Walk(work, config, splits, step.dq_sums)
         assert found.loaded == walk.loaded, name
         if name in ONE_PASS:
             sums = walk
             results = work.batch * work.heads_kv * work.seqlen_k * walk.size
             results *= work.head_dim + work.head_dim_v
-            assert (found.stored, found.added) == (results + walk.stored, walk.added)
+            rows = work.batch * work.heads_kv * -(-work.seqlen_k // 16) * 16
+            parts = 4 * splits * rows * (config.head_dim + config.head_dim_v)
+            left = parts if splits > 1 else results
+            assert (found.stored, found.added) == (left + walk.stored, walk.added)
         else:
             assert (found.stored, found.added) == (found.written_once, 0)
 

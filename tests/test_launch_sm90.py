@@ -487,7 +487,7 @@ def test_one_pass_serves_and_wins() -> None:
         (full, full, full, {"bias": mask.astype(np.float32)}, False, False, False),
         (row, full, full, {}, False, False, False),
         (full, row, full, {}, False, False, False),
-        (between, between, between, {}, False, False, False),
+        (between, between, between, {}, True, True, True),
         (narrow, narrow, full, {}, False, False, False),
     ):
         problem = describe(q, k, v, Options(**options))

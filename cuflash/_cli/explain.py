@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cuflash._ahead import kernels_of
+from cuflash._ahead import steps_of
 from cuflash._cli import from_checkout, io_model
 from cuflash._cli.problem_arguments import add_problem, listed, positive, problem_of
 from cuflash._errors import wrong_value
 from cuflash._select import hardware as select_hardware
 from cuflash._select import measured as select_measured
-from cuflash._select.choose import choose, why_portable
+from cuflash._select.choose import LaunchStep, why_portable
 from cuflash._select.hardware import Hardware
 from cuflash.tuning._facts import Facts, compile_all
 from cuflash.tuning._kernels import tile_of
@@ -37,6 +37,7 @@ _STEPS = {
     "segment_bounds": "the least and the largest id of every 64, by which blocks are left out",
     "backward_delta": "rowsum(dout * out), which the gradients' kernels read",
     "forward_combine": "makes one of the results that parts of the keys leave",
+    "backward_combine": "adds up dk and dv of parts of the queries",
     "backward_convert": "scales and rounds the sums of dq, which tiles of keys add to",
 }
 
@@ -98,8 +99,8 @@ def explain(
     ``compiled``: with registers and what follows from them, for which NVRTC is needed.
     """
     hardware = select_hardware.wanted(arch)
-    configs = kernels_of(work, hardware, backward=backward)
-    facts = compile_all(configs, hardware) if compiled else {}
+    steps = steps_of(work, hardware, backward=backward)
+    facts = compile_all([*steps], hardware) if compiled else {}
     words = [work.dtype] + ["tf32"] * (work.precision == "tf32")
     words += ["unordered"] * (not work.deterministic)
     return {
@@ -107,16 +108,19 @@ def explain(
         "workload": work.as_json(),
         "device": hardware.name,
         "arch": hardware.arch,
-        "kernels": [_described(work, config, hardware, facts.get(config)) for config in configs],
+        "kernels": [
+            _described(work, config, hardware, facts.get(config), step)
+            for config, step in steps.items()
+        ],
     }
 
 
 def _described(
-    work: Workload, config: Any, hardware: Hardware, facts: Facts | None
+    work: Workload, config: Any, hardware: Hardware, facts: Facts | None, step: LaunchStep
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kernel": config.kernel,
-        "why": _why(work, config, hardware),
+        "why": _why(work, config, hardware, step),
         "tile": {},
         "num_threads": config.num_threads,
         "smem_bytes": config.smem_bytes,
@@ -166,13 +170,19 @@ def _roofline(
     }
 
 
-def _why(work: Workload, config: Any, hardware: Hardware) -> str:
+def _why(work: Workload, config: Any, hardware: Hardware, step: LaunchStep) -> str:
     if config.kernel in _STEPS:
         return _STEPS[config.kernel]
     problem = work.problem()
     if getattr(config, "split_keys", False):
-        parts = max(step.splits for step in choose(problem, hardware))
-        return f"few tiles of many keys: {parts} parts of the keys, each of a thread block"
+        return f"few tiles of many keys: {step.splits} parts of the keys, each of a thread block"
+    shares = []
+    if getattr(config, "split_queries", False):
+        shares.append(f"{step.splits} parts of the queries, each of a thread block")
+    if step.dq_sums > 1 and config.computes == "dqkv":
+        shares.append(f"{step.dq_sums} sums of dq, each of other keys")
+    if shares:
+        return f"few tiles: {', and '.join(shares)}"
     portable = why_portable(problem, hardware, config.computes)
     if getattr(config, "simt", False):
         portable += "; tensor cores would be no faster, or have no room: CUDA cores multiply"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cuflash._ahead import kernels_of
+from cuflash._ahead import steps_of
 from cuflash._errors import wrong_value
 from cuflash._select.hardware import wanted
 from cuflash.tuning._workload import DTYPES, ONE_PASS, Workload, seen_by
@@ -38,7 +38,7 @@ PREDICTED_OF_GRADIENT = {
     "processors to L2": "stored",
 }
 _FLOAT_BYTES = 4
-_SLICE_ROWS = 16  # sums of dq have whole slices of rows: kernels_cu/sm90/dq_accum.cuh
+_SLICE_ROWS = 16  # sums of gradients have whole slices of rows: kernels_cu/sm90/dq_accum.cuh
 
 
 class Traffic(NamedTuple):
@@ -59,7 +59,8 @@ class Traffic(NamedTuple):
 
 def predicted(work: Workload, *, arch: str | None = None, backward: bool = False) -> dict[str, Any]:
     """Bytes of the forward, and of each kernel of the gradient, in values that JSON knows."""
-    configs: list[Any] = [*kernels_of(work, wanted(arch), backward=backward)]
+    steps = steps_of(work, wanted(arch), backward=backward)
+    configs: list[Any] = [*steps]
     (index,) = (i for i, config in enumerate(configs) if config.computes == "out")
     own = configs[index]
     _refuse_simt(own)
@@ -69,7 +70,10 @@ def predicted(work: Workload, *, arch: str | None = None, backward: bool = False
     )  # fmt: skip
     found: dict[str, Any] = {"io": model._asdict() | {"unfused": unfused(work)}}
     if backward:
-        parts = {config: gradient(work, config) for config in configs[index + 1 :]}
+        parts = {
+            config: gradient(work, config, steps[config].splits, steps[config].dq_sums)
+            for config in configs[index + 1 :]
+        }
         total = together([*parts.values()])._asdict() | {"unfused": unfused(work, "bwd")}
         rows = [{"kernel": config.kernel, **part._asdict()} for config, part in parts.items()]
         found["io_gradient"] = {"kernels": rows, "sum": total}
@@ -99,8 +103,8 @@ def forward(
     return Traffic(read, loaded, written, written, _asymptotic(work, smem_bytes))
 
 
-def gradient(work: Workload, config: Any) -> Traffic:
-    """Bytes that one kernel of the gradient moves.
+def gradient(work: Workload, config: Any, splits: int = 1, dq_sums: int = 1) -> Traffic:
+    """Bytes that one kernel of the gradient moves; ``splits`` are parts of the queries.
 
     As in :func:`forward` every tile loads its own rows, even if it sees nothing. What the two
     thread blocks of a pair get by multicast enters both SMs, and counts twice; ds, which they
@@ -110,21 +114,25 @@ def gradient(work: Workload, config: Any) -> Traffic:
     read, written = least_bytes(work, config.kernel, grads_of(config))
     loaded, stored, added = read, written, 0
     if config.computes == "convert":
-        loaded = _first_sums(work, config.block_m)
+        loaded = _first_sums(work, config, dq_sums)
+    elif config.computes == "parts":
+        read = loaded = _parts(work, config, splits)
     elif config.computes == "dq":
         loaded = _loaded_by_queries(work, config)
     elif config.computes in ("dkv", "dqkv"):
-        loaded = _loaded_by_keys(work, config)
+        loaded = _loaded_by_keys(work, config, splits)
     elif config.computes != "delta":
         raise wrong_value(
             "kernel", config.kernel, "one of the gradients of q, k and v: the IO model has no other"
         )
     if config.computes == "dqkv":
-        summed = _sums(work, config)
-        stored += summed - _FLOAT_BYTES * work.batch * work.heads_q * work.seqlen_q * work.head_dim
-        added = summed - _first_sums(work, config.block_m)
+        summed, keys = _sums(work, config), least_bytes(work, "backward_combine")[1]
+        if config.split_queries:
+            written += _parts(work, config, splits) - keys
+            keys = _parts(work, config, splits)
+        stored, added = keys + summed, summed - _first_sums(work, config, dq_sums)
     asymptotic = 0.0
-    if config.computes not in ("delta", "convert"):
+    if config.computes not in ("delta", "convert", "parts"):
         asymptotic = _asymptotic(work, config.smem_bytes * config.cluster_blocks)
     return Traffic(read, loaded, written, stored, asymptotic, added)
 
@@ -171,6 +179,8 @@ def least_bytes(work: Workload, kernel: str, grads: str = "kv") -> tuple[int, in
         return 2 * dout + lse, 2 * lse
     if kernel == "backward_convert":
         return sums, q
+    if kernel == "backward_combine":  # and the parts
+        return 0, k + v
     read = q + dout + k + v + 2 * lse  # lse and delta
     if kernel in ONE_PASS:  # adds to float32 sums of dq
         return read, k + v + sums
@@ -198,8 +208,11 @@ def _loaded_by_queries(work: Workload, config: Any) -> int:
     return int(config.split_columns * work.batch * work.heads_q * loaded)
 
 
-def _loaded_by_keys(work: Workload, config: Any) -> int:
-    """A tile owns keys, which the heads of a group share, and streams queries of each head."""
+def _loaded_by_keys(work: Workload, config: Any, splits: int) -> int:
+    """A tile owns keys, which the heads of a group share, and streams queries of each head.
+
+    Each part of the queries loads the keys.
+    """
     tile, block = config.own_rows, config.block_m
     keys, rows, present = _rows_loaded(work, tile, block, boxes=config.tensor_maps, keys=True)
     size = _size(work)
@@ -208,7 +221,7 @@ def _loaded_by_keys(work: Workload, config: Any) -> int:
         key_bytes += size * 64 * -(-work.head_dim // 128)
     owners = work.heads_kv if getattr(config, "shared_keys", True) else work.heads_q
     streamed = rows * _row_bytes(work) + 2 * present * _statistic(work)
-    loaded = owners * keys * key_bytes + config.cluster_blocks * work.heads_q * streamed
+    loaded = owners * splits * keys * key_bytes + config.cluster_blocks * work.heads_q * streamed
     return int(work.batch * config.split_columns * loaded)
 
 
@@ -216,15 +229,24 @@ def _sums(work: Workload, config: Any) -> int:
     """Bytes that all tiles of keys store of dq or add to it."""
     seen = seen_by(work, config.own_rows, keys=True)
     rows = seen.in_blocks(config.block_m, _whole(work.seqlen_q, _SLICE_ROWS))
-    return _FLOAT_BYTES * work.batch * work.heads_q * rows * work.head_dim
+    return int(_FLOAT_BYTES * work.batch * work.heads_q * rows * config.head_dim)
 
 
-def _first_sums(work: Workload, block_m: int) -> int:
-    """Bytes of the sums of the blocks of queries that see any key: the first tile stores them."""
+def _first_sums(work: Workload, config: Any, dq_sums: int) -> int:
+    """Bytes of the sums of the blocks of queries that see any key: the first tiles store them."""
+    block_m, tile = config.block_m, config.block_n  # of pairs there is one sum
     seen, end = seen_by(work, block_m), _whole(work.seqlen_q, _SLICE_ROWS)
-    blocks = (seen.high > seen.low).nonzero()[0].tolist()
-    rows = sum(min(block_m, end - block_m * block) for block in blocks)
-    return _FLOAT_BYTES * work.batch * work.heads_q * rows * work.head_dim
+    rows = 0
+    for block in (seen.high > seen.low).nonzero()[0].tolist():
+        tiles = -(-int(seen.high[block]) // tile) - int(seen.low[block]) // tile
+        rows += min(block_m, end - block_m * block) * min(dq_sums, tiles)
+    return int(_FLOAT_BYTES * work.batch * work.heads_q * rows * config.head_dim)
+
+
+def _parts(work: Workload, config: Any, splits: int) -> int:
+    """Bytes of dk and dv of all parts of the queries."""
+    rows = work.batch * work.heads_kv * _whole(work.seqlen_k, _SLICE_ROWS)
+    return int(_FLOAT_BYTES * splits * rows * (config.head_dim + config.head_dim_v))
 
 
 def _asymptotic(work: Workload, smem_bytes: int) -> float:

@@ -20,5 +20,6 @@ class BackwardConvertConfig(KernelConfig):
     def after(cls, config: KernelConfig) -> Self:
         """The kernel for the sums of another."""
         values = config.values()
+        values["block_n"] = config.own_rows  # keys of a tile, which add to one of the sums
         values["num_warps"] = config.block_m // 16 * -(-config.head_dim // 64)
         return cls(**{name: values[name] for part in SCORED.values() for name in part._fields})

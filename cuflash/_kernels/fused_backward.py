@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Self
 
-from cuflash._kernels import portable, wgmma
+from cuflash._kernels import portable, split_queries, wgmma
 from cuflash._kernels.config import SCORED, KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import needs_score_math
@@ -14,6 +14,7 @@ from cuflash._kernels.tables import Row, smallest
 #: backward_pair_sm90.
 #: Of each row block_m, block_n, num_stages, keys_in_registers.
 ROWS = (
+    Row("", (32, 32), (128, 128, 2, True), "D143"),
     Row("", (64, 64), (128, 128, 2, True), "D101"),
     Row("", (96, 96), (64, 128, 3, False), "D101"),
     Row("", (128, 128), (64, 128, 2, False), "D101"),
@@ -30,6 +31,7 @@ class Own(NamedTuple):
     num_stages: int  # buffers of q and of dout
     keys_in_registers: bool  # are k and v of a tile?
     deterministic: bool  # do tiles add one after the other?
+    split_queries: bool = False  # are the queries of a tile dealt out to several thread blocks?
 
 
 class AllGradientsConfig(wgmma.WarpgroupsConfig):
@@ -45,8 +47,7 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
     def eligible(cls, request: Request) -> str:
         """Why it does not serve a request.
 
-        Head sizes are refused that leave columns of the sums of dq empty, or where registers do not
-        hold dk, dv and a part of dq.
+        Head sizes are refused where registers do not hold dk, dv and a part of dq.
         """
         problem = request.problem
         reason = wgmma.against_halves(request) or wgmma.against_broadcast(request)
@@ -56,10 +57,6 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
             (
                 problem.cu_seqlens_q is not None,
                 "each packed sequence would begin with rows of its own",
-            ),
-            (
-                problem.head_dim not in {row.head_dims[0] for row in ROWS},
-                "columns of the sums of dq would be empty",
             ),
             (problem.head_dim_v > problem.head_dim, "registers hold no wider results"),
             (not portable.shares_keys(problem, "kv"), "entries of one result have other keys"),
@@ -71,7 +68,9 @@ class AllGradientsConfig(wgmma.WarpgroupsConfig):
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
-        return (cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic),)
+        own = cls(**wgmma.fields(cls, request, ROWS), deterministic=request.deterministic)
+        splits = split_queries.parts_of(request.problem, own, request.num_sms) > 1
+        return (own.replace(split_queries=splits),)
 
 
 def wins(request: Request, config: KernelConfig) -> bool:

@@ -98,7 +98,7 @@ SEGMENT_BOUNDS = _struct(
 )
 BACKWARD = _kernel(
     ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
-    "head_dim", "head_dim_v", turns=True,
+    "head_dim", "head_dim_v", "dq_sums", "row_parts", "part_blocks", "num_parts", turns=True,
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
         case "sums" if step.sums is not None:
             tiles = step.sums.tiles(problem, config.block_m, config.block_n)
             summed = step.sums.summed
-        case "dkv" | "dqkv":
+        case "dkv" | "dqkv" | "parts":
             tiles = num_tiles(problem, problem.seqlen_k, config.own_rows)
             summed = (problem.k if getattr(config, "grad_k", True) else problem.v).summed
             streamed = problem.seqlen_q * row
@@ -73,7 +73,7 @@ def _work_of(step: LaunchStep, problem: Problem, layouts: Layouts) -> _Work:
     if step.sums is not None:
         layouts = {**layouts, "sums": step.sums.layout()}
     elif config.computes in ("dqkv", "convert"):
-        layouts = {**layouts, "sums": dq_sums_layout(problem)}
+        layouts = {**layouts, "sums": dq_sums_layout(problem, config)}
     absent = Layout(1, (0,) * len(problem.batch))
     names = kernel_params.pointer_names(kernel_params.STRUCTS[config.params])
     operands = {name: layouts.get(name, absent) for name in names}
@@ -130,9 +130,21 @@ def plan_launch(
         if layouts[name].itemsize != problem.dtype.itemsize:
             raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
     filled = np.zeros(1, struct)[0]
-    owners = grid.num_owners * (step.splits if config.computes == "out" else 1)
+    owners, entries = grid.num_owners, grid.entries_per_owner
+    if config.computes == "out":
+        owners *= step.splits
+    elif "dq_sums" in (struct.names or ()):
+        filled["dq_sums"], filled["num_parts"] = step.dq_sums, step.splits
+        if config.computes == "dqkv":
+            row_parts = max(1, step.splits // entries)
+            blocks_of_queries = -(-problem.seqlen_q // config.block_m)
+            owners, entries = owners * step.splits, entries * row_parts // step.splits
+            filled["row_parts"], filled["part_blocks"] = (
+                row_parts,
+                -(-blocks_of_queries // row_parts),
+            )
     section = owners_per_section(config, problem, tiles, owners, streamed, hardware)
-    filled["grid"] = (tiles, owners, section, grid.entries_per_owner)
+    filled["grid"] = (tiles, owners, section, entries)
     _fill_strides(filled, grid, operands, packed=problem.cu_seqlens_q is not None)
     filled["head_dim_v"] = problem.head_dim_v
     if "num_splits" in (struct.names or ()):
@@ -176,6 +188,11 @@ def _operand_of(step: LaunchStep, pointer: str) -> str:
     """Which operand a pointer of a kernel is given."""
     if pointer == "sums" and step.sums is not None:
         return sums_of(step.gradient)
+    adds_parts = step.config.computes == "parts"
+    if (adds_parts and pointer == "sums") or (
+        getattr(step.config, "split_queries", False) and pointer == "dk"
+    ):
+        return "dkv_parts"
     if getattr(step.config, "split_keys", False) and pointer in ("out", "lse"):
         return f"{pointer}_parts"
     return pointer

@@ -177,16 +177,22 @@ def workspace_size(problem: Problem, pass_name: str) -> int:
     if pass_name == "forward":
         steps = choose(problem, hardware.of_device(runtime.getDevice()))
         return Workspace.of(problem, backward=False, splits=_splits_of(steps)).size
-    steps = choose(
-        problem, hardware.of_device(runtime.getDevice()), of_any_arrays(problem),
-        wanted=Wanted.of("qkv"), deterministic=False,
-    )  # fmt: skip
-    return Workspace.of(problem, backward=True, fused=_fused_of(steps)).size
+    own, access = hardware.of_device(runtime.getDevice()), of_any_arrays(problem)
+    return max(
+        _backward_workspace(
+            problem,
+            choose(problem, own, access, wanted=Wanted.of("qkv"), deterministic=deterministic),
+        ).size
+        for deterministic in (False, True)
+    )
 
 
-def _fused_of(steps: tuple[LaunchStep, ...]) -> Any:
-    """The configuration of the kernel of all gradients in one pass, or None."""
-    return next((step.config for step in steps if step.config.computes == "dqkv"), None)
+def _backward_workspace(problem: Problem, steps: tuple[LaunchStep, ...]) -> Workspace:
+    fused = next((step for step in steps if step.config.computes == "dqkv"), None)
+    if fused is None:
+        return Workspace.of(problem, backward=True)
+    splits = fused.splits if fused.config.split_queries else 0
+    return Workspace.of(problem, True, fused.config, splits, fused.dq_sums)
 
 
 def _splits_of(steps: tuple[LaunchStep, ...]) -> int:
@@ -235,7 +241,10 @@ def _prepared(
     steps = choose(
         problem, own, access, wanted=wanted, override=override, deterministic=deterministic
     )
-    scratch = Workspace.of(problem, wanted is not None, _fused_of(steps), _splits_of(steps))
+    if wanted is None:
+        scratch = Workspace.of(problem, backward=False, splits=_splits_of(steps))
+    else:
+        scratch = _backward_workspace(problem, steps)
     memory = _memory(scratch, workspace, addresses)  # before anything is compiled
     launchers = plan_steps(steps, problem, layouts, own, device, addresses, scratch.num_turns)
     return plan_cache.keep(key, Plan.of(launchers, scratch, layouts, addresses)), memory

@@ -1,7 +1,8 @@
 """What does a call keep in scratch memory, and where?
 
 In this order: lse and delta of each query row, bounds of segment ids, the semaphore ("turns") of
-the tiles that add to dq, and their float32 sums of dq; or out and lse of every part of the keys.
+the tiles that add to dq, their float32 sums of dq, and dk and dv of every part of the queries; or
+out and lse of every part of the keys.
 """
 
 from __future__ import annotations
@@ -32,16 +33,20 @@ class Workspace(NamedTuple):
     size: int  # of all parts, wherever the memory begins
     out_parts: int = 0  # of split keys
     lse_parts: int = 0
+    dkv_parts: int = 0  # of split queries
 
     @classmethod
-    def of(cls, problem: Problem, backward: bool, fused: Any = None, splits: int = 0) -> Workspace:
+    def of(
+        cls, problem: Problem, backward: bool, fused: Any = None, splits: int = 0, dq_sums: int = 1
+    ) -> Workspace:
         """Of one call; ``fused`` is the configuration of a kernel of all gradients.
 
-        ``splits`` are the parts of the keys of a forward, 0 where they are not split.
+        ``splits`` are the parts of the keys of a forward, or of the queries of a gradient; 0 where
+        they are not split.
         """
         alignment, entries = statistics_bytes(problem), math.prod(problem.batch)
         statistics = alignment * entries * problem.seqlen_q if backward else 0
-        bounds = keys = turns = sums = 0
+        bounds = keys = turns = sums = dkv_parts = 0
         if problem.segment_ids_q is not None:
             statistics = -(-statistics // _BOUNDS_ALIGNMENT) * _BOUNDS_ALIGNMENT
             bounds, alignment = segment_bounds.room_for(problem), _BOUNDS_ALIGNMENT
@@ -49,14 +54,16 @@ class Workspace(NamedTuple):
         if fused is not None:
             # One counter of drawn tiles, and a turn for each block of queries.
             blocks = -(-problem.seqlen_q // fused.block_m) * fused.cluster_blocks
-            turns, sums = 1 + entries * int(blocks), entries * _entry_bytes(problem)
+            turns, sums = 1 + entries * int(blocks) * dq_sums, dq_sums * _all_bytes(problem, fused)
+            dkv_parts = splits * _part_bytes(problem, fused)
         size = statistics + bounds + _FLOAT_BYTES * turns + (_SUMS_ALIGNMENT + sums if sums else 0)
-        lse_parts = problem.lse_dtype.itemsize * splits * entries * problem.seqlen_q
+        lse_parts = 0 if backward else problem.lse_dtype.itemsize * splits * entries
+        lse_parts *= problem.seqlen_q
         out_parts = lse_parts * problem.head_dim_v
         if splits:
-            size += _SUMS_ALIGNMENT + out_parts + lse_parts
+            size += _SUMS_ALIGNMENT + out_parts + lse_parts + dkv_parts
         return cls(
-            statistics, bounds, keys, turns, sums, alignment, size, out_parts, lse_parts
+            statistics, bounds, keys, turns, sums, alignment, size, out_parts, lse_parts, dkv_parts
         )  # fmt: skip
 
     def places_in(self, start: int) -> tuple[int, int, int]:
@@ -73,6 +80,9 @@ class Workspace(NamedTuple):
             found |= {"segment_bounds_q": bounds, "segment_bounds_k": bounds + self.bounds_of_keys}
         if self.num_turns:  # a kernel of all gradients serves no segments
             _, found["turns"], found["sums"] = self.places_in(start)
+        if self.dkv_parts:
+            end = found["sums"] + self.sums
+            found["dkv_parts"] = -(-end // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
         if self.lse_parts:
             first = -(-(bounds + self.bounds) // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
             found |= {"out_parts": first, "lse_parts": first + self.out_parts}
@@ -104,12 +114,31 @@ def statistics_bytes(problem: Problem) -> int:
     return 2 * problem.lse_dtype.itemsize
 
 
-def _entry_bytes(problem: Problem) -> int:
+def _entry_bytes(problem: Problem, config: Any) -> int:
     """Bytes of the sums of dq of one batch entry, in whole slices of rows."""
-    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * problem.head_dim
+    return _FLOAT_BYTES * -(-problem.seqlen_q // _SLICE_ROWS) * _SLICE_ROWS * int(config.head_dim)
 
 
-def dq_sums_layout(problem: Problem) -> Layout:
-    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_accum.cuh`` says."""
-    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=_entry_bytes(problem))
-    return Layout(_FLOAT_BYTES, tuple(steps)[::-1] if problem.batch else ())
+def _all_bytes(problem: Problem, config: Any) -> int:
+    """Bytes of one of the sums of dq."""
+    return math.prod(problem.batch) * _entry_bytes(problem, config)
+
+
+def _part_bytes(problem: Problem, config: Any) -> int:
+    """Bytes of dk and dv of one part of the queries: ``kernels_cu/sm90/dkv_parts.cuh``."""
+    owners = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if not s)
+    slices = -(-problem.seqlen_k // _SLICE_ROWS)
+    if problem.cu_seqlens_k is not None:
+        slices = problem.seqlen_k // _SLICE_ROWS + problem.cu_seqlens_k.shape[0] - 1
+    return _FLOAT_BYTES * owners * slices * _SLICE_ROWS * int(config.head_dim + config.head_dim_v)
+
+
+def dq_sums_layout(problem: Problem, config: Any) -> Layout:
+    """Batch entries in C order; within an entry as ``kernels_cu/sm90/dq_accum.cuh`` says.
+
+    From "row" to row there are the sums of all entries, where dq has several.
+    """
+    entry = _entry_bytes(problem, config)
+    steps = itertools.accumulate(problem.batch[:0:-1], int.__mul__, initial=entry)
+    batch = tuple(steps)[::-1] if problem.batch else ()
+    return Layout(_FLOAT_BYTES, batch, row=_all_bytes(problem, config))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash._errors import problem_with
-from cuflash._kernels import fused_backward, split_keys
+from cuflash._kernels import fused_backward, split_keys, split_queries
+from cuflash._kernels.backward_combine import BackwardCombineConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
@@ -40,7 +41,10 @@ class LaunchStep(NamedTuple):
     config: KernelConfig
     gradient: str = ""  # the input, other than q, k and v, whose gradient it sums
     sums: ScoreSums | None = None  # what it writes for that
-    splits: int = 1  # parts of the keys, each of which leaves results for one step that combines
+    #: Parts of the keys or, of a gradient, of the queries: each leaves results for one step that
+    #: combines them.
+    splits: int = 1
+    dq_sums: int = 1  # that one step adds up
 
 
 class Wanted(NamedTuple):
@@ -130,16 +134,15 @@ def _backward(
     out_bytes = access.copy_bytes(problem, "dout", "out", address_bits=access.out_bits)
     out_dtype = wanted.out_dtype or problem.dtype
     delta = DeltaConfig.of(problem, out_dtype, out_bytes, grad_lse=wanted.grad_lse)
-    configs: list[KernelConfig] = [delta]
+    steps = [LaunchStep(delta)]
     fused = _fused(call, names, override)
     if fused is not None:
-        configs += [fused, BackwardConvertConfig.after(fused)]
+        steps += _in_one_pass(fused, request)
     else:
         if request.keys:
-            configs += _chosen("dkv", call, override.kv)
+            steps += map(LaunchStep, _chosen("dkv", call, override.kv))
         if "q" in names:
-            configs += _chosen("dq", call, override.q)
-    steps = [LaunchStep(config) for config in configs]
+            steps += map(LaunchStep, _chosen("dq", call, override.q))
     for name in SUMMED:
         if name in names:
             sums = score_sums(problem, name, wanted.shapes[name])
@@ -147,6 +150,18 @@ def _backward(
                 LaunchStep(BackwardScoreConfig.of(request, name, sums.sums_to), name, sums)
             )
     return steps
+
+
+def _in_one_pass(config: Any, request: Request) -> list[LaunchStep]:
+    """The kernel of all gradients, and those that add up what it leaves."""
+    problem, splits = request.problem, 1
+    sums = split_queries.sums_of_dq(problem, config, request.num_sms)
+    if config.split_queries:
+        splits = split_queries.parts_of(problem, config, request.num_sms)
+    steps = [LaunchStep(config, splits=splits, dq_sums=sums)]
+    if config.split_queries:
+        steps.append(LaunchStep(BackwardCombineConfig.after(config), splits=splits))
+    return [*steps, LaunchStep(BackwardConvertConfig.after(config), dq_sums=sums)]
 
 
 def _fused(call: _Call, names: frozenset[str], override: BackwardConfigs) -> KernelConfig | None:

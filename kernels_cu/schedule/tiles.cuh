@@ -71,6 +71,7 @@ using KeyPart = PartOfTile<Config::split_keys>;
 
 struct KeyTile : OwnedTile {
   int first_key;
+  int part;  // of an entry's blocks of queries, where they are split
 
   CUFLASH_DEVICE static KeyTile of_this_block(const BackwardParams& params) {
     return at(params, tile_index());
@@ -79,7 +80,19 @@ struct KeyTile : OwnedTile {
     const Tile tile = tile_of(params.grid, index);
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
-    return {{tile.owner, place.sequence}, place.block * Config::block_n};
+    const int parts = Config::split_queries ? params.row_parts : 1;
+    return {
+        {tile.owner / parts, place.sequence}, place.block * Config::block_n, tile.owner % parts};
+  }
+
+  // Where they are split: the blocks of queries that are this thread block's. Extents of arrays
+  // alone decide which.
+  CUFLASH_DEVICE BlockRanges own(BlockRanges blocks, const BackwardParams& params) const {
+    if constexpr (Config::split_queries) {
+      blocks.begin = max(blocks.begin, part * params.part_blocks);
+      blocks.end = min(blocks.end, (part + 1) * params.part_blocks);
+    }
+    return blocks;
   }
 };
 

@@ -191,7 +191,7 @@ struct DkvProducer {
       const BatchIndex entry = work.entry(params, index);
       const Score score(params.score, entry);
       const Range keys{work.first_key, work.first_key + Config::block_n};
-      const BlockRanges blocks = score.q_blocks(keys.begin, keys.end);
+      const BlockRanges blocks = work.own(score.q_blocks(keys.begin, keys.end), params);
       RowWalk walk(score, blocks, keys);
       load_rows_of(*this, entry, score.seqlen, walk);
     }

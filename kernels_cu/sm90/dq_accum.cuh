@@ -37,12 +37,12 @@ struct DqSlice {
     }
   }
 
-  CUFLASH_DEVICE void read(float (&acc)[tiles][4], int lane) const {
+  CUFLASH_DEVICE void add_to(float (&acc)[tiles][4], int lane) const {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
       const uint4 x = ptx::load_once(value[t][lane]);
-      acc[t][0] = __uint_as_float(x.x), acc[t][1] = __uint_as_float(x.y);
-      acc[t][2] = __uint_as_float(x.z), acc[t][3] = __uint_as_float(x.w);
+      acc[t][0] += __uint_as_float(x.x), acc[t][1] += __uint_as_float(x.y);
+      acc[t][2] += __uint_as_float(x.z), acc[t][3] += __uint_as_float(x.w);
     }
   }
 
@@ -69,8 +69,10 @@ struct DqAccum {
   float* of_entry;
   int num_rows;
 
-  CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry)
-      : of_entry(params.sums + entry * params.sums_layout.batch), num_rows(params.score.seqlen_q) {}
+  // Of all entries, there are key_splits sums one after the other.
+  CUFLASH_DEVICE DqAccum(const BackwardParams& params, const BatchIndex& entry, int split = 0)
+      : of_entry(params.sums + entry * params.sums_layout.batch + split * params.sums_layout.row),
+        num_rows(params.score.seqlen_q) {}
 
   // Slices that a part has.
   CUFLASH_DEVICE int slices(int block, int part) const {

@@ -70,11 +70,15 @@ struct Work {
     return {{{tile.owner, 0}, tile_key + rank * Config::block_n}, tile_key};
   }
   CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
-  // How many tiles add to this block of queries before this one.
-  CUFLASH_DEVICE int turn(const Score& score, int block) const {
+  // Which of the sums of dq the tile adds to.
+  CUFLASH_DEVICE int sum(const BackwardParams& params) const {
+    return tile_key / tile_keys % params.dq_sums;
+  }
+  // How many tiles add to that of this block of queries before this one.
+  CUFLASH_DEVICE int turn(const BackwardParams& params, const Score& score, int block) const {
     const int first_row = block * Config::block_m;
     const int first_block = score.kv_blocks(first_row, first_row + Config::block_m).begin;
-    return tile_key / tile_keys - first_block / 2;
+    return (tile_key / tile_keys - first_block / 2) / params.dq_sums;
   }
   CUFLASH_DEVICE int other_key() const {
     return tile_key + static_cast<int>(other_rank()) * Config::block_n;

@@ -1,0 +1,60 @@
+"""Into how many parts does one pass split queries, and dq its sums? By shapes and device alone.
+
+A tile of keys walks all queries of all heads that share the keys. Where tiles are fewer than
+multiprocessors, each tile has several thread blocks, with some of the heads or some of the blocks
+of queries, and ``backward_combine.cu`` adds up their dk and dv. Where a block of queries waits for
+many tiles of keys, which add to its dq one after the other, dq has several sums, and
+``backward_convert.cu`` adds them up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cuflash._problem.problem import Problem
+
+#: In blocks of queries: what a tile takes beside them, and what the kernel that adds parts takes,
+#: for itself and for each part of a tile of 64 + 64 columns. (D141)
+_OF_A_TILE = 1.0
+_OF_COMBINING = 3.0
+_OF_A_PART = 0.03
+
+
+def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
+    """Parts of the queries of each tile of keys: what is done first by an estimate."""
+    if not num_sms or config.cluster_blocks > 1:
+        return 1
+    shared = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
+    owners = math.prod(problem.batch) // shared
+    tiles = -(-problem.seqlen_k // int(config.block_n))
+    blocks = -(-problem.seqlen_q // int(config.block_m))
+    if problem.window_keys is not None:  # of each tile of keys as few
+        blocks = min(blocks, -(-(problem.window_keys + config.block_n) // int(config.block_m)))
+    whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
+    rows = 1 if whole else blocks  # of an entry that parts share
+    candidates = [n for n in range(1, shared + 1) if shared % n == 0]
+    candidates += [shared * 2**i for i in range(1, rows.bit_length())]
+    width = int(config.head_dim + config.head_dim_v) / 128
+
+    def takes(parts: int) -> float:
+        own, at_all = shared * blocks / parts + _OF_A_TILE, owners * tiles * parts
+        added = (_OF_COMBINING + _OF_A_PART * at_all * width) if parts > 1 else 0.0
+        if problem.window_right is None:
+            return -(-at_all // num_sms) * own + added
+        # The first keys are seen by twice the queries that others are on average. Of each further
+        # entry the others have to wait for them, where they run at the same time.
+        further = max(1 - parts / shared, 0.0)
+        waiting = min(num_sms / at_all, 1.0) * further
+        return max(own, at_all / num_sms * own / 2 * (1 + waiting)) + added
+
+    return min(candidates, key=takes)
+
+
+def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
+    """Sums of dq: as many as leave two blocks of queries or more to each multiprocessor. (D142)"""
+    if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
+        return 1
+    blocks = math.prod(problem.batch) * -(-problem.seqlen_q // int(config.block_m))
+    tiles = -(-problem.seqlen_k // int(config.block_n))
+    return max(1, min(2 * num_sms // max(blocks, 1), tiles))

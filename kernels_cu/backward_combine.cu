@@ -1,0 +1,54 @@
+// dk and dv from the float32 sums of parts of the queries: added in the order of the parts, scaled,
+// rounded, in the caller's strides. Rows that came out non-finite are computed again, pair by pair.
+//
+// A thread block has 16 keys, a warp 32 columns of dk or of dv.
+#include "simt/recompute_rows.cuh"
+#include "sm90/dkv_parts.cuh"
+
+namespace cuflash {
+
+constexpr int warps_of_dk = Config::head_dim / 32;
+static_assert(Config::num_warps == warps_of_dk + Config::head_dim_v / 32, "32 columns of a warp");
+static_assert(Config::block_n == 16, "a slice of a thread block");
+
+// Returns the rows that are non-finite, as bits.
+CUFLASH_DEVICE uint32_t combine(const BackwardParams& params, const KeyTile& work, int num_keys) {
+  using Columns = DqSlice<4>;
+  const BatchIndex entry = work.entry(params, 0);
+  const DkvParts parts(params, params.sums, work.sequence);
+  const bool of_k = warp_agrees(warp_index() < warps_of_dk);
+  float acc[4][4] = {};
+#pragma unroll 4
+  for (int i = 0; i < params.num_parts; ++i) {
+    const int part = work.owner * params.num_parts + i;
+    // dv follows dk.
+    const auto* columns = reinterpret_cast<const Columns*>(&parts.slice(part, work.first_key));
+    columns[warp_index()].add_to(acc, lane_index());
+  }
+  const int first_k = Seqlen(params.score, entry).first_k;
+  const int first_column = 32 * (of_k ? warp_index() : warp_index() - warps_of_dk);
+  RowTarget target =
+      of_k ? RowTarget(params.dk, params.dk_layout, entry, first_k, params.head_dim, 0)
+           : RowTarget(params.dv, params.dv_layout, entry, first_k, params.head_dim_v, 0);
+  target.data += first_column * target.column_stride;
+  target.num_columns -= first_column;
+  const float factor = of_k ? params.score.scale : kept_scale(params.score);
+  store_slice_wide(target, work.first_key, num_keys, factor, acc);
+  return non_finite_rows(acc) & ((1u << num_keys) - 1);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_backward_combine(const __grid_constant__ cuflash::BackwardParams params) {
+  using namespace cuflash;
+  const KeyTile work = KeyTile::of_this_block(params);
+  const Seqlen seqlen(params.score, work.entry(params, 0));
+  const int num_keys = min(max(seqlen.rows_k - work.first_key, 0), 16);
+  if (num_keys == 0) return;
+  const uint32_t broken = combine(params, work, num_keys);
+  __syncthreads();  // a row was written by several warps, and an exact one by one
+  for_each_bit(broken, [&](int row) {
+    recompute_dkv(params, work.owner, work.sequence, work.first_key + row);
+  });
+}

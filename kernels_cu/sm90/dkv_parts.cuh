@@ -1,0 +1,37 @@
+// Where the float32 sums of dk and dv of parts of the queries lie: written by backward_sm90.cu,
+// added up by backward_combine.cu.
+//
+// All parts of an owner follow each other. A part has a slice for each 16 keys; each packed
+// sequence begins with a slice of its own.
+#pragma once
+
+#include "schedule/tiles.cuh"
+#include "sm90/dq_accum.cuh"
+
+namespace cuflash {
+
+struct DkvSlice {
+  DqSlice<Config::head_dim / 8> dk;
+  DqSlice<Config::head_dim_v / 8> dv;
+};
+
+struct DkvParts {
+  DkvSlice* sums;
+  int slices;  // of a part
+  int first;   // of the sequence
+
+  CUFLASH_DEVICE DkvParts(const BackwardParams& params, void* sums, int sequence)
+      : sums(static_cast<DkvSlice*>(sums)), slices((params.score.seqlen_k + 15) / 16), first(0) {
+    if constexpr (Config::cu_seqlens != Dtype::none) {
+      slices = params.score.seqlen_k / 16 + params.score.num_sequences;
+      first = Packing::of_keys(params.score).first_rank<16>(sequence);
+    }
+  }
+
+  // `part` counts the parts of all owners.
+  CUFLASH_DEVICE DkvSlice& slice(int part, int first_key) const {
+    return sums[int64_t(part) * slices + first + first_key / 16];
+  }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,280 @@
+"""Do the parts of split queries, and several sums of dq, add up to the gradients?
+
+Kernels that add up are run by a C++ compiler. Where their float32 sums lie is written down here
+once more, from the picture in `kernels_cu/tile/fragment.cuh`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import cuflash
+from cuflash import Options
+from cuflash._kernels import split_queries
+from cuflash._kernels.backward_combine import BackwardCombineConfig
+from cuflash._kernels.backward_convert import BackwardConvertConfig
+from cuflash._problem.layout import Layout
+from cuflash._problem.problem import Problem, describe
+from cuflash.testing._budget import Budget
+from cuflash.tuning import BackwardConfigs
+from support import chosen
+from support.problems import Call, make_call
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from test_dq_sums_on_the_host import sums_of  # noqa: E402
+
+from cuflash._launch import plan, plan_cache  # noqa: E402
+from cuflash._launch.workspace import Workspace  # noqa: E402
+from cuflash._select import hardware  # noqa: E402
+from cuflash._select.choose import LaunchStep, Wanted, choose  # noqa: E402
+from support.host_device import COMPILER, host_device, on_device  # noqa: E402
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def problem_of(
+    batch: tuple[int, ...], rows: int, keys: int, head_dims: tuple[int, int] = (64, 64),
+    heads: tuple[int, int] = (1, 1), **options: Any,
+) -> Problem:  # fmt: skip
+    """A problem of bfloat16, with heads of queries and heads of keys."""
+    d, d_v = head_dims
+    q = on_device(np.zeros((*batch, heads[0], rows, d), bfloat16))
+    k, v = (on_device(np.zeros((*batch, heads[1], keys, w), bfloat16)) for w in (d, d_v))
+    return describe(q, k, v, Options(enable_gqa=heads[0] != heads[1], **options))
+
+
+def launched(folder: Any, step: LaunchStep, problem: Problem, **arrays: np.ndarray) -> list[str]:
+    """Run one step on the host; ``arrays`` are given by the names of operands."""
+    with host_device(folder) as device:
+        layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v")}
+        layouts |= {f"d{name}": layout for name, layout in layouts.items()}
+        launch = plan.plan_launch(step, problem, layouts, hardware.of_device(0), 0)
+        given = {name: array.ctypes.data for name, array in arrays.items()}
+        launch.run(tuple(given.get(name, 0) for name in launch.names), 0)
+        return device.launched
+
+
+def slice_of(rows: np.ndarray) -> np.ndarray:
+    """16 rows as the lanes of a warp hold them: tile of 8 columns, lane, half, pair."""
+    split = rows.reshape(2, 8, rows.shape[1] // 8, 4, 2)  # half, row, tile, lane of a quad, pair
+    return split.transpose(2, 1, 3, 0, 4).ravel()
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 24), (128, 64)], ids=str)
+def test_parts_of_dk_and_dv_are_added_in_their_order(tmp_path: Any, head_dims: Any) -> None:
+    """Bit for bit; keys of a ragged slice that do not exist, and columns between, are not read."""
+    batch, heads_kv, group, keys, parts, scale = 2, 2, 3, 77, 3, 0.37
+    problem = problem_of(
+        (batch,), 50, keys, head_dims, (heads_kv * group, heads_kv), scale=scale
+    )  # fmt: skip
+    config = chosen.fused(problem, deterministic=True).replace(split_queries=True)
+    width, width_v = config.head_dim, config.head_dim_v
+    slices = -(-keys // 16)
+    rng = np.random.default_rng(0)
+    shape = (batch, heads_kv, parts, slices * 16, width + width_v)
+    rows = rng.standard_normal(shape).astype(np.float32)
+    rows[..., keys:, :] = np.nan
+    lying = []
+    for part in rows.reshape(-1, slices, 16, width + width_v):
+        for own in part:
+            lying += [slice_of(own[:, :width]), slice_of(own[:, width:])]
+    total = np.zeros_like(rows[:, :, 0])
+    for part in range(parts):
+        total += rows[:, :, part]
+    found = {f"d{n}": np.full((batch, heads_kv, keys, d), np.nan, bfloat16)
+             for n, d in zip("kv", head_dims, strict=True)}  # fmt: skip
+    step = LaunchStep(BackwardCombineConfig.after(config), splits=parts)
+    names = launched(
+        tmp_path, step, problem, dkv_parts=np.concatenate(lying), **found
+    )  # fmt: skip
+    assert names == ["cuflash_backward_combine"]
+    dk = (total[..., :keys, : head_dims[0]] * np.float32(scale)).astype(bfloat16)
+    dv = total[..., :keys, width : width + head_dims[1]].astype(bfloat16)
+    np.testing.assert_array_equal(found["dk"].view(np.uint16), dk.view(np.uint16))
+    np.testing.assert_array_equal(found["dv"].view(np.uint16), dv.view(np.uint16))
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_several_sums_of_dq_are_added_in_their_order(tmp_path: Any, head_dim: int) -> None:
+    """Where no tile of keys of a sum sees a block of queries, nothing was stored."""
+    entries, seqlen_q, seqlen_k, count = 2, 333, 700, 5
+    problem = problem_of((entries,), seqlen_q, seqlen_k, (head_dim, head_dim), window=(180, 0))
+    config = chosen.fused(problem, deterministic=True)
+    width, block = config.head_dim, config.block_m
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((count, entries, -(-seqlen_q // 16) * 16, width)).astype(np.float32)
+    total = np.zeros_like(rows[0])
+    for first in range(0, seqlen_q, block):
+        own = slice(first, first + block)
+        begin = max(first + seqlen_k - seqlen_q - 180, 0) // config.block_n
+        last = min(first + block, seqlen_q) + seqlen_k - seqlen_q
+        seen = {tile % count for tile in range(begin, -(-last // config.block_n))}
+        for number in range(count):
+            if number in seen:
+                total[:, own] += rows[number, :, own]
+            else:
+                rows[number, :, own] = np.nan
+    assert np.isnan(rows).any(), "a sum that is not stored"
+    lying = np.stack([sums_of(entry, block) for own in rows for entry in own])
+    dq = np.full((entries, 1, seqlen_q, head_dim), np.nan, bfloat16)
+    step = LaunchStep(BackwardConvertConfig.after(config), dq_sums=count)
+    assert launched(tmp_path, step, problem, sums=lying, dq=dq) == ["cuflash_backward_convert"]
+    scale = np.float32(problem.scale)
+    want = (total[:, None, :seqlen_q, :head_dim] * scale).astype(bfloat16)
+    np.testing.assert_array_equal(dq.view(np.uint16), want.view(np.uint16))
+
+
+def splits_of(problem: Problem, num_sms: int = 132, **given: Any) -> tuple[int, int]:
+    """Parts of the queries, and sums of dq, on a Hopper with so many multiprocessors."""
+    config = chosen.one("backward_sm90", problem, num_sms=num_sms, **given)
+    parts = split_queries.parts_of(problem, config, num_sms)
+    assert config.split_queries == (parts > 1)
+    return parts, split_queries.sums_of_dq(problem, config, num_sms)
+
+
+def test_numbers_of_parts_follow_from_shapes_and_device() -> None:
+    plain = problem_of((8, 16), 4096, 4096)
+    assert splits_of(plain) == (1, 1)  # tiles enough
+    shared = problem_of((2,), 4096, 4096, heads=(32, 1), window=(None, 0))
+    parts, sums = splits_of(shared)
+    assert parts in (4, 8, 16), "a divisor of the heads that share keys"
+    assert sums == 1
+    assert splits_of(shared, num_sms=0) == (1, 1)
+    assert splits_of(problem_of((4,), 4096, 4096, heads=(32, 8), window=(None, 0))) == (1, 1)
+    few_keys = problem_of((8,), 4096, 77)
+    assert splits_of(few_keys)[0] > 4  # blocks of queries
+    few_rows = problem_of((8,), 512, 50_000)
+    assert splits_of(few_rows)[1] > 1
+    assert splits_of(few_rows, deterministic=False)[1] == 1
+    assert splits_of(problem_of((8,), 512, 128))[1] == 1, "no more than tiles of keys"
+
+
+def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_queries, "parts_of", lambda *_: 6)
+    monkeypatch.setattr(split_queries, "sums_of_dq", lambda *_: 3)
+    problem = problem_of((5,), 300, 90, (64, 40), (6, 2))
+    steps = choose(problem, hardware.typical("sm_90a"), wanted=Wanted.of("qkv"))
+    fused = next(step for step in steps if step.config.computes == "dqkv")
+    assert (fused.splits, fused.dq_sums) == (6, 3)
+    assert [step.config.kernel for step in steps] == [
+        "backward_delta", "backward_sm90", "backward_combine", "backward_convert"
+    ]  # fmt: skip
+    scratch = Workspace.of(problem, True, fused.config, fused.splits, fused.dq_sums)
+    entries, rows, keys = 5 * 6, 304, 96  # in slices of 16
+    assert scratch.num_turns == 1 + entries * 3 * 3  # blocks of 128 queries
+    assert scratch.sums == 4 * 3 * entries * rows * 64
+    assert scratch.dkv_parts == 4 * 6 * 5 * 2 * keys * (64 + 64)
+    places = scratch.addresses(1 << 20)
+    assert places["dkv_parts"] >= places["sums"] + scratch.sums
+    assert places["dkv_parts"] + scratch.dkv_parts <= (1 << 20) + scratch.size
+    assert places["dkv_parts"] % 128 == places["sums"] % 128 == 0
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Splits the queries and sums of dq of every call into so many."""
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("the device has no wgmma")
+
+    def into(parts: int, sums: int) -> None:
+        plan_cache.forget()
+        alone = {"backward_sm90"}
+        monkeypatch.setattr(
+            split_queries, "parts_of", lambda _, c, __: parts if c.kernel in alone else 1
+        )
+        monkeypatch.setattr(
+            split_queries, "sums_of_dq", lambda _, c, __: sums if c.kernel in alone else 1
+        )
+
+    yield into
+    plan_cache.forget()
+
+
+def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Gradients in one pass over poisoned memory, with the out and lse that they are of."""
+    dout, q, k, v = (cupy.asarray(call.array(name)) for name in ("dout", "q", "k", "v"))
+    on_gpu = {n: cupy.asarray(x) if hasattr(x, "shape") else x for n, x in call.options.items()}
+    options = Options(**on_gpu)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, options=options)
+    config = chosen.fused(describe(q, k, v, options), deterministic=True)
+    room = cuflash.Gradients(*(cupy.full(a.shape, np.nan, a.dtype) for a in (q, k, v)))
+    found = cuflash.attention_backward(
+        dout, q, k, v, out, lse, options=options, grads_out=room,
+        config=BackwardConfigs(qkv=config), workspace=cupy.full(64 << 20, 0xFF, np.uint8),
+    )  # fmt: skip
+    return {n: getattr(found, f"d{n}").get() for n in "qkv"}, (out.get(), lse.get())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(32, 32), (64, 64), (72, 40), (128, 128)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 20)}], ids=str)
+def test_any_number_of_parts_is_within_the_budget(
+    split_into: Any, head_dims: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """And has the same bits in 20 runs: heads that share keys, few keys, few queries."""
+    d, d_v = head_dims
+    for heads, rows, keys in (((8, 2), 300, 515), ((2, 2), 700, 77), ((2, 2), 77, 900)):
+        call = make_call(
+            "normal", 3, np.dtype(bfloat16), (2, heads[0], rows, d), (2, heads[1], keys, d),
+            (2, heads[1], keys, d_v), options={**options, "enable_gqa": True},
+        )  # fmt: skip
+        budget = Budget(call)
+        for parts, sums in ((2, 1), (4, 3), (8, 2), (1, 7)):
+            if parts > 1 and parts % (heads[0] // heads[1]) and heads[0] // heads[1] % parts:
+                continue
+            split_into(parts, sums)
+            first, given = gradients_of(call)
+            budget.check_backward(first, given=given)
+            for _ in range(19):
+                again, _ = gradients_of(call)
+                assert [a.tobytes() for a in again.values()] == [
+                    a.tobytes() for a in first.values()
+                ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_those_who_see_it(split_into: Any, value: float) -> None:
+    """Rows of dk, dv and dq that come out non-finite are computed again by who adds parts up."""
+    call = make_call(
+        "normal", 5, np.dtype(np.float16), (2, 4, 300, 64), (2, 2, 400, 64), (2, 2, 400, 64),
+        options={"causal": True, "enable_gqa": True},
+    )  # fmt: skip
+    dout, k, v = call.dout.copy(), call.k.copy(), call.v.copy()
+    v[:, 0, 170, 5] = value
+    k[:, 1, 190] = value
+    dout[:, 2, 201, 3] = value
+    call = call.but(dout=dout, k=k, v=v)
+    budget = Budget(call)
+    for parts, sums in ((2, 1), (4, 2)):
+        split_into(parts, sums)
+        found, given = gradients_of(call)
+        budget.check_backward(found, given=given)
+
+
+@pytest.mark.gpu
+def test_lengths_of_an_entry_change_no_bits_of_another(split_into: Any) -> None:
+    """Parts begin at places that extents of arrays decide."""
+    split_into(4, 3)
+    found = []
+    for rows, keys in ((300, 77), (5, 399)):
+        lengths = {"q_lengths": np.array([[rows], [130]]), "kv_lengths": np.array([[keys], [400]])}
+        call = make_call(
+            "normal", 5, np.dtype(np.float16), (2, 2, 300, 64), (2, 2, 400, 64), (2, 2, 400, 64),
+            options={"causal": True, **lengths},
+        )  # fmt: skip
+        gradients, given = gradients_of(call)
+        Budget(call).check_backward(gradients, given=given)
+        found.append({name: array[1] for name, array in gradients.items()})
+    for name, gradient in found[0].items():
+        assert gradient.tobytes() == found[1][name].tobytes()
