@@ -72,6 +72,8 @@ struct Defaults {
   static constexpr int num_q_stages = 2;  // buffers of q
   // Are the keys of a tile dealt out to several thread blocks, to be combined after them?
   static constexpr bool split_keys = false;
+  // Does the kernel that combines them start before they end, and wait?
+  static constexpr bool combined_early = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
   static constexpr bool split_queries = false;
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.

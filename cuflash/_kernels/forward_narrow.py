@@ -29,6 +29,7 @@ class Own(NamedTuple):
     key_bias: bool  # is a bias kept with its key, since all queries share it?
     num_stages: int = 2
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    combined_early: bool = False  # does the kernel that combines them start before they end?
 
 
 class ForwardNarrowConfig(KernelConfig):
@@ -72,7 +73,7 @@ class ForwardNarrowConfig(KernelConfig):
         problem = request.problem
         own = portable.fields(cls, request._replace(simt=False)) | _tile(request)._asdict()
         if split_keys.wanted(request):
-            own |= split_keys.fields(problem)
+            own |= split_keys.fields(request)
         config = cls(
             **own,
             sink=dtype_of(problem.sink),

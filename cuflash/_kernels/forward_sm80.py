@@ -93,7 +93,7 @@ class ForwardConfig(KernelConfig):
         held = portable.held(request)
         columns = held.out_general if general else held.out
         if split_keys.wanted(request):
-            own |= split_keys.fields(request.problem)
+            own |= split_keys.fields(request)
             general = general or split_keys.few(request.problem)  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)

@@ -75,6 +75,7 @@ class Own(NamedTuple):
     num_q_stages: int  # 2: results are staged in one while the other is used
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
+    combined_early: bool = False  # does the kernel that combines them start before they end?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -136,7 +137,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
         if split_keys.wanted(request):
-            fields |= split_keys.fields(request.problem) | {"num_q_stages": 1}
+            fields |= split_keys.fields(request) | {"num_q_stages": 1}
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 

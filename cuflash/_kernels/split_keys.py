@@ -15,6 +15,7 @@ from cuflash._kernels.config import KernelConfig
 from cuflash._kernels.request import Request
 from cuflash._problem.problem import Problem
 
+_FIRST_WITH_DEPENDENT_LAUNCHES = 90
 FEW_ROWS = 64  # of a tile of one query each of a few heads
 
 
@@ -58,17 +59,19 @@ def few(problem: Problem) -> bool:
     return bool(problem.seqlen_q <= FEW_ROWS * (1 if packed is None else packed.shape[0] - 1))
 
 
-def fields(problem: Problem) -> dict[str, Any]:
+def fields(request: Request) -> dict[str, Any]:
     """Fields of a kernel for parts of keys, of which out is as exact as lse."""
-    return {"split_keys": True, "out_dtype": problem.lse_dtype.name}
+    early = request.tensor_maps and request.capability >= _FIRST_WITH_DEPENDENT_LAUNCHES
+    out_dtype = request.problem.lse_dtype.name
+    return {"split_keys": True, "combined_early": early, "out_dtype": out_dtype}
 
 
 def part_keys(problem: Problem, config: Any, parts: int) -> int:
     """The keys of a part: whole blocks. Of a packed sequence the fewest: ``schedule/tiles.cuh``."""
     blocks = -(-problem.seqlen_k // config.block_n)
     if problem.cu_seqlens_q is not None:
-        return -(-BOUNDS.least // config.block_n) * int(config.block_n)
-    return -(-blocks // parts) * int(config.block_n)
+        return int(-(-BOUNDS.least // config.block_n) * config.block_n)
+    return int(-(-blocks // parts) * config.block_n)
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
+from typing import Any
 
 from cupy_backends.cuda.api import driver
 
 from cuflash._jit.compilation import Kernel
-from cuflash._launch import tile_counters
+from cuflash._launch import early_launch, tile_counters
 from cuflash._launch.tensor_map import Maps
 
 _LIMIT = 64  # of the arguments that one launcher keeps; a kilobyte each
@@ -33,6 +35,7 @@ class KernelLauncher:
         offsets: tuple[tuple[int, ...], ...] = ((),),
         maps: Maps | None = None,
         drawn_on: int | None = None,
+        early: bool = False,
     ) -> None:
         self.kernel = kernel  # stays loaded
         self.grid = grid
@@ -43,10 +46,12 @@ class KernelLauncher:
         self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
         self._pointers = struct.Struct(f"<{len(names)}Q")
         self._known: dict[tuple[int, ...], tuple[int, ctypes.c_char_p]] = {}
-        self._launch = functools.partial(
+        self._launch: Callable[..., Any] = functools.partial(
             driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
             kernel.smem_bytes,
         )  # fmt: skip
+        if early:  # while the kernel before it still runs
+            self._launch = early_launch.launcher(kernel, grid)
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
         """Launch on ``stream`` with these pointers, in the order of ``names``; 0: no operand."""

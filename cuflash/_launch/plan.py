@@ -181,6 +181,7 @@ def plan_launch(
         offsets=grid.offsets(),
         maps=maps,
         drawn_on=drawn_on,
+        early=config.computes == "combine" and config.combined_early,
     )
 
 
@@ -261,7 +262,7 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
     if grid.peeled or (forward and grid.num_owners * tiles > _INDEX_LIMIT):
         return None
     names = tuple(operands)
-    found = []
+    found: list[Any] = []
     for name in mapped:
         columns = problem.head_dim if name in ("q", "k") else problem.head_dim_v
         rows, box = problem.seqlen_q, config.block_m
