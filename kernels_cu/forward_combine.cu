@@ -3,7 +3,7 @@
 //   lse = log sum exp lse_i,  out = sum exp(lse_i - lse) out_i
 //
 //   for each row of each batch entry:                          one thread block
-//     m = max lse_i;  l = sum exp(lse_i - m)                   every warp: lane by lane, then across
+//     m = max lse_i;  l = sum exp(lse_i - m)                   every warp, by lanes
 //     o_w = sum exp(lse_i - m) / l out_i                       warp w: parts w, w + warps, ...
 //     out = sum o_w,  lse = m + log l                          through shared memory
 //
