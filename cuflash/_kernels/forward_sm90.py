@@ -94,8 +94,6 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
             raise ValueError(f"{self.num_q_stages=} must be 1 or 2")
         if self.overlap_quarters not in range(5):
             raise ValueError(f"{self.overlap_quarters=} must be from 0 to 4")
-        if self.split_keys and self.num_q_stages != 1:
-            raise ValueError(f"{self.num_q_stages=} must be 1: out of a part is float32")
         if self.num_q_stages == 2 and self.head_dim_v > self.head_dim:
             raise ValueError(f"{self.head_dim_v=} does not fit into a tile of q: {self.head_dim=}")
 
@@ -137,7 +135,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
         if split_keys.wanted(request):
-            fields |= split_keys.fields(request) | {"num_q_stages": 1}
+            fields |= split_keys.fields(request)
         return (cls(**fields, sink=dtype_of(request.problem.sink)),)
 
 
