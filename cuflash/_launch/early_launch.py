@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 
 from cuflash._jit import driver
-from cuflash._jit.compilation import Kernel
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 
@@ -35,21 +33,18 @@ class Config(ctypes.Structure):
     )
 
 
-def launcher(kernel: Kernel, grid: int) -> Callable[[int, int, int], None]:
-    """What launches a kernel: (stream, address of its argument's address, 0)."""
-    function = driver.function("cuLaunchKernelEx")
+@functools.lru_cache(maxsize=1024)
+def _config(grid: int, block: int, smem_bytes: int, stream: int) -> Config:
+    attribute = Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
+    return Config((grid, 1, 1), (block, 1, 1), smem_bytes, stream, ctypes.pointer(attribute), 1)
 
-    @functools.lru_cache(maxsize=64)
-    def config_on(stream: int) -> Config:
-        attribute = Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
-        return Config(
-            (grid, 1, 1), (kernel.num_threads, 1, 1), kernel.smem_bytes, stream,
-            ctypes.pointer(attribute), 1,
-        )  # fmt: skip
 
-    def launch(stream: int, arguments: int, _: int) -> None:
-        error = function(ctypes.byref(config_on(stream)), kernel.pointer, arguments, None)
-        if error:
-            raise RuntimeError(f"cuLaunchKernelEx: error {error}")
-
-    return launch
+def launch_kernel(
+    kernel: int, grid: int, _y: int, _z: int, block: int, _v: int, _w: int, smem_bytes: int,
+    stream: int, arguments: int, _extra: int,
+) -> None:  # fmt: skip
+    """Launch as ``driver.launchKernel`` of CuPy does, but early."""
+    config = _config(grid, block, smem_bytes, stream)
+    error = driver.function("cuLaunchKernelEx")(ctypes.byref(config), kernel, arguments, None)
+    if error:
+        raise RuntimeError(f"cuLaunchKernelEx: error {error}")

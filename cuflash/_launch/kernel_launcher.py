@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
-from typing import Any
 
 from cupy_backends.cuda.api import driver
 
@@ -35,7 +33,7 @@ class KernelLauncher:
         offsets: tuple[tuple[int, ...], ...] = ((),),
         maps: Maps | None = None,
         drawn_on: int | None = None,
-        early: bool = False,
+        early: bool = False,  # while the kernel before it still runs
     ) -> None:
         self.kernel = kernel  # stays loaded
         self.grid = grid
@@ -46,12 +44,10 @@ class KernelLauncher:
         self._drawn_on = drawn_on  # the device with the counter from which tiles are drawn
         self._pointers = struct.Struct(f"<{len(names)}Q")
         self._known: dict[tuple[int, ...], tuple[int, ctypes.c_char_p]] = {}
-        self._launch: Callable[..., Any] = functools.partial(
-            driver.launchKernel, kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1,
-            kernel.smem_bytes,
+        self._launch = functools.partial(
+            early_launch.launch_kernel if early else driver.launchKernel,
+            kernel.pointer, grid, 1, 1, kernel.num_threads, 1, 1, kernel.smem_bytes,
         )  # fmt: skip
-        if early:  # while the kernel before it still runs
-            self._launch = early_launch.launcher(kernel, grid)
 
     def run(self, pointers: tuple[int, ...], stream: int, captured: bool = False) -> None:
         """Launch on ``stream`` with these pointers, in the order of ``names``; 0: no operand."""

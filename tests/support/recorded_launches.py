@@ -18,7 +18,7 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import kernel_launcher, plan, run, tensor_map, tile_counters
+from cuflash._launch import early_launch, kernel_launcher, plan, run, tensor_map, tile_counters
 from cuflash._select import hardware as select_hardware
 from support.host_device import DeviceArray, host_device
 
@@ -54,6 +54,7 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         patch.setattr(tensor_map, "encode", lambda *_: bytes(tensor_map.MAP_BYTES))
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
+        patch.setattr(early_launch, "launch_kernel", launch)
         patch.setattr(plan, "compile_kernel", compile_kernel)
         yield library, launched
 
