@@ -170,6 +170,14 @@ def converted(argument: str, array: Array, dtype: np.dtype[Any]) -> Array:
     return array.astype(dtype)
 
 
+def contiguous(argument: str, array: Array, dtype: Any) -> Array:
+    """``array`` on a GPU in C order and in ``dtype``, itself where it is so already."""
+    if array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    refuse_capture(argument, f"a contiguous array of dtype {np.dtype(dtype)}")
+    return array.astype(dtype, order="C")
+
+
 def rounded(array: Array, dtype: Any) -> Array:
     """``array`` in ``dtype``, each element rounded once; what overflows is infinite.
 

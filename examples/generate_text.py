@@ -3,18 +3,23 @@
 A small transformer learns the text of the licence letter by letter, with causal attention and its
 gradient by cuflash. Then it continues some beginnings, always with the likeliest letter: once with
 `cuflash.KVCache`, where a step asks with the queries of one letter, and once by attention of the
-whole text so far. Both have to write the same letters.
+whole text so far. Both have to write the same letters. On a GPU a step with the cache is captured
+once, and each letter replays that graph.
 
     python examples/generate_text.py
-    python examples/generate_text.py --batch 64 --letters 200
+    python examples/generate_text.py --batch 64 --letters 2000 --json 64.json
+    python examples/generate_text.py --draw 1.json 64.json --picture generation.png
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +113,7 @@ class Writer:
 
     def with_cache(self, numbers: Array, letters: int) -> tuple[Array, list[float]]:
         """Continue texts (batch, t) by so many letters, and the seconds of each; keys are kept."""
-        batch, start = numbers.shape
-        shape, xp = self.shape, self.xp
+        xp, shape, (batch, start) = self.xp, self.shape, numbers.shape
         caches = [
             cuflash.KVCache(
                 batch, shape.num_heads, shape.head_dim, max_length=start + letters,
@@ -117,20 +121,42 @@ class Writer:
             )
             for _ in range(shape.num_layers)
         ]  # fmt: skip
-        known = 0
+        # What a captured step writes to, the same for all layers.
+        turned_q, out = xp.empty((2, batch, shape.num_heads, 1, shape.head_dim), np.float32)
+        k_pages, v_pages, table, _ = caches[0].arrays
+        size = cuflash.workspace_size(out, k_pages, v_pages, page_table=table, causal=True)
+        room = {"out": out, "workspace": xp.empty(size, np.uint8)}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            q, k = (turned(xp, x, known).swapaxes(1, 2) for x in (q, k))
-            caches[layer].append(k, v.swapaxes(1, 2))
-            return cuflash.attention_paged(q, *caches[layer].arrays, causal=True).swapaxes(1, 2)
+            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+            cache, given = caches[layer], {}
+            position, place = cache.lengths[:, None, None], turned_q
+            if q.shape[2] == 1:
+                given = room
+            else:  # the texts that are given
+                position, place = position + xp.arange(q.shape[2]), None
+            q = cuflash.rotary(q, position, out=place)
+            cache.append(k, v, rotary=True)
+            return cuflash.attention_paged(q, *cache.arrays, causal=True, **given).swapaxes(1, 2)
 
-        written, seconds, new = numbers, [], numbers
-        for _ in range(letters):
-            began = time.perf_counter()
-            following = self.likeliest(new, attend)
-            known, new = written.shape[1], following[:, None]
-            written = xp.concatenate([written, new], axis=1)
-            seconds.append(time.perf_counter() - began)
+        written = xp.empty((batch, start + letters), numbers.dtype)
+        written[:, :start] = numbers
+        new = self.likeliest(numbers, attend)[:, None]
+        writer = Writer.__new__(Writer)
+        vars(writer).update(vars(self), parameters=summed(self.parameters))
+
+        def step() -> None:
+            new[...] = writer.likeliest(new, attend)[:, None]
+
+        seconds: list[float] = []
+        with repeated(xp, step) as advance:
+            for place in range(start, start + letters):
+                began = time.perf_counter()
+                written[:, place] = new[:, 0]
+                if place + 1 < start + letters:
+                    advance()
+                synchronize(xp)
+                seconds.append(time.perf_counter() - began)
         return written, seconds
 
     def without_cache(self, numbers: Array, letters: int) -> tuple[Array, list[float]]:
@@ -146,8 +172,61 @@ class Writer:
             began = time.perf_counter()
             following = self.likeliest(written, attend)
             written = xp.concatenate([written, following[:, None]], axis=1)
+            synchronize(xp)
             seconds.append(time.perf_counter() - began)
         return written, seconds
+
+
+def synchronize(xp: Any) -> None:
+    """Wait until everything asked for is computed."""
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
+
+
+class Summed:
+    """A matrix by which rows are multiplied as sums: CuPy lets no graph capture cuBLAS."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, matrix: Array) -> None:
+        self.matrix = matrix
+
+    def __rmatmul__(self, x: Array) -> Array:
+        return (x[..., None] * self.matrix).sum(axis=-2)
+
+
+def summed(parameters: Parameters) -> Parameters:
+    """Parameters with matrices that a graph can capture."""
+    return {
+        name: Summed(a) if a.ndim == 2 and name != "letter" else a for name, a in parameters.items()
+    }
+
+
+@contextmanager
+def repeated(xp: Any, step: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """What repeats a step that writes to the same arrays each time: on a GPU, a captured graph.
+
+    The first call is the step itself, which compiles and takes memory, of a pool that nobody else
+    takes from; it is captured by the second.
+    """
+    if xp is np:
+        yield step
+        return
+    stream, pool = xp.cuda.Stream(non_blocking=True), xp.cuda.MemoryPool()
+
+    def runs() -> Iterator[None]:
+        yield step()
+        stream.begin_capture()
+        try:
+            step()
+        finally:
+            graph = stream.end_capture()
+        while True:
+            yield graph.launch(stream)
+
+    xp.cuda.get_current_stream().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        yield functools.partial(next, runs())
 
 
 def trained(device: Device, text: str, steps: int, seqlen: int = 64, batch: int = 16) -> Writer:
@@ -179,12 +258,12 @@ def run(arguments: argparse.Namespace) -> int:
     beginnings = device.xp.stack(
         [writer.numbers(text[i : i + arguments.start]) for i in places.tolist()]
     )
-    found = {}
+    found, times = {}, {}
     for name, write in (("with", writer.with_cache), ("without", writer.without_cache)):
         with sign_of_life(f"writing {name} a cache"):
             written, seconds = write(beginnings, arguments.letters)
             device.synchronize()
-        found[name] = device.to_host(written)
+        found[name], times[name] = device.to_host(written), seconds
         tenth = max(1, len(seconds) // 10)
         first, last = (
             1e3 * float(np.median(s)) for s in (seconds[1 : 1 + tenth], seconds[-tenth:])
@@ -193,10 +272,32 @@ def run(arguments: argparse.Namespace) -> int:
             f"{name} a cache: {first:.2f} ms a letter after {arguments.start} letters, "
             f"{last:.2f} ms after {written.shape[1]}"
         )
+    if arguments.json:
+        of_run = {"device": device.description, "batch": arguments.batch, "start": arguments.start}
+        arguments.json.write_text(json.dumps(of_run | {"seconds": times}))
     print(f"it writes: {writer.text(found['with'][0])!r}")
     same = (found["with"] == found["without"]).all(axis=1)
     print(f"the same letters in {same.sum()} of {len(same)} texts")
     return int(not same.all())
+
+
+def draw(files: Sequence[Path], picture: Path) -> None:
+    """Time of a letter against the letters before it, of runs that were kept as JSON."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for number, file in enumerate(files):
+        kept = json.loads(file.read_text())
+        for name, style in (("without", "--"), ("with", "-")):
+            ms = 1e3 * np.array(kept["seconds"][name])[2:]  # the first compile, or are captured
+            window = max(1, len(ms) // 50)
+            smooth = [np.median(ms[i : i + window]) for i in range(0, len(ms), window)]
+            before = kept["start"] + 2 + window * np.arange(len(smooth))
+            axes.plot(before, smooth, style, color=f"C{number}",
+                      label=f"batch {kept['batch']}, {name} a cache")  # fmt: skip
+    axes.set(xlabel="letters before", ylabel="ms a letter", yscale="log", title=kept["device"])
+    axes.legend()
+    figure.savefig(picture, dpi=110)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -209,11 +310,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="texts written side by side")
     parser.add_argument("--start", type=int, default=32, help="letters that are given")
     parser.add_argument("--letters", type=int, default=200, help="letters to write")
+    parser.add_argument("--json", type=Path, help="write the time of each letter")
+    parser.add_argument("--draw", type=Path, nargs="+", help="draw such files; writes nothing")
+    parser.add_argument("--picture", type=Path, default=Path("generation.png"), help="where to")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parse(argv))
+    arguments = parse(argv)
+    if arguments.draw:
+        draw(arguments.draw, arguments.picture)
+        return 0
+    return run(arguments)
 
 
 if __name__ == "__main__":

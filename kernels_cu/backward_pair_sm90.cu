@@ -79,6 +79,11 @@ CUFLASH_DEVICE uint32_t store_keys(const BackwardParams& params, const Work& wor
   return non_finite_rows(acc) & ((1u << num_keys) - 1);
 }
 
+// For backward_combine.cu.
+CUFLASH_DEVICE DkvSlice* part_of_keys(const BackwardParams& params, const Work& work) {
+  return own_slice(params, work.keys, work.keys.first_key + 16 * (warp_index() % 4));
+}
+
 constexpr int dk_stored = 1;  // a named barrier
 
 // Scores, ds and dv.
@@ -162,6 +167,11 @@ struct ScoreOwner : DkvWarpgroup<64> {
   }
 
   CUFLASH_DEVICE void store(const Work& work) const {
+    if constexpr (Config::split_queries) {
+      DkvSlice* slice = part_of_keys(params, work);
+      if (slice != nullptr) slice->dv.write(dv_acc[0], lane_index());
+      return;
+    }
     uint32_t broken =
         store_keys(params, work, params.dv, params.dv_layout, params.head_dim_v, 1.0f, dv_acc[0]);
     ptx::named_barrier_sync(dk_stored, 256);
@@ -213,6 +223,11 @@ struct KeyGradient {
   }
 
   CUFLASH_DEVICE void store(const Work& work) const {
+    if constexpr (Config::split_queries) {
+      DkvSlice* slice = part_of_keys(params, work);
+      if (slice != nullptr) slice->dk.write(dk_acc[0], lane_index());
+      return;
+    }
     const uint32_t broken = store_keys(params, work, params.dk, params.dk_layout, params.head_dim,
                                        params.score.scale, dk_acc[0]);
     if (lane_index() == 0) smem.broken[warp_index() % 4] = broken;

@@ -301,12 +301,10 @@ struct Consumer : DkvWarpgroup<64> {
 
   // For backward_combine.cu.
   CUFLASH_DEVICE void store_part(const KeyTile& work) const {
-    const int first_key = work.first_key + 16 * (warp_index() - 4);
-    if (first_key >= Seqlen(params.score, work.entry(params, 0)).rows_k) return;
-    const int part = work.owner * params.row_parts + work.part;  // of all owners
-    DkvSlice& slice = DkvParts(params, params.dk, work.sequence).slice(part, first_key);
-    slice.dk.write(dk_acc[0], lane_index());
-    slice.dv.write(dv_acc[0], lane_index());
+    DkvSlice* slice = own_slice(params, work, work.first_key + 16 * (warp_index() - 4));
+    if (slice == nullptr) return;
+    slice->dk.write(dk_acc[0], lane_index());
+    slice->dv.write(dv_acc[0], lane_index());
   }
 
   CUFLASH_DEVICE void add_tile(const KeyTile& work) {

@@ -40,6 +40,9 @@ enum class Precision { ieee, tf32 };
 // the entry's own lengths, or an array.
 enum class Offset { value, lengths, int32, int64 };
 
+// Which features of a row turn together: none, i and i + half, or 2 i and 2 i + 1.
+enum class Rotation { none, halves, neighbours };
+
 // Of what a gradient of scores is summed, and over what: nothing, the queries of a key, or the keys
 // of a query.
 enum class GradOf { bias, alibi_slopes, scale };
@@ -74,6 +77,8 @@ struct Defaults {
   static constexpr bool split_keys = false;
   // Does the kernel that combines them start before they end, and wait?
   static constexpr bool combined_early = false;
+  // Do keys and values lie in pages, which a table puts in order?
+  static constexpr bool paged = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?
   static constexpr bool split_queries = false;
   // Quarters of the exponentials that run before p v of the block before has to be done; 0: none.
@@ -109,6 +114,10 @@ struct Defaults {
   static constexpr bool grad_lse = false;
   static constexpr SumsTo sums_to = SumsTo::pairs;
   static constexpr GradOf grad_of = GradOf::bias;
+
+  static constexpr Rotation rotation = Rotation::none;
+  static constexpr Dtype positions = Dtype::none;
+  static constexpr int page_words = 1;  // of 32 bits, one for each page of a cache
 
   static constexpr bool under_racecheck = CUFLASH_UNDER_RACECHECK;  // tools/sanitize.py
 };

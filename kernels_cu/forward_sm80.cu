@@ -10,6 +10,7 @@
 //
 // Shared memory: the q tile for the whole run; one k and one v buffer, or two stages. v of a block
 // arrives while q k^T is computed, k of the next block during p v. Of float32, their TF32 parts.
+// Of keys in pages, where the rows of two blocks lie.
 #include "tile/matmul.cuh"
 #include "portable/forward_rows.cuh"
 
@@ -18,7 +19,7 @@ namespace cuflash {
 constexpr int own_columns = Config::head_dim_v / Config::split_columns;
 static_assert(own_columns % 16 == 0, "one product has 16 columns");
 
-struct SharedMemory {
+struct SharedMemory : BlockPlaces<Config::paged> {
   using QTile = OperandTile<Config::block_m, Config::head_dim>;
   using KTile = StreamedTile<Config::block_n, Config::head_dim>;
   using VTile = StreamedTile<Config::block_n, own_columns>;
@@ -52,25 +53,34 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
                     first_own_column(Config::head_dim_v));
 
   load_tile(smem.q, q, work.first_row, {0, score.seqlen.q});
-  load_tile(smem.k[0], k, n_block * Config::block_n, keys);
-  if constexpr (Config::num_stages == 2) load_tile(smem.v[0], v, n_block * Config::block_n, keys);
+  smem.begin(params, work.entry);
+  smem.look_up(0, params, n_block * Config::block_n, keys);
+  if constexpr (Config::paged) __syncthreads();  // places are there
+  load_tile(smem.k[0], smem.of_k(k, 0), n_block * Config::block_n, keys);
+  if constexpr (Config::num_stages == 2) {
+    load_tile(smem.v[0], smem.of_v(v, 0), n_block * Config::block_n, keys);
+  }
   ptx::cp_async_commit();
 
-  int stage = 0;
+  int stage = 0, places = 0;
 #pragma unroll 1
   for (int next; n_block < blocks.end; n_block = next) {
     const int first_key = n_block * Config::block_n;
     const bool one_segment = visited.of_one_segment(n_block);
     next = visited.next_after(n_block);
+    // In place of a block that every warp is done with.
+    if (next < blocks.end) {
+      smem.look_up(next_places(places), params, next * Config::block_n, keys);
+    }
     ptx::cp_async_wait<0>();
     split(smem.k[stage]);
     if constexpr (Config::num_stages == 2) split(smem.v[stage]);
     __syncthreads();  // this stage is there; every warp is done with the other
     if constexpr (Config::num_stages == 1) {
-      load_tile(smem.v[0], v, first_key, keys);
+      load_tile(smem.v[0], smem.of_v(v, places), first_key, keys);
     } else if (next < blocks.end) {
-      load_tile(smem.k[stage ^ 1], k, next * Config::block_n, keys);
-      load_tile(smem.v[stage ^ 1], v, next * Config::block_n, keys);
+      load_tile(smem.k[stage ^ 1], smem.of_k(k, next_places(places)), next * Config::block_n, keys);
+      load_tile(smem.v[stage ^ 1], smem.of_v(v, next_places(places)), next * Config::block_n, keys);
     }
     ptx::cp_async_commit();
 
@@ -91,9 +101,12 @@ CUFLASH_DEVICE void attend(const ForwardParams& params, SharedMemory& smem,
       ptx::cp_async_wait<0>();
       split(smem.v[0]);
       __syncthreads();  // v is there; every warp is done with k
-      if (next < blocks.end) load_tile(smem.k[0], k, next * Config::block_n, keys);
+      if (next < blocks.end) {
+        load_tile(smem.k[0], smem.of_k(k, next_places(places)), next * Config::block_n, keys);
+      }
       ptx::cp_async_commit();
     }
+    places = next_places(places);
     multiply(o_acc, p_frag, read_sums(smem.v[stage]));
     if constexpr (Config::num_stages == 2) stage ^= 1;
   }

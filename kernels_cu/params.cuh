@@ -99,19 +99,25 @@ struct ForwardParams {
   const void* k;
   const void* v;
   void* out;
-  Real* lse;  // may be null
+  Real* lse;                  // may be null
+  const int32_t* page_table;  // used where Config::paged: pages of each sequence, in order
   ScoreParams score;
   Layout q_layout;
   Layout k_layout;
   Layout v_layout;
   Layout out_layout;
-  Layout lse_layout;  // one column
+  Layout lse_layout;         // one column
+  Layout page_table_layout;  // one column
   BatchAxes batch;
   Grid grid;  // of split keys: owners times parts
   int32_t head_dim;
   int32_t head_dim_v;
   int32_t num_splits;  // parts of the keys, used where Config::split_keys
   int32_t part_keys;   // keys of each
+  int32_t page_size;   // rows of a page of k and v, used where Config::paged
+  int32_t num_pages;
+  int64_t k_page;  // from one page to the next
+  int64_t v_page;
 };
 
 // Results of parts of the keys, which become one.
@@ -144,6 +150,76 @@ struct ForwardSm90Params : ForwardParams {
   ptx::TensorMap v_map;
   ptx::TensorMap out_map;
   uint32_t* tile_counter;  // 0 before and after; null: tiles are dealt out in advance
+};
+
+// How sequences of a cache grow: contiguous arrays, one element for each sequence if nothing else
+// is said.
+struct CacheGrowParams {
+  int32_t* page_table;  // (sequences, columns)
+  int32_t* lengths;     // become those after the new keys
+  int32_t* dropped;
+  const void* counts;  // new keys; null: num_tokens of each
+  int32_t* starts;     // become the lengths before
+  int32_t* sources;    // become the page to copy into that of the first new key; -1: none
+  int32_t* taken;      // (pages,): free pages, lowest first, as many as are taken
+  int32_t num_sequences;
+  int32_t num_columns;
+  int32_t page_size;
+  int32_t num_pages;
+  int32_t max_length;
+  int32_t num_tokens;
+};
+
+// New keys and values, and where they go; pages are contiguous.
+struct CacheWriteParams {
+  const void* k;
+  const void* v;
+  void* k_pages;  // (pages, heads, page_size, head_dim)
+  void* v_pages;
+  const double* frequencies;  // null: those of 10000
+  const int32_t* page_table;
+  const int32_t* starts;
+  const int32_t* lengths;
+  const int32_t* sources;
+  Layout k_layout;  // (sequences, heads, tokens, head_dim)
+  Layout v_layout;
+  int32_t num_heads;
+  int32_t num_columns;
+  int32_t page_size;
+  int32_t num_tokens;
+  int32_t head_dim;
+  int32_t head_dim_v;
+  int32_t num_pairs;  // features that turn together
+};
+
+// Sequences of a cache become what others were.
+struct CacheTakeParams {
+  int32_t* page_table;
+  int32_t* lengths;
+  const int32_t* old_table;
+  const int32_t* old_lengths;
+  const void* parents;  // int64
+  const void* kept;     // int64, keys of each; null: all
+  int32_t num_sequences;
+  int32_t num_columns;
+};
+
+// Rows that are turned by their positions.
+struct RotaryParams {
+  const void* x;
+  void* out;
+  const void* positions;      // used unless Config::positions is `none`
+  const double* frequencies;  // null: those of 10000
+  Layout x_layout;
+  Layout out_layout;
+  Layout positions_layout;  // one column
+  BatchAxes batch;
+  Grid grid;
+  int64_t position;  // of every row, where there is no array
+  int32_t num_rows;
+  int32_t head_dim;
+  int32_t num_pairs;
+  int32_t sign;  // -1 turns back
 };
 
 // Bounds of the segment ids of every batch entry; ids are contiguous, and so are bounds.

@@ -70,6 +70,10 @@ CONFIGS: tuple[KernelConfig, ...] = (
         **TILE | {"num_warps": 8}, grad_k=True, grad_v=True, shared_keys=True
     ),
     KERNELS["forward_combine"](**COMMON),
+    KERNELS["cache_grow"](page_words=1024),
+    KERNELS["cache_write"](dtype="float16", rotation="none"),
+    KERNELS["cache_take"](),
+    KERNELS["rotary"](dtype="float16", rotation="halves", positions="int32"),
     KERNELS["backward_combine"](**TILE | {"block_n": 16}),
 )  # fmt: skip
 

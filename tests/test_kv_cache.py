@@ -207,6 +207,10 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
         (lambda c, k, v: c.append(k, v, [1.0, 0, 0]), TypeError, "counts: got dtype float64"),
         (lambda c, k, v: c.append(k, v, [[1], [1, 2], [3]]), TypeError, "counts: got list that"),
         (lambda c, k, v: c.append(k, v, [1]), ValueError, r"counts: got shape \(1,\)"),
+        (lambda c, k, v: c.append(k, v, interleaved=True), ValueError, "rotary: got False, expect"),
+        (lambda c, k, v: c.append(k, v, rotary=1), TypeError, "rotary: got 1"),
+        (lambda c, k, v: c.append(k, v, rotary=True, frequencies=np.ones(3)), ValueError,
+         r"frequencies: got shape \(3,\), expected shape \(r,\) with 2 r at most the 4"),
         (lambda c, k, v: c.take([0, 1, 3]), ValueError, "parents: got numbers from 0 to 3"),
         (lambda c, k, v: c.take(np.array([2**64 - 1, 0, 0], np.uint64)), ValueError, "parents:"),
         (lambda c, k, v: c.take([0, 1]), ValueError, r"parents: got shape \(2,\)"),
@@ -231,6 +235,27 @@ def test_wrong_calls_are_refused_by_name(call: Any, error: Any, message: str) ->
         np.testing.assert_array_equal(old, new)
 
 
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    st.sampled_from([{}, {"interleaved": True}, {"frequencies": np.array([0.3])}]),
+)
+def test_keys_turn_by_their_positions_as_they_are_added(
+    counts: list[int], dtype: Any, options: dict[str, Any]
+) -> None:
+    k, v = tokens(np.random.default_rng(1), sum(counts), dtype)
+    values = {"max_length": 40, "head_dim_v": D_V, "page_size": 3, "dtype": dtype}
+    first, second = (cuflash.KVCache(SEQUENCES, HEADS, D, **values) for _ in range(2))
+    first.append(cuflash.rotary(k, np.arange(k.shape[2]), **options), v)
+    start = 0
+    for count in counts:
+        part = slice(start, start := start + count)
+        second.append(k[:, :, part], v[:, :, part], rotary=True, **options)
+    for whole, grouped in zip(in_order(first), in_order(second), strict=True):
+        np.testing.assert_array_equal(whole[0], grouped[0])
+        np.testing.assert_array_equal(whole[1], grouped[1])
+
+
 @pytest.mark.gpu
 def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
     import cupy
@@ -247,8 +272,15 @@ def test_a_cache_on_a_gpu_is_the_same_and_counts_what_it_drops() -> None:
             cache.append(*map(xp.asarray, tokens(rng, 3)), counts=xp.asarray(counts))
         cache.take(xp.asarray([0, 0, 2]), [5, 6, 8])
         cache.append(*map(xp.asarray, tokens(rng, 2)), counts=[1, 2, 0])
-    for plain, on_device in zip(caches[0].arrays, caches[1].arrays, strict=True):
-        np.testing.assert_array_equal(plain, cupy.asnumpy(on_device))
+    plain, on_device = caches
+    np.testing.assert_array_equal(plain.lengths, on_device.lengths.get())
+    np.testing.assert_array_equal(plain.page_table, on_device.page_table.get())
+    size = plain.k_pages.shape[2]
+    for row, length in zip(plain.page_table, plain.lengths, strict=True):
+        for n in range(length):
+            place = row[n // size], slice(None), n % size
+            np.testing.assert_array_equal(plain.k_pages[place], on_device.k_pages[place].get())
+            np.testing.assert_array_equal(plain.v_pages[place], on_device.v_pages[place].get())
     assert not cupy.asnumpy(caches[1].dropped).any()
     caches[1].append(*map(cupy.asarray, tokens(np.random.default_rng(1), 9)))
     assert cupy.asnumpy(caches[1].dropped).tolist() == [7, 9, 6]

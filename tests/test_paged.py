@@ -21,13 +21,15 @@ HEADS, HEADS_KV = 4, 2
 class Paged:
     """A drawn call: pages in any order, some shared, and the same keys in order."""
 
-    def __init__(self, seed: int, size: int, columns: int, rows: int, dtype: Any) -> None:
+    def __init__(
+        self, seed: int, size: int, columns: int, rows: int, dtype: Any, d: int = 6
+    ) -> None:
         rng = self.rng = np.random.default_rng(seed)
         self.size, self.columns, self.sequences = size, columns, 3
         pages = 2 * columns + 1
-        self.q = rng.standard_normal((self.sequences, HEADS, rows, 6)).astype(dtype)
-        self.k_pages = rng.standard_normal((pages, HEADS_KV, size, 6)).astype(dtype)
-        self.v_pages = rng.standard_normal((pages, HEADS_KV, size, 5)).astype(dtype)
+        self.q = rng.standard_normal((self.sequences, HEADS, rows, d)).astype(dtype)
+        self.k_pages = rng.standard_normal((pages, HEADS_KV, size, d)).astype(dtype)
+        self.v_pages = rng.standard_normal((pages, HEADS_KV, size, d - 1)).astype(dtype)
         self.table = rng.integers(0, pages, (self.sequences, columns)).astype(np.int32)
         self.lengths = rng.integers(0, columns * size + 1, self.sequences)
 

@@ -131,9 +131,11 @@ def test_several_sums_of_dq_are_added_in_their_order(tmp_path: Any, head_dim: in
     np.testing.assert_array_equal(dq.view(np.uint16), want.view(np.uint16))
 
 
-def splits_of(problem: Problem, num_sms: int = 132, **given: Any) -> tuple[int, int]:
+def splits_of(
+    problem: Problem, kernel: str = "backward_sm90", num_sms: int = 132, **given: Any
+) -> tuple[int, int]:
     """Parts of the queries, and sums of dq, on a Hopper with so many multiprocessors."""
-    config = chosen.one("backward_sm90", problem, num_sms=num_sms, **given)
+    config = chosen.one(kernel, problem, num_sms=num_sms, **given)
     parts = split_queries.parts_of(problem, config, num_sms)
     assert config.split_queries == (parts > 1)
     return parts, split_queries.sums_of_dq(problem, config, num_sms)
@@ -154,6 +156,7 @@ def test_numbers_of_parts_follow_from_shapes_and_device() -> None:
     assert splits_of(few_rows)[1] > 1
     assert splits_of(few_rows, deterministic=False)[1] == 1
     assert splits_of(problem_of((8,), 512, 128))[1] == 1, "no more than tiles of keys"
+    assert splits_of(problem_of((1,), 64, 50_000))[1] < 40, "each is read"
 
 
 def test_a_workspace_has_room_for_every_part_and_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +191,8 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def into(parts: int, sums: int) -> None:
         plan_cache.forget()
-        alone = {"backward_sm90"}
-        monkeypatch.setattr(
-            split_queries, "parts_of", lambda _, c, __: parts if c.kernel in alone else 1
-        )
-        monkeypatch.setattr(
-            split_queries, "sums_of_dq", lambda _, c, __: sums if c.kernel in alone else 1
-        )
+        monkeypatch.setattr(split_queries, "parts_of", lambda *_: parts)
+        monkeypatch.setattr(split_queries, "sums_of_dq", lambda *_: sums)
 
     yield into
     plan_cache.forget()
@@ -216,7 +214,9 @@ def gradients_of(call: Call) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, n
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dims", [(32, 32), (64, 64), (72, 40), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(32, 32), (64, 64), (72, 40), (128, 128), (192, 128), (256, 256)], ids=str
+)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 20)}], ids=str)
 def test_any_number_of_parts_is_within_the_budget(
     split_into: Any, head_dims: tuple[int, int], options: dict[str, Any]

@@ -27,6 +27,7 @@ class Case:
     dtype: Any = np.float16
     options: Mapping[str, Any] = field(default_factory=dict)  # drawn where it can be called
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of a call, not of a score
+    page_size: int = 0  # of a cache that keys and values are appended to; without a gradient
     ends: tuple[int, ...] = ()  # of packed sequences, from 0 on
     lead: int = 0  # elements in front: an odd number makes every vector load misaligned
     feature_first: bool = False
@@ -246,6 +247,14 @@ CASES = (
         }, portable=True,
     ),
     Case(
+        "pages of a cache", (3, 4, 5, 64), (3, 2, 75, 64), head_dim_v=40, page_size=16,
+        options={"enable_gqa": True, "causal": True, "sink": np.ones(4, np.float32)},
+    ),
+    Case(
+        "pages of a cache, many keys", (2, 2, 1, 128), (2, 2, 5000, 128), page_size=48,
+        dtype=bfloat16, options={"window": (3000, None)},
+    ),
+    Case(
         "CUDA cores", (2, 4, 77, 64), (2, 2, 90, 64), head_dim_v=40, arch="sm_75",
         wrt=("q", "k", "v", "bias", "scale"),
         options={
@@ -283,7 +292,7 @@ def placed_option(xp: ModuleType, value: Any) -> Any:
 def run(xp: ModuleType, case: Case) -> None:
     """One case, by the kernels that it is about."""
     if xp is np or not (case.portable or case.arch):
-        run_calls(xp, case)
+        (run_pages if case.page_size else run_calls)(xp, case)
         return
     from support.portable import kernels_of, portable_kernels
 
@@ -295,6 +304,28 @@ def run(xp: ModuleType, case: Case) -> None:
     reading = [config for config in configs if "operands" in config.parts]
     if case.portable and any(config.copy_bytes != 16 for config in reading):
         raise SystemExit(f"{case.name}: kernels of other copies ran: {configs}")
+
+
+def run_pages(xp: ModuleType, case: Case) -> None:
+    """A cache that grows, is shared and freed, and attention over its pages."""
+    import cuflash
+
+    rng = np.random.default_rng(0)
+    shapes = (case.q, case.k, (*case.k[:-1], case.head_dim_v or case.k[-1]))
+    q, k, v = (xp.asarray(rng.standard_normal(shape).astype(case.dtype)) for shape in shapes)
+    cache = cuflash.KVCache(
+        len(k), k.shape[1], k.shape[-1], max_length=k.shape[2] + 9, head_dim_v=v.shape[-1],
+        page_size=case.page_size, dtype=case.dtype, like=q,
+    )  # fmt: skip
+    cache.append(k, v, rotary=True)
+    cache.take(xp.asarray([0, *range(len(k) - 1)]))  # sequences 0 and 1 share a page
+    cache.append(k[:, :, :7], v[:, :, :7], xp.asarray([*range(1, len(k) + 1)]), rotary=True)
+    turned = cuflash.rotary(q, cache.lengths[:, None, None])
+    options = {name: placed_option(xp, value) for name, value in case.options.items()}
+    out = cuflash.attention_paged(turned, *cache.arrays, **options)
+    host = out if xp is np else out.get()
+    if not np.isfinite(host.astype(np.float32)).all():
+        raise SystemExit(f"{case.name}: a result is not finite")
 
 
 def run_calls(xp: ModuleType, case: Case) -> None:

@@ -93,3 +93,10 @@ def launch() -> Any:
     from cuflash._launch import run
 
     return run
+
+
+def cache_kernels() -> Any:
+    """The module that launches the kernels of caches and of rotary embedding; it imports CuPy."""
+    from cuflash._launch import cache
+
+    return cache

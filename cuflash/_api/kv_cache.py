@@ -6,18 +6,23 @@ from typing import Any
 
 import numpy as np
 
+from cuflash._api.dispatch import cache_kernels
+from cuflash._api.rotary import NO_TURNS, Turns
 from cuflash._arrays import (
     Array,
     array_module,
+    contiguous,
     is_cupy,
     native,
     on_device_of,
-    refuse_captured,
+    refuse_capture,
     same_module,
 )
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash._problem.checks import FLOATS, integer_array, integer_value, is_integer
+from cuflash._problem.checks import FLOATS, flag, integer_array, integer_value, is_integer
 from cuflash._problem.habits import answering_words
+
+_MOST_PAGES = 1 << 18  # of which a kernel has two bits each in shared memory
 
 
 class KVCache:
@@ -61,9 +66,10 @@ class KVCache:
 
     Notes
     -----
-    On a GPU the host reads none of these arrays, so that lengths can advance there. A sequence that
-    finds no free page, or is at ``max_length``, keeps what fits, and ``dropped`` counts the rest.
-    On NumPy arrays that is a ValueError, and nothing is written.
+    On a GPU the host reads none of these arrays, and nothing is allocated: ``append`` and ``take``
+    can be captured by a CUDA graph, in which each replay advances lengths, takes pages and frees
+    them. A sequence that finds no free page, or is at ``max_length``, keeps what fits, and
+    ``dropped`` counts the rest. On NumPy arrays that is a ValueError, and nothing is written.
 
     Free pages are taken in the order of sequences, lowest number first: the same calls make the
     same arrays.
@@ -126,6 +132,14 @@ class KVCache:
             self.page_table = xp.zeros((sequences, of_each), np.int32)
             self.lengths = xp.zeros(sequences, np.int32)
             self.dropped = xp.zeros(sequences, np.int32)
+            if xp is not np:
+                if pages > _MOST_PAGES:
+                    raise wrong_value("pages", pages, f"at most {_MOST_PAGES} on a GPU",
+                                      "make pages larger")  # fmt: skip
+                # What kernels tell each other: lengths before, pages to copy, pages to take.
+                self._starts, self._sources = xp.zeros((2, sequences), np.int32)
+                self._taken = xp.zeros(pages, np.int32)
+                self._old_table = xp.zeros_like(self.page_table)
 
     def __repr__(self) -> str:
         pages, heads, size, d = self.k_pages.shape
@@ -150,7 +164,16 @@ class KVCache:
         """The arguments of :func:`attention_paged` behind the queries."""
         return self.k_pages, self.v_pages, self.page_table, self.lengths
 
-    def append(self, k: Array, v: Array, counts: Any = None) -> None:
+    def append(
+        self,
+        k: Array,
+        v: Array,
+        counts: Any = None,
+        *,
+        rotary: bool = False,
+        frequencies: Array | None = None,
+        interleaved: bool = False,
+    ) -> None:
         """Add keys and values to the end of sequences, in place.
 
         Parameters
@@ -161,43 +184,57 @@ class KVCache:
         counts : integer array (sequences,), optional
             How many of the ``t`` keys each sequence takes, the first ones. Default: all. On a GPU
             the host does not read them: they are clamped to the range from 0 to t.
+        rotary : bool
+            Turn each key by its position in its sequence, as :func:`rotary` does.
+        frequencies, interleaved
+            As in :func:`rotary`; only with ``rotary``.
 
         Raises
         ------
         TypeError, ValueError
             For arrays of other shapes or dtypes; of NumPy arrays, where the keys do not fit.
         RuntimeError
-            While a CUDA graph is captured.
+            Where a call that a CUDA graph captures would need memory: it takes contiguous arrays,
+            ``counts`` of int64 and ``frequencies`` of float64.
 
         Notes
         -----
         A page that other sequences name as well is copied before a key is added to it.
         """
         k, v, counts = self._checked(k, v, counts)
-        xp, steps = self._library("append"), k.shape[2]
-        size, scratch = self.k_pages.shape[2], len(self.k_pages)
+        turns = NO_TURNS
+        if flag("rotary", rotary):
+            turns = Turns.of("k", k, frequencies, interleaved)
+        elif frequencies is not None or flag("interleaved", interleaved):
+            raise wrong_value("rotary", "False", "True with frequencies= or interleaved=")
+        if is_cupy(self.lengths):
+            with on_device_of(self.lengths):
+                self._append_on_the_gpu(k, v, counts, turns)
+            return
         start = self.lengths.astype(np.int64)
-        wanted = start + xp.clip(counts, 0, steps)
-        table, end, source = self._with_new_pages(xp, start, wanted)
-        if xp is np and (end < wanted).any():
+        steps, size, scratch = k.shape[2], self.k_pages.shape[2], len(self.k_pages)
+        at = start[:, None] + np.arange(steps)  # (sequences, t)
+        if rotary:
+            k = turns.turned(k, at[:, None])
+        wanted = start + (steps if counts is None else counts)
+        table, end, source = self._with_new_pages(start, wanted)
+        if (end < wanted).any():
             s = int(np.argmax(end < wanted))
             raise wrong_value(
                 "k", f"{wanted[s] - start[s]} keys for sequence {s} of length {start[s]}",
                 f"at most {end[s] - start[s]}: max_length is {self._max_length}, and "
-                f"{self._free(np)[0].sum()} of {scratch} pages are free",
+                f"{self._free()[0].sum()} of {scratch} pages are free",
                 "make the cache larger, or take(...) fewer sequences",
             )  # fmt: skip
-        rows = xp.arange(len(start))
-        page = xp.where(source < scratch, table[rows, start // size % table.shape[1]], scratch)
-        at = start[:, None] + xp.arange(steps)  # (sequences, t)
-        of_key = xp.take_along_axis(table, xp.minimum(at // size, table.shape[1] - 1), 1)
-        of_key = xp.where(at < end[:, None], of_key, scratch)
+        rows = np.arange(len(start))
+        page = np.where(source < scratch, table[rows, start // size % table.shape[1]], scratch)
+        of_key = np.take_along_axis(table, np.minimum(at // size, table.shape[1] - 1), 1)
+        of_key = np.where(at < end[:, None], of_key, scratch)
         for pages, new in ((self._k, k), (self._v, v)):
             pages[page] = pages[source]
-            pages.swapaxes(1, 2)[of_key, at % size] = xp.swapaxes(new, 1, 2)
+            pages.swapaxes(1, 2)[of_key, at % size] = np.swapaxes(new, 1, 2)
         self.page_table[...] = table
         self.lengths[...] = end
-        self.dropped += (wanted - end).astype(np.int32)
 
     def take(self, parents: Any, lengths: Any = None) -> None:
         """Let each sequence become what another was, in the same pages; or empty.
@@ -216,24 +253,40 @@ class KVCache:
         TypeError, ValueError
             For arrays of other shapes or dtypes; of NumPy arrays, for sequences that do not exist.
         RuntimeError
-            While a CUDA graph is captured.
+            Where a call that a CUDA graph captures would need memory: it takes contiguous arrays of
+            int64.
         """
-        xp, sequences = self._library("take"), len(self.lengths)
+        xp, sequences = array_module(self.lengths), len(self.lengths)
         parents = self._per_sequence("parents", parents)
-        if xp is np and parents.size and not -1 <= parents.min() <= parents.max() < sequences:
+        if lengths is not None:
+            lengths = self._per_sequence("lengths", lengths)
+        if xp is not np:
+            with on_device_of(self.lengths):
+                cache_kernels().take(self.page_table, self.lengths, self._old_table, self._starts,
+                               parents, lengths)  # fmt: skip
+            return
+        if parents.size and not -1 <= parents.min() <= parents.max() < sequences:
             got = f"numbers from {parents.min()} to {parents.max()}"
             raise wrong_value("parents", got, f"sequences from 0 to {sequences - 1}, or -1")
-        found = xp.clip(parents, 0, sequences - 1)
-        kept = xp.where(parents < 0, 0, self.lengths[found])
+        found = np.clip(parents, 0, sequences - 1)
+        kept = np.where(parents < 0, 0, self.lengths[found])
         if lengths is not None:
-            kept = xp.clip(self._per_sequence("lengths", lengths), 0, kept)
+            kept = np.clip(lengths, 0, kept)
         self.page_table[...] = self.page_table[found]
         self.lengths[...] = kept
 
-    def _library(self, function: str) -> Any:
-        xp = array_module(self.lengths)
-        refuse_captured(xp, f"KVCache.{function}")
-        return xp
+    def _append_on_the_gpu(self, k: Array, v: Array, counts: Any, turns: Turns) -> None:
+        if 0 in k.shape[:3]:
+            return
+        cache_kernels().grow(
+            self.page_table, self.lengths, self.dropped, counts, self._starts, self._sources,
+            self._taken, page_size=self._k.shape[2], max_length=self._max_length,
+            num_tokens=k.shape[2],
+        )  # fmt: skip
+        cache_kernels().write(
+            k, v, self._k, self._v, turns.frequencies, self.page_table, self._starts, self.lengths,
+            self._sources, rotation=turns.rotation, num_pairs=turns.num_pairs,
+        )  # fmt: skip
 
     def _per_sequence(self, name: str, value: Any) -> Array:
         """An integer for each sequence, on the device of the cache, int64."""
@@ -243,12 +296,16 @@ class KVCache:
         if value.shape != (sequences,):
             raise wrong_value(name, f"shape {value.shape}", f"shape ({sequences},)")
         if is_cupy(value):
-            same_module(lengths=self.lengths, **{name: value})
+            same_module(cache=self.lengths, **{name: value})
+        if is_cupy(value) and value.dtype == np.int64:
+            return contiguous(name, value, np.int64)
+        if xp is not np:
+            refuse_capture(name, "a contiguous int64 array on the device")
         if value.dtype == np.uint64:  # what has no int64 is too many, not negative
             value = value.clip(0, 2**63 - 1)
         return xp.asarray(value).astype(np.int64)
 
-    def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Array]:
+    def _checked(self, k: Any, v: Any, counts: Any) -> tuple[Array, Array, Any]:
         """The arrays that are to be added."""
         given = {"k": native("k", k), "v": native("v", v)}
         xp = same_module(lengths=self.lengths, **given)
@@ -261,47 +318,47 @@ class KVCache:
                 raise wrong_value(name, f"shape {array.shape}", f"shape {expected}, t as in k")
         steps = given["k"].shape[2]
         if counts is None:
-            return given["k"], given["v"], xp.full(len(self.lengths), steps, np.int64)
+            return given["k"], given["v"], None
         counts = self._per_sequence("counts", counts)
         if xp is np and counts.size and not 0 <= counts.min() <= counts.max() <= steps:
             got = f"numbers from {counts.min()} to {counts.max()}"
             raise wrong_value("counts", got, f"numbers from 0 to {steps}, the keys of k")
         return given["k"], given["v"], counts
 
-    def _free(self, xp: Any) -> tuple[Array, Array]:
+    def _free(self) -> tuple[Array, Array]:
         """Which pages are free, and how many sequences name each."""
         table, size = self.page_table, self.k_pages.shape[2]
-        used = xp.arange(table.shape[1]) * size < self.lengths[:, None]
-        names = xp.zeros(len(self._k), np.int32)  # of which CuPy has atomic sums
-        xp.add.at(names, table.ravel(), used.ravel().astype(np.int32))
+        used = np.arange(table.shape[1]) * size < self.lengths[:, None]
+        names = np.zeros(len(self._k), np.int32)
+        np.add.at(names, table.ravel(), used.ravel().astype(np.int32))
         return names[:-1] == 0, names
 
-    def _with_new_pages(self, xp: Any, start: Array, wanted: Array) -> tuple[Array, Array, Array]:
+    def _with_new_pages(self, start: Array, wanted: Array) -> tuple[Array, Array, Array]:
         """The table with new pages, the lengths that they allow, and the page to copy of each.
 
         Sequences take free pages one after the other: for the keys that they want, and instead of a
         page that others name, where a key is added to it; no page to copy is the last one.
         """
         size, pages, columns = self.k_pages.shape[2], len(self.k_pages), self.page_table.shape[1]
-        free, names = self._free(xp)
-        number = xp.where(free, xp.cumsum(free, dtype=np.int64) - 1, pages)  # among the free ones
-        numbers = xp.full(pages + 1, pages)
-        numbers[number] = xp.arange(pages)  # the last element takes what is not free
+        free, names = self._free()
+        number = np.where(free, np.cumsum(free, dtype=np.int64) - 1, pages)  # among the free ones
+        numbers = np.full(pages + 1, pages)
+        numbers[number] = np.arange(pages)  # the last element takes what is not free
         numbers[pages] = pages
-        end = xp.minimum(wanted, self._max_length)
+        end = np.minimum(wanted, self._max_length)
         first = start // size  # the column where the next key goes
-        last = xp.take_along_axis(self.page_table, xp.minimum(first, columns - 1)[:, None], 1)[:, 0]
+        last = np.take_along_axis(self.page_table, np.minimum(first, columns - 1)[:, None], 1)[:, 0]
         copied = (start % size != 0) & (names[last] > 1) & (end > start)
-        column = xp.arange(columns)
+        column = np.arange(columns)
         needed = (column >= -(-start // size)[:, None]) & (column < -(-end // size)[:, None])
         needed |= copied[:, None] & (column == first[:, None])
-        rank = xp.cumsum(needed.ravel(), dtype=np.int64).reshape(needed.shape) - 1
-        new = numbers[xp.where(needed, xp.minimum(rank, pages), pages)]
+        rank = np.cumsum(needed.ravel(), dtype=np.int64).reshape(needed.shape) - 1
+        new = numbers[np.where(needed, np.minimum(rank, pages), pages)]
         missing = needed & (new == pages)
-        end = xp.minimum(end, xp.where(missing, xp.maximum(column * size, start[:, None]),
+        end = np.minimum(end, np.where(missing, np.maximum(column * size, start[:, None]),
                                        end[:, None]).min(1))  # fmt: skip
-        table = xp.where(new < pages, new, self.page_table)
-        source = xp.where(copied & (end > start), last, pages)
+        table = np.where(new < pages, new, self.page_table)
+        source = np.where(copied & (end > start), last, pages)
         return table, end, source
 
 

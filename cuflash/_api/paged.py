@@ -12,16 +12,24 @@ import numpy as np
 
 from cuflash._api import arguments
 from cuflash._api.arguments import PagedKeywords
-from cuflash._api.dispatch import run_forward
-from cuflash._arrays import Array, NativeT, native, on_own_device, refuse_captured, same_module
+from cuflash._api.dispatch import launch, run_forward
+from cuflash._arrays import (
+    Array,
+    NativeT,
+    array_module,
+    native,
+    on_own_device,
+    refuse_capture,
+    same_module,
+)
 from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag, integers, require_float
 from cuflash._problem.habits import WORDS_OF_PAGES, refuse_words
 from cuflash._problem.operand import CANONICAL, Axes, checked_axes, core_axes
 from cuflash._problem.option_table import ARRAYS
-from cuflash._problem.options import Options, ScoreOptions, resolve, with_arrays
+from cuflash._problem.options import Options, ScoreOptions, resolve, signature, with_arrays
 from cuflash._problem.philox import Origin
-from cuflash._problem.problem import Problem, describe
+from cuflash._problem.problem import Problem, describe, in_pages
 from cuflash._results import AttentionResult
 from cuflash._select import override
 
@@ -142,11 +150,15 @@ def attention_paged(
     TypeError, ValueError, NotImplementedError
         As :func:`attention`.
     RuntimeError
-        While a CUDA graph is captured: on a GPU the pages are first put in order, in memory of
-        N keys for each sequence.
+        Where a call that a CUDA graph captures would need memory: it takes ``out``, ``workspace``
+        where :func:`workspace_size` with ``page_table=`` says more than 0, an int32 table, and
+        int32 or int64 lengths on the device.
 
     Notes
     -----
+    On a GPU the portable kernel reads pages where they lie, and splits the keys of few queries; no
+    other kernel does. It serves every dtype and option, float64 and narrow heads too.
+
     There is no gradient with respect to pages: for gradients call :func:`attention_vjp` on keys
     and values in order.
 
@@ -168,28 +180,54 @@ def attention_paged(
     arguments.check_common(given["q"], True, workspace, config)
     config = override.of_forward(config)
     pair = arguments.result_pair(out, flag("return_lse", return_lse))
-    if chosen.kv_lengths is not None:
-        fix = "a sequence has the keys of kv_lengths, the fifth argument"
-        raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)
     lengths = _lengths(xp, given, kv_lengths)
-    paged = _canonical(given, pairs, lengths)
-    like = _of_all_keys(xp, paged)
-    every = replace(chosen, kv_lengths=lengths.reshape(-1, *(1 for _ in paged.q.shape[1:-2])))
-    layout = (pairs[0], *CANONICAL[1:3], pairs[3])
-    problem = describe(given["q"], *like, every, axes=layout, precision=precision, out=pair[0])
+    paged, like, every, problem = _described(given, lengths, chosen, pairs, precision, pair[0])
     if xp is np:
         _check_numbers(paged)
-    out, lse = arguments.results(xp, pair, problem, given | every.arrays, with_lse=True)
+    inputs = given | every.arrays
+    out, lse = arguments.results(xp, pair, problem, inputs, with_lse=return_lse or xp is np)
     if xp is np:
         _on_the_host(problem, paged, chosen, out, lse)
     else:
-        refuse_captured(xp, "attention_paged")
-        k, v = (_in_order(xp, a, paged.page_table) for a in (paged.k_pages, paged.v_pages))
-        problem = describe(given["q"], k, v, every, axes=layout, precision=precision, out=out)
+        problem, table = _for_kernels(problem, paged)
         run_forward(
-            problem, (given["q"], k, v), every, out, lse, workspace=workspace, config=config
-        )
+            problem, (given["q"], *like), every, out, lse,
+            workspace=workspace, config=config, page_table=table,
+        )  # fmt: skip
     return AttentionResult(out, lse) if return_lse else out
+
+
+def workspace_of_pages(
+    q: Any, k_pages: Any, v_pages: Any, page_table: Any, options: Options, axes: Any, precision: Any
+) -> int:
+    """Bytes of ``workspace=`` that :func:`attention_paged` needs, whatever the lengths."""
+    given = _native(q, k_pages, v_pages, page_table)
+    lengths = np.zeros(len(given["q"]), np.int64)
+    paged, *_, problem = _described(given, lengths, options, checked_axes(axes), precision, None)
+    if same_module(**given) is np:
+        return 0
+    problem, _ = _for_kernels(problem, paged)
+    return int(launch().workspace_size(problem, "forward"))
+
+
+def _described(
+    given: dict[str, Array],
+    lengths: Array,
+    options: Options,
+    pairs: Axes,
+    precision: str | None,
+    out: Array | None,
+) -> tuple[_Paged, tuple[Array, Array], Options, Problem]:
+    """The arrays in canonical order, k and v as if in order, options with lengths, the problem."""
+    if options.kv_lengths is not None:
+        fix = "a sequence has the keys of kv_lengths, the fifth argument"
+        raise wrong_type("options", "kv_lengths", "no kv_lengths among the score options", fix)
+    paged = _canonical(given, pairs, lengths)
+    like = _of_all_keys(paged)
+    every = replace(options, kv_lengths=lengths.reshape(-1, *(1 for _ in paged.q.shape[1:-2])))
+    layout = (pairs[0], *CANONICAL[1:3], pairs[3])
+    problem = describe(given["q"], *like, every, axes=layout, precision=precision, out=out)
+    return paged, like, every, problem
 
 
 def _native(q: Any, k_pages: Any, v_pages: Any, page_table: Any) -> dict[str, Array]:
@@ -259,21 +297,35 @@ def _with_core_last(name: str, array: Array, pair: tuple[int, int]) -> Array:
     return array.transpose(*kept, *core)
 
 
-def _of_all_keys(xp: ModuleType, paged: _Paged) -> tuple[Array, Array]:
-    """Arrays without memory of their own that have the shapes of k and v in order."""
-    sequences = paged.q.shape[0]
-    shapes = (
-        (sequences, *a.shape[1:-2], paged.keys, a.shape[-1]) for a in (paged.k_pages, paged.v_pages)
+def _of_all_keys(paged: _Paged) -> tuple[Array, Array]:
+    """Arrays of the shapes of k and v in order that begin at the first page: never to be read."""
+    as_strided = array_module(paged.q).lib.stride_tricks.as_strided
+    k, v = (
+        as_strided(
+            a,
+            (len(paged.q), *a.shape[1:-2], paged.keys, a.shape[-1]),
+            (0, *a.strides[1:]),
+        )
+        for a in (paged.k_pages, paged.v_pages)
     )
-    k, v = (xp.broadcast_to(xp.empty((), paged.q.dtype), shape) for shape in shapes)
     return k, v
 
 
-def _in_order(xp: ModuleType, pages: Array, table: Array) -> Array:
-    """Keys of sequences, (sequences,) + heads + (keys, d); page numbers are clamped."""
-    rows = xp.moveaxis(pages[xp.clip(table.astype(np.int64), 0, max(len(pages) - 1, 0))], 1, -3)
+def _for_kernels(problem: Problem, paged: _Paged) -> tuple[Problem, Array]:
+    """The problem of pages, and the table as kernels read it: int32, with axes for heads."""
+    table, pages = paged.page_table, (paged.k_pages, paged.v_pages)
+    if table.dtype != np.int32:
+        refuse_capture("page_table", "an int32 array")
+        table = table.clip(0, max(len(paged.k_pages) - 1, 0)).astype(np.int32)
+    table = table.reshape(len(table), *(1 for _ in problem.batch_shape[1:]), table.shape[1])
+    return in_pages(problem, *map(signature, (*pages, table))), table
+
+
+def _in_order(pages: Array, table: Array) -> Array:
+    """Keys of sequences, (sequences,) + heads + (keys, d)."""
+    rows = np.moveaxis(pages[table.astype(np.int64)], 1, -3)
     *heads, columns, size, d = rows.shape
-    return xp.ascontiguousarray(rows.reshape(*heads, columns * size, d))
+    return np.ascontiguousarray(rows.reshape(*heads, columns * size, d))
 
 
 def _check_numbers(paged: _Paged) -> None:
@@ -312,7 +364,7 @@ def _sequences(
         keys = min(-(-int(length) // _KEYS_AT_ONCE) * _KEYS_AT_ONCE, paged.keys)
         table = paged.page_table[s : s + 1, : -(-keys // size)].copy()
         table[:, -(-int(length) // size) :] = table[:, :1]  # what is not read exists
-        k, v = (_in_order(np, a, table)[0, ..., :keys, :] for a in (paged.k_pages, paged.v_pages))
+        k, v = (_in_order(a, table)[0, ..., :keys, :] for a in (paged.k_pages, paged.v_pages))
         arrays = {name: _own_part(problem, name, a, s, keys) for name, a in options.arrays.items()}
         own = replace(with_arrays(options, arrays), kv_lengths=np.asarray(length))
         yield q, k, v, own

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from cuflash._api.dispatch import cache_kernels
 from cuflash._arrays import (
     Array,
     NativeT,
     allocate,
+    contiguous,
+    is_cupy,
     native,
     on_own_device,
-    refuse_captured,
+    refuse_capture,
     same_module,
     write_rounded,
 )
@@ -90,7 +93,8 @@ def rotary(
     TypeError, ValueError
         For an argument of the wrong kind or value.
     RuntimeError
-        While a CUDA graph is captured.
+        Where a call that a CUDA graph captures would need memory: it takes ``out``, positions as an
+        int or an int32 or int64 array, and contiguous float64 frequencies.
 
     Notes
     -----
@@ -110,17 +114,11 @@ def rotary(
     if x.ndim < 2 or not x.shape[-1]:
         raise wrong_value("x", f"shape {x.shape}", "rows batch + (n, d), d at least 1")
     positions = integers("positions", positions, optional=False)
-    if frequencies is not None:
-        frequencies = native("frequencies", frequencies)
-        require_float("frequencies", frequencies)
-    arrays = {"frequencies": frequencies}
-    if not isinstance(positions, int):
-        arrays["positions"] = positions
+    arrays = {} if isinstance(positions, int) else {"positions": positions}
     xp = same_module(x=x, **arrays)
-    interleaved, inverse = flag("interleaved", interleaved), flag("inverse", inverse)
-    frequencies = _frequencies(xp, x.shape, frequencies)
-    refuse_captured(xp, "rotary")
-    turned = _positions(xp, x.shape, positions)[..., None]
+    turns = Turns.of("x", x, frequencies, interleaved)
+    inverse = flag("inverse", inverse)
+    _check_positions(x.shape, positions)
     if out is not None:
         out = native("out", out)
         require_shape("out", out, x.shape, "x")
@@ -129,30 +127,79 @@ def rotary(
         check_destination("out", out, x=x)
     else:
         out = allocate(xp, "out", x.shape, x.dtype)
-    _turn(xp, x, out, turned, -frequencies if inverse else frequencies, interleaved)
+    if not x.size:
+        return out
+    if xp is np:
+        return turns.turned(x, positions, out=out, inverse=inverse)
+    if not isinstance(positions, int) and positions.dtype not in (np.int32, np.int64):
+        refuse_capture("positions", "an int32 or int64 array")
+        positions = positions.astype(np.int64)
+    cache_kernels().turn(x, out, positions, *turns, inverse=inverse)
     return out
 
 
-def _frequencies(xp: Any, shape: tuple[int, ...], frequencies: Array | None) -> Array:
-    """Radians of each pair, float64."""
-    d = shape[-1]
-    if frequencies is None:
-        if d % 2:
-            fix = "or give the frequencies of fewer pairs"
-            raise wrong_value("x", f"shape {shape}", "an even number of features", fix)
-        return 10000.0 ** -(xp.arange(d // 2, dtype=np.float64) / (d // 2))
-    if frequencies.ndim != 1 or 2 * frequencies.size > d:
-        expected = f"shape (r,) with 2 r at most the {d} features of x"
-        raise wrong_value("frequencies", f"shape {frequencies.shape}", expected)
-    return frequencies.astype(np.float64)
+class Turns(NamedTuple):
+    """By how much which features of a row turn."""
+
+    frequencies: Array | None  # float64, contiguous on a GPU; None: the default
+    num_pairs: int
+    rotation: str  # as kernels call it
+
+    @classmethod
+    def of(cls, name: str, x: Array, frequencies: Any, interleaved: Any) -> Turns:
+        """Those of the rows ``x``, an argument called ``name``; raise where they do not fit."""
+        d, shape = x.shape[-1], x.shape
+        rotation = "neighbours" if flag("interleaved", interleaved) else "halves"
+        if frequencies is None:
+            if d % 2:
+                fix = "or give the frequencies of fewer pairs"
+                raise wrong_value(name, f"shape {shape}", "an even number of features", fix)
+            return cls(None, d // 2, rotation)
+        frequencies = native("frequencies", frequencies)
+        require_float("frequencies", frequencies)
+        same_module(**{name: x, "frequencies": frequencies})
+        if frequencies.ndim != 1 or 2 * frequencies.size > d:
+            expected = f"shape (r,) with 2 r at most the {d} features of {name}"
+            raise wrong_value("frequencies", f"shape {frequencies.shape}", expected)
+        if is_cupy(frequencies):
+            frequencies = contiguous("frequencies", frequencies, np.float64)
+        else:
+            frequencies = frequencies.astype(np.float64)
+        return cls(frequencies, frequencies.size, rotation)
+
+    @np.errstate(all="ignore")
+    def turned(
+        self, x: Array, positions: Any, *, out: Array | None = None, inverse: bool = False
+    ) -> Array:
+        """NumPy rows turned by their positions."""
+        r, dtype = self.num_pairs, arithmetic(x.dtype)
+        frequencies = self.frequencies
+        if frequencies is None:
+            frequencies = 10000.0 ** -(np.arange(r, dtype=np.float64) / r)
+        places = np.atleast_1d(np.asarray(positions)).astype(np.float64)[..., None]
+        angles = places * (-frequencies if inverse else frequencies)
+        if self.rotation == "neighbours":
+            first, second = slice(0, 2 * r, 2), slice(1, 2 * r, 2)
+        else:
+            first, second = slice(0, r), slice(r, 2 * r)
+        cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+        a, b = x[..., first].astype(dtype), x[..., second].astype(dtype)
+        out = np.empty_like(x) if out is None else out
+        out[..., 2 * r :] = x[..., 2 * r :]
+        write_rounded(out[..., first], a * cos - b * sin)
+        write_rounded(out[..., second], a * sin + b * cos)
+        return out
 
 
-def _positions(xp: Any, shape: tuple[int, ...], positions: Any) -> Array:
-    """The positions as float64, with an axis for rows."""
+NO_TURNS = Turns(None, 0, "none")
+
+
+def _check_positions(shape: tuple[int, ...], positions: Any) -> None:
+    """Raise for positions that are not those of rows."""
     if isinstance(positions, int):
         if abs(positions) >= 2**63:
             raise wrong_value("positions", positions, "an int of 64 bits")
-        return xp.full(1, positions, np.float64)
+        return
     try:
         fits = np.broadcast_shapes(positions.shape, shape[:-1]) == shape[:-1]
     except ValueError:
@@ -160,21 +207,3 @@ def _positions(xp: Any, shape: tuple[int, ...], positions: Any) -> Array:
     if not fits:
         expected = f"a shape that broadcasts to {shape[:-1]}"
         raise wrong_value("positions", f"shape {positions.shape}", expected)
-    return xp.atleast_1d(positions).astype(np.float64)
-
-
-@np.errstate(all="ignore")
-def _turn(
-    xp: Any, x: Array, out: Array, positions: Array, frequencies: Array, interleaved: bool
-) -> None:
-    angles = positions * frequencies
-    r, dtype = angles.shape[-1], arithmetic(x.dtype)
-    if interleaved:
-        first, second = slice(0, 2 * r, 2), slice(1, 2 * r, 2)
-    else:
-        first, second = slice(0, r), slice(r, 2 * r)
-    cos, sin = xp.cos(angles).astype(dtype), xp.sin(angles).astype(dtype)
-    a, b = x[..., first].astype(dtype), x[..., second].astype(dtype)
-    out[..., 2 * r :] = x[..., 2 * r :]
-    write_rounded(out[..., first], a * cos - b * sin)
-    write_rounded(out[..., second], a * sin + b * cos)

@@ -8,8 +8,10 @@ import numpy as np
 
 from cuflash._api.arguments import answering, operands
 from cuflash._api.dispatch import launch
+from cuflash._api.paged import workspace_of_pages
 from cuflash._api.varlen import ends_of
 from cuflash._arrays import Array, on_own_device
+from cuflash._errors import wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.packed import describe_packed
@@ -27,6 +29,7 @@ def workspace_size(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     backward: bool = False,
+    page_table: Array | None = None,
     options: Options | None = None,
     axes: Any = None,
     precision: str | None = None,
@@ -42,6 +45,8 @@ def workspace_size(
         As in :func:`attention_varlen`, for a call of packed sequences.
     backward : bool
         For :func:`attention_backward` instead of :func:`attention`.
+    page_table : integer array, (sequences, pages of a sequence), optional
+        For :func:`attention_paged`: k and v are pages, and the size serves any lengths.
 
     Returns
     -------
@@ -61,6 +66,11 @@ def workspace_size(
     """
     chosen = resolve(options, score_options)
     backward = flag("backward", backward)
+    if page_table is not None:
+        if backward:
+            fix = "call attention_vjp on keys and values in order"
+            raise wrong_value("backward", True, "False: pages have no gradient", fix)
+        return workspace_of_pages(q, k, v, page_table, chosen, axes, precision)
     xp, given, qkv = operands(q, k, v)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         problem = describe(*qkv, chosen, axes=axes, precision=precision)

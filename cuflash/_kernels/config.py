@@ -26,7 +26,10 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 RESERVED_SMEM = 1024
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: Enumerations of config.cuh, by the field that has one; any other text is a ``Dtype``.
-_ENUMS = {"precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf"}
+_ENUMS = {
+    "precision": "Precision", "offset": "Offset", "sums_to": "SumsTo", "grad_of": "GradOf",
+    "rotation": "Rotation",
+}  # fmt: skip
 #: PTX's names of dtypes, for texts of instructions.
 _PTX_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -98,7 +101,8 @@ class KernelConfig:
 
     kernel: ClassVar[str]  # name of its source without the suffix
     params: ClassVar[str]  # CUDA name of its parameter struct
-    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums".
+    #: "out", "dq", "dkv" or "dqkv"; or a step on the way: "bounds", "delta", "convert", "sums"; or
+    #: what functions beside attention do: "growth", "rows", "table", "turns".
     computes: ClassVar[str]
     parts: ClassVar[Mapping[str, Any]]  # the classes of its parts, by name
     tunables: ClassVar[tuple[str, ...]] = ()  # fields that a sweep chooses, in order of its keys
@@ -106,6 +110,7 @@ class KernelConfig:
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
+    reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are

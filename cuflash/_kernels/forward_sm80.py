@@ -10,6 +10,8 @@ from cuflash._kernels.request import Request
 from cuflash._kernels.score_config import dtype_of, needs_score_math
 from cuflash._kernels.tables import Row
 
+_PLACES_BYTES = 16  # of the rows of a key and its value in pages
+_TILE_ALIGNMENT = 128  # that the address of a table fills up
 #: block_m, block_n, num_warps, blocks_per_sm, num_stages. Of float32 one stage of k and v: two
 #: would leave no room for the low parts of 3xTF32. The one stage of float64 with options was
 #: measured at 8192 keys alone.
@@ -70,7 +72,7 @@ class ForwardConfig(KernelConfig):
     computes = "out"
     parts = SCORED | {"own": portable.Forward}
     tunables = (*portable.TUNABLES, "num_stages")
-    splits_keys = True
+    splits_keys = reads_pages = True
 
     def check(self) -> None:
         if self.num_stages not in (1, 2):
@@ -78,22 +80,26 @@ class ForwardConfig(KernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """The q tile, one or two stages of k and v."""
+        """The q tile, one or two stages of k and v; where rows in pages lie."""
         own_columns = self.head_dim_v // self.split_columns
         streamed = self.tile_bytes(self.block_n, self.head_dim)
         streamed += self.tile_bytes(self.block_n, own_columns)
         stages = self.num_stages * self.operand_parts
-        return self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
+        places = (3 if self.simt else 2) * _PLACES_BYTES * self.block_n + _TILE_ALIGNMENT
+        in_order = self.tile_bytes(self.block_m, self.head_dim) + int(stages * streamed)
+        return in_order + places if self.paged else in_order
 
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         """The first tile of its row that fits; on CUDA cores where none does."""
         own = portable.fields(cls, request) | {"sink": dtype_of(request.problem.sink)}
+        own["paged"] = request.problem.pages is not None
         general = needs_score_math(request.problem) or not own["scale_in_exponent"]
         held = portable.held(request)
         columns = held.out_general if general else held.out
         if split_keys.wanted(request):
             own |= split_keys.fields(request)
+        if own["paged"] or "split_keys" in own:
             general = general or split_keys.few(request.problem)  # narrower tiles
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)

@@ -70,7 +70,9 @@ def _widened(field: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if field == np.float32 else field
 
 
-def _kernel(arrays: tuple[str, ...], *numbers: str, turns: bool = False) -> np.dtype[Any]:
+def _kernel(
+    arrays: tuple[str, ...], *numbers: str, turns: bool = False, strides: tuple[str, ...] = ()
+) -> np.dtype[Any]:
     return _struct(
         *_numbers(*arrays, *(("turns",) if turns else ()), of=_POINTER),
         *((("score", SCORE),) if "head_dim" in numbers else ()),
@@ -78,12 +80,15 @@ def _kernel(arrays: tuple[str, ...], *numbers: str, turns: bool = False) -> np.d
         ("batch", BATCH_AXES),
         ("grid", GRID),
         *_numbers(*numbers),
+        *_numbers(*strides, of=np.int64),
     )
 
 
 FORWARD = _kernel(
-    ("q", "k", "v", "out", "lse"), "head_dim", "head_dim_v", "num_splits", "part_keys"
-)
+    ("q", "k", "v", "out", "lse", "page_table"),
+    "head_dim", "head_dim_v", "num_splits", "part_keys", "page_size", "num_pages",
+    strides=("k_page", "v_page"),
+)  # fmt: skip
 COMBINE = _kernel(("out_parts", "lse_parts", "out", "lse"), "head_dim_v", "num_splits")
 DELTA = _kernel(
     ("dout", "out", "lse", "dlse", "rows"),
@@ -95,6 +100,40 @@ SEGMENT_BOUNDS = _struct(
     *((f"{name}_strides", BATCH_STRIDES) for name in SEGMENT_BOUNDS_POINTERS),
     ("batch", BATCH_AXES),
     *_numbers("num_ids_q", "num_ids_k"),
+)
+CACHE_GROW = _struct(
+    *_numbers(
+        "page_table", "lengths", "dropped", "counts", "starts", "sources", "taken", of=_POINTER
+    ),
+    *_numbers(
+        "num_sequences", "num_columns", "page_size", "num_pages", "max_length", "num_tokens"
+    ),
+)  # fmt: skip
+CACHE_WRITE = _struct(
+    *_numbers(
+        "k", "v", "k_pages", "v_pages", "frequencies", "page_table", "starts", "lengths",
+        "sources", of=_POINTER,
+    ),
+    ("k_layout", LAYOUT),
+    ("v_layout", LAYOUT),
+    *_numbers(
+        "num_heads", "num_columns", "page_size", "num_tokens", "head_dim", "head_dim_v",
+        "num_pairs",
+    ),
+)  # fmt: skip
+CACHE_TAKE = _struct(
+    *_numbers(
+        "page_table", "lengths", "old_table", "old_lengths", "parents", "kept", of=_POINTER
+    ),
+    *_numbers("num_sequences", "num_columns"),
+)  # fmt: skip
+ROTARY = _struct(
+    *_numbers("x", "out", "positions", "frequencies", of=_POINTER),
+    *((f"{name}_layout", LAYOUT) for name in ("x", "out", "positions")),
+    ("batch", BATCH_AXES),
+    ("grid", GRID),
+    ("position", np.int64),
+    *_numbers("num_rows", "head_dim", "num_pairs", "sign"),
 )
 BACKWARD = _kernel(
     ("dout", "q", "k", "v", "rows", "lse", "dq", "dk", "dv", "sums"),
@@ -137,6 +176,10 @@ STRUCTS: dict[str, np.dtype[Any]] = {
     "ForwardParams": FORWARD,
     "ForwardSm90Params": FORWARD_SM90,
     "CombineParams": COMBINE,
+    "CacheGrowParams": CACHE_GROW,
+    "CacheWriteParams": CACHE_WRITE,
+    "CacheTakeParams": CACHE_TAKE,
+    "RotaryParams": ROTARY,
     "SegmentBoundsParams": SEGMENT_BOUNDS,
     "DeltaParams": DELTA,
     "BackwardParams": BACKWARD,

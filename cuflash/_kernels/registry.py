@@ -35,6 +35,12 @@ from cuflash._kernels.backward_dscore_sm80 import BackwardScoreConfig
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_combine import BackwardCombineConfig
 
+# of a cache, and rotary embedding
+from cuflash._kernels.cache_grow import CacheGrowConfig
+from cuflash._kernels.cache_write import CacheWriteConfig
+from cuflash._kernels.cache_take import CacheTakeConfig
+from cuflash._kernels.rotary import RotaryConfig
+
 #: By name, in the order of the lines above.
 KERNELS: dict[str, type[KernelConfig]] = {
     kernel.kernel: kernel for kernel in tuple(globals().values()) if getattr(kernel, "kernel", "")

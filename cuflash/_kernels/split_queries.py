@@ -19,18 +19,20 @@ from cuflash._problem.problem import Problem
 _OF_A_TILE = 1.0
 _OF_COMBINING = 3.0
 _OF_A_PART = 0.03
+_MOST_SUMS = 64  # of dq
 
 
 def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
     """Parts of the queries of each tile of keys: what is done first by an estimate."""
-    if not num_sms or config.cluster_blocks > 1:
+    if not num_sms or config.cluster_blocks > 1:  # of pairs not measured
         return 1
+    side_by_side = num_sms // config.cluster_blocks  # tiles
     shared = math.prod(e for e, s in zip(problem.batch, problem.k.summed, strict=True) if s)
     owners = math.prod(problem.batch) // shared
-    tiles = -(-problem.seqlen_k // int(config.block_n))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
     blocks = -(-problem.seqlen_q // int(config.block_m))
     if problem.window_keys is not None:  # of each tile of keys as few
-        blocks = min(blocks, -(-(problem.window_keys + config.block_n) // int(config.block_m)))
+        blocks = min(blocks, -(-(problem.window_keys + config.own_rows) // int(config.block_m)))
     whole = problem.cu_seqlens_q is not None or problem.window_keys is not None
     rows = 1 if whole else blocks  # of an entry that parts share
     candidates = [n for n in range(1, shared + 1) if shared % n == 0]
@@ -41,12 +43,12 @@ def parts_of(problem: Problem, config: Any, num_sms: int) -> int:
         own, at_all = shared * blocks / parts + _OF_A_TILE, owners * tiles * parts
         added = (_OF_COMBINING + _OF_A_PART * at_all * width) if parts > 1 else 0.0
         if problem.window_right is None:
-            return -(-at_all // num_sms) * own + added
+            return -(-at_all // side_by_side) * own + added
         # The first keys are seen by twice the queries that others are on average. Of each further
         # entry the others have to wait for them, where they run at the same time.
         further = max(1 - parts / shared, 0.0)
-        waiting = min(num_sms / at_all, 1.0) * further
-        return max(own, at_all / num_sms * own / 2 * (1 + waiting)) + added
+        waiting = min(side_by_side / at_all, 1.0) * further
+        return max(own, at_all / side_by_side * own / 2 * (1 + waiting)) + added
 
     return min(candidates, key=takes)
 
@@ -56,5 +58,6 @@ def sums_of_dq(problem: Problem, config: Any, num_sms: int) -> int:
     if not config.deterministic or config.cluster_blocks > 1 or not num_sms:
         return 1
     blocks = math.prod(problem.batch) * -(-problem.seqlen_q // int(config.block_m))
-    tiles = -(-problem.seqlen_k // int(config.block_n))
-    return max(1, min(2 * num_sms // max(blocks, 1), tiles))
+    tiles = -(-problem.seqlen_k // int(config.own_rows))
+    # A sum takes about as long to add up as a tile waits for the one before.
+    return max(1, min(2 * num_sms // max(blocks, 1), math.isqrt(2 * tiles), _MOST_SUMS))

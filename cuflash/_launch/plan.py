@@ -161,6 +161,10 @@ def plan_launch(
         filled["num_turns"] = num_turns
         if num_turns > blocks * config.num_threads:
             raise AssertionError(f"{num_turns} turns, {blocks} thread blocks")
+    if problem.pages is not None and config.computes == "out":
+        filled["page_size"], filled["num_pages"] = problem.pages.size, problem.pages.num_pages
+        for name in ("k", "v"):
+            filled[f"{name}_page"] = layouts[name].page // layouts[name].itemsize
     maps, drawn_on, end = None, None, struct.itemsize
     draws = config.computes == "out" and not getattr(config, "split_keys", False)
     if config.tensor_maps:
@@ -319,7 +323,8 @@ def refuse_misaligned(layouts: Layouts, addresses: Addresses) -> None:
     """Raise for an array with elements across their natural boundaries."""
     for name, layout in layouts.items():
         size = layout.itemsize
-        places = (addresses.get(name, 0), *layout.batch, layout.row, layout.column)
+        own = (*layout.batch, layout.row, layout.column, layout.page)
+        places = (addresses.get(name, 0), *own)
         if any(place % size for place in places):
             raise wrong_value(
                 name, f"elements of {size} bytes off their boundaries",

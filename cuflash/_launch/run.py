@@ -58,6 +58,7 @@ def forward(
     workspace: Array | None = None,
     config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
+    page_table: Array | None = None,
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
@@ -65,7 +66,7 @@ def forward(
     no packed sequence. Returns the plan that was run.
     """
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
-    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse)
+    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse, page_table=page_table)
     device = q.data.device_id
     with _on_device(device):
         plan, memory = _prepared(
@@ -291,6 +292,8 @@ def layouts_of(
     ``others`` are matrices beside q, k and v; ``rows`` arrays with a number for each query.
     """
     matrices = {"q": problem.q, "k": problem.k, "v": problem.v, **others}
+    if problem.pages is not None:
+        matrices["page_table"] = problem.pages.table
     layouts = {name: Layout.of(operand) for name, operand in matrices.items()}
     for name, array in rows.items():
         if array is not None:

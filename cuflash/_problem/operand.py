@@ -23,12 +23,14 @@ class Operand:
 
     ``strides`` are in bytes and 0 on broadcast axes. ``summed`` says per batch axis whether the
     array has one element where the problem has more: its gradient is summed over that axis.
+    ``page`` are the bytes from one page of rows to the next, 0 where rows are in no pages.
     """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     summed: tuple[bool, ...]
+    page: int = 0
 
 
 def operand_of(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, make_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,14 @@ _NUMBERS = {option.name: option.number for option in OPTIONS if option.number}
 _OfOptions: Any = make_dataclass(
     "_OfOptions", [(name, Any, None) for name in (*ARRAYS, *_NUMBERS)], frozen=True, kw_only=True
 )
+
+
+class Pages(NamedTuple):
+    """How a table puts rows of k and v in order that lie in pages."""
+
+    table: Operand  # int32, (pages of an entry,)
+    size: int  # rows of a page
+    num_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,7 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+    pages: Pages | None = None  # where rows of k and v are in pages
 
     def __hash__(self) -> int:
         return self._hash
@@ -224,6 +233,22 @@ def _describe(
         window_right=0 if options.causal else right,
         scale=1 / math.sqrt(head_dim) if options.scale is None else options.scale,
         **of_options,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def in_pages(problem: Problem, k: Signature, v: Signature, table: Signature) -> Problem:
+    """The problem whose keys and values lie in pages.
+
+    ``k`` and ``v`` are (pages,) + heads + (page_size, d); the table is (sequences,) + (1, ..) for
+    heads + (pages of a sequence,).
+    """
+    own = operand_of(table, (len(table[0]) - 1,), problem.batch, problem.group_size)
+    return replace(
+        problem,
+        k=replace(problem.k, page=k[1][0]),
+        v=replace(problem.v, page=v[1][0]),
+        pages=Pages(own, size=k[0][-2], num_pages=k[0][0]),
     )
 
 

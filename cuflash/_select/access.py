@@ -43,6 +43,8 @@ def in_c_order(problem: Problem, *, backward: bool = False) -> Access:
     layouts = {name: Layout.of(getattr(problem, name)) for name in ("q", "k", "v", "out")}
     if backward:
         layouts["dout"] = layouts["out"] = layouts["v"]  # as wide, in C order like it
+    if problem.pages is not None:
+        layouts["page_table"] = Layout.of(problem.pages.table)
     for name in _OPTIONS:
         operand = getattr(problem, name)
         if operand is not None:

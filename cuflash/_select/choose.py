@@ -195,7 +195,7 @@ def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ker
             continue
         if splits and not split_keys.suits(kernel, request):
             continue
-        if kernel.eligible(request):
+        if kernel.eligible(request) or (request.problem.pages and not kernel.reads_pages):
             continue
         passes = of_any_device = kernel.chosen(request)
         if request.measured and measured.in_use():

@@ -80,9 +80,12 @@ struct KeyTile : OwnedTile {
     const Tile tile = tile_of(params.grid, index);
     // Under a causal bound the first keys are seen by the most queries.
     const Place place = place_of<Config::block_n>(Packing::of_keys(params.score), tile.block);
+    return of(params, tile.owner, place.sequence, place.block * Config::block_n);
+  }
+  CUFLASH_DEVICE static KeyTile of(const BackwardParams& params, int owner, int sequence,
+                                   int first_key) {
     const int parts = Config::split_queries ? params.row_parts : 1;
-    return {
-        {tile.owner / parts, place.sequence}, place.block * Config::block_n, tile.owner % parts};
+    return {{owner / parts, sequence}, first_key, owner % parts};
   }
 
   // Where they are split: the blocks of queries that are this thread block's. Extents of arrays

@@ -2,7 +2,7 @@
 // memory limits head sizes, and one row serves many lanes from the first cache.
 #pragma once
 
-#include "tile/load.cuh"
+#include "tile/pages.cuh"
 
 namespace cuflash {
 
@@ -15,6 +15,7 @@ struct alignas(128) GlobalTile {
 
   const Element* data;  // of the first row
   int64_t row_stride;
+  const int64_t* places;  // of rows that lie in no order
   int64_t column_stride;
   int num_columns;
   Range exist;           // rows of the tile
@@ -28,16 +29,23 @@ struct alignas(128) GlobalTile {
   // Null for a row of zeros.
   CUFLASH_DEVICE const Element* row(int index) const {
     const bool zeros = !exist.contains(index) || (cleared[index / 32] >> index % 32 & 1);
-    return zeros ? nullptr : data + index * row_stride;
+    if (zeros) return nullptr;
+    if (Config::paged && places != nullptr) return data + places[index];
+    return data + index * row_stride;
   }
 };
 
 // Says where rows [first_row, first_row + Tile::rows) lie; those outside `valid` are never read.
-template <int rows, int columns>
-CUFLASH_DEVICE void load_tile(GlobalTile<rows, columns>& tile, const RowSource& source,
-                              int first_row, Range valid) {
+template <int rows, int columns, typename Source>
+CUFLASH_DEVICE void load_tile(GlobalTile<rows, columns>& tile, const Source& source, int first_row,
+                              Range valid) {
   if (ptx::thread_index() != 0) return;
-  tile.data = source.data + first_row * source.row_stride;
+  tile.places = nullptr;
+  tile.data = source.row(first_row);
+  if constexpr (!in_order<Source>) {
+    tile.places = source.places;
+    tile.data = source.data;
+  }
   tile.row_stride = source.row_stride;
   tile.column_stride = source.column_stride;
   tile.num_columns = source.num_columns;

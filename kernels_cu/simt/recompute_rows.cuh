@@ -12,7 +12,7 @@
 #include "schedule/tiles.cuh"
 #include "score/dropout.cuh"
 #include "score/softmax.cuh"
-#include "tile/load.cuh"
+#include "tile/pages.cuh"
 #include "tile/store.cuh"
 
 namespace cuflash {
@@ -29,8 +29,9 @@ struct LaneColumns {
   }
 
   // A row of an operand; zeros past its true width. (D86)
-  CUFLASH_DEVICE void load(const RowSource& from, int row) {
-    const Element* at = from.data + row * from.row_stride + lane_index() * from.column_stride;
+  template <typename Source>
+  CUFLASH_DEVICE void load(const Source& from, int row) {
+    const Element* at = from.row(row) + lane_index() * from.column_stride;
 #pragma unroll
     for (int i = 0; i < count; ++i, at += 32 * from.column_stride) {
       value[i] = lane_index() + 32 * i < from.num_columns ? to_real<Config::dtype>(*at) : 0;
@@ -166,8 +167,12 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
   const KeyPart part = KeyPart::of_this_block(params);
   const Score score(params.score, entry, part.keys);
   const int first_q = score.seqlen.first_q, first_k = score.seqlen.first_k;
-  const RowSource k_rows(params.k, params.k_layout, entry, first_k, params.head_dim);
-  const RowSource v_rows(params.v, params.v_layout, entry, first_k, params.head_dim_v);
+  const KeySource<Config::paged> k_rows(
+      params, RowSource(params.k, params.k_layout, entry, first_k, params.head_dim), entry,
+      params.k_page);
+  const KeySource<Config::paged> v_rows(
+      params, RowSource(params.v, params.v_layout, entry, first_k, params.head_dim_v), entry,
+      params.v_page);
   QkColumns q, k;
   VColumns v, o;
   q.load(RowSource(params.q, params.q_layout, entry, first_q, params.head_dim), q_idx);

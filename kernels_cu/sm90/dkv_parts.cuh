@@ -6,6 +6,7 @@
 #pragma once
 
 #include "schedule/tiles.cuh"
+#include "score/seqlen.cuh"
 #include "sm90/dq_accum.cuh"
 
 namespace cuflash {
@@ -33,5 +34,13 @@ struct DkvParts {
     return sums[int64_t(part) * slices + first + first_key / 16];
   }
 };
+
+// Of a tile where queries are split, a warp's 16 keys; null where none of them exists.
+CUFLASH_DEVICE DkvSlice* own_slice(const BackwardParams& params, const KeyTile& work,
+                                   int first_key) {
+  if (first_key >= Seqlen(params.score, work.entry(params, 0)).rows_k) return nullptr;
+  const int part = work.owner * params.row_parts + work.part;
+  return &DkvParts(params, params.dk, work.sequence).slice(part, first_key);
+}
 
 }  // namespace cuflash

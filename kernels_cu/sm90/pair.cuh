@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ptx/cluster.cuh"
+#include "sm90/dkv_parts.cuh"
 #include "sm90/dkv_warpgroup.cuh"
 
 namespace cuflash {
@@ -65,9 +66,8 @@ struct Work {
 
   CUFLASH_DEVICE static Work at(const BackwardParams& params, int index) {
     const Tile tile = tile_of(params.grid, index);
-    const int tile_key = tile.block * tile_keys;
-    const int rank = ptx::cluster_rank();
-    return {{{tile.owner, 0}, tile_key + rank * Config::block_n}, tile_key};
+    const int tile_key = tile.block * tile_keys, rank = ptx::cluster_rank();
+    return {KeyTile::of(params, tile.owner, 0, tile_key + rank * Config::block_n), tile_key};
   }
   CUFLASH_DEVICE Range tile() const { return {tile_key, tile_key + tile_keys}; }
   // Which of the sums of dq the tile adds to.
@@ -93,7 +93,8 @@ CUFLASH_DEVICE void walk_blocks(const BackwardParams& params, const Work& work, 
 #pragma unroll 1
   for (int index = 0; index < params.grid.entries_per_owner; ++index) {
     const Score score(params.score, work.keys.entry(params, index));
-    const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+    const BlockRanges blocks =
+        work.keys.own(score.q_blocks(work.tile().begin, work.tile().end), params);
     const LastRowsFirst walk(score, blocks, work.tile());
 #pragma unroll 1
     for (int block = walk.first(); walk.is_left(block); block = walk.next(block)) {

@@ -18,7 +18,8 @@ struct Producer {
     for (int index = 0; index < params.grid.entries_per_owner; ++index) {
       const BatchIndex entry = work.keys.entry(params, index);
       const Score score(params.score, entry);
-      const BlockRanges blocks = score.q_blocks(work.tile().begin, work.tile().end);
+      const BlockRanges blocks =
+          work.keys.own(score.q_blocks(work.tile().begin, work.tile().end), params);
       const LastRowsFirst walk(score, blocks, work.tile());
       load_rows_of(*this, entry, score.seqlen, walk);
     }

@@ -24,18 +24,31 @@ struct RowSource {
         column_stride(layout.column),
         num_columns(columns - first_column) {}
 
-  CUFLASH_DEVICE Real number(int row, int column) const {
-    return to_real<Config::dtype>(data[row * row_stride + column * column_stride]);
+  CUFLASH_DEVICE const Element* row(int index) const { return data + index * row_stride; }
+  CUFLASH_DEVICE Real number(int index, int column) const {
+    return to_real<Config::dtype>(data[index * row_stride + column * column_stride]);
   }
 };
+
+// Rows of a block that lie in no order: each has a place, in elements from the first.
+struct PlacedRows : RowSource {
+  const int64_t* places;  // in shared memory
+
+  CUFLASH_DEVICE PlacedRows(const RowSource& rows, const int64_t* of_rows)
+      : RowSource(rows), places(of_rows) {}
+};
+template <typename Source>
+constexpr bool in_order = true;
+template <>
+constexpr bool in_order<PlacedRows> = false;
 
 // Starts the copy of rows [first_row, first_row + Tile::rows) by all threads of the block. Rows
 // outside `valid` and columns past the true width become zero without being read, so that what they
 // hold, NaN included, cannot reach a product. Config::copy_bytes divides the true width, so that a
 // copy lies within it or outside. The tile is complete after this thread's
 // cp_async_wait and a barrier (the element-wise form is complete after the barrier).
-template <typename Tile>
-CUFLASH_DEVICE void load_tile(Tile& tile, const RowSource& source, int first_row, Range valid) {
+template <typename Tile, typename Source>
+CUFLASH_DEVICE void load_tile(Tile& tile, const Source& source, int first_row, Range valid) {
   constexpr int num_threads = Config::num_threads;
   constexpr int chunks = Tile::rows * Tile::row_chunks;  // of a panel
   constexpr int steps = (chunks + num_threads - 1) / num_threads;
@@ -44,12 +57,13 @@ CUFLASH_DEVICE void load_tile(Tile& tile, const RowSource& source, int first_row
   const int thread = ptx::thread_index();
   const int chunk = thread % Tile::row_chunks;
   const int thread_row = thread / Tile::row_chunks;
-  const Element* row_data = source.data + (first_row + thread_row) * source.row_stride;
+  const Element* row_data = source.row(first_row + thread_row);
   const uint32_t smem = ptx::shared_address(tile.data);
 #pragma unroll(Config::copy_bytes > sizeof(Element) ? steps : 1)
   for (int step = 0; step < steps; ++step) {
     const int tile_row = thread_row + step * row_step;
     if (chunks % num_threads != 0 && tile_row >= Tile::rows) break;
+    if constexpr (!in_order<Source>) row_data = source.data + source.places[tile_row];
     const bool row_valid = static_cast<uint32_t>(first_row + tile_row - valid.begin) <
                            static_cast<uint32_t>(valid.end - valid.begin);
 #pragma unroll(Config::copy_bytes > sizeof(Element) ? Tile::num_panels : 1)

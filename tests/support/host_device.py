@@ -25,6 +25,7 @@ from cuflash._jit import compilation
 from cuflash._jit import source as jit_source
 from cuflash._kernels.config import KernelConfig
 from cuflash._launch import (
+    cache,
     kernel_launcher,
     plan,
     plan_cache,
@@ -113,6 +114,11 @@ class HostDevice:
         )
 
 
+def forget() -> None:
+    plan_cache.forget()
+    cache.forget()
+
+
 @contextmanager
 def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
     """Let launches run on the host, which stands for a device of a compute capability."""
@@ -126,13 +132,17 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         empty=device.memory,
         ndarray=device.memory,
         zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
+        zeros_like=lambda array: on_device(np.zeros_like(array)),
         asarray=on_device,
+        copyto=np.copyto,
+        broadcast_to=lambda array, shape: np.broadcast_to(array, shape, subok=True),
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch_run, repeat, score_params):
+        for module in (launch_run, repeat, score_params, cache):
             patch.setattr(module, "cupy", library)
         runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
-        patch.setattr(repeat, "runtime", runtime)
+        for module in (repeat, cache):
+            patch.setattr(module, "runtime", runtime)
         patch.setattr(score_gradients, "cupy", np)
         formula_arrays = score_params.formula_arrays
         patch.setattr(
@@ -143,9 +153,10 @@ def host_device(folder: Path, capability: int = 80) -> Iterator[HostDevice]:
         for module in (launch_run, score_params, formulas):
             patch.setattr(module, "refuse_capture", lambda *_: None)
         patch.setattr(launch_run, "_on_device", lambda _: nullcontext())
-        patch.setattr(plan, "compile_kernel", device.compile)
+        for module in (plan, cache):
+            patch.setattr(module, "compile_kernel", device.compile)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=device.launch))
-        plan_cache.forget()
+        forget()
         with hardware.assumed(host):
             yield device
-        plan_cache.forget()
+        forget()

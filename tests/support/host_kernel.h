@@ -60,8 +60,13 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline double __hiloint2double(int high, int low) {
   return std::bit_cast<double>(static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low));
 }
-inline unsigned atomicOr(unsigned* to, unsigned bits) { return *to |= bits; }
+inline unsigned atomicOr(unsigned* to, unsigned bits) {
+  const unsigned before = *to;
+  *to |= bits;
+  return before;
+}
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
@@ -209,6 +214,11 @@ template <typename T>
 T __shfl_sync(unsigned, T x, int lane, int width = 32) {
   const int first = host::current % 32 & -width;  // lanes count modulo the width, negative ones too
   return host::gather(x, [&](const T* values) { return values[first + (lane & (width - 1))]; });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+  const int lane = host::current % 32;
+  return host::gather(x, [&](const T* values) { return values[max(lane - distance, 0)]; });
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return host::gather(vote, [](const bool* votes) {

@@ -5,6 +5,7 @@ CuPy is NumPy as in `host_device`; what is launched is listed and does nothing.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,15 @@ import pytest
 from cuflash import _arrays
 from cuflash._jit import compilation
 from cuflash._kernels.config import KernelConfig
-from cuflash._launch import early_launch, kernel_launcher, plan, run, tensor_map, tile_counters
+from cuflash._launch import (
+    cache,
+    early_launch,
+    kernel_launcher,
+    plan,
+    run,
+    tensor_map,
+    tile_counters,
+)
 from cuflash._select import hardware as select_hardware
 from support.host_device import DeviceArray, host_device
 
@@ -55,7 +64,8 @@ def recorded_launches() -> Iterator[tuple[Any, list[KernelConfig]]]:
         patch.setattr(tensor_map, "with_addresses", lambda maps, _: maps)
         patch.setattr(kernel_launcher, "driver", SimpleNamespace(launchKernel=launch))
         patch.setattr(early_launch, "launch_kernel", launch)
-        patch.setattr(plan, "compile_kernel", compile_kernel)
+        for module in (plan, cache):
+            patch.setattr(module, "compile_kernel", compile_kernel)
         yield library, launched
 
 
@@ -63,5 +73,7 @@ def _standing_for_cupy(library: Any) -> Any:
     """The part of CuPy that calls look at by its name, beside what modules have imported."""
     cuda = dict(vars(library.cuda))
     cuda["runtime"] = SimpleNamespace(getDevice=lambda: 0, CUDARuntimeError=RuntimeError)
-    own = {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": np.lib}
+    as_strided = functools.partial(np.lib.stride_tricks.as_strided, subok=True)
+    lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
+    own = {"ndarray": DeviceArray, "cuda": SimpleNamespace(**cuda), "lib": lib}
     return SimpleNamespace(**vars(library) | own)

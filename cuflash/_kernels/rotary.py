@@ -1,0 +1,25 @@
+"""``rotary.cu``: rows of an array, turned by their positions."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from cuflash._kernels.config import Dtype, KernelConfig
+from cuflash._kernels.score_config import Integers
+
+#: Which features turn together: none, i and i + half, or 2 i and 2 i + 1.
+Rotation = Literal["none", "halves", "neighbours"]
+
+
+class Own(NamedTuple):
+    dtype: Dtype
+    rotation: Rotation
+    positions: Integers  # "none": one for every row
+    num_warps: int = 4  # each has a row
+
+
+class RotaryConfig(KernelConfig):
+    kernel = "rotary"
+    params = "RotaryParams"
+    computes = "turns"
+    parts = {"own": Own}  # noqa: RUF012

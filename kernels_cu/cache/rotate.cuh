@@ -1,0 +1,54 @@
+// How a row is turned by its position: rotary embedding (Su et al. 2021, equation 34).
+#pragma once
+
+#include "schedule/scheduler.cuh"
+
+namespace cuflash {
+
+// Which features turn together, and how fast.
+struct Pairs {
+  const double* frequencies;
+  int count;
+
+  CUFLASH_DEVICE int first(int pair) const {
+    return Config::rotation == Rotation::neighbours ? 2 * pair : pair;
+  }
+  CUFLASH_DEVICE int second(int pair) const {
+    return Config::rotation == Rotation::neighbours ? 2 * pair + 1 : pair + count;
+  }
+  CUFLASH_DEVICE double frequency(int pair) const {
+    return frequencies != nullptr ? frequencies[pair]
+                                  : pow(10000.0, -(static_cast<double>(pair) / count));
+  }
+};
+
+CUFLASH_DEVICE Element to_element(Real x) {
+  if constexpr (sizeof(Element) == 2) {
+    return static_cast<Element>(pack<Config::dtype>(x, 0));
+  } else {
+    return x;
+  }
+}
+
+// A row of `width` features of one array to another, by one warp. Angles are float64, so that far
+// positions lose no digits.
+CUFLASH_DEVICE void turn_row(Element* to, int64_t to_stride, const Element* from,
+                             int64_t from_stride, int width, const Pairs& pairs, double position) {
+  const int lane = ptx::thread_index() % 32;
+  int turned = 0;
+  if constexpr (Config::rotation != Rotation::none) {
+    turned = 2 * pairs.count;
+    for (int pair = lane; pair < pairs.count; pair += 32) {
+      const double angle = position * pairs.frequency(pair);
+      const Real cosine = static_cast<Real>(cos(angle)), sine = static_cast<Real>(sin(angle));
+      const int first = pairs.first(pair), second = pairs.second(pair);
+      const Real a = to_real<Config::dtype>(from[first * from_stride]);
+      const Real b = to_real<Config::dtype>(from[second * from_stride]);
+      to[first * to_stride] = to_element(a * cosine - b * sine);
+      to[second * to_stride] = to_element(a * sine + b * cosine);
+    }
+  }
+  for (int i = turned + lane; i < width; i += 32) to[i * to_stride] = from[i * from_stride];
+}
+
+}  // namespace cuflash

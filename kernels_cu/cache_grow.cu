@@ -1,0 +1,143 @@
+// How long the sequences of a cache become with new keys, and which pages they take.
+//
+//   mark pages that sequences name before their lengths: once, or more often
+//   each sequence, in order: count the pages that it needs: for new keys, and instead of one that
+//     others name and that is not full
+//   the free pages, lowest number first, are those needed in this order; what finds none is dropped
+//
+// One thread block; the host reads nothing, so that a captured graph can grow a cache. (D155)
+#include "schedule/scheduler.cuh"
+
+namespace cuflash {
+
+struct SharedMemory {
+  uint32_t named[Config::page_words];   // a bit for each page
+  uint32_t shared[Config::page_words];  // named more than once
+  int32_t sums[32];
+};
+static_assert(Config::smem_bytes == 0 || sizeof(SharedMemory) == Config::smem_bytes,
+              "CacheGrowConfig.smem_bytes counts this struct");
+
+CUFLASH_DEVICE bool bit_of(const uint32_t* bits, int i) { return bits[i / 32] >> i % 32 & 1; }
+
+// The sum of what threads before this one have; `total` grows by that of all.
+CUFLASH_DEVICE int sum_before(int value, int32_t (&sums)[32], int& total) {
+  const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
+  int sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int below = __shfl_up_sync(0xffffffff, sum, distance);
+    if (lane >= distance) sum += below;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();  // the sums of all warps are there
+  int before = total + sum - value;
+  for (int w = 0; w < Config::num_warps; ++w) {
+    if (w < warp) before += sums[w];
+    total += sums[w];
+  }
+  __syncthreads();  // every thread has read them
+  return before;
+}
+
+// Marks the pages that sequences name before their lengths, by as many threads for each as there
+// are.
+CUFLASH_DEVICE void mark_pages(const CacheGrowParams& params, SharedMemory& smem) {
+  const int of_each = max(Config::num_threads / params.num_sequences, 1);
+  const int at_once = Config::num_threads / of_each;
+  const int own = ptx::thread_index() / of_each;
+  for (int s = own; own < at_once && s < params.num_sequences; s += at_once) {
+    const int length = min(params.lengths[s], params.max_length);
+    const int columns = (length + params.page_size - 1) / params.page_size;
+    for (int c = ptx::thread_index() % of_each; c < columns; c += of_each) {
+      const int page = params.page_table[static_cast<int64_t>(s) * params.num_columns + c];
+      if (page < 0 || page >= params.num_pages) continue;
+      const uint32_t bit = 1u << page % 32;
+      if (atomicOr(&smem.named[page / 32], bit) & bit) atomicOr(&smem.shared[page / 32], bit);
+    }
+  }
+}
+
+// What a sequence wants, and needs for it.
+struct Growth {
+  int start, end, first_column, last_page;
+  int64_t wanted;
+  bool copies;  // a page that others name
+  int needed;   // pages
+
+  CUFLASH_DEVICE Growth(const CacheGrowParams& params, const SharedMemory& smem, int s) {
+    const int size = params.page_size;
+    start = max(0, min(params.lengths[s], params.max_length));
+    int64_t count = params.num_tokens;
+    if (params.counts != nullptr) {
+      count = clamp(static_cast<const int64_t*>(params.counts)[s], 0, count);
+    }
+    wanted = start + count;
+    end = static_cast<int>(clamp(wanted, 0, params.max_length));
+    first_column = (start + size - 1) / size;
+    last_page = -1;
+    if (start % size != 0 && end > start) {
+      last_page = params.page_table[static_cast<int64_t>(s) * params.num_columns + start / size];
+    }
+    const bool exists = last_page >= 0 && last_page < params.num_pages;
+    copies = exists && bit_of(smem.shared, last_page);
+    needed = (end + size - 1) / size - first_column + copies;
+  }
+};
+
+CUFLASH_DEVICE void grow(const CacheGrowParams& params, SharedMemory& smem) {
+  const int thread = ptx::thread_index();
+  const int words = (params.num_pages + 31) / 32;
+  for (int i = thread; i < words; i += Config::num_threads) smem.named[i] = smem.shared[i] = 0;
+  __syncthreads();  // no page is marked
+  mark_pages(params, smem);
+  __syncthreads();  // all are that are named
+
+  int needed = 0;
+  for (int first = 0; first < params.num_sequences; first += Config::num_threads) {
+    const int s = first + thread;
+    const int own = s < params.num_sequences ? Growth(params, smem, s).needed : 0;
+    const int rank = sum_before(own, smem.sums, needed);
+    if (s < params.num_sequences) params.sources[s] = rank;
+  }
+
+  int free = 0;
+  for (int first = 0; first < words && free < needed; first += Config::num_threads) {
+    const int word = first + thread;
+    uint32_t bits = word < words ? ~smem.named[word] : 0;
+    if (word == words - 1 && params.num_pages % 32 != 0) bits &= (1u << params.num_pages % 32) - 1;
+    int rank = sum_before(__popc(bits), smem.sums, free);
+    for (; bits != 0 && rank < needed; ++rank, bits &= bits - 1) {
+      params.taken[rank] = 32 * word + __ffs(bits) - 1;
+    }
+  }
+  __syncthreads();  // the pages to take are known
+
+  for (int s = thread; s < params.num_sequences; s += Config::num_threads) {
+    const Growth own(params, smem, s);
+    const int rank = params.sources[s];
+    const int found = max(0, min(free - rank, own.needed));
+    int32_t* const row = params.page_table + static_cast<int64_t>(s) * params.num_columns;
+    const int32_t* const taken = params.taken + rank;
+    const bool copied = own.copies && found > 0;
+    if (copied) row[own.start / params.page_size] = taken[0];
+    for (int i = copied; i < found; ++i) row[own.first_column + i - copied] = taken[i];
+    int end = own.end;
+    if (found < own.needed) {
+      end = own.copies && !copied ? own.start
+                                  : (own.first_column + found - copied) * params.page_size;
+    }
+    params.starts[s] = own.start;
+    params.sources[s] = copied ? own.last_page : -1;
+    params.lengths[s] = end;
+    params.dropped[s] += static_cast<int32_t>(own.wanted - end);
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_cache_grow(const __grid_constant__ cuflash::CacheGrowParams params) {
+  using namespace cuflash;
+  grow(params, shared_memory<SharedMemory>());
+}

@@ -1,0 +1,70 @@
+// New keys and values of a cache, into the pages that cache_grow.cu gave to sequences.
+//
+//   for each head of each sequence, and each `tokens_of_block` new keys:         one thread block
+//     the first block: rows of a page that was shared, into the one in its place   one warp a row
+//     k, turned by its position where that is asked for, and v                     one warp a row
+#include "cache/rotate.cuh"
+
+namespace cuflash {
+
+constexpr int tokens_of_block = 16;
+
+// The rows of one head of one array of pages.
+struct PageRows {
+  Element* data;
+  int num_heads, page_size, width;
+
+  CUFLASH_DEVICE Element* row(int page, int head, int slot) const {
+    return data + ((static_cast<int64_t>(page) * num_heads + head) * page_size + slot) * width;
+  }
+};
+
+CUFLASH_DEVICE void copy_row(Element* to, const Element* from, int width) {
+  for (int i = ptx::thread_index() % 32; i < width; i += 32) to[i] = from[i];
+}
+
+CUFLASH_DEVICE void write(const CacheWriteParams& params) {
+  const int chunks = (params.num_tokens + tokens_of_block - 1) / tokens_of_block;
+  const int chunk = ptx::block_index() % chunks, of_all = ptx::block_index() / chunks;
+  const int head = of_all % params.num_heads, s = of_all / params.num_heads;
+  const int warp = ptx::thread_index() / 32;
+  const int32_t* const table = params.page_table + static_cast<int64_t>(s) * params.num_columns;
+  const int start = params.starts[s], count = params.lengths[s] - start, size = params.page_size;
+  const PageRows k_rows{static_cast<Element*>(params.k_pages), params.num_heads, size,
+                        params.head_dim};
+  const PageRows v_rows{static_cast<Element*>(params.v_pages), params.num_heads, size,
+                        params.head_dim_v};
+
+  const int source = params.sources[s];
+  if (chunk == 0 && source >= 0) {
+    const int page = table[start / size];
+    for (int slot = warp; slot < start % size; slot += Config::num_warps) {
+      copy_row(k_rows.row(page, head, slot), k_rows.row(source, head, slot), params.head_dim);
+      copy_row(v_rows.row(page, head, slot), v_rows.row(source, head, slot), params.head_dim_v);
+    }
+  }
+
+  const Layout &of_k = params.k_layout, &of_v = params.v_layout;
+  const Element* const k =
+      static_cast<const Element*>(params.k) + s * of_k.batch.axis[0] + head * of_k.batch.axis[1];
+  const Element* const v =
+      static_cast<const Element*>(params.v) + s * of_v.batch.axis[0] + head * of_v.batch.axis[1];
+  const Pairs pairs{params.frequencies, params.num_pairs};
+  const int end = min((chunk + 1) * tokens_of_block, min(count, params.num_tokens));
+  for (int i = chunk * tokens_of_block + warp; i < end; i += Config::num_warps) {
+    const int key = start + i, page = table[key / size], slot = key % size;
+    turn_row(k_rows.row(page, head, slot), 1, k + i * of_k.row, of_k.column, params.head_dim, pairs,
+             key);
+    Element* const to = v_rows.row(page, head, slot);
+    for (int c = ptx::thread_index() % 32; c < params.head_dim_v; c += 32) {
+      to[c] = v[i * of_v.row + c * of_v.column];
+    }
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::Config::num_threads)
+    cuflash_cache_write(const __grid_constant__ cuflash::CacheWriteParams params) {
+  cuflash::write(params);
+}

@@ -1,0 +1,94 @@
+// Where the rows of keys and of values lie: in order, or in pages that a table puts in order.
+#pragma once
+
+#include "tile/load.cuh"
+
+namespace cuflash {
+
+// Where a key of an entry lies whose table begins at `numbers`; its pages, and rows of a page, are
+// so many elements apart. A number of no page is that of the first or of the last: no foreign
+// memory is read.
+CUFLASH_DEVICE int64_t place_in_pages(const ForwardParams& params, const int32_t* numbers, int key,
+                                      int64_t page_stride, int64_t row_stride) {
+  const int column = key / params.page_size;
+  const int number = numbers[column * params.page_table_layout.row];
+  return max(0, min(number, params.num_pages - 1)) * page_stride +
+         (key - column * params.page_size) * row_stride;
+}
+
+CUFLASH_DEVICE const int32_t* table_of(const ForwardParams& params, const BatchIndex& entry) {
+  return params.page_table + entry * params.page_table_layout.batch;
+}
+
+// Rows of one entry, one by one.
+template <bool paged>
+struct KeySource : RowSource {
+  CUFLASH_DEVICE KeySource(const ForwardParams&, const RowSource& rows, const BatchIndex&, int64_t)
+      : RowSource(rows) {}
+};
+template <>
+struct KeySource<true> : RowSource {
+  const ForwardParams& params;
+  const int32_t* numbers;
+  int64_t page_stride;
+
+  CUFLASH_DEVICE KeySource(const ForwardParams& forward_params, const RowSource& rows,
+                           const BatchIndex& entry, int64_t elements)
+      : RowSource(rows),
+        params(forward_params),
+        numbers(table_of(params, entry)),
+        page_stride(elements) {}
+
+  CUFLASH_DEVICE const Element* row(int key) const {
+    return data + place_in_pages(params, numbers, key, page_stride, row_stride);
+  }
+};
+
+// Where the rows of a block of keys lie, for all threads; of the block that is multiplied and of
+// the next. (D154) Where CUDA cores multiply rows where they lie, some warps are still at the block
+// before.
+constexpr int place_buffers = Config::simt ? 3 : 2;
+CUFLASH_DEVICE int next_places(int buffer) { return buffer + 1 == place_buffers ? 0 : buffer + 1; }
+
+template <bool paged>
+struct BlockPlaces {
+  // Of keys in order there is nothing to look up.
+  CUFLASH_DEVICE void begin(const ForwardParams&, const BatchIndex&) {}
+  CUFLASH_DEVICE void look_up(int, const ForwardParams&, int, Range) {}
+  CUFLASH_DEVICE const RowSource& of_k(const RowSource& rows, int) const { return rows; }
+  CUFLASH_DEVICE const RowSource& of_v(const RowSource& rows, int) const { return rows; }
+};
+template <>
+struct BlockPlaces<true> {
+  int64_t k_places[place_buffers][Config::block_n], v_places[place_buffers][Config::block_n];
+  const int32_t* numbers;  // of the pages of the entry
+
+  CUFLASH_DEVICE void begin(const ForwardParams& params, const BatchIndex& entry) {
+    if (ptx::thread_index() == 0) numbers = table_of(params, entry);
+    __syncthreads();  // the table is known
+  }
+
+  // By all threads, of the keys from `first_key` on; to be read after a barrier. Keys outside
+  // `valid` are never read: their page may be beyond the table.
+  CUFLASH_DEVICE void look_up(int buffer, const ForwardParams& params, int first_key, Range valid) {
+    for (int i = ptx::thread_index(); i < Config::block_n; i += Config::num_threads) {
+      const int key = first_key + i;
+      int64_t k = 0, v = 0;
+      if (valid.contains(key)) {
+        k = place_in_pages(params, numbers, key, params.k_page, params.k_layout.row);
+        v = place_in_pages(params, numbers, key, params.v_page, params.v_layout.row);
+      }
+      k_places[buffer][i] = k;
+      v_places[buffer][i] = v;
+    }
+  }
+
+  CUFLASH_DEVICE PlacedRows of_k(const RowSource& rows, int buffer) const {
+    return {rows, k_places[buffer]};
+  }
+  CUFLASH_DEVICE PlacedRows of_v(const RowSource& rows, int buffer) const {
+    return {rows, v_places[buffer]};
+  }
+};
+
+}  // namespace cuflash

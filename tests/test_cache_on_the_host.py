@@ -1,0 +1,165 @@
+"""Do the kernels of a cache do what its NumPy form does? Run by a C++ compiler, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash._launch import cache as kernels
+from support.host_device import COMPILER, HostDevice, host_device, on_device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+HEADS, D, D_V, SIZE, MOST = 2, 6, 3, 4, 30
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: Any) -> Iterator[HostDevice]:
+    with host_device(tmp_path_factory.mktemp("kernels")) as found:
+        yield found
+
+
+class Twin:
+    """A cache in NumPy, and the same arrays written by kernels."""
+
+    def __init__(self, sequences: int, pages: int, dtype: Any = np.float32) -> None:
+        self.cache = cuflash.KVCache(
+            sequences, HEADS, D, max_length=MOST, head_dim_v=D_V, page_size=SIZE, pages=pages,
+            dtype=dtype,
+        )  # fmt: skip
+        self.k, self.v, self.table, self.lengths = (on_device(a.copy()) for a in self.cache.arrays)
+        n, pages = sequences, len(self.k)
+        self.dropped, self.starts, self.sources, self.taken, self.old_table = (
+            on_device(np.zeros(shape, np.int32)) for shape in (n, n, n, pages, self.table.shape)
+        )
+
+    def append(self, k: Any, v: Any, counts: Any = None, **rotary: Any) -> None:
+        """By kernels alone: what finds no room is dropped."""
+        counts = None if counts is None else on_device(np.asarray(counts, np.int64))
+        kernels.grow(
+            self.table, self.lengths, self.dropped, counts, self.starts, self.sources, self.taken,
+            page_size=SIZE, max_length=MOST, num_tokens=k.shape[2],
+        )  # fmt: skip
+        kernels.write(
+            on_device(k), on_device(v), self.k, self.v, None, self.table, self.starts,
+            self.lengths, self.sources, **{"rotation": "none", "num_pairs": 0} | rotary,
+        )  # fmt: skip
+
+    def take(self, parents: Any, lengths: Any = None) -> None:
+        arrays = [
+            None if a is None else on_device(np.asarray(a, np.int64)) for a in (parents, lengths)
+        ]
+        kernels.take(self.table, self.lengths, self.old_table, self.starts, *arrays)
+
+    def check(self) -> None:
+        np.testing.assert_array_equal(self.lengths, self.cache.lengths)
+        for s, length in enumerate(self.cache.lengths):
+            used = -(-length // SIZE)
+            np.testing.assert_array_equal(self.table[s, :used], self.cache.page_table[s, :used])
+            for n in range(length):
+                page = self.table[s, n // SIZE]
+                for own, expected in ((self.k, self.cache.k_pages), (self.v, self.cache.v_pages)):
+                    np.testing.assert_array_equal(
+                        own[page, :, n % SIZE], expected[page, :, n % SIZE]
+                    )
+
+
+def tokens(rng: np.random.Generator, sequences: int, steps: int, dtype: Any = np.float32) -> Any:
+    return (rng.standard_normal((sequences, HEADS, steps, d)).astype(dtype) for d in (D, D_V))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "pages", "dtype"),
+    [(3, 40, np.float32), (70, 600, np.float16), (1100, 9000, np.float64)],
+)
+@pytest.mark.usefixtures("device")
+def test_any_calls_make_the_arrays_of_numpy(sequences: int, pages: int, dtype: Any) -> None:
+    rng, twin = np.random.default_rng(sequences), Twin(sequences, pages, dtype)
+    for step in range(6):
+        steps = int(rng.integers(1, 7))
+        k, v = tokens(rng, sequences, steps, dtype)
+        room = np.maximum(MOST - twin.cache.lengths, 0)
+        counts = np.minimum(rng.integers(0, steps + 1, sequences), room)
+        for append in (twin.cache.append, twin.append):
+            append(k, v, counts)
+        twin.check()
+        parents = rng.integers(-1, sequences, sequences)
+        kept = rng.integers(0, MOST, sequences) if step % 2 else None
+        for take in (twin.cache.take, twin.take):
+            take(parents, kept)
+        twin.check()
+    assert not twin.dropped.any()
+
+
+@pytest.mark.usefixtures("device")
+def test_what_finds_no_room_is_dropped() -> None:
+    """Sequences in their order take the free pages, and what is left out is counted."""
+    twin = Twin(3, 5)
+    k, v = tokens(np.random.default_rng(0), 3, 9)
+    twin.append(k, v)  # three pages each
+    assert [*twin.lengths] == [9, 8, 0]
+    assert [*twin.dropped] == [0, 1, 9]
+    assert [*twin.table[0, :3], *twin.table[1, :2]] == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(twin.k[3], k[1, :, :4])
+    twin.append(k, v, [-4, 10**12, 2])  # counts are clamped, and no page is free
+    assert [*twin.lengths] == [9, 8, 0]
+    twin.take([0, 0, 0])  # the page that is not full is shared, and cannot be copied but once
+    twin.append(k, v, [1, 1, 1])
+    assert [*twin.lengths] == [10, 10, 9]
+    assert [*twin.table[:, 2]] == [3, 4, 2]
+    np.testing.assert_array_equal(twin.k[4][:, :2], np.stack([k[0, :, 8], k[1, :, 0]], axis=1))
+    twin.take([7, 1, -1], [-1, 5, 9])
+    assert [*twin.lengths] == [0, 5, 0]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_table_of_any_numbers_is_no_fault() -> None:
+    """Numbers of no page, lengths beyond the cache: neither is written through."""
+    twin = Twin(2, 20)
+    twin.table[:] = [[-5], [10**9]]
+    twin.lengths[:] = -3, 10**6
+    before = twin.k.copy()
+    twin.append(*tokens(np.random.default_rng(0), 2, 2))
+    assert [*twin.lengths] == [2, MOST]
+    assert (twin.k[1:] == before[1:]).all()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("rotation", ["halves", "neighbours"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_keys_are_turned_as_they_are_written(rotation: str, dtype: Any) -> None:
+    twin, interleaved = Twin(2, 20, dtype), rotation == "neighbours"
+    k, v = tokens(np.random.default_rng(0), 2, 7, dtype)
+    for part in (slice(0, 3), slice(3, 7)):
+        twin.append(k[:, :, part], v[:, :, part], rotation=rotation, num_pairs=D // 2)
+        twin.cache.append(k[:, :, part], v[:, :, part], rotary=True, interleaved=interleaved)
+    expected = cuflash.rotary(k, np.arange(7), interleaved=interleaved)
+    found = [twin.k[twin.table[0, n // SIZE], :, n % SIZE] for n in range(7)]
+    np.testing.assert_array_equal(np.stack(found, axis=1), expected[0])
+    twin.check()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("positions", [5, "rows", "entries"])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotary(positions: Any, inverse: bool) -> None:
+    rng = np.random.default_rng(1)
+    x = on_device(rng.standard_normal((3, 10, 2, 8)).astype(np.float32).swapaxes(1, 2))
+    arrays = {
+        "rows": np.arange(10),
+        "entries": rng.integers(-9, 99999, (3, 1, 10)).astype(np.int32),
+    }
+    given = arrays.get(positions, positions)
+    out = on_device(np.full(x.shape, np.nan, np.float32))
+    kernels.turn(
+        x, out, given if isinstance(given, int) else on_device(given), on_device(np.arange(3.0)), 3,
+        "halves", inverse=inverse,
+    )  # fmt: skip
+    expected = cuflash.rotary(np.asarray(x), given, frequencies=np.arange(3.0), inverse=inverse)
+    np.testing.assert_array_equal(out, expected)

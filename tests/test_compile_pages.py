@@ -1,0 +1,67 @@
+"""Do kernels that read pages, of caches and of rotary embedding compile without spills?
+
+Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from test_compile import (
+    ARITHMETICS,
+    FULL,
+    LIMITS,
+    capability_of,
+    complaints,
+    dtype_of,
+    problem_of,
+    reports,
+    rows,
+    turn_of,
+)
+
+from cuflash._kernels.cache_grow import CacheGrowConfig
+from cuflash._kernels.cache_take import CacheTakeConfig
+from cuflash._kernels.cache_write import CacheWriteConfig
+from cuflash._kernels.config import KernelConfig
+from cuflash._kernels.request import needs_simt
+from cuflash._kernels.rotary import RotaryConfig
+from cuflash._problem.options import signature
+from cuflash._problem.problem import in_pages
+from support import chosen
+
+
+def configs_of(arch: str, generation: int) -> list[KernelConfig]:
+    """Each row of the forward's table by one NVRTC, and the small kernels."""
+    found: list[KernelConfig] = [CacheGrowConfig.of(1000), CacheGrowConfig.of(1 << 18)]
+    found.append(CacheTakeConfig())
+    for dtype, rotation in itertools.product(
+        ("float16", "bfloat16", "float32", "float64"), ("halves", "neighbours")
+    ):
+        found.append(CacheWriteConfig(dtype=dtype, rotation=rotation))
+        found.append(RotaryConfig(dtype=dtype, rotation=rotation, positions="int32"))
+    tables = [row for arithmetic in ARITHMETICS for row in rows(arithmetic)]
+    for row in tables[turn_of(arch, generation) :: 2]:
+        k_pages, v_pages = (np.zeros((2, 2, 16, d), dtype_of(row)) for d in row["head_dims"])
+        table = np.zeros((2, 2), np.int32)
+        problem = in_pages(problem_of(row), *map(signature, (k_pages, v_pages, table)))
+        capability = capability_of(arch)
+        simt = needs_simt(problem, capability)
+        config = chosen.portable(
+            "forward_sm80", problem, LIMITS[arch], 16, simt=simt, capability=capability
+        )
+        assert config.paged
+        found.append(config)
+    return found
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", FULL)
+def test_kernels_of_pages_compile_cleanly(arch: str, generation: int) -> None:
+    configs = configs_of(arch, generation)
+    found = [complaints(c, arch, r) for c, r in reports(configs, arch, generation).items()]
+    if any(found):
+        pytest.fail("\n".join(itertools.chain(*found)), pytrace=False)

@@ -1,0 +1,130 @@
+"""Do kernels that read pages give the bits of the keys in order? Run by a C++ compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from test_paged import KINDS, Paged
+
+import cuflash
+from cuflash._kernels import split_keys
+from cuflash._problem.options import signature
+from cuflash._problem.problem import Problem, describe, in_pages
+from cuflash._select import hardware
+from cuflash._select.choose import choose
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuflash._launch import plan_cache, run
+from support.host_device import COMPILER, HostDevice, host_device, on_device, options_on_device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def device(tmp_path: Any) -> Iterator[HostDevice]:
+    with host_device(tmp_path) as found:
+        yield found
+
+
+def forward(problem: Problem, q: Any, k: Any, v: Any, options: Any, **more: Any) -> list[bytes]:
+    out = on_device(np.full(problem.out_shape, np.nan, problem.dtype))
+    lse = on_device(np.full(problem.lse_shape, np.nan, problem.lse_dtype))
+    run.forward(problem, q, k, v, options, out, lse, **more)
+    return [out.tobytes(), lse.tobytes()]
+
+
+def of_pages(call: Paged, options: cuflash.Options) -> list[bytes]:
+    problem, (q, k, v, table) = in_pages_of(call, options)
+    return forward(problem, q, k, v, options, page_table=table)
+
+
+def in_pages_of(call: Paged, options: cuflash.Options) -> tuple[Problem, Any]:
+    arrays = call.q, call.k_pages, call.v_pages, call.table[:, None]
+    q, k_pages, v_pages, table = map(on_device, arrays)
+    k, v = (
+        np.lib.stride_tricks.as_strided(
+            a,
+            (3, a.shape[1], call.columns * call.size, a.shape[3]),
+            (0, *a.strides[1:]),
+            subok=True,
+        )
+        for a in (k_pages, v_pages)
+    )
+    problem = in_pages(describe(q, k, v, options), *map(signature, (k_pages, v_pages, table)))
+    return problem, (q, k, v, table)
+
+
+def check(call: Paged, kind: str) -> None:
+    options = cuflash.Options(**call.options(kind), kv_lengths=call.lengths[:, None])
+    options_on_device(options)
+    q, k, v = map(on_device, call.contiguous())
+    steps = choose(in_pages_of(call, options)[0], hardware.of_device(0))
+    config = next(step.config for step in steps if step.config.computes == "out")
+    expected = forward(describe(q, k, v, options), q, k, v, options, config=config)
+    used = np.zeros((len(call.k_pages), call.size), bool)
+    for row, length in zip(call.table, call.lengths, strict=True):
+        for n in range(length):
+            used[row[n // call.size], n % call.size] = True
+        row[-(-length // call.size) :] = -(10**9)
+    for pages in (call.k_pages, call.v_pages):
+        pages.swapaxes(1, 2)[~used] = np.nan
+    assert of_pages(call, options) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "every" else pytest.param(k, marks=pytest.mark.full) for k in KINDS]
+)
+def test_options(device: HostDevice, kind: str) -> None:
+    """NaN in rows that no sequence has, and numbers of no page beyond the lengths."""
+    check(Paged(7, 16, 9, 3, np.float16), kind)
+    assert device.launched == ["cuflash_forward_sm80"] * 2 or kind in ("segment_ids", "every")
+
+
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 3, 256])
+@pytest.mark.full
+@pytest.mark.usefixtures("device")
+def test_dtypes_and_sizes_of_pages(dtype: Any, size: int) -> None:
+    check(Paged(5, size, -(-300 // size), 2, dtype, d=20), "causal")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_cuda_cores_read_pages(tmp_path: Any, dtype: Any) -> None:
+    with host_device(tmp_path, capability=75):
+        check(Paged(5, 16, 9, 2, dtype, d=20), "causal")
+
+
+@pytest.mark.usefixtures("device")
+def test_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_keys, "wanted", lambda _: True)
+    monkeypatch.setattr(split_keys, "parts_of", lambda *_: 3)
+    plan_cache.forget()
+    check(Paged(3, 16, 20, 2, np.float16), "causal")
+
+
+@pytest.mark.usefixtures("device")
+def test_rows_that_are_computed_pair_by_pair() -> None:
+    """A key that is not finite, within the lengths."""
+    call = Paged(11, 5, 20, 4, np.float16)
+    call.lengths[:] = 90
+    call.k_pages[call.table[0, 3], :, 2] = np.nan
+    check(call, "causal")
+
+
+@pytest.mark.usefixtures("device")
+def test_a_number_of_no_page_is_clamped() -> None:
+    call = Paged(2, 4, 8, 2, np.float16)
+    call.lengths[:] = 30
+    wild = call.table.copy()
+    call.table[0, 2], call.table[1, 3] = 0, len(call.k_pages) - 1
+    wild[0, 2], wild[1, 3] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    options = cuflash.Options(enable_gqa=True, kv_lengths=call.lengths[:, None])
+    expected = of_pages(call, options_on_device(options))
+    call.table = wild
+    assert of_pages(call, options) == expected
