@@ -12,6 +12,7 @@ from ml_dtypes import bfloat16
 from test_few_queries import options_of
 
 import cuflash
+from cuflash import reference
 from cuflash._kernels import split_keys
 from cuflash._kernels.forward_sm80 import ForwardConfig
 from cuflash._kernels.request import Request
@@ -145,6 +146,19 @@ def test_packed_sequences_are_split_by_their_own_lengths(device: HostDevice, kin
     alone = attend(1, 1)
     assert alone[0][:, 2:5].tobytes() == out[:, 2:5].tobytes()
     assert alone[1][:, 2:5].tobytes() == lse[:, 2:5].tobytes()
+
+
+@pytest.mark.parametrize("d", [3, 24])
+def test_logsumexp(device: HostDevice, splits: Any, d: int) -> None:
+    """The call without columns of values."""
+    splits(3)
+    rng = np.random.default_rng(9)
+    q, k = (rng.standard_normal((2, n, d)).astype(np.float32) for n in (3, 700))
+    call = Call(q, k, k[..., :0], q[..., :0], options={}, wrt=())
+    out, lse = forward(call, cuflash.Options())
+    assert out.shape == (2, 3, 0)
+    np.testing.assert_allclose(lse, reference.logsumexp(q, k), rtol=1e-6)
+    assert device.launched[-1] == "cuflash_forward_combine"
 
 
 @pytest.mark.full
