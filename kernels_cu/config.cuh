@@ -77,6 +77,8 @@ struct Defaults {
   static constexpr bool split_keys = false;
   // Does the kernel that combines them start before they end, and wait?
   static constexpr bool combined_early = false;
+  // Is there a result over other keys, so_far and lse, which this one joins?
+  static constexpr bool joins = false;
   // Do keys and values lie in pages, which a table puts in order?
   static constexpr bool paged = false;
   // Are the queries that see a tile of keys dealt out to several thread blocks, to be added up?

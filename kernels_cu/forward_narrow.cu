@@ -15,31 +15,18 @@
 // 2e-6. A product of tensor cores has 16 or 32 columns at least; with 3 of them the exponential is
 // what takes longest. All threads read the same key at a time, for all their rows. (D61)
 #include "portable/forward_rows.cuh"
+#include "simt/narrow.cuh"
 
 namespace cuflash {
 
-constexpr int width = Config::width, width_v = Config::width_v;  // true head sizes
-constexpr int rows = Config::block_m / Config::num_threads;      // of a thread
-constexpr int run = 8;                                           // keys between two maxima
+constexpr int rows = Config::block_m / Config::num_threads;  // of a thread
+constexpr int run = 8;                                       // keys between two maxima
 static_assert(rows * Config::num_threads == Config::block_m, "every thread has as many");
 static_assert(Config::block_n % run == 0, "a block is whole runs");
-
-// What all rows need of a key.
-struct alignas(16) Key {
-  static constexpr int room = (width + width_v + Config::key_bias + 3) / 4 * 4;
-  Real element[room];
-
-  CUFLASH_DEVICE Real k(int i) const { return element[i]; }
-  CUFLASH_DEVICE Real v(int i) const { return element[width + i]; }
-  CUFLASH_DEVICE Real bias() const { return element[width + width_v]; }
-};
 
 struct SharedMemory {
   Key keys[Config::block_n];
 };
-
-// Does a block's masked form look at bias in global memory, at masks, at formulas?
-constexpr bool looks_up = !Config::key_bias && Score::hides_pairs;
 
 // Exponentials under a maximum of scores, and values by their weight, summed.
 struct Sums {
@@ -111,16 +98,8 @@ CUFLASH_DEVICE bool load_keys(SharedMemory& smem, const RowSource& k, const RowS
 #pragma unroll 1
   for (int i = threadIdx.x; i < Config::block_n; i += Config::num_threads) {
     const int kv_idx = first_key + i;
-    const bool exists = valid.contains(kv_idx);
-    Key& key = smem.keys[i];
-    unrolled<width>([&](int c) { key.element[c] = exists ? k.number(kv_idx, c) : Real(0); });
-    unrolled<width_v>(
-        [&](int c) { key.element[width + c] = exists ? v.number(kv_idx, c) : Real(0); });
-    if constexpr (Config::key_bias) {
-      const Real bias = exists ? score.bias(0, kv_idx) : 0;
-      key.element[width + width_v] = bias;
-      hides |= bias == -infinity();
-    }
+    smem.keys[i].load(k, v, score, kv_idx, valid.contains(kv_idx));
+    hides |= smem.keys[i].hides();
   }
   return __syncthreads_or(hides);  // the keys are there
 }
@@ -142,19 +121,11 @@ CUFLASH_DEVICE void add_block(Row (&own)[rows], const SharedMemory& smem, const 
         const int q_idx = first_row + r * Config::num_threads;
         bool visible = true;
         if constexpr (masked) {
-          visible = score.kv_range(q_idx, q_idx + 1).contains(kv_idx);
-          if constexpr (Config::key_bias) {
-            visible = visible && key.bias() != -infinity();
-          } else {
-            visible = visible && score.sees(q_idx, kv_idx);
-          }
+          visible = score.kv_range(q_idx, q_idx + 1).contains(kv_idx) &&
+                    key.seen_by(score, q_idx, kv_idx);
         }
         const Real product = own[r].dot(key);
-        if constexpr (Config::key_bias) {
-          s[r][j] = visible ? score.with_bias(product, key.bias()) : -infinity();
-        } else {
-          s[r][j] = visible ? score.apply(product, q_idx, kv_idx) : -infinity();
-        }
+        s[r][j] = visible ? key.apply(score, product, q_idx, kv_idx) : -infinity();
         seen[r] |= static_cast<uint32_t>(visible) << j;
       }
     }

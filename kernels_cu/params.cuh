@@ -76,6 +76,8 @@ struct ScoreParams {
   int32_t num_heads;
   int32_t q_length;  // used where there is no array of lengths
   int32_t kv_length;
+  int32_t first_query;  // where a part of a call begins, as dropout and formulas count
+  int32_t first_key;
   Real scale;
   Real scale_log2;  // scale * log2(e)
   Real softcap;
@@ -101,6 +103,7 @@ struct ForwardParams {
   void* out;
   Real* lse;                  // may be null
   const int32_t* page_table;  // used where Config::paged: pages of each sequence, in order
+  const Real* so_far;         // out over other keys, which results join; used where Config::joins
   ScoreParams score;
   Layout q_layout;
   Layout k_layout;
@@ -108,6 +111,7 @@ struct ForwardParams {
   Layout out_layout;
   Layout lse_layout;         // one column
   Layout page_table_layout;  // one column
+  Layout so_far_layout;
   BatchAxes batch;
   Grid grid;  // of split keys: owners times parts
   int32_t head_dim;

@@ -529,7 +529,7 @@ def test_sources_compile_without_fields(generation: int, pytestconfig: pytest.Co
         "_pair_sm90.cu": {"num_warps": 16, "head_dim": 256, "head_dim_v": 256},
         "backward_sm90.cu": {"num_warps": 16, "block_m": 128, "block_n": 128},
         "_sm90.cu": {"num_warps": 8},
-        "_narrow.cu": {"block_m": 128, "width": 3, "width_v": 3},
+        "_narrow.cu": {"block_m": 128, "block_n": 128, "width": 3, "width_v": 3},
         ".cu": {},
     }
 

@@ -159,6 +159,20 @@ def test_every_row_of_the_tables(generation: int, pytestconfig: pytest.Config) -
 
 @pytest.mark.gate
 @pytest.mark.nvrtc
+def test_results_in_float32_and_such_as_join_others(generation: int) -> None:
+    """Every second one compiled by each NVRTC."""
+    found = []
+    for name in ("none", "causal", "dropout", "window"):
+        for head_dims in HEAD_SIZES:
+            case = {**PLAIN, **OPTIONS[name], **SERVED, "head_dims": head_dims}
+            config = config_of(case, LARGE)
+            found += [config.replace(joins=True), config.replace(out_dtype="float32")]
+            found.append(config.replace(out_dtype="float32", joins=True))
+    compile_all(found[generation % 2 :: 2], generation)
+
+
+@pytest.mark.gate
+@pytest.mark.nvrtc
 def test_a_narrow_window_with_a_sink_and_bounds_from_arrays(generation: int) -> None:
     """Every second one compiled by each NVRTC."""
     case = {**PLAIN, **WINDOW, "sink": np.float32, "head_dims": (128, 128)}

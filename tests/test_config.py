@@ -60,6 +60,12 @@ CONFIGS: tuple[KernelConfig, ...] = (
     KERNELS["forward_narrow"](
         **{**TILE, "block_m": 512}, sink="none", width=3, width_v=0, key_bias=True
     ),
+    KERNELS["backward_dq_narrow"](
+        **{**TILE, "block_m": 512}, width=3, width_v=0, key_bias=True
+    ),
+    KERNELS["backward_dkv_narrow"](
+        **{**TILE, "block_n": 512}, width=3, width_v=0, key_bias=True, grad_k=True, grad_v=True
+    ),
     KERNELS["forward_tf32_sm90"](**{**TF32, "num_warps": 16}, sink="none"),
     KERNELS["backward_dq_tf32_sm90"](**TF32),
     KERNELS["backward_dkv_tf32_sm90"](

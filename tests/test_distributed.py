@@ -288,8 +288,7 @@ def test_bytes_are_those_of_the_formulae(method, size):
     keys = 2 * rows * heads_kv * D * 4  # of a rank, in float32 as their gradients
     if method in ("all_gather", "ring"):
         assert forward == size * (size - 1) * keys
-        home = size if method == "ring" else size - 1
-        assert gradient == forward + size * home * keys
+        assert gradient == 2 * forward
     if method == "ulysses":
         sent = rows * D * 4 * (2 * heads + 2 * heads_kv) + rows * heads * 4
         assert forward == (size - 1) * sent
@@ -387,6 +386,13 @@ def test_ranks_that_make_different_calls():
         distributed.attention(x, np.ones((8, 4)), x, comm=comm)
     with pytest.raises(ValueError, match="q_lengths: got 17, expected a length from 0 to 16"):
         distributed.attention(x, x, x, comm=comm, q_lengths=17)
+    for not_one in (3, None):
+        with pytest.raises(TypeError, match=r"comm: got .*, expected a communicator"):
+            distributed.attention(x, x, x, comm=not_one)
+        with pytest.raises(TypeError, match="comm: got"):
+            distributed.shard(x[0], comm=not_one)
+    with pytest.raises(TypeError, match="mpi: got None, expected a communicator of mpi4py"):
+        distributed.from_mpi(None)
     assert comm.sent == Counter()
 
 

@@ -18,7 +18,7 @@ from cuflash._kernels import tf32_sm90, wgmma
 from cuflash._kernels.backward_convert import BackwardConvertConfig
 from cuflash._kernels.backward_delta import DeltaConfig
 from cuflash._kernels.config import KernelConfig
-from cuflash._kernels.forward_narrow import WIDEST
+from cuflash._kernels.narrow import WIDEST
 from cuflash._kernels.registry import KERNELS
 from cuflash._kernels.request import Request, needs_simt
 from cuflash._launch import grid as launch_grid
@@ -230,7 +230,7 @@ def hopper_configs(problem: Problem, number: int) -> list[KernelConfig]:
 
 
 def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[KernelConfig]:
-    """Hopper's kernels for float32, and the forward of narrow heads, which every device has."""
+    """Hopper's kernels for float32, and those of narrow heads, which every device has."""
     forward = chosen.one("forward_tf32_sm90", problem, copy_bytes=copy_bytes)
     assert (forward is None) == bool(KERNELS["forward_tf32_sm90"].eligible(Request(problem)))
     of_queries = chosen.one("backward_dq_tf32_sm90", problem, copy_bytes=copy_bytes)
@@ -241,14 +241,16 @@ def float32_configs(problem: Problem, number: int, copy_bytes: int) -> list[Kern
         assert of_queries is of_keys is None
     found = [c for c in (forward, of_queries, *(of_keys or ())) if c is not None]
     assert all(c.smem_bytes <= HOPPER for c in found)
-    narrow = chosen.one(
-        "forward_narrow", problem, copy_bytes=copy_bytes, num_sms=(1, 132)[number % 2]
-    )
-    if narrow is not None:
-        assert narrow.smem_bytes <= SMALLEST
+    given = {"copy_bytes": copy_bytes, "num_sms": (1, 132)[number % 2]}
+    narrow = [
+        chosen.one(name, problem, **given) for name in ("forward_narrow", "backward_dq_narrow")
+    ]
+    narrow += chosen.passes("backward_dkv_narrow", problem, WANTED[number % 3], **given) or ()
+    for config in filter(None, narrow):
+        assert config.smem_bytes <= SMALLEST
         assert max(problem.head_dim, problem.head_dim_v) <= WIDEST
-        assert (narrow.width, narrow.width_v) == (problem.head_dim, problem.head_dim_v)
-    return [*found, *([] if narrow is None else [narrow])]
+        assert (config.width, config.width_v) == (problem.head_dim, problem.head_dim_v)
+    return [*found, *filter(None, narrow)]
 
 
 def check_grid(problem: Problem, config: KernelConfig, rng: np.random.Generator) -> int:

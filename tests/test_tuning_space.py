@@ -29,7 +29,7 @@ SIZES = {
     "backward_sm90": (64, 128),
     "backward_pair_sm90": (256,),
     **{name: (64, 96, 128) for name in _kernels.KERNELS if name.endswith("partners")},
-    "forward_narrow": (1, 3, 8),
+    **{name: (1, 3, 8) for name in _kernels.KERNELS if name.endswith("narrow")},
 }
 PORTABLE = [name for name in _kernels.KERNELS if name.endswith("sm80")]
 
@@ -299,7 +299,7 @@ def test_every_field_of_a_tile_is_a_parameter(kernel):
     """A field that only one kernel has says how it computes, or is named here as what it does."""
     what = {"sink", "grad_k", "grad_v", "deterministic", "shared_keys", "partners"}
     what |= {"split_keys", "split_queries"}
-    if kernel == "forward_narrow":  # has one buffer
+    if kernel.endswith("narrow"):  # has one buffer
         what |= {"width", "width_v", "key_bias", "num_stages"}
     kind = _kernels.KERNELS[kernel]
     parts = {name: part for name, part in kind.parts.items() if name not in kernel_config.SCORED}

@@ -12,8 +12,8 @@ from cuflash._host.backward import backward
 from cuflash._host.forward import forward
 from cuflash._problem.option_table import of_stages
 from cuflash._problem.options import Options
-from cuflash._problem.philox import WHOLE, Origin
-from cuflash._problem.problem import Problem
+from cuflash._problem.philox import BLOCK, WHOLE, Origin
+from cuflash._problem.problem import Problem, changed
 from cuflash._results import Saved
 
 
@@ -38,7 +38,7 @@ def run_forward(
             lse.fill(-np.inf)
         return None
     if is_cupy(out):
-        _refuse_elsewhere(options, origin)
+        problem = _placed(problem, options, origin)
         return launch().forward(problem, *qkv, options, out, lse, **for_kernels)
     forward(problem, qkv, options, out, lse, origin=origin)
     return None
@@ -63,22 +63,24 @@ def run_backward(
             gradient.fill(0)
         return None
     if is_cupy(saved.dout):
-        _refuse_elsewhere(options, origin)
+        problem = _placed(problem, options, origin)
         dout, *results = saved
         return launch().backward(problem, dout, *qkv, *results, options, gradients, **for_kernels)
     backward(problem, qkv, options, saved, gradients, origin=origin)
     return None
 
 
-def _refuse_elsewhere(options: Options, origin: Origin) -> None:
-    """Raise where kernels, which count from a call's first score, would take others."""
-    placed = {"dropout": options.dropout or None, "score_mod": options.score_mod}
-    for name, value in {**placed, "mask_mod": options.mask_mod}.items():
-        if value is not None and origin != WHOLE:
-            raise not_yet(
-                f"{name} in a part of a call on a GPU", "kernels that are told where a part begins",
-                "NumPy arrays, or the whole call on one GPU, have it",
-            )  # fmt: skip
+def _placed(problem: Problem, options: Options, origin: Origin) -> Problem:
+    """The problem as a part of a call, where dropout or a formula asks for places."""
+    if not (options.dropout or options.score_mod or options.mask_mod):
+        return problem
+    if options.dropout and (origin.query % BLOCK or origin.key % BLOCK):
+        raise not_yet(
+            f"dropout on a GPU in a part of a call from query {origin.query} and key {origin.key} "
+            "on", f"kernels that draw from other places than multiples of {BLOCK}",
+            "NumPy arrays have it",
+        )  # fmt: skip
+    return problem if origin == WHOLE else changed(problem, origin=origin)
 
 
 def _nothing_to_sum(problem: Problem) -> bool:

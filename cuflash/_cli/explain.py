@@ -155,7 +155,7 @@ def _roofline(
     if peak is None:
         return dict.fromkeys(("bound_ms", "bound_by", "bound_tflops"))
     least_ms = {"device memory": once / peak.gbytes / 1e6}
-    if not (config.simt or config.kernel == "forward_narrow"):
+    if not (config.simt or config.row_numbers):
         tflops, products = select_hardware.peak_products(peak, work.dtype, work.precision)
         least_ms[products] = flops / tflops / 1e9
     if work.dtype != "float64":

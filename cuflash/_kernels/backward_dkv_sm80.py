@@ -79,7 +79,9 @@ class BackwardKVConfig(KernelConfig):
             columns = fields["head_dim" if "k" in names else "head_dim_v"]
             own = fields | portable.kv_fields(problem, names)
             own["split_columns"] = portable.gradient_parts(request, columns)
-            values = portable.candidates(cls, ROWS, request, own)
+            # Wider results take registers as options do.
+            wider = True if own["out_dtype"] != own["dtype"] else None
+            values = portable.candidates(cls, ROWS, request, own, general=wider)
             fitting = portable.fitting(cls, values, request.smem_limit)
             if not fitting:
                 return cls.chosen(request._replace(simt=True))

@@ -110,9 +110,11 @@ class KernelConfig:
     tensor_maps: ClassVar[bool] = False  # does Hopper's copy engine load operands by them?
     owned: ClassVar[str] = "block_m"  # the side that a thread block computes results for
     splits_keys: ClassVar[bool] = False  # can it deal the keys of a tile out to several blocks?
+    joins_results: ClassVar[bool] = False  # can its results join those over other keys?
     reads_pages: ClassVar[bool] = False  # can keys and values lie in pages?
     cluster_blocks: ClassVar[int] = 1  # thread blocks that share a tile
     row_warps: ClassVar[int] = 1  # warps that own the same rows; 0: rows are not divided by warps
+    row_numbers: ClassVar[int] = 0  # a thread keeps so many of a row at least; 0: warps own rows
     other_warps: ClassVar[int] = 0  # own no rows, where the tile decides how many warps there are
     #: Rows of the other side that a thread block may have: a lane has 32 bits for its columns of a
     #: row, ``ColumnBits`` of score/score.cuh.

@@ -76,6 +76,7 @@ class Own(NamedTuple):
     overlap_quarters: int  # of the exponentials, that run before p v has to be done; 0: none
     split_keys: bool = False  # are the keys of a tile dealt out to several thread blocks?
     combined_early: bool = False  # does the kernel that combines them start before they end?
+    joins: bool = False  # is there a result over other keys, which this one joins?
 
 
 class ForwardSm90Config(wgmma.WarpgroupsConfig):
@@ -87,6 +88,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     parts = SCORED | {"own": Own}
     tunables = ("block_m", "block_n", "num_stages", "num_q_stages", "overlap_quarters")
     splits_keys = True
+    joins_results = True
 
     def check(self) -> None:
         super().check()
@@ -111,6 +113,7 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
         packed, biased = problem.cu_seqlens_q is not None, problem.bias is not None
         looked_up = problem.mask is not None or problem.segment_ids_q is not None
         sliding = problem.window_left is not None
+        partial = problem.joins or problem.out.dtype != problem.dtype
         return wgmma.against_halves(request) or wgmma.first_reason(
             (problem.formulas is not None, "nobody knows how many registers a formula takes"),
             (biased and packed, "a bias and where sequences begin spill in some case"),
@@ -119,11 +122,8 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
                 biased and wide and sliding,
                 "a bias and the first key of a window spill in every tile",
             ),
-            (
-                problem.out.dtype != problem.dtype,
-                "out has another dtype than q, whose tile it takes",
-            ),
             (problem.head_dim_v % 8 != 0, "rows of out are stored by 16 bytes"),
+            (partial and pressure > 1, "results in float32 spill beside two such options"),
             (
                 wide and packed and looked_up,
                 "a mask or ids of packed sequences spill in every tile",
@@ -134,9 +134,10 @@ class ForwardSm90Config(wgmma.WarpgroupsConfig):
     @classmethod
     def chosen(cls, request: Request) -> tuple[Self, ...]:
         fields = wgmma.fields(cls, request, ROWS, _holding(request))
+        problem = request.problem
         if split_keys.wanted(request):
             fields |= split_keys.fields(request)
-        return (cls(**fields, sink=dtype_of(request.problem.sink)),)
+        return (cls(**fields, sink=dtype_of(problem.sink), joins=problem.joins),)
 
 
 def _holding(request: Request) -> dict[str, bool]:

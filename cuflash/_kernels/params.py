@@ -50,7 +50,7 @@ SCORE = _struct(
     *_numbers("offset_value", "window_left", "window_right", of=np.int64),
     *_numbers(
         "diagonal_begin", "diagonal_end", "seqlen_q", "seqlen_k", "num_sequences", "num_heads",
-        "q_length", "kv_length",
+        "q_length", "kv_length", "first_query", "first_key",
     ),
     *((name, dtype) for o in OPTIONS for name, (dtype, *_) in o.params.items()),
 )  # fmt: skip
@@ -85,7 +85,7 @@ def _kernel(
 
 
 FORWARD = _kernel(
-    ("q", "k", "v", "out", "lse", "page_table"),
+    ("q", "k", "v", "out", "lse", "page_table", "so_far"),
     "head_dim", "head_dim_v", "num_splits", "part_keys", "page_size", "num_pages",
     strides=("k_page", "v_page"),
 )  # fmt: skip

@@ -73,10 +73,10 @@ def precision_of(problem: Problem) -> Precision:
 def fields(kernel: type[KernelConfig], request: Request) -> dict[str, Any]:
     """Fields that follow from the problem: of operands, products and the score."""
     problem = request.problem
-    out = problem.out if kernel.computes == "out" else problem
+    of_gradients = request.grad_dtype or problem.dtype
     return {
         "dtype": problem.dtype.name,
-        "out_dtype": out.dtype.name,
+        "out_dtype": (problem.out.dtype if kernel.computes == "out" else of_gradients).name,
         "precision": precision_of(problem),
         "wide_float64": problem.dtype == np.float64 and request.capability >= 90,
         "copy_bytes": request.copy_bytes,
@@ -115,9 +115,10 @@ def candidates(
     return [own | dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
-def num_tiles(problem: Problem, block_m: int) -> int:
-    """How many tiles of so many rows there are."""
-    return math.prod(problem.batch) * -(-problem.seqlen_q // block_m)
+def num_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:
+    """How many tiles of so many rows, or keys, there are."""
+    rows = problem.seqlen_k if of_keys else problem.seqlen_q
+    return math.prod(problem.batch) * -(-rows // block)
 
 
 def most_rows(request: Request, block_m: int) -> int:

@@ -18,12 +18,14 @@ from cuflash._kernels.backward_pair_sm90 import BackwardPairConfig
 # dk and dv
 from cuflash._kernels.backward_dkv_sm90 import BackwardKVSm90Config
 from cuflash._kernels.backward_dkv_tf32_sm90 import BackwardKVTf32Sm90Config
+from cuflash._kernels.backward_dkv_narrow import BackwardKVNarrowConfig
 from cuflash._kernels.backward_dkv_partners import BackwardKVPartnersConfig
 from cuflash._kernels.backward_dkv_sm80 import BackwardKVConfig
 
 # dq
 from cuflash._kernels.backward_dq_sm90 import BackwardQSm90Config
 from cuflash._kernels.backward_dq_tf32_sm90 import BackwardQTf32Sm90Config
+from cuflash._kernels.backward_dq_narrow import BackwardQNarrowConfig
 from cuflash._kernels.backward_dq_partners import BackwardQPartnersConfig
 from cuflash._kernels.backward_dq_sm80 import BackwardQConfig
 

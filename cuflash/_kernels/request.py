@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Request(NamedTuple):
     deterministic: bool = True
     keys: frozenset[str] = frozenset()  # "k", "v": the gradients of keys and values wanted
     device: str = ""  # its name
+    grad_dtype: np.dtype[Any] | None = None  # of gradients; None: that of q
     tensor_maps: bool = True  # can the driver encode them, as that of CUDA 12 does?
     simt: bool = False  # do CUDA cores multiply: operands do not fit, or are float64?
 

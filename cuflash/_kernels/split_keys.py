@@ -38,8 +38,10 @@ BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
 def wanted(request: Request) -> bool:
     """Whether keys are many, and tiles leave half of the SMs idle or lengths may differ."""
     problem, bounds = request.problem, BOUNDS
-    if not request.num_sms or problem.seqlen_k < max(
-        bounds.fewest, bounds.of_a_row * problem.seqlen_q
+    if (
+        problem.joins
+        or not request.num_sms
+        or problem.seqlen_k < max(bounds.fewest, bounds.of_a_row * problem.seqlen_q)
     ):
         return False
     if problem.cu_seqlens_q is not None:

@@ -12,6 +12,7 @@ from cuflash._errors import wrong_value
 from cuflash._jit.compilation import compile_kernel
 from cuflash._kernels import params as kernel_params
 from cuflash._kernels import split_keys
+from cuflash._kernels.config import ELEMENT_BYTES
 from cuflash._kernels.segment_bounds import IDS, bounds_of, operands_of
 from cuflash._launch import score_params, tensor_map
 from cuflash._launch.grid import Grid, plan_grid
@@ -27,8 +28,9 @@ from cuflash._select.pack_gqa import with_shared_rows
 
 Layouts = Mapping[str, Layout]  # of the operands of a call, by name
 Addresses = Mapping[str, int]
-#: Operands that kernels read and write in the dtype that q, k and v promote to.
-_OF_THE_DTYPE = frozenset(("q", "k", "v", "dout", "dq", "dk", "dv"))
+#: Operands that kernels read in the dtype that q, k and v promote to; and what they write.
+_OF_THE_DTYPE = frozenset(("q", "k", "v", "dout"))
+_GRADIENTS = frozenset(("dq", "dk", "dv"))
 _OF_QUERIES = frozenset(("q", "out", "dout"))  # operands with a row for each query
 #: Operands of the kernel that finds the bounds of segments, in the order of its pointers.
 _OF_SEGMENTS = ("segment_ids_q", "segment_ids_k", "segment_bounds_q", "segment_bounds_k")
@@ -126,9 +128,10 @@ def plan_launch(
     config: Any = step.config
     struct = kernel_params.with_reals(kernel_params.STRUCTS[config.params], config.real_bytes)
     operands, tiles, streamed, grid = _work_of(step, problem, layouts)
-    for name in _OF_THE_DTYPE & layouts.keys() & operands.keys():
-        if layouts[name].itemsize != problem.dtype.itemsize:
-            raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {problem.dtype}")
+    for dtype, names in ((problem.dtype.name, _OF_THE_DTYPE), (config.out_dtype, _GRADIENTS)):
+        for name in names & layouts.keys() & operands.keys():
+            if layouts[name].itemsize != ELEMENT_BYTES[dtype]:
+                raise AssertionError(f"{name}: {layouts[name].itemsize} bytes, not {dtype}")
     filled = np.zeros(1, struct)[0]
     owners, entries = grid.num_owners, grid.entries_per_owner
     if config.computes == "out":
@@ -277,8 +280,10 @@ def maps_of(problem: Problem, layouts: Layouts, config: Any, addresses: Addresse
             found.append(found[0])
             continue
         own = layouts[name]
+        # An out of float32, which is stored without its map, counts as columns of 16 bits.
+        wider = own.itemsize // problem.dtype.itemsize
         layout = tensor_map.map_layout(
-            problem.dtype, (rows, own.row), (columns, own.column), batch,
+            problem.dtype, (rows, own.row), (columns * wider, own.column // wider), batch,
             _STORED_ROWS if name == "out" else box,
         )  # fmt: skip
         if layout is None or addresses[name] % tensor_map.ALIGNMENT:

@@ -25,10 +25,11 @@ from cuflash._launch.plan import maps_of, plan_steps, refuse_misaligned, row_lay
 from cuflash._launch.plan_cache import Repeat
 from cuflash._launch.repeat import Plan, repeat
 from cuflash._launch.workspace import Workspace, statistics_bytes
+from cuflash._problem.formulas import formulas_of
 from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Problem, gradient_operand
+from cuflash._problem.problem import Problem, changed, gradient_operand
 from cuflash._results import AttentionResult, Gradients
 from cuflash._select import hardware
 from cuflash._select.access import Access, of_any_arrays
@@ -58,20 +59,28 @@ def forward(
     workspace: Array | None = None,
     config: KernelConfig | None = None,
     cu_seqlens: Mapping[str, Array] = _NOT_PACKED,
+    so_far: Array | None = None,
     page_table: Array | None = None,
 ) -> Plan:
     """Write ``out`` and, unless None, ``lse``; extents are positive but that of keys.
 
-    A ``config`` also decides which kernel runs. The portable kernel leaves out rows that belong to
-    no packed sequence. Returns the plan that was run.
+    With ``so_far``, in the dtype of lse and maybe ``out`` itself, they join the result over other
+    keys that it and ``lse`` hold: where :func:`joins_results`. A ``config`` also decides which
+    kernel runs. The portable kernel leaves out rows that belong to no packed sequence. Returns the
+    plan that was run.
     """
+    if so_far is not None:
+        problem = changed(problem, joins=True)
     problem, held = score_params.arrays_of(problem, options, q, cu_seqlens)
-    addresses = _addresses(held, q=q, k=k, v=v, out=out, lse=lse, page_table=page_table)
+    addresses = _addresses(
+        held, q=q, k=k, v=v, out=out, lse=lse, page_table=page_table, so_far=so_far
+    ) | _first_entry(problem)
     device = q.data.device_id
     with _on_device(device):
         plan, memory = _prepared(
-            problem, device, addresses, lambda: layouts_of(problem, {"out": problem.out}, lse=lse),
-            workspace, None if lse is None else lse.strides, override=config,
+            problem, device, addresses, lambda: _forward_layouts(problem, lse, so_far),
+            workspace, None if lse is None else lse.strides,
+            None if so_far is None else so_far.strides, override=config,
         )  # fmt: skip
         stream = cupy.cuda.get_current_stream()
         if cu_seqlens and plan.workspace.lse_parts and memory is not None:
@@ -133,13 +142,16 @@ def backward(
             refuse_capture("wrt", "q, k and v alone: the others need memory of their own")
         totals = {sums_of(name): cupy.zeros(own.shape, real) for name, own in sums.items()}
         read = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-        addresses = _addresses(held, **read, **results, **totals)
+        addresses = _addresses(held, **read, **results, **totals) | _first_entry(problem)
         plan, memory = _prepared(
             problem, device, addresses, lambda: _gradient_layouts(problem, read, written),
             workspace, dout.strides, out.strides, out.dtype, lse.strides,
             None if dlse is None else dlse.strides,
             *((name, a.shape, a.strides, a.dtype) for name, a in written.items()),
-            wanted=Wanted({n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None),
+            wanted=Wanted(
+                {n: a.shape for n, a in gradients.items()}, out.dtype, dlse is not None,
+                next((written[n].dtype for n in ("q", "k", "v") if n in written), None),
+            ),
             override=config, deterministic=deterministic,
         )  # fmt: skip
         addresses["dropout_seed"] = options.seed or 0
@@ -206,6 +218,24 @@ def _addresses(held: Mapping[str, Array], **operands: Array | None) -> dict[str,
     if held:
         operands |= held
     return {name: array.data.ptr for name, array in operands.items() if array is not None}
+
+
+def _first_entry(problem: Problem) -> dict[str, int]:
+    """The number of the first batch entry of a part of a call, which is patched like an address."""
+    return {"entry_number": problem.origin.entry} if problem.origin.entry else {}
+
+
+def joins_results(problem: Problem, options: Options) -> bool:
+    """Whether the kernel of a call can let its results join those over other keys."""
+    problem = changed(problem, formulas=formulas_of(options))
+    return _joins_results(problem, runtime.getDevice())
+
+
+@functools.lru_cache(maxsize=1024)
+def _joins_results(problem: Problem, device: int) -> bool:
+    steps = choose(problem, hardware.of_device(device))
+    (config,) = (step.config for step in steps if step.config.computes == "out")
+    return bool(config.joins_results and not getattr(config, "split_keys", False))
 
 
 def _prepared(
@@ -278,7 +308,10 @@ def _written(problem: Problem, gradients: dict[str, Array]) -> dict[str, Array]:
 
     Zeros, since kernels write no row that belongs to no packed sequence.
     """
-    other = [n for n in ("q", "k", "v") if n in gradients and gradients[n].dtype != problem.dtype]
+    dtypes = {n: gradients[n].dtype for n in ("q", "k", "v") if n in gradients}
+    if set(dtypes.values()) == {problem.lse_dtype}:  # sums, which nothing rounds
+        return gradients
+    other = [n for n, dtype in dtypes.items() if dtype != problem.dtype]
     if other:
         refuse_capture("wrt", f"q, k and v of {problem.dtype}, to which they are promoted")
     return gradients | {n: cupy.zeros(gradients[n].shape, problem.dtype) for n in other}
@@ -299,6 +332,15 @@ def layouts_of(
         if array is not None:
             layouts[name] = row_layout(problem, problem.lse_dtype.itemsize, array.strides)
     return layouts | score_params.layouts(problem)
+
+
+def _forward_layouts(
+    problem: Problem, lse: Array | None, so_far: Array | None
+) -> dict[str, Layout]:
+    others = {"out": problem.out}
+    if so_far is not None:
+        others["so_far"] = gradient_operand(problem, "dout", so_far)
+    return layouts_of(problem, others, lse=lse)
 
 
 def _gradient_layouts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from cuflash._problem.layout import Layout
 from cuflash._problem.operand import Operand, canonical_view
 from cuflash._problem.option_table import ARRAYS, OPTIONS
 from cuflash._problem.options import Options
-from cuflash._problem.problem import Problem
+from cuflash._problem.problem import Problem, changed
 
 _LENGTHS = tuple(name for name, (option, _) in ARRAYS.items() if option.from_host)
 _SEGMENTS = ("segment_ids_q", "segment_ids_k")
@@ -42,7 +41,8 @@ def fill(score: Any, problem: Problem) -> None:
     score["diagonal_begin"] = max(-_DISTANCE, min(offset - left, _DISTANCE))
     score["diagonal_end"] = max(-_DISTANCE, min(offset + right + 1, _DISTANCE))
     score["seqlen_q"], score["seqlen_k"] = problem.seqlen_q, problem.seqlen_k
-    score["num_heads"] = max(problem.batch_shape[-1], 1) if problem.batch_shape else 1
+    score["num_heads"] = problem.num_heads + problem.origin.heads_elsewhere
+    score["first_query"], score["first_key"] = problem.origin.query, problem.origin.key
     if problem.cu_seqlens_q is not None:
         score["num_sequences"] = problem.cu_seqlens_q.shape[0] - 1
     score["q_length"], score["kv_length"] = q_length, kv_length
@@ -67,6 +67,8 @@ def layouts(problem: Problem) -> dict[str, Layout]:
         found |= segment_bounds.bounds_of(problem).layouts(packed)
     if problem.dropout or problem.formulas is not None:
         steps = tuple(itertools.accumulate((1, *problem.batch[::-1]), int.__mul__))[::-1]
+        heads, whole = problem.num_heads, problem.num_heads + problem.origin.heads_elsewhere
+        steps = tuple(s // heads * whole if s >= heads else s for s in steps)
         found["entry_number"] = Layout(1, steps[1:], sequence=steps[0])
     return found
 
@@ -94,7 +96,7 @@ def arrays_of(
         return problem, {}
     arrays = {**options.arrays, **cu_seqlens}
     if formulas is not None:
-        problem = _with(problem, formulas=formulas)
+        problem = changed(problem, formulas=formulas)
         arrays |= formula_arrays(options, q)
     copied = [
         name
@@ -110,12 +112,8 @@ def arrays_of(
         refuse_capture(name, "contiguous int32 or int64 arrays on the device")
         view = canonical_view(arrays[name], getattr(problem, name), keep_summed=True)
         arrays[name] = cupy.asarray(_as_int64(view, of_ids if name in _SEGMENTS else set()))
-        problem = _with(problem, **{name: _copied(getattr(problem, name), arrays[name].strides)})
+        problem = changed(problem, **{name: _copied(getattr(problem, name), arrays[name].strides)})
     return problem, arrays
-
-
-#: The same problem for the same changes: what is hashed once is found by identity.
-_with: Any = functools.lru_cache(maxsize=1024)(replace)
 
 
 def _copied(operand: Operand, strides: tuple[int, ...]) -> Operand:

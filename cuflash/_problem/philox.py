@@ -29,7 +29,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
-_BLOCK = 16
+BLOCK = 16
 
 
 class Origin(NamedTuple):
@@ -62,8 +62,8 @@ def kept_scale(p: float) -> float:
 
 def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: ModuleType) -> Array:
     """Which scores of a tile are kept: entries.shape + (rows, cols), bool."""
-    first_m, first_n = rows.start // _BLOCK, cols.start // _BLOCK
-    last_m, last_n = -(-rows.stop // _BLOCK), -(-cols.stop // _BLOCK)
+    first_m, first_n = rows.start // BLOCK, cols.start // BLOCK
+    last_m, last_n = -(-rows.stop // BLOCK), -(-cols.stop // BLOCK)
     y = xp.arange(8 * first_m, 8 * last_m, dtype=np.uint64)[:, None]
     x = xp.arange(4 * first_n, 4 * last_n, dtype=np.uint64)
     entries = xp.asarray(entries, dtype=np.uint64)[..., None, None]
@@ -77,8 +77,8 @@ def kept(entries: Array, rows: slice, cols: slice, p: float, seed: int, xp: Modu
     for number, half in enumerate(halves):
         part = blocks[..., number // 4, :, :, number // 2 % 2, :, number % 2]
         part[...] = (half >= np.uint64(threshold(p))).reshape(part.shape)
-    whole = blocks.reshape(*lead, _BLOCK * (last_m - first_m), _BLOCK * (last_n - first_n))
-    m, n = rows.start - _BLOCK * first_m, cols.start - _BLOCK * first_n
+    whole = blocks.reshape(*lead, BLOCK * (last_m - first_m), BLOCK * (last_n - first_n))
+    m, n = rows.start - BLOCK * first_m, cols.start - BLOCK * first_n
     return whole[..., m : m + rows.stop - rows.start, n : n + cols.stop - cols.start]
 
 

@@ -29,6 +29,7 @@ from cuflash._problem.operand import (
 )
 from cuflash._problem.option_table import ARRAYS, OPTIONS, Option
 from cuflash._problem.options import Options, Signature, signature
+from cuflash._problem.philox import WHOLE, Origin
 
 HALVES = FLOATS[:2]
 _MATRICES = ("q", "k", "v", "dout")
@@ -82,6 +83,8 @@ class Problem(_OfOptions):  # type: ignore[misc]
     cu_seqlens_q: Operand | None = None
     cu_seqlens_k: Operand | None = None
     formulas: Formulas | None = None  # where kernels compute
+    origin: Origin = WHOLE  # of a part of a call, for dropout and formulas
+    joins: bool = False  # is there a result over other keys, which this one joins?
     pages: Pages | None = None  # where rows of k and v are in pages
 
     def __hash__(self) -> int:
@@ -112,6 +115,11 @@ class Problem(_OfOptions):  # type: ignore[misc]
         if self.window_left is None or self.window_right is None:
             return None
         return self.window_left + self.window_right + 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads, 1 without such an axis; at least 1."""
+        return max(self.batch_shape[-1], 1) if self.batch_shape else 1
 
     @property
     def group_size(self) -> int | None:
@@ -234,6 +242,10 @@ def _describe(
         scale=1 / math.sqrt(head_dim) if options.scale is None else options.scale,
         **of_options,
     )
+
+
+#: The same problem for the same changes: what is hashed once is found by identity.
+changed: Any = functools.lru_cache(maxsize=1024)(replace)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -53,6 +53,7 @@ class Wanted(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]  # of the inputs by name; any for q, k and v
     out_dtype: np.dtype[Any] | None = None  # in which out is read; None: that of q
     grad_lse: bool = False  # is there a cotangent of lse?
+    dtype: np.dtype[Any] | None = None  # of the gradients of q, k and v; None: that of q
 
     @classmethod
     def of(cls, names: str) -> Wanted:
@@ -109,7 +110,7 @@ def choose(
         names &= {"q"}  # zeros: there is nothing to sum
     request = request_of(
         problem, hardware, access.copy_bytes(problem, "dout", "q", "k", "v"),
-        deterministic=deterministic, keys=names & {"k", "v"},
+        deterministic=deterministic, keys=names & {"k", "v"}, grad_dtype=wanted.dtype,
     )  # fmt: skip
     call = _Call(request, hardware, access, only)
     return (*steps, *_backward(call, wanted, names, override or BackwardConfigs()))
@@ -188,10 +189,13 @@ def _chosen(result: str, call: _Call, override: KernelConfig | None) -> tuple[Ke
 def _first(result: str, call: _Call, override: KernelConfig | None) -> tuple[KernelConfig, ...]:
     """The passes of the first kernel of a result that serves; none where none does."""
     request, hardware, access, only = call
+    joins = request.problem.joins
     splits = result == "out" and override is None and split_keys.wanted(request)
     for kernel in that_compute(result):
         asked = override is None or kernel.kernel == override.kernel
         if not asked or (only is not None and kernel.kernel not in only):
+            continue
+        if joins and not kernel.joins_results:
             continue
         if splits and not split_keys.suits(kernel, request):
             continue

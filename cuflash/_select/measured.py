@@ -88,7 +88,7 @@ def options_of(config: Any) -> str:
         words.append("narrow")
     if config.computes == "dqkv" and not config.deterministic:
         words.append("unordered")
-    if config.kernel == "forward_narrow":
+    if config.row_numbers:
         words.append(f"{config.width}x{config.width_v}")
         words += ["shared"] if config.key_bias else []
     if config.computes == "out" and config.out_dtype != config.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, blocks_of
 from cuflash.distributed._communicator import Compute, Schedule, Wait
 from cuflash.distributed._layout import Chunks, joined
-from cuflash.distributed._parts import Heads
 from cuflash.distributed._share import (
     KV,
     OptionGradients,
@@ -29,52 +28,10 @@ from cuflash.distributed._share import (
     rows_back,
     rows_first,
 )
-from cuflash.distributed._sums import added
+from cuflash.distributed._stages import Stage, stages_of
+from cuflash.distributed._sums import Summed
 
 STAGES = 4  # at most
-
-
-class _Stage(NamedTuple):
-    """Heads that are computed together; all of them where there is no axis to cut."""
-
-    heads: Heads | None
-    q: slice | None
-    kv: slice | None
-
-    def of_q(self, array: Array, features: int = 1) -> Array:
-        """An array like q, or with no ``features`` like lse: its own heads."""
-        tail = (slice(None),) * (1 + features)
-        return array if self.q is None else array[(..., self.q, *tail)]
-
-    def of_kv(self, array: Array) -> Array:
-        """An array like k: its own heads."""
-        return array if self.kv is None else array[..., self.kv, :, :]
-
-    def of_saved(self, saved: Saved) -> Saved:
-        """What a gradient reads beside q, k and v: its own heads."""
-        dlse = None if saved.dlse is None else self.of_q(saved.dlse, 0)
-        dout, out = self.of_q(saved.dout), self.of_q(saved.out)
-        return Saved(dout, out, self.of_q(saved.lse, 0), dlse)
-
-
-def stages_of(share: Share, most: int = STAGES) -> list[_Stage]:
-    """The heads in equal parts, at most so many."""
-    whole, number = share.all_heads(), share.num_heads
-    arrays = (share.q, share.k, share.v)
-    extents = [a.shape[-3] if a.ndim > 2 else 1 for a in arrays]
-    heads_kv = extents[1]
-    alike = extents[0] == number and extents[1] == extents[2] and heads_kv > 1
-    if number is None or not alike or number % heads_kv:
-        return [_Stage(whole, None, None)]
-    parts = max(n for n in range(1, most + 1) if heads_kv % n == 0)
-    q, kv = number // parts, heads_kv // parts
-    return [
-        _Stage(
-            Heads(i * q, (i + 1) * q, number), slice(i * q, (i + 1) * q),
-            slice(i * kv, (i + 1) * kv),
-        )
-        for i in range(parts)
-    ]  # fmt: skip
 
 
 def _room(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype[Any], _: int) -> Array:
@@ -82,7 +39,7 @@ def _room(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype[Any], _: int) 
     return xp.empty(shape, dtype)
 
 
-def _begin(share: Share, stage: _Stage, everything: Chunks) -> Schedule:
+def _begin(share: Share, stage: Stage, everything: Chunks) -> Schedule:
     """Begin to collect a stage's keys and values."""
     own = tuple(rows_first(stage.of_kv(a)) for a in (share.k, share.v))
     ranks = range(share.size)
@@ -97,13 +54,13 @@ def forward(share: Share) -> Schedule:
     shape = (*problem.batch_shape, share.q.shape[-2])
     out = xp.zeros((*shape, problem.head_dim_v), problem.dtype)
     lse = xp.full(shape, -np.inf, problem.lse_dtype)
-    stages = stages_of(share)
+    stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
 
-    def compute(stage: _Stage, block: Block, k: Array, v: Array) -> None:
+    def compute(stage: Stage, block: Block, k: Array, v: Array) -> None:
         target = stage.of_q(out)[..., block.rows, :]
+        of_rows = stage.of_q(lse, 0)[..., block.rows]
         q, parts = stage.of_q(share.q), share.parts(stage.heads)
-        _, found = parts.forward(block, q, rows_back(k), rows_back(v), out=target)
-        stage.of_q(lse, 0)[..., block.rows] = found
+        parts.forward(block, q, rows_back(k), rows_back(v), target, of_rows)
 
     ticket, kv = yield from _begin(share, stages[0], everything)
     for number, stage in enumerate(stages):
@@ -124,23 +81,17 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
     everything = joined(tuple(c for own in share.keys for c in own))
     queries = share.queries[share.rank]
     of_options = OptionGradients(share, wanted)
-    dq = xp.zeros(share.q.shape, share.sums_dtype)
+    dq = xp.empty(share.q.shape, share.sums_dtype)
     names = [n for n in KV if n in wanted]
     sums = {n: xp.zeros(getattr(share, n).shape, share.sums_dtype) for n in names}
-    stages = stages_of(share)
+    stages = stages_of(share.all_heads(), share.q, share.k, share.v, most=STAGES)
 
-    def compute(stage: _Stage, block: Block, k: Array, v: Array, dkv: dict[str, Array]) -> None:
-        parts = share.parts(stage.heads)
-        gradients = parts.backward(
-            block, stage.of_q(share.q), rows_back(k), rows_back(v), stage.of_saved(saved), wanted
-        )
-        if "q" in gradients:
-            added(stage.of_q(dq)[..., block.rows, :], gradients["q"])
-        for name, array in dkv.items():
-            added(rows_back(array)[..., block.keys, :], gradients[name])
-        of_options.add(parts, block, gradients)
+    def compute(stage: Stage, block: Block, k: Array, v: Array, onto: dict[str, Summed]) -> None:
+        parts, of_heads = share.parts(stage.heads), stage.of_saved(saved)
+        qkv = stage.of_q(share.q), rows_back(k), rows_back(v)
+        of_options.add(parts, block, parts.backward(block, *qkv, of_heads, wanted, onto))
 
-    def taken(stage: _Stage, returned: list[tuple[str, Any, dict[int, Array]]]) -> Schedule:
+    def taken(stage: Stage, returned: list[tuple[str, Any, dict[int, Array]]]) -> Schedule:
         for name, back, came in returned:
             if back is not None:
                 yield Wait(back)
@@ -156,11 +107,16 @@ def backward(share: Share, saved: Saved, wanted: tuple[str, ...]) -> Schedule:
         here = dict(zip(KV, kv, strict=True))
         if number + 1 < len(stages):
             ticket, kv = yield from _begin(share, stages[number + 1], everything)
-        dkv = {n: xp.zeros(here[n].shape, share.sums_dtype) for n in names}
+        dkv = {n: xp.empty(here[n].shape, share.sums_dtype) for n in names}
+        onto = {n: Summed(rows_back(a)) for n, a in dkv.items()}
+        if "q" in wanted:
+            onto["q"] = Summed(stage.of_q(dq))
         bounds, has_sink = share.parts(stage.heads).bounds, "sink" in share.options.arrays
         for block in blocks_of(queries, everything, bounds, sink=has_sink):
-            work = partial(compute, stage, block, here["k"], here["v"], dkv)
+            work = partial(compute, stage, block, here["k"], here["v"], onto)
             yield Compute(work, block.pairs)
+        for each in onto.values():
+            each.finish()
         if before is not None:
             yield from taken(*before)
         returned = []

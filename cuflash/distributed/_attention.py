@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from cuflash._api import arguments
 from cuflash._api.arguments import QKV
-from cuflash._arrays import Array, array_module, is_cupy, native, rounded
-from cuflash._errors import not_yet, wrong_type, wrong_value
+from cuflash._arrays import Array, array_module, native, rounded
+from cuflash._errors import wrong_type, wrong_value
 from cuflash._problem.checks import flag
 from cuflash._problem.operand import Axes, checked_axes, core_axes
 from cuflash._problem.options import Options, ScoreOptions, resolve
 from cuflash._problem.problem import Problem, describe
 from cuflash._results import AttentionResult, Gradients, Saved
 from cuflash.distributed import _all_gather, _two_level
-from cuflash.distributed._communicator import Communicator, Schedule, drive
-from cuflash.distributed._handshake import agreed, facts_of_options
+from cuflash.distributed._communicator import (
+    Communicator,
+    Schedule,
+    checked_communicator,
+    drive,
+)
+from cuflash.distributed._handshake import (
+    agreed,
+    facts_of_options,
+    layout_of,
+    recalled,
+    remember,
+)
 from cuflash.distributed._layout import Chunks, checked_layout, chunks_of, rows_of
 from cuflash.distributed._share import Share
 from cuflash.distributed._traffic import Candidate, Extents, checked_method, chosen
@@ -31,6 +42,15 @@ class _Call:
     qkv: tuple[Array, Array, Array]
     options: Options
     wanted: tuple[str, ...] | None  # gradients, None for the forward
+
+
+class _Known(NamedTuple):
+    """What all ranks have agreed on for a call."""
+
+    held: dict[str, tuple[Chunks, ...]]
+    shared_bias: bool
+    problem: Problem
+    how: Candidate
 
 
 def attention(
@@ -83,7 +103,7 @@ def attention(
         For a wrong argument of this rank, or where ranks make different calls.
     NotImplementedError
         For a method that cannot serve the call; the message names one that can. On GPUs also for
-        dropout and formulas.
+        dropout where ranks have fewer than 32 rows.
     CommunicationError
         Where a rank is dead or stuck, or has refused the call.
 
@@ -266,10 +286,14 @@ def _run(
     score_options: Mapping[str, Any],
 ) -> tuple[dict[int, tuple[_Call, Any]], Axes]:
     """The calls and results of own ranks, and the axes. All ranks compare before data moves."""
+    checked_communicator(comm)
     layout, method, pairs = checked_layout(layout), checked_method(method), checked_axes(axes)
     deterministic = flag("deterministic", deterministic)
+    alike: dict[str, Any] = {"function": function, "layout": layout, "method": method}
+    alike["axes"] = pairs
+    alike |= {"precision": precision, "deterministic": deterministic}
 
-    def facts_of(rank: int) -> tuple[dict[str, Any], _Call]:
+    def call_of(rank: int) -> _Call:
         given = {n: _own(comm, rank, n, a) for n, a in zip(QKV, qkv, strict=True)}
         _, arrays, promoted = arguments.operands(*given.values())
         canonical = tuple(
@@ -277,21 +301,52 @@ def _run(
         )
         chosen_options = _own_options(comm, rank, options, score_options)
         wanted = None if wrt is None else arguments.gradient_names(wrt, chosen_options)
-        call = _Call(arrays, canonical, chosen_options, wanted)
-        alike: dict[str, Any] = {
-            "function": function,
-            "layout": layout,
-            "method": method,
-            "wrt": wanted,
-        }
-        alike |= {"precision": precision, "deterministic": deterministic, "axes": pairs}
-        for name, array in zip(QKV, canonical, strict=True):
+        return _Call(arrays, canonical, chosen_options, wanted)
+
+    def saved_of(rank: int) -> Saved | None:
+        if saved is None:
+            return None
+        dout, out, lse, dlse = (
+            None if a is None else _own(comm, rank, n, a)
+            for n, a in zip(("dout", "out", "lse", "dlse"), saved, strict=True)
+        )
+        dout, out = (_canonical(n, a, pairs[3]) for n, a in (("dout", dout), ("out", out)))
+        lse, dlse = (None if a is None else native(n, a) for n, a in (("lse", lse), ("dlse", dlse)))
+        return Saved(dout, out, lse, dlse)
+
+    def key_of(rank: int) -> Any:
+        """What the call is known by where only arrays of these layouts differ, or None."""
+        call, read = calls[rank], reads[rank] = call_of(rank), saved_of(rank)
+        if call.options.arrays or call.options.score_mod or call.options.mask_mod:
+            return None
+        arrays = (*call.given.values(), *call.qkv, *(read or ()))
+        layouts = tuple(None if a is None else layout_of(a) for a in arrays)
+        return (*alike.values(), call.wanted, call.options, layouts)
+
+    def run(rank: int, call: _Call, known: _Known, read: Saved | None) -> Schedule:
+        share = Share(
+            rank, *call.qkv, call.options, known.held["q"], known.held["k"], known.problem,
+            deterministic, known.shared_bias,
+        )  # fmt: skip
+        return schedule_of(share, known.how, None if read is None else (read, call.wanted))
+
+    calls: dict[int, _Call] = {}
+    reads: dict[int, Saved | None] = {}
+    found, keys = recalled(comm, key_of)
+    if found:
+        results = drive(comm, {r: run(r, calls[r], found[r], reads[r]) for r in comm.ranks})
+        return {rank: (calls[rank], result) for rank, result in results.items()}, pairs
+
+    def facts_of(rank: int) -> tuple[dict[str, Any], _Call]:
+        call = call_of(rank)
+        facts: dict[str, Any] = {"alike": {**alike, "wrt": call.wanted}}
+        for name, array in zip(QKV, call.qkv, strict=True):
             shape = (*array.shape[:-2], array.shape[-1])
-            alike[f"{name} without rows"] = f"{arrays[name].dtype} {shape}"
-        facts: dict[str, Any] = {"alike": alike | facts_of_options(chosen_options)}
-        facts["rows"] = [a.shape[-2] for a in canonical]
+            facts["alike"][f"{name} without rows"] = f"{call.given[name].dtype} {shape}"
+        facts["alike"] |= facts_of_options(call.options)
+        facts["rows"] = [a.shape[-2] for a in call.qkv]
         facts["memory"] = comm.free_memory(rank)
-        bias = chosen_options.arrays.get("bias")
+        bias = call.options.arrays.get("bias")
         facts["bias_rows"] = bias.shape[-2] if bias is not None and bias.ndim > 1 else None
         return facts, call
 
@@ -300,36 +355,24 @@ def _run(
     shared_bias = any(f["bias_rows"] == 1 != f["rows"][0] for f in facts)
     hosts = [f["host"] for f in facts]
 
-    def ready(rank: int) -> tuple[dict[str, Any], Schedule]:
+    def ready(rank: int) -> tuple[dict[str, Any], tuple[_Known, Schedule]]:
         call = calls[rank]
         seqlen_q, seqlen_k = (sum(map(rows_of, held[n])) for n in ("q", "k"))
         problem = _problem(call, seqlen_q, seqlen_k, precision)
-        share = Share(
-            rank, *call.qkv, call.options, held["q"], held["k"], problem, deterministic,
-            shared_bias,
-        )  # fmt: skip
-        if saved is None:
-            extra = None
-        else:
-            dout, out, lse, dlse = (
-                None if a is None else _own(comm, rank, n, a)
-                for n, a in zip(("dout", "out", "lse", "dlse"), saved, strict=True)
-            )
-            dout, out = (_canonical(n, a, pairs[3]) for n, a in (("dout", dout), ("out", out)))
-            found: Saved = arguments.saved_arrays(
-                "attention", problem, call.given["q"], dout, out, lse, dlse
-            )
-            extra = found, call.wanted
+        read = saved_of(rank)
+        if read is not None:
+            read = arguments.saved_arrays("attention", problem, call.given["q"], *read)
         extents = Extents.of(problem, seqlen_q, *(a.shape for a in call.qkv))
         budgets = [f["memory"] for f in facts if f["memory"] is not None]
         how, _ = chosen(
             method, extents, len(hosts), min(budgets, default=None), ranks_per_host(hosts)
         )
-        _refuse_on_gpu(call, comm)
-        return {"alike": {"method": how.method}}, schedule_of(share, how, extra)
+        known = _Known(held, shared_bias, problem, how)
+        return {"alike": {"method": how.method}}, (known, run(rank, call, known, read))
 
-    _, schedules = agreed(comm, ready)
-    results = drive(comm, schedules)
+    _, made = agreed(comm, ready)
+    remember(comm, keys, {rank: known for rank, (known, _) in made.items()})
+    results = drive(comm, {rank: schedule for rank, (_, schedule) in made.items()})
     return {rank: (calls[rank], result) for rank, result in results.items()}, pairs
 
 
@@ -339,18 +382,6 @@ def ranks_per_host(hosts: list[str]) -> int | None:
     each, rest = divmod(len(hosts), number)
     even = not rest and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
     return each if number > 1 and even else None if number == 1 else 1
-
-
-def _refuse_on_gpu(call: _Call, comm: Communicator) -> None:
-    """Raise for what kernels cannot place in a whole call."""
-    options = call.options
-    if comm.size > 1 and is_cupy(call.qkv[0]):
-        for name in ("dropout", "score_mod", "mask_mod"):
-            if getattr(options, name):
-                raise not_yet(
-                    f"{name} over several GPUs", "kernels that are told where a part begins",
-                    "every method has it over NumPy arrays, and one GPU",
-                )  # fmt: skip
 
 
 def _problem(call: _Call, seqlen_q: int, seqlen_k: int, precision: str | None) -> Problem:
@@ -403,7 +434,10 @@ def _checked_rows(facts: list[dict[str, Any]], layout: str) -> dict[str, tuple[C
 
 def _canonical(name: str, array: Any, pair: tuple[int, int]) -> Array:
     array = native(name, array)
-    return array_module(array).moveaxis(array, core_axes(name, array.shape, pair), (-2, -1))
+    axes = core_axes(name, array.shape, pair)
+    if axes == (array.ndim - 2, array.ndim - 1):
+        return array
+    return array_module(array).moveaxis(array, axes, (-2, -1))
 
 
 def _own(comm: Communicator, rank: int, name: str, value: Any) -> Any:

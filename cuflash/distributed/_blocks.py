@@ -8,6 +8,8 @@ and keys under a causal mask with offset 0.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cuflash.distributed._layout import Chunk, Chunks, places, rows_of
@@ -40,15 +42,18 @@ class Block(NamedTuple):
         return number // 2 if self.bounded else number
 
 
-def blocks_of(queries: Chunks, keys: Chunks, bounds: Bounds, *, sink: bool = False) -> list[Block]:
+@functools.lru_cache(maxsize=1024)
+def blocks_of(
+    queries: Chunks, keys: Chunks, bounds: Bounds, *, sink: bool = False
+) -> tuple[Block, ...]:
     """The calls. With ``sink`` every query is in exactly one that has it."""
     if not rows_of(queries):
-        return []
+        return ()
     plain = bounds.alone and bounds.offset is not None
     causal = (bounds.left, bounds.right, bounds.offset) == (None, 0, 0)
     if plain and causal and queries == keys:
         whole = slice(0, rows_of(queries))
-        return [Block(whole, whole, 0, 0, bounded=True, with_sink=sink)]
+        return (Block(whole, whole, 0, 0, bounded=True, with_sink=sink),)
     found = []
     for rows, query in zip(places(queries), queries, strict=True):
         own = []
@@ -60,7 +65,15 @@ def blocks_of(queries: Chunks, keys: Chunks, bounds: Bounds, *, sink: bool = Fal
             own = own or [Block(rows, slice(0, 0), query.start, 0, bounded=False)]
             own[0] = own[0]._replace(with_sink=True)
         found += _beside(own) if bounds.alone else own
-    return _below(found) if bounds.alone else found
+    return tuple(_below(found) if bounds.alone else found)
+
+
+def lasts_of(steps: Sequence[Sequence[Block]]) -> Iterator[bool]:
+    """Of each block, step by step, whether no later one has any of its rows."""
+    blocks = [block for step in steps for block in step]
+    for number, block in enumerate(blocks):
+        later = (other.rows for other in blocks[number + 1 :])
+        yield all(r.stop <= block.rows.start or block.rows.stop <= r.start for r in later)
 
 
 def _seen(query: Chunk, key: Chunk, bounds: Bounds) -> bool | None:

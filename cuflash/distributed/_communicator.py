@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cuflash._arrays import Array
@@ -66,10 +66,19 @@ class Wait:
     ticket: Any
 
 
+@dataclass(slots=True)
+class Agreements:
+    """What ranks have agreed on for calls that may come again, numbered alike on all ranks."""
+
+    number: int = 0  # of agreements so far
+    known: dict[Any, tuple[int, Any]] = field(default_factory=dict)  # by own rank and key
+
+
 class Communicator(Protocol):
     """Joins ranks, one of a process or several."""
 
     size: int
+    agreements: Agreements
     #: The ranks that this process runs.
     ranks: tuple[int, ...]
     #: Whether functions take and return a list with one array for each rank.
@@ -94,7 +103,10 @@ class Communicator(Protocol):
         """Leave; other ranks that still wait for this one get a CommunicationError."""
 
 
-_NAMES = ("size", "ranks", "in_lists", "agree", "start", "wait", "on", "free_memory", "close")
+_NAMES = (
+    "size", "ranks", "in_lists", "agreements", "agree", "start", "wait", "on", "free_memory",
+    "close",
+)  # fmt: skip
 
 
 def checked_communicator(comm: Any) -> Communicator:

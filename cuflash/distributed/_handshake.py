@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cuflash import __version__
+from cuflash._arrays import is_cupy, native
 from cuflash._errors import shown
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import OPTION_NAMES, Options
 from cuflash.distributed._communicator import CommunicationError, Communicator
 
 T = TypeVar("T")
+_KEPT = 256  # agreements
 
 
 def facts_of_options(options: Options) -> dict[str, Any]:
@@ -78,6 +80,49 @@ def agreed(
     for name in everyones[0].get("alike", {}):
         compare(name, {r: found["alike"].get(name) for r, found in enumerate(everyones)})
     return everyones, own
+
+
+def layout_of(array: Any) -> tuple[Any, ...]:
+    """Layout, dtype, library and device of a NumPy or CuPy array."""
+    array = native("q", array)
+    device = array.data.device_id if is_cupy(array) else None
+    return array.shape, array.strides, array.dtype, device
+
+
+def recalled(
+    communicator: Communicator, key_of: Callable[[int], Any]
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What ranks have agreed on before for this call, if all make it again; and the keys of calls.
+
+    ``key_of(rank)`` is a key, or None for a call that has to be compared every time. Where it
+    raises, the comparison will raise for all.
+    """
+    keys: dict[int, Any] = {}
+    found: dict[int, tuple[int, Any]] = dict.fromkeys(communicator.ranks, (-1, None))
+    for rank in communicator.ranks:
+        try:
+            with communicator.on(rank):
+                key = key_of(rank)
+            if key is not None:
+                found[rank] = communicator.agreements.known.get((rank, key), found[rank])
+                keys[rank] = rank, key
+        except Exception:
+            continue
+    numbers = {rank: b"%d" % number for rank, (number, _) in found.items()}
+    everyones = set(communicator.agree(numbers))
+    if len(everyones) > 1 or b"-1" in everyones:
+        return {}, keys
+    return {rank: known for rank, (_, known) in found.items()}, keys
+
+
+def remember(communicator: Communicator, keys: Mapping[int, Any], known: Mapping[int, Any]) -> None:
+    """Keep what all ranks agreed on. All number alike, and forget at the same time."""
+    memory = communicator.agreements
+    memory.number += 1
+    if memory.number % _KEPT == 0:
+        memory.known.clear()
+    for rank, key in keys.items():
+        memory.known[key] = memory.number, known[rank]
 
 
 def compare(name: str, values: Mapping[int, Any]) -> None:

@@ -11,6 +11,7 @@ its random numbers by 16. Shorter sequences are cut evenly, and a chunk may be e
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ def chunks_of(length: int, size: int, layout: str) -> tuple[Chunks, ...]:
     return tuple(joined(own) for own in held)
 
 
+@functools.lru_cache(maxsize=1024)
 def joined(chunks: Chunks) -> Chunks:
     """The same rows in order, neighbours as one chunk, without empty chunks."""
     result: list[Chunk] = []

@@ -21,7 +21,7 @@ import numpy as np
 
 from cuflash._arrays import Array, imported_cupy, is_cupy
 from cuflash._errors import shown, wrong_type, wrong_value
-from cuflash.distributed._communicator import CommunicationError, Exchange
+from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
 from cuflash.distributed._processes import Processes
 
 _LOOK = 0.1  # seconds between looks at exchanges that have begun
@@ -115,6 +115,7 @@ class Nccl:
         cupy.cuda.Device(device).use()
         identity = nccl_module().get_unique_id() if self.rank == 0 else b""
         identity = control.agree({self.rank: bytes(identity)})[0]
+        self.agreements = Agreements()
         self._gpu = _Gpu(device, _initialised(self.size, identity, self.rank, device, init_timeout))
         self._begun: deque[_Begun] = deque()
         self._aborted = threading.Event()
@@ -205,6 +206,7 @@ class Devices:
     def __init__(self, devices: Sequence[int]) -> None:
         self.size = len(devices)
         self.ranks = tuple(range(self.size))
+        self.agreements = Agreements()
         found = nccl_module().NcclCommunicator.initAll(list(devices))
         self._gpus = [_Gpu(*pair) for pair in zip(devices, found, strict=True)]
 

@@ -8,13 +8,14 @@ and key, and the place from which dropout and formulas count.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cuflash._api.dispatch import run_backward, run_forward
-from cuflash._arrays import Array, array_module
+from cuflash._api.dispatch import launch, run_backward, run_forward
+from cuflash._arrays import Array, Triple, array_module, is_cupy
 from cuflash._host.scores import arithmetic
 from cuflash._problem.option_table import ARRAYS
 from cuflash._problem.options import Options
@@ -22,6 +23,7 @@ from cuflash._problem.philox import Origin
 from cuflash._problem.problem import describe
 from cuflash._results import Saved
 from cuflash.distributed._blocks import Block, Bounds
+from cuflash.distributed._sums import Merged, Summed
 
 #: Options without positions: with these and bounds alone, blocks may be joined.
 _WITHOUT_POSITIONS = {"sink"}
@@ -31,6 +33,11 @@ _WITHOUT_POSITIONS = {"sink"}
 def _replaced(options: Options, changes: tuple[tuple[str, Any], ...]) -> Options:
     """Options without arrays, with other values: the blocks of a repeated call are the same."""
     return replace(options, **dict(changes))
+
+
+def _of_block(block: Block, q: Array, k: Array, v: Array) -> Triple:
+    """The rows of q, k and v that a block is of."""
+    return q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
 
 
 @dataclass(frozen=True)
@@ -71,36 +78,63 @@ class Parts:
             left, 0 if options.causal else right, offset if isinstance(offset, int) else None, alone
         )
 
-    def forward(
-        self, block: Block, q: Array, k: Array, v: Array, out: Array | None = None
-    ) -> tuple[Array, Array]:
-        """``out`` and lse of a block, in the dtype of sums unless ``out`` is given."""
-        xp, options = array_module(q), self._options_of(block)
-        qkv = q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
+    def forward(self, block: Block, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
+        """Write ``out`` and lse of a block's rows."""
+        options, qkv = self._options_of(block), _of_block(block, q, k, v)
         problem = describe(*qkv, options, precision=self.precision, out=out)
-        if out is None:
-            out = xp.empty(problem.out_shape, arithmetic(problem.dtype))
-            problem = describe(*qkv, options, precision=self.precision, out=out)
-        lse = xp.empty(problem.lse_shape, problem.lse_dtype)
         run_forward(problem, qkv, options, out, lse, origin=self._origin(block))
-        return out, lse
+
+    def forward_onto(
+        self, merged: Merged, block: Block, q: Array, k: Array, v: Array, *, last: bool
+    ) -> None:
+        """Merge out and lse of a block, in the kernel where it can do that.
+
+        ``last`` says that no other block has any of its rows.
+        """
+        so_far = merged.so_far(block.rows)
+        if so_far is None:
+            return self.forward(block, q, k, v, *merged.room(block.rows, last=last))
+        options, qkv = self._options_of(block), _of_block(block, q, k, v)
+        problem = describe(*qkv, options, precision=self.precision, out=so_far)
+        if is_cupy(q) and launch().joins_results(problem, options):
+            out, lse = merged.room(block.rows, last=last)
+            problem = describe(*qkv, options, precision=self.precision, out=out)
+            origin = self._origin(block)
+            run_forward(problem, qkv, options, out, lse, origin=origin, so_far=so_far)
+            return None
+        xp = array_module(q)
+        out, lse = xp.empty_like(so_far), xp.empty(problem.lse_shape, problem.lse_dtype)
+        self.forward(block, q, k, v, out, lse)
+        return merged.merge(block.rows, out, lse)
 
     def backward(
-        self, block: Block, q: Array, k: Array, v: Array, saved: Saved, wanted: tuple[str, ...]
+        self,
+        block: Block,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Saved,
+        wanted: tuple[str, ...],
+        onto: Mapping[str, Summed],
     ) -> dict[str, Array]:
-        """What a block adds to gradients, in the dtype of sums; out and lse are of all keys."""
+        """Add a block's gradients of q, k and v ``onto`` sums; return what it adds to others.
+
+        out and lse are of all keys.
+        """
         xp, options = array_module(q), self._options_of(block)
-        qkv = q[..., block.rows, :], k[..., block.keys, :], v[..., block.keys, :]
+        qkv = _of_block(block, q, k, v)
         problem = describe(*qkv, options, precision=self.precision)
-        dtype = arithmetic(problem.dtype)
         shapes = {name: a.shape for name, a in options.arrays.items()} | {"scale": ()}
-        shapes |= {name: a.shape for name, a in zip("qkv", qkv, strict=True)}
         gradients = {
-            n: xp.empty(shapes[n], np.float64 if n == "scale" else dtype)
+            n: xp.empty(shapes[n], np.float64 if n == "scale" else arithmetic(problem.dtype))
             for n in wanted
             if n in shapes
         }
-        rows = block.rows
+        others, rows, to_add = tuple(gradients), block.rows, []
+        for name, target in onto.items():
+            own = block.rows if name == "q" else block.keys
+            gradients[name], adds = target.begin(own)
+            to_add += [(target, own, gradients[name])] * adds
         of_rows = Saved(
             saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows],
             None if saved.dlse is None else saved.dlse[..., rows],
@@ -109,7 +143,9 @@ class Parts:
             problem, qkv, options, of_rows, gradients,
             origin=self._origin(block), deterministic=self.deterministic,
         )  # fmt: skip
-        return gradients
+        for target, own, part in to_add:
+            target.add(own, part)
+        return {name: gradients[name] for name in others}
 
     def rows_and_keys(self, name: str, block: Block, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Index of a block's part in an option's array of this shape."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from cuflash._arrays import Array, is_cupy
 from cuflash._errors import wrong_type
-from cuflash.distributed._communicator import CommunicationError, Exchange
+from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
 
 _FRAME = struct.Struct("!BQQ")  # kind, a number, bytes that follow
 _LIFE, _DATA, _FACTS, _FAILED, _LEAVING = range(5)
@@ -62,6 +62,7 @@ class Processes:
         #: Operations that this rank has begun.
         self.progress = 0
         self._links = links
+        self.agreements = Agreements()
         self._locks = {other: threading.Lock() for other in links}
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int], deque[bytearray]] = defaultdict(deque)

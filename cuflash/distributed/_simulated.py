@@ -16,7 +16,7 @@ import numpy as np
 from cuflash._arrays import Array
 from cuflash._errors import shown, wrong_type, wrong_value
 from cuflash._problem.checks import integer_value, is_integer
-from cuflash.distributed._communicator import CommunicationError, Exchange
+from cuflash.distributed._communicator import Agreements, CommunicationError, Exchange
 
 
 class Simulated:
@@ -34,6 +34,7 @@ class Simulated:
         self.size = size
         self.ranks = tuple(range(size))
         self.in_lists = True
+        self.agreements = Agreements()
         self.sent: Counter[tuple[int, int]] = Counter()
 
     def agree(self, facts: Mapping[int, bytes]) -> list[bytes]:

@@ -1,49 +1,143 @@
-"""How do results of blocks add up on one rank, in float32, or in float64 for float64?"""
+"""How do results of blocks add up on one rank, in float32, or in float64 for float64?
+
+What comes first is computed in place. Later parts of an output join it in the epilogue of a kernel
+that can, or are merged after it; those of gradients are added.
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from cuflash._arrays import Array
+from cuflash._arrays import Array, array_module, rounded
+
+
+class Rows:
+    """Some rows of an array."""
+
+    def __init__(self, number: int) -> None:
+        self._present = np.zeros(number, bool)
+
+    def add(self, rows: slice) -> None:
+        """They are present from now on."""
+        self._present[rows] = True
+
+    def any(self, rows: slice) -> bool:
+        """Whether one of ``rows`` is present."""
+        return bool(self._present[rows].any())
+
+    def runs(self, *, present: bool, among: slice | None = None) -> list[slice]:
+        """Those that are present, or that are not: neighbours together."""
+        among = among or slice(0, len(self._present))
+        padded = np.r_[False, self._present[among] == present, False]
+        ends = np.flatnonzero(padded[1:] != padded[:-1]) + among.start
+        return [slice(int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=True)]
 
 
 class Merged:
-    """Output and lse over the keys so far, in the dtype of lse.
+    """Output and lse over the keys so far.
 
     ``lse = log(exp(lse) + exp(part))``; a part that sees nothing, and nothing so far, is neutral.
+    Parts are in the dtype of lse, and only rows that no other part joins in that of the output.
     """
 
     def __init__(
-        self,
-        xp: ModuleType,
-        out_shape: tuple[int, ...],
-        lse_shape: tuple[int, ...],
-        dtype: np.dtype,
+        self, xp: ModuleType, out: Array, lse_dtype: np.dtype[Any], lse_shape: tuple[int, ...]
     ) -> None:
-        self._xp, self._first = xp, True
-        self.out = xp.zeros(out_shape, dtype)
-        self.lse = xp.full(lse_shape, -np.inf, dtype)
+        self._xp, self._out = xp, out
+        self._lse = xp.empty(lse_shape, lse_dtype)
+        self._parts = out if out.dtype == lse_dtype else xp.empty(out.shape, lse_dtype)
+        self._written, self._done = Rows(lse_shape[-1]), Rows(lse_shape[-1])
 
-    def add(self, rows: slice, out: Array, lse: Array) -> None:
-        """Merge the part that ``rows`` saw of other keys; ``out`` is taken over or overwritten."""
-        first, self._first = self._first, False
-        if first and out.shape == self.out.shape:
-            self.out, self.lse = out, lse
-            return
-        xp, so_far = self._xp, self.lse[..., rows]
+    def so_far(self, rows: slice) -> Array | None:
+        """What a part of these rows joins, where some hold a part."""
+        if not self._written.any(rows):
+            return None
+        self._clear(rows)
+        return self._parts[..., rows, :]
+
+    def room(self, rows: slice, *, last: bool) -> tuple[Array, Array]:
+        """Where to write out and lse of these rows; the ``last`` part of them is what remains."""
+        self._written.add(rows)
+        if last:
+            self._done.add(rows)
+        return (self._out if last else self._parts)[..., rows, :], self._lse[..., rows]
+
+    def merge(self, rows: slice, out: Array, lse: Array) -> None:
+        """Merge a part that ``rows`` saw of other keys; ``out`` is overwritten."""
+        xp, so_far = self._xp, self._lse[..., rows]
         with np.errstate(all="ignore"):
             highest = xp.maximum(so_far, lse)
             shift = xp.where(xp.isneginf(highest), 0, highest)
             old, new = xp.exp(so_far - shift), xp.exp(lse - shift)
             total = old + new
-            self.lse[..., rows] = shift + xp.log(total)
+            self._lse[..., rows] = shift + xp.log(total)
             total = xp.where(total == 0, 1, total)
-            target = self.out[..., rows, :]
+            target = self._parts[..., rows, :]
             target *= (old / total)[..., None]
             out *= (new / total)[..., None]
             target += out
+
+    def finished(self) -> tuple[Array, Array]:
+        """Output and lse; of rows that no block had, 0 and -inf."""
+        self._clear(slice(0, self._lse.shape[-1]))
+        if self._parts is not self._out:
+            for rows in self._done.runs(present=False):
+                self._out[..., rows, :] = rounded(self._parts[..., rows, :], self._out.dtype)
+        return self._out, self._lse
+
+    def _clear(self, rows: slice) -> None:
+        """Make those of ``rows`` neutral that hold nothing."""
+        for empty in self._written.runs(present=False, among=rows):
+            self._parts[..., empty, :] = 0
+            self._lse[..., empty] = -np.inf
+        self._written.add(rows)
+
+
+class Summed:
+    """A gradient, of which blocks add to rows. ``array`` has rows as its last axis but one."""
+
+    def __init__(self, array: Array) -> None:
+        self._array, self._rows = array, Rows(array.shape[-2])
+
+    def begin(self, rows: slice) -> tuple[Array, bool]:
+        """Where to write a part, and whether it has to be added then."""
+        target = self._array[..., rows, :]
+        if not self._rows.any(rows):
+            self._rows.add(rows)
+            return target, False
+        self._clear(rows)
+        return array_module(target).empty(target.shape, target.dtype), True
+
+    def add(self, rows: slice, part: Array) -> None:
+        """Add a part that :meth:`begin` gave room for."""
+        self._array[..., rows, :] += part
+
+    def finish(self) -> None:
+        """Clear rows that no block had."""
+        self._clear(slice(0, self._array.shape[-2]))
+
+    def added_to(self, other: Array, dtype: Any) -> Array:
+        """A new array: the sum with another, rounded."""
+        total = array_module(other).empty(other.shape, dtype)
+        for rows in self._rows.runs(present=True):
+            rounded_sum(self._array[..., rows, :], other[..., rows, :], total[..., rows, :])
+        for rows in self._rows.runs(present=False):
+            total[..., rows, :] = rounded(other[..., rows, :], dtype)
+        return total
+
+    def _clear(self, rows: slice) -> None:
+        for empty in self._rows.runs(present=False, among=rows):
+            self._array[..., empty, :] = 0
+        self._rows.add(rows)
+
+
+def rounded_sum(a: Array, b: Array, total: Array) -> Array:
+    """Write the sum of two arrays of sums, rounded."""
+    total[...] = rounded(a + b, total.dtype)
+    return total
 
 
 def added(target: Array, part: Array) -> None:

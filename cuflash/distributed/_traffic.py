@@ -5,7 +5,7 @@ With n rows of W n on a rank, H query and K key/value heads of d features, e byt
 in float32 sums, a rank sends
 
     all_gather  (W - 1) 2 n K d e                               gradient  + (W - 1) 2 n K d f
-    ring        (W - 1) 2 n K d e                               gradient  + W 2 n K d f
+    ring        (W - 1) 2 n K d e                               gradient  + (W - 1) 2 n K d f
     ulysses     (W - 1) / W n d (2 H + 2 K) e, and lse          gradient  about twice as much
 """
 
@@ -110,14 +110,16 @@ def _two_level(method: str, extents: Extents, size: int, across: int) -> Candida
     others = (across - 1) / across
     to_heads = others * q * e + (across - 1) * kv * e
     around = (ring - 1) * across * kv * e
-    home = ring * across * kv * f if ring > 1 else 0
+    home = (ring - 1) * across * kv * f
     forward = to_heads + around + others * (out * e + rows * f)
     backward = to_heads + others * (2 * out * e + rows * f) + around + home
     backward += others * q * e + (across - 1) * kv * f
     slots = (2 if ring > 1 else 1) * kv * across / size
     taken = (out + rows) * f / size + slots * e
     exchanged = (q + out) * e / size if across > 1 else 0
-    more = (q / size + (2 if ring > 1 else 1) * slots) * f
+    # Sums of dq and a part of it; of dk and dv own ones, a part, what is under way and what came.
+    sums_of_keys = {1: 1, 2: 3}.get(ring, 5) * kv * across / size
+    more = ((2 if ring > 1 else 1) * q / size + sums_of_keys) * f
     return Candidate(
         method, across, "", round(forward), round(backward), round(taken + exchanged),
         round(taken + 2 * exchanged + more - (out + rows) * f / size),

@@ -13,10 +13,8 @@ from cuflash._select.measured import with_values
 #: Kernels with tiles to choose, by name.
 KERNELS = {name: kernel for name, kernel in registry.KERNELS.items() if kernel.tunables}
 #: Rows of results that an SM's registers hold: 32 lanes have 2048 registers each, and 16 rows take
-#: 16 of a lane with 16 columns of scores and as many of results. In the narrow forward a row takes
-#: 13 of its lane.
+#: 16 of a lane with 16 columns of scores and as many of results.
 _ROWS = range(16, 16 * 2048 // 16 + 1, 16)
-_NARROW_ROWS = range(32, 32 * (2048 // 13) + 1, 32)
 
 
 def kernel_type(name: str) -> type[KernelConfig]:
@@ -61,7 +59,9 @@ def config_from_json(given: Mapping[str, Any]) -> Any:
 
 def superset(kind: type[KernelConfig] | KernelConfig) -> dict[str, Sequence[int]]:
     """Values of each parameter: all that some device and problem can have, and others."""
-    own: Sequence[int] = _NARROW_ROWS if kind.kernel == "forward_narrow" else _ROWS
+    own: Sequence[int] = _ROWS
+    if kind.row_numbers:
+        own = range(32, 32 * (2048 // kind.row_numbers) + 1, 32)
     if "num_warps" not in kind.tunables:
         own = range(64, 257, 64)  # by warpgroups; sixteen warps have three at most
     known: dict[str, Sequence[int]] = {
@@ -86,7 +86,7 @@ def shares_evenly(kind: type[KernelConfig] | KernelConfig, values: Mapping[str, 
 
 def _warp_rows(kind: type[KernelConfig] | KernelConfig) -> int:
     """A warp has a multiple of so many rows; partners share 16."""
-    return 32 if kind.kernel == "forward_narrow" else 16 // kind.row_warps
+    return 32 if kind.row_numbers else 16 // kind.row_warps
 
 
 def lane_registers(config: Any) -> int:
@@ -99,8 +99,8 @@ def lane_registers(config: Any) -> int:
         return 0
     rows: int = config.own_rows // (_warp_rows(config) * config.num_warps)
     words = config.real_bytes // 4
-    if config.kernel == "forward_narrow":  # q, maxima, sums in a block and of all, a run
-        return int(rows * (config.width + 2 * (2 + config.width_v) + 8) * words)
+    if config.row_numbers:
+        return int(rows * config.numbers * words)
     if config.computes == "out":
         columns = config.block_n + config.head_dim_v // config.split_columns
     elif config.computes == "dq":

@@ -119,7 +119,7 @@ def _check(row: select_measured.Row, where: str) -> None:
         got = f"parameter {unknown[0]!r} of {row.key.kernel}"
         raise wrong_value(where, got, f"one of {', '.join(kind.tunables)}")
     sizes = (row.key.head_dim, row.key.head_dim_v)
-    if row.key.kernel == "forward_narrow":  # its true ones stand among the options
+    if kind.row_numbers:  # its true ones stand among the options
         true = re.search(r"(\d+)x(\d+)", row.key.options)
         sizes = (int(true[1]), int(true[2])) if true else sizes
     try:

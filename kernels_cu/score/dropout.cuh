@@ -21,8 +21,9 @@ CUFLASH_DEVICE Real kept_scale(const ScoreParams& params) {
 // 8).
 CUFLASH_DEVICE RandomWords drawn(const Score& score, int q_block, int q_low, int k_block,
                                  int k_pair) {
-  return philox(4 * k_block + k_pair, 8 * q_block + q_low, score.entry_number,
-                score.params.dropout_seed);
+  const int q_before = score.params.first_query / 16, k_before = score.params.first_key / 16;
+  return philox(4 * (k_block + k_before) + k_pair, 8 * (q_block + q_before) + q_low,
+                score.entry_number, score.params.dropout_seed);
 }
 
 CUFLASH_DEVICE bool keeps(const Score& score, uint32_t word, int half) {

@@ -19,7 +19,8 @@ struct FormulaArrays {
 };
 
 // Of one batch entry: b is its number, heads apart, h its head. Formulas also speak of a query q
-// and a key k, and find their arrays as members.
+// and a key k, counted in the whole of which a call may be a part, and find their arrays as
+// members.
 struct Formulas : FormulaArrays {
 #include "formulas/arrays"
   const int b, h;
@@ -28,6 +29,7 @@ struct Formulas : FormulaArrays {
       : FormulaArrays{params}, b(entry), h(head) {}
 
   CUFLASH_DEVICE Real formula_score(Real score, int q, int k) const {
+    place(q, k);
     return static_cast<Real>(
 #include "formulas/score_mod.expression"
     );
@@ -35,15 +37,23 @@ struct Formulas : FormulaArrays {
 
   // d formula_score / d score
   CUFLASH_DEVICE Real formula_grad(Real score, int q, int k) const {
+    place(q, k);
     return static_cast<Real>(
 #include "formulas/score_mod.grad"
     );
   }
 
   CUFLASH_DEVICE bool formula_mask(int q, int k) const {
+    place(q, k);
     return static_cast<bool>(
 #include "formulas/mask_mod.expression"
     );
+  }
+
+ private:
+  CUFLASH_DEVICE void place(int& q, int& k) const {
+    q += formula_params.first_query;
+    k += formula_params.first_key;
   }
 };
 

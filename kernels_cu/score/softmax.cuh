@@ -27,6 +27,22 @@ CUFLASH_DEVICE RowEnd end_of_sum(const Score& score, const BatchIndex& entry, Re
   }
 }
 
+// What results over two sets of keys are worth together, and the lse of both.
+struct Joined {
+  Real before, now, lse;
+
+  CUFLASH_DEVICE Joined(Real lse_before, Real lse_now) {
+    const Real larger = fmax(lse_before, lse_now);
+    const Real shift = larger == -infinity() ? 0 : larger;
+    before = power_of_two((lse_before - shift) * log2_e);
+    now = power_of_two((lse_now - shift) * log2_e);
+    const Real sum = before + now;
+    lse = shift + log(sum);
+    before = sum == 0 ? 0 : before / sum;
+    now = sum == 0 ? 0 : now / sum;
+  }
+};
+
 // The same from its maximum.
 CUFLASH_DEVICE RowEnd end_of_row(const Score& score, const BatchIndex& entry, Real maximum,
                                  Real sum) {

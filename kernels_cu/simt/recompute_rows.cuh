@@ -48,6 +48,16 @@ struct LaneColumns {
     }
   }
 
+  // Times `factor`, and `before` times a row of float32 that results join.
+  CUFLASH_DEVICE void join(Real factor, Real before, const Real* row, int num_columns) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int column = lane_index() + 32 * i;
+      const Real there = column < num_columns ? row[column] : 0;
+      value[i] = fma(before, there, value[i] * factor);
+    }
+  }
+
   CUFLASH_DEVICE void add(Real factor, const LaneColumns& other) {
 #pragma unroll
     for (int i = 0; i < count; ++i) value[i] = fma(factor, other.value[i], value[i]);
@@ -200,12 +210,22 @@ __device__ __noinline__ void recompute_out(const ForwardParams& params, const Ba
     o.add(keeps_pair(score, q_idx, kv_idx) ? p / new_sum : 0, v);
   }
   const RowEnd end = exact_end(score, entry, row_max, row_sum);
-  const Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
-  to.store(params, entry, q_idx, o, row_sum == 0 ? 0 : factor);
-  if (writes_lse && params.lse != nullptr && lane_index() == 0) {
-    params.lse[entry * params.lse_layout.batch + (first_q + q_idx) * params.lse_layout.row +
-               part.index] = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real factor = kept_scale(params.score) * end.weight * (row_sum / end.sum);
+  factor = row_sum == 0 ? 0 : factor;
+  Real lse = row_sum == 0 ? score.lse_without_keys(entry, q_idx) : end.lse;
+  Real* const lse_there = params.lse + entry * params.lse_layout.batch +
+                          (first_q + q_idx) * params.lse_layout.row + part.index;
+  if constexpr (Config::joins) {
+    const Joined joined(*lse_there, lse);
+    const Real* there = params.so_far + entry * params.so_far_layout.batch +
+                        (first_q + q_idx) * params.so_far_layout.row;
+    o.join(factor * joined.now, joined.before, there, params.head_dim_v);
+    factor = 1;
+    lse = joined.lse;
+    __syncwarp();  // all lanes have read
   }
+  to.store(params, entry, q_idx, o, factor);
+  if (writes_lse && params.lse != nullptr && lane_index() == 0) *lse_there = lse;
 }
 
 // One row of dq, summed over the batch entries of its owner.

@@ -24,8 +24,8 @@ namespace cuflash {
 
 constexpr int consumers = Config::block_m / 64;  // warpgroups, of 64 rows each
 // With two q tiles, results are staged in the one that was read while the other is under way; with
-// one they go to global memory directly, and so do those of a part of the keys, in float32.
-constexpr bool stages_out = Config::num_q_stages == 2 && !Config::split_keys;
+// one, or where they are wider than q, they go to global memory directly.
+constexpr bool stages_out = Config::num_q_stages == 2 && Config::out_dtype == Config::dtype;
 constexpr int first_turn = 1, first_together = first_turn + consumers;  // 0 is __syncthreads
 static_assert(Config::num_threads == 128 * (consumers + 1), "one producer warpgroup");
 static_assert(!Config::split_keys || !is_packed, "a thread block has one part of one tile");

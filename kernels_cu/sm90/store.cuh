@@ -113,23 +113,16 @@ CUFLASH_DEVICE void send_tiles(const ForwardSm90Params& params, SharedMemory& sm
 }
 
 // ----------------------------------------------------------------------------- from registers
-// Writes 16 rows of a warp from `first_row` of the matrix on, those of `broken` computed again. The
-// four lanes of a quad trade places, so that each stores eight neighbouring columns; not of a part
-// of the keys, in float32.
-CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
-                               const Seqlen& seqlen, int first_row,
-                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
-                               uint32_t without_lse) {
+// Writes 16 rows of a warp from `first_row` of the matrix on. The four lanes of a quad trade
+// places, so that each stores eight neighbouring columns.
+CUFLASH_DEVICE void store_chunks(const ForwardSm90Params& params, const BatchIndex& entry,
+                                 const Seqlen& seqlen, int first_row,
+                                 const float (&o_acc)[1][o_tiles][4]) {
   const int quad_lane = lane_index() % 4;
   Element* out = static_cast<Element*>(params.out) + entry * params.out_layout.batch +
                  seqlen.first_q * params.out_layout.row;
-  if constexpr (Config::split_keys) {
-    const RowTarget part(KeyPart::of_this_block(params).out(params), params.out_layout, entry, 0,
-                         params.head_dim_v, Config::head_dim_v);
-    store_slice(part, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
-  }
 #pragma unroll
-  for (int t = 0; t < (Config::split_keys ? 0 : o_tiles); t += 4) {
+  for (int t = 0; t < o_tiles; t += 4) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t x[4];
@@ -145,6 +138,20 @@ CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex
             make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
+  }
+}
+
+// The same, or in float32; rows of `broken` computed again.
+CUFLASH_DEVICE void store_rows(const ForwardSm90Params& params, const BatchIndex& entry,
+                               const Seqlen& seqlen, int first_row,
+                               const float (&o_acc)[1][o_tiles][4], uint32_t broken,
+                               uint32_t without_lse) {
+  if constexpr (Config::out_dtype != Config::dtype) {
+    const RowTarget to(KeyPart::of_this_block(params).out(params), params.out_layout, entry,
+                       seqlen.first_q, params.head_dim_v, Config::head_dim_v);
+    store_slice(to, first_row, seqlen.rows_q - first_row, 1, o_acc[0]);
+  } else {
+    store_chunks(params, entry, seqlen, first_row, o_acc);
   }
   __syncwarp();  // a row was written by four lanes, and an exact one by all
   for_each_bit(broken, [&](int bit) {

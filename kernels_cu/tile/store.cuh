@@ -96,32 +96,37 @@ CUFLASH_DEVICE void transpose_quad(uint32_t (&x)[4]) {
   (high ? x[1] : x[3]) = b;
 }
 
-// The same by 16 bytes where the addresses allow it: the four lanes of a quad trade places, so that
-// each stores eight neighbouring columns.
+// The same, of 16 bits by 16 bytes where the addresses allow it: the four lanes of a quad trade
+// places, so that each stores eight neighbouring columns.
 template <int tiles>
 CUFLASH_DEVICE void store_slice_wide(const RowTarget& target, int first_row, int num_rows,
                                      float factor, const float (&acc)[tiles][4]) {
-  static_assert(tiles % 4 == 0 && sizeof(RowTarget::Value) == 2, "a quad holds 8 columns of each");
-  if (!target.takes_chunks()) return store_slice(target, first_row, num_rows, factor, acc);
-  const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
-  RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
+  static_assert(tiles % 4 == 0, "a quad holds 8 columns of each");
+  if constexpr (sizeof(RowTarget::Value) == 2) {
+    if (target.takes_chunks()) {
+      const int row = fragment_row(0, 0), quad_lane = lane_index() % 4;
+      RowTarget::Value* to = target.data + (first_row + row) * target.row_stride + 8 * quad_lane;
 #pragma unroll
-  for (int t = 0; t < tiles; t += 4) {
+      for (int t = 0; t < tiles; t += 4) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t x[4];
+        for (int half = 0; half < 2; ++half) {
+          uint32_t x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
-                                       acc[t + i][2 * half + 1] * factor);
+          for (int i = 0; i < 4; ++i) {
+            x[i] = pack<Config::out_dtype>(acc[t + i][2 * half] * factor,
+                                           acc[t + i][2 * half + 1] * factor);
+          }
+          transpose_quad(x);
+          if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
+            ptx::store_once(to + 8 * half * target.row_stride + 8 * t,
+                            make_uint4(x[0], x[1], x[2], x[3]));
+          }
+        }
       }
-      transpose_quad(x);
-      if (row + 8 * half < num_rows && 8 * (t + quad_lane) < target.num_columns) {
-        ptx::store_once(to + 8 * half * target.row_stride + 8 * t,
-                        make_uint4(x[0], x[1], x[2], x[3]));
-      }
+      return;
     }
   }
+  store_slice(target, first_row, num_rows, factor, acc);
 }
 
 }  // namespace cuflash

@@ -21,5 +21,9 @@ PROBLEMS = {
         if name.endswith("_partners")
     },
     "backward_pair_sm90": replace(WORK, head_dim=256, head_dim_v=256),
-    "forward_narrow": replace(WORK, dtype="float32", head_dim=3, head_dim_v=5),
+    **{
+        name: replace(WORK, dtype="float32", head_dim=3, head_dim_v=5)
+        for name in _kernels.KERNELS
+        if name.endswith("_narrow")
+    },
 }  # fmt: skip
