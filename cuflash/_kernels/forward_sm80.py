@@ -100,7 +100,7 @@ class ForwardConfig(KernelConfig):
         if split_keys.wanted(request):
             own |= split_keys.fields(request)
         if own["paged"] or "split_keys" in own:
-            general = general or split_keys.few(request.problem)  # narrower tiles
+            general = general or split_keys.few(request.problem)  # narrower tiles (D181)
         own["split_columns"] = portable.split(own["head_dim_v"], columns)
         values = portable.candidates(cls, ROWS, request, own, general=general)
         if cls.draft(values[-1]).smem_bytes > request.smem_limit:

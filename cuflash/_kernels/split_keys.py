@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 #: H100, 8 heads of 64, 2026-11-25: of 512 keys two kernels take 30 us with host and all, one 20; of
-#: 4096 (77 queries) 32 and 38. The others were not measured.
+#: 4096 (77 queries) 32 and 38. (D182)
 BOUNDS = Bounds(2048, 8, 256, 4096, 256, 32)
 
 
@@ -51,7 +51,10 @@ def wanted(request: Request) -> bool:
 
 
 def suits(kernel: type[KernelConfig], request: Request) -> bool:
-    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty."""
+    """Whether a kernel is the one for parts of keys: few rows leave Hopper's tiles half empty.
+
+    (D180)
+    """
     return kernel.splits_keys and not (kernel.for_sm90 and few(request.problem))
 
 
