@@ -328,7 +328,7 @@ def changed_fields():
         "mask_mod": True, "formulas": (("formulas/mask_mod.expression", "q == k\n"),),
         "dropout": True, "cu_seqlens": "int64", "sink": "float32", "precision": "tf32",
         "split_columns": 2, "split_keys": True, "wide_float64": True, "simt": True, "num_stages": 1,
-        "paged": True,
+        "paged": True, "combined_early": True,
     }  # fmt: skip
     names = CONFIG.values()
     assert sorted(names) == sorted(other), "a new field needs a line here"
